@@ -3,8 +3,19 @@
 import os
 
 import hypothesis
+import pytest
 
 # No deadline: the first example of a property compiles a program. In CI the same examples each
 # time, so that a failure there is one of the change; others are found on developers' machines.
 hypothesis.settings.register_profile("tpudist", deadline=None, derandomize=bool(os.getenv("CI")))
 hypothesis.settings.load_profile("tpudist")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests that need TensorFlow itself, unless they are asked for."""
+    if "parity" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("parity")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

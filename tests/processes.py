@@ -61,6 +61,7 @@ def run_processes(
     devices_per_process: int = 4,
     args: Sequence[str] = (),
     timeout_s: float = 180,
+    python: str = sys.executable,
 ) -> list[Finished]:
     """Runs `program` once per process of a new cluster and waits for all of them.
 
@@ -70,6 +71,7 @@ def run_processes(
         devices_per_process: What each process finds in `TPUDIST_EMULATE`.
         args: Command line arguments, the same for every process.
         timeout_s: For all processes together, start-up included.
+        python: The interpreter.
 
     Returns:
         One `Finished` per process, in the order of their task indices.
@@ -79,9 +81,9 @@ def run_processes(
             after `timeout_s`. Holds the last output of every process. None is left running.
     """
     with tempfile.TemporaryDirectory() as folder:
-        workers = _start(
-            _as_file(program, Path(folder)), num_processes, devices_per_process, args, Path(folder)
-        )
+        file = _as_file(program, Path(folder))
+        command = [python, str(file), *args]
+        workers = _start(command, num_processes, devices_per_process, Path(folder))
         try:
             problem = _wait(workers, timeout_s)
         finally:
@@ -132,7 +134,7 @@ def _as_file(program: str | Path, folder: Path) -> Path:
 
 
 def _start(
-    program: Path, num_processes: int, devices_per_process: int, args: Sequence[str], folder: Path
+    command: Sequence[str], num_processes: int, devices_per_process: int, folder: Path
 ) -> list[_Worker]:
     addresses = [f"127.0.0.1:{port}" for port in _free_ports(num_processes)]
     tests = Path(__file__).resolve().parent
@@ -152,7 +154,7 @@ def _start(
         }
         with (own / "stdout").open("wb") as stdout, (own / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, str(program), *args],
+                command,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

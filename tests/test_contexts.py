@@ -206,6 +206,9 @@ CROSS_REPLICA_METHODS = {
     "create": lambda s: s.create(lambda: jnp.ones(2)),
     "scope": lambda s: s.scope().__enter__(),
     "experimental_distribute_dataset": lambda s: s.experimental_distribute_dataset([np.ones(8)]),
+    "distribute_datasets_from_function": lambda s: s.distribute_datasets_from_function(
+        lambda _: [np.ones(8)]
+    ),
     "experimental_make_numpy_dataset": lambda s: s.experimental_make_numpy_dataset(np.ones(8)),
     "experimental_distribute_values_from_function": lambda s: (
         s.experimental_distribute_values_from_function(lambda _: np.ones(2))
@@ -438,7 +441,7 @@ def test_a_merge_call_gathers(mirrored):
 
 def test_a_merge_call_reduces_a_batch_of_values(mirrored):
     def merge(strategy, x):
-        return strategy.extended.batch_reduce_to("sum", [(x, x), (1, None)])
+        return strategy.extended.batch_reduce_to("sum", [(x, x), (1, x)])
 
     def step():
         replica = tpudist.get_replica_context()
@@ -456,16 +459,31 @@ def test_arithmetic_on_the_replicas_values_in_a_merge_call_is_refused(mirrored):
         mirrored.run(step)
 
 
-def test_local_results_in_a_merge_call_are_refused(mirrored):
-    """The function is traced once for all replicas: there are no parts to look at."""
-
+def test_local_results_in_a_merge_call_are_those_of_all_replicas(mirrored):
     def step():
         replica = tpudist.get_replica_context()
-        merge = lambda s, x: s.experimental_local_results(x)  # noqa: E731
+
+        def merge(strategy, x):
+            parts = strategy.experimental_local_results(x)
+            assert len(parts) == N
+            return sum(i * part for i, part in enumerate(parts))
+
         return replica.merge_call(merge, (replica.replica_id_in_sync_group,))
 
-    with pytest.raises(RuntimeError, match="The local results of .* in merge_call"):
-        mirrored.run(step)
+    assert int(mirrored.run(step)) == sum(i * i for i in range(N))
+
+
+def test_local_results_that_may_be_padded_are_refused_in_a_merge_call(mirrored):
+    """How many rows are real is known when the program runs, and shapes are not."""
+    data = mirrored.experimental_make_numpy_dataset(np.arange(11.0)).batch(16)
+    [batch] = mirrored.experimental_distribute_dataset(data)
+
+    def step(x):
+        merge = lambda s, x: s.experimental_local_results(x)  # noqa: E731
+        return tpudist.get_replica_context().merge_call(merge, (x,))
+
+    with pytest.raises(RuntimeError, match=r"The local results of .* 2 rows .* may be padding"):
+        mirrored.run(step, (batch,))
 
 
 def test_an_exception_of_a_merge_call_leaves_run_as_itself(mirrored, default):
@@ -503,3 +521,14 @@ def test_the_stack_is_as_deep_as_the_scopes(mirrored):
     assert context.depth() == 0
     with mirrored.scope(), mirrored.scope():
         assert context.depth() == 2
+
+
+def test_scopes_that_are_left_out_of_order_leave_nothing_behind(mirrored):
+    outer, inner = mirrored.scope(), mirrored.scope()
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert tpudist.get_strategy() is mirrored
+    inner.__exit__(None, None, None)
+    assert not tpudist.has_strategy()
+    assert jax.sharding.get_abstract_mesh().empty

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,28 @@ def test_a_dataset_without_end_has_no_length():
         len(dataset)
 
 
+def test_a_shard_of_examples_is_a_view_of_every_nth_of_them():
+    x = np.arange(7)
+    shards = [list(NumpyDataset(x).shard(3, i).batch(2)) for i in range(3)]
+    assert [[b.tolist() for b in shard] for shard in shards] == [
+        [[0, 3], [6]],
+        [[1, 4]],
+        [[2, 5]],
+    ]
+    assert np.shares_memory(shards[0][0], x)
+
+
+def test_a_shard_of_a_batched_dataset_is_every_nth_batch_of_each_epoch():
+    dataset = NumpyDataset(np.arange(10)).batch(2)
+    assert [b.tolist() for b in dataset.shard(2, 1)] == [[2, 3], [6, 7]]
+    twice = dataset.shard(2, 0).repeat(2)
+    assert [b.tolist() for b in twice] == [[0, 1], [4, 5], [8, 9]] * 2
+    assert (len(twice), dataset.shard(2, 1).cardinality) == (6, 2)
+    shuffled = NumpyDataset(np.arange(10)).shuffle(3).batch(2)
+    whole = [b.tolist() for b in shuffled]
+    assert [b.tolist() for b in shuffled.shard(5, 4)] == [whole[4]]
+
+
 def test_methods_return_new_datasets():
     dataset = NumpyDataset(np.arange(4))
     dataset.shuffle(0).batch(2).repeat(5)
@@ -109,6 +132,14 @@ def _numpy(size=4):
         (lambda: _numpy().repeat(2), ValueError, "not batched"),
         (lambda: _numpy().batch(2).repeat(2).repeat(2), ValueError, "repeated already"),
         (lambda: _numpy().batch(2).repeat(0), ValueError, "at least 1"),
+        (lambda: _numpy().shard(0, 0), ValueError, "at least 1"),
+        (lambda: _numpy().shard(2, -1), ValueError, "at least 0"),
+        (lambda: _numpy().shard(2, 2), ValueError, "Of 2 shards it must be one"),
+        (lambda: _numpy().shard(5, 4), ValueError, "Shard 4 of 5 of a dataset of 4 elements is em"),
+        (lambda: _numpy().batch(2).shard(3, 2), ValueError, "of a dataset of 2 elements is empty"),
+        (lambda: _numpy().shuffle(0).shard(2, 0), ValueError, "Shard examples before shuffling"),
+        (lambda: _numpy().batch(2).repeat(2).shard(2, 0), ValueError, "repeated already. Shard it"),
+        (lambda: _numpy().batch(1).shard(2, 0).shard(2, 0), ValueError, "are sharded already"),
     ],
 )
 def test_a_mistake_in_a_numpy_dataset_is_named(make, error, message):
@@ -465,7 +496,8 @@ def test_a_function_that_returns_a_used_up_iterator_is_found():
 def test_iterating_in_a_replica_function_is_refused():
     dataset = DistributedDataset([np.zeros(4)], _two())
     iterator = iter(dataset)
-    mode = context.Mode(strategy=None, replica_context=object(), frame=object())
+    frame = types.SimpleNamespace(whole=False)
+    mode = context.Mode(strategy=None, replica_context=object(), frame=frame)  # type: ignore
     with context.entered(mode):
         with pytest.raises(ValueError, match=r"next\(iterator\) should be called from outside"):
             next(iterator)

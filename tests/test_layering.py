@@ -16,22 +16,31 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpudist"
 # Low to high. An entry is a module or a folder; those of one line do not import each other.
 FLOORS = (
     # 0: plain Python, enums and frozen dataclasses
-    ("reduce_op", "options"),
+    ("reduce_op", "options", "errors", "identity", "topology_proto"),
+    ("deprecated",),
     # 1: the only door to the compiler
     ("xla",),
     # 2: what a value, a place and a variable are, and one call of a replica function
-    ("values", "context", "nnx_state", "logical_axes", "placement_rules", "partitioners"),
-    ("frame", "losses", "call"),
-    ("signature",),
+    ("context", "nnx_state", "logical_axes", "placement_rules", "partitioners", "operators"),
+    ("tpu_topology",),
+    ("values", "component", "colocation", "device_assignment"),
+    ("findings",),
+    ("frame", "losses", "call", "indexed_slices", "logical_devices"),
+    ("signature", "scatter", "contents", "destinations", "communication", "on_mesh"),
+    ("cross_device_ops",),
+    ("reduction_algorithms",),
     ("variables", "replica_context", "inputs"),
     ("combine", "refusals"),
+    ("records", "traced"),
     ("tracing",),
-    ("step",),
+    ("step", "nested", "functions"),
+    ("sequence",),
     ("replicate",),
     # 3: where data come from, and who we are
-    ("input", "cluster_resolver"),
+    ("input", "cluster_resolver", "multi_step"),
     # 4: the strategy, its two hooks, and the methods it keeps for library authors
     ("extended",),
+    ("strategy_state",),
     ("strategy",),
     # 5: the state of a training run
     ("optimizer",),
@@ -42,7 +51,9 @@ FLOORS = (
     # 7: leaves that nothing of the library needs
     ("strategies", "training", "models"),
     # 8: what users see
+    ("deprecated_strategies",),
     ("experimental",),
+    ("compat",),
     ("__init__",),
     ("cli", "pytest_plugin"),
     ("__main__",),

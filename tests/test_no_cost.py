@@ -154,6 +154,7 @@ def test_the_benchmark_writes_every_figure_with_its_baseline(tmp_path, capsys, m
         "10 arguments",
         "300 arrays",
         "300 captured Variables",
+        "16 steps at once",
         "NNX model and optimizer",
     }
 

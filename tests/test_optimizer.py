@@ -366,3 +366,12 @@ def test_variables_of_one_name_are_told_apart(mirrored):
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="'median' is not a valid ReduceOp"):
         tpudist.Optimizer(optax.sgd(0.1), reduce_op="median")
+
+
+def test_a_variable_is_constrained_after_it_was_updated(mirrored):
+    with mirrored.scope():
+        v = tpudist.Variable(0.5, constraint=lambda x: jnp.clip(x, 0, 1))
+    optimizer = tpudist.Optimizer(optax.sgd(1.0))
+    for gradient, expected in ((-3.0, 1.0), (0.25 / 8, 0.75), (7.0, 0.0)):
+        mirrored.run(lambda g: optimizer.apply_gradients([(g, v)]), (jnp.float32(gradient),))
+        assert float(v) == expected

@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 
 import tpudist
+from parity import signatures
 
 DATA = Path(__file__).parent / "data" / "surface.json"
 SURFACE: dict[str, list[str]]
 STILL_TO_COME: list[str]
 SURFACE, STILL_TO_COME = json.loads(DATA.read_text()).values()
 
-NUM_STILL_TO_COME = 153
+NUM_STILL_TO_COME = 46
 
 
 def is_offered(dotted: str) -> bool:
@@ -112,6 +113,80 @@ def test_all_lists_exactly_the_public_names():
     listed = [n for n in tpudist.__all__ if not isinstance(getattr(tpudist, n), types.ModuleType)]
     assert sorted(listed) == sorted(public)
     assert len(set(tpudist.__all__)) == len(tpudist.__all__)
+
+
+THEIRS = json.loads(signatures.RECORDED.read_text())["signatures"]
+
+
+# What users do not call: strategies make these objects, and one's own strategy is made of a mesh.
+MADE_BY_US = {
+    "tpudist.DistributedDataset",
+    "tpudist.DistributedIterator",
+    "tpudist.PerReplica",
+    "tpudist.Strategy",
+    "tpudist.StrategyExtended",
+    "tpudist.compat.v1.Strategy",
+    "tpudist.compat.v1.StrategyExtended",
+}
+
+
+@pytest.mark.parametrize("dotted", sorted(THEIRS.keys() - MADE_BY_US))
+def test_a_signature_is_compatible_with_tensorflows(dotted):
+    """Calls written for tf.distribute work: no parameter is renamed, moved, or newly required."""
+    owner: Any = tpudist
+    for name in dotted.split(".")[1:]:
+        if not hasattr(owner, name):
+            assert dotted in STILL_TO_COME or not is_offered(dotted)
+            return
+        owner = (
+            inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
+        )
+    ours = signatures.of(owner)
+    assert ours is not None, f"{dotted} cannot be called"
+    assert signatures.violations(ours, THEIRS[dotted]) == [], f"ours: {ours}"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found"),
+    [
+        (["a", "b="], ["a", "b="], []),
+        (["a=", "b=", "*", "c="], ["a", "b="], []),
+        (
+            ["b", "a"],
+            ["a", "b"],
+            ["a is not parameter 0 (b is there)", "b is not parameter 1 (a is there)"],
+        ),
+        (["a", "b"], ["a", "b="], ["b has no default"]),
+        (["a", "b="], ["a"], ["b is ours and not keyword-only"]),
+        (["a", "*", "b"], ["a"], ["b is ours and has no default"]),
+        (["a"], ["a", "*", "b="], ["keyword b= is not there, or has no default"]),
+        (["*args", "b="], ["*args", "**kwargs"], []),
+        ([], ["a"], ["a is not parameter 0"]),
+    ],
+)
+def test_an_incompatible_signature_is_found(ours, theirs, found):
+    assert signatures.violations(ours, theirs) == found
+
+
+def test_a_signature_says_names_defaults_and_kinds():
+    class Owner:
+        def __init__(self, a, b=1, *, c, d=2, **rest):
+            pass
+
+        @staticmethod
+        def static(a, *more):
+            pass
+
+        @classmethod
+        def made(cls, a=1):
+            pass
+
+        attribute = 3
+
+    assert signatures.of(Owner) == ["a", "b=", "*", "c", "d=", "**rest"]
+    assert signatures.of(inspect.getattr_static(Owner, "static")) == ["a", "*more"]
+    assert signatures.of(inspect.getattr_static(Owner, "made")) == ["a="]
+    assert signatures.of(Owner.attribute) is None
 
 
 def _modules() -> list[types.ModuleType]:

@@ -114,7 +114,7 @@ def test_six_examples_on_two_replicas_of_four_have_a_mean_over_six():
 @pytest.mark.parametrize("op", ReduceOp)
 def test_unequal_parts_have_no_sum_without_their_rows(mirrored, op):
     x, _ = batch(mirrored, 5, 16)
-    with pytest.raises(ValueError, match=r"Replicas hold \(2, 2, 1, .* Reduce over the examples"):
+    with pytest.raises(ValueError, match=r"Replicas hold \(2, 2, 1, .*Reduce over that dim too"):
         mirrored.reduce(op, x, axis=None)
 
 
@@ -221,7 +221,7 @@ def test_reduce_to_reduces_wherever_it_was_wanted(mirrored):
     x = distribute(mirrored, np.arange(8.0, dtype=np.float32))
     with mirrored.scope():
         variable = tpudist.Variable(1.0)
-    for destinations in (x, variable, "cpu:0", None):
+    for destinations in (x, variable, "cpu:0"):
         assert float(mirrored.extended.reduce_to("mean", x, destinations)) == 3.5
     pairs = [(x, x), (1.0, variable)]
     batch = mirrored.extended.batch_reduce_to(ReduceOp.SUM, pairs)
@@ -236,7 +236,7 @@ def test_a_batch_of_what_are_no_pairs_is_refused(mirrored, pair):
 
 
 def test_a_broadcast_value_is_on_every_device(mirrored):
-    value = mirrored.extended.broadcast_to(np.arange(3))
+    value = mirrored.extended.broadcast_to(jnp.arange(3), distribute(mirrored, np.arange(8)))
     assert value.sharding.is_fully_replicated
     assert value.sharding.device_set == set(mirrored.mesh.devices.flat)
     assert mirrored.extended.worker_devices == mirrored.extended.parameter_devices
@@ -394,8 +394,8 @@ def test_values_may_differ_in_their_number_of_rows(mirrored):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda i: np.ones((2, i)), r"Values of shapes \[.*may differ in dim 0 only"),
-        (lambda i: np.ones(()) if i else np.ones(2), "may differ in dim 0 only"),
+        (lambda i: np.ones((1 + i, i)), r"Values of shapes \[.*may differ in one dim"),
+        (lambda i: np.ones(()) if i else np.ones(2), "may differ in one dim"),
         (lambda i: {"a": 1} if i else [1], "gave different structures for different replicas"),
     ],
 )
@@ -513,10 +513,10 @@ def test_a_partial_batch_is_no_reason_to_compile_again(mirrored):
         mask = tpudist.get_replica_context().example_mask(x)
         return tpudist.get_replica_context().all_reduce("sum", jnp.where(mask, x, 0).sum())
 
-    before = len(tpudist.compile_log())
+    step.__name__ = "a step of this test alone"
     totals = [float(mirrored.run(step, (x,))) for x in (full, partial, full)]
     assert totals == [136, 6, 136]
-    assert len(tpudist.compile_log()) == before + 1
+    assert [r.function for r in tpudist.compile_log()].count(step.__name__) == 1
 
 
 def test_the_mask_and_the_count_are_those_of_the_batch(mirrored):

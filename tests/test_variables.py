@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import gc
 import itertools
 import operator
@@ -37,6 +38,11 @@ def strategy(request):
 @pytest.fixture(scope="module")
 def mirrored():
     return tpudist.MirroredStrategy()
+
+
+def in_cross_replica(strategy):
+    """Whether an update is in cross-replica context; the default strategy's is where it was."""
+    return tpudist.in_cross_replica_context() or strategy is tpudist.context.default_mode().strategy
 
 
 def make(strategy, aggregation=NONE, value=START, **kwargs):
@@ -227,9 +233,10 @@ def test_an_on_read_variable_is_aggregated_when_read(strategy, aggregation, in_s
 def test_an_on_read_variable_without_aggregation_has_no_one_value(strategy):
     v = on_read(strategy, NONE)
     n = strategy.num_replicas_in_sync
-    if strategy is tpudist.get_strategy():
-        # Out of all scopes one is in replica context, where the component is read.
-        assert v.numpy().tolist() == START
+    if not strategy.variables_have_components:
+        # It is an ordinary variable, as in TensorFlow.
+        with strategy.scope():
+            assert v.numpy().tolist() == START
         return
     with strategy.scope(), pytest.raises(ValueError, match="aggregation is NONE, so its comp"):
         v.read_value()
@@ -342,8 +349,10 @@ def test_a_merge_call_changes_each_component_of_an_on_read_variable(strategy, ag
     n = strategy.num_replicas_in_sync
     result = strategy.run(step)
     assert components(strategy, v) == [[i + 2.0] * 2 for i in range(n)]
-    if aggregation is NONE:
+    if aggregation is NONE and strategy.variables_have_components:
         assert result is None
+    elif aggregation is NONE:
+        assert result.tolist() == [2, 2]
     else:
         assert result.tolist() == v.numpy().tolist() == [reduced(aggregation, n) + 1] * 2
 
@@ -367,11 +376,12 @@ def test_an_update_changes_all_copies_of_a_mirrored_variable(strategy, aggregati
     update = strategy.extended.update
     assert update(v, lambda c, x: c.assign_add(x), (jnp.ones(2),)).tolist() == [2, 3]
     assert update(v, lambda c, x: c.assign(x * 1), (other,)).tolist() == START
-    grouped = update(v, lambda c, *, x: c.assign_sub(x), kwargs={"x": jnp.ones(2)}, group=False)
-    assert [x.tolist() for x in grouped] == [[0, 1]]
+    apart = update(v, lambda c, *, x: c.assign_sub(x), kwargs={"x": jnp.ones(2)}, group=False)
+    assert [x.tolist() for x in apart] == [[0, 1]] * strategy.num_replicas_in_sync
     assert v.numpy().tolist() == [0, 1]
-    single = update(v, lambda c: {"read": c.read_value()}, group=False)
-    assert [x.tolist() for x in single["read"]] == [[0, 1]]
+    nest = update(v, lambda c: {"read": c.read_value(), "rest": (None, 3)}, group=False)
+    assert [x.tolist() for x in nest["read"]] == [[0, 1]] * strategy.num_replicas_in_sync
+    assert nest["rest"] == ((None,), (3,))
 
 
 @pytest.mark.parametrize("aggregation", VariableAggregation)
@@ -381,7 +391,7 @@ def test_an_update_sees_the_components_of_an_on_read_variable(strategy, aggregat
     strategy.run(lambda: v.assign(my_number()))
 
     def change(c, x):
-        assert tpudist.in_cross_replica_context()
+        assert in_cross_replica(strategy)
         c.assign_add(x)
         return c.read_value()
 
@@ -450,6 +460,7 @@ def test_local_results_read_before_a_step_stay_valid(strategy):
 
     for _ in range(2):
         old = [strategy.experimental_local_results(v)[0] for v in (mirrored, local)]
+        old = [component.read_value() for component in old]
         expected = [x.tolist() for x in old]
         strategy.run(step)
         assert [x.tolist() for x in old] == expected
@@ -512,8 +523,15 @@ def test_an_initial_function_is_called_once(mirrored):
 def test_attributes_are_as_asked_for(strategy):
     v = make(strategy, SUM, name="v")
     assert (v.name, v.aggregation, v.trainable, v.on_read) == ("v", SUM, True, False)
-    assert v.synchronization is VariableSynchronization.AUTO
-    assert v.strategy is strategy
+    resolved = "ON_WRITE" if strategy.variables_have_components else "AUTO"
+    assert v.synchronization is VariableSynchronization[resolved]
+    assert v.strategy is v.distribute_strategy is strategy
+    assert v.get_shape() == v.shape == (2,)
+    assert v.device is strategy.mesh.devices.flat[0]
+    assert v.constraint is None
+    assert make(strategy, constraint=jnp.abs).constraint is jnp.abs
+    with pytest.raises(RuntimeError, match="initial value of variable 'v' is not kept"):
+        _ = v.initial_value
     assert strategy.extended.variable_created_in_scope(v)
     assert strategy.extended.value_container(v) is v
     assert strategy.extended.read_var(v).tolist() == START
@@ -523,7 +541,8 @@ def test_attributes_are_as_asked_for(strategy):
     first, second = make(strategy).name, make(strategy).name
     assert first != second
     assert repr(v) == (f"<tpudist.Variable 'v' float32[2] (aggregation SUM) of {strategy!r}>")
-    assert "ON_READ, aggregation MEAN" in repr(on_read(strategy, MEAN))
+    if strategy.variables_have_components:
+        assert "ON_READ, aggregation MEAN" in repr(on_read(strategy, MEAN))
 
 
 def test_a_variable_outside_of_all_scopes_is_the_default_strategys():
@@ -540,16 +559,14 @@ def test_a_variable_outside_of_all_scopes_is_the_default_strategys():
         ({"aggregation": "SUM"}, "was given aggregation='SUM'. Use one of VariableAggregation.NO"),
         ({"aggregation": tpudist.ReduceOp.SUM}, "Use one of VariableAggregation"),
         ({"aggregation": MEAN, "dtype": jnp.int32}, "int32 and aggregation MEAN"),
+        ({"constraint": 3}, "was given constraint=3, which is neither None nor a function"),
+        ({"shape": (1,)}, r"made with shape=\(1,\) and an initial value of shape \(\)"),
+        ({"initial_value": None}, "was made without an initial value"),
     ],
 )
 def test_a_variable_that_cannot_be_is_refused(mirrored, kwargs, message):
     with mirrored.scope(), pytest.raises(ValueError, match=message):
-        tpudist.Variable(1, **kwargs)
-
-
-def test_a_variable_made_in_a_replica_function_is_refused(mirrored):
-    with pytest.raises(RuntimeError, match="was made in a replica function"):
-        mirrored.run(lambda: tpudist.Variable(1.0))
+        tpudist.Variable(**{"initial_value": 1, **kwargs})
 
 
 def test_a_large_variable_is_split_over_the_devices_of_a_replica():
@@ -679,9 +696,24 @@ def test_a_variable_in_a_function_of_jit_alone_is_refused(strategy):
         assert v.numpy().tolist() == START
 
 
-def test_a_variable_cannot_be_pickled(mirrored):
-    with pytest.raises(TypeError, match=r"cannot be pickled.*variable\.numpy\(\)"):
-        pickle.dumps(make(mirrored))
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy])
+def test_a_variable_cannot_be_pickled(mirrored, duplicate):
+    v = make(mirrored)
+    for what in (v, v.values[1]):
+        with pytest.raises(TypeError, match=r"cannot be pickled.*variable\.numpy\(\)"):
+            duplicate(what)
+
+
+def test_a_deep_copy_is_a_variable_of_its_own(strategy):
+    for v in make(strategy, MEAN, name="w"), on_read(strategy, SUM):
+        strategy.run(lambda v=v: v.assign_add(jnp.ones(2)))
+        [new], before = copy.deepcopy([v]), v.numpy().tolist()
+        assert new.numpy().tolist() == before
+        assert (new.name, new.aggregation, new.strategy) == (v.name, v.aggregation, v.strategy)
+        assert [x.tolist() for x in new.values] == [x.tolist() for x in v.values]
+        strategy.run(lambda new=new: new.assign_add(jnp.ones(2)))
+        assert v.numpy().tolist() == before
+        assert new.numpy().tolist() != before
 
 
 # As an array.
@@ -701,6 +733,8 @@ def test_a_variable_cannot_be_pickled(mirrored):
         operator.le,
         operator.gt,
         operator.ge,
+        operator.eq,
+        operator.ne,
         operator.matmul,
     ],
 )
@@ -715,12 +749,74 @@ def test_arithmetic_is_that_of_the_value(mirrored, op):
         assert op(2, v).tolist() == op(2, x).tolist()
 
 
+@pytest.mark.parametrize(
+    "op",
+    [operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift, divmod],
+)
+def test_arithmetic_of_integers_is_that_of_the_value(mirrored, op):
+    v, w = make(mirrored, value=[6, 5]), make(mirrored, value=[3, 2])
+    x, y = jnp.array([6, 5]), jnp.array([3, 2])
+    expected = np.asarray(op(x, y)).tolist()
+    for left, right in ((v, w), (v, y), (x, w), (v, [3, 2]), (np.array([6, 5]), w)):
+        result = op(left, right)
+        assert np.asarray(result).tolist() == expected
+        assert isinstance(jax.tree.leaves(result)[0], jax.Array)
+    assert np.asarray(op(2, v)).tolist() == np.asarray(op(2, x)).tolist()
+
+
+def test_other_operators_are_those_of_the_value(mirrored):
+    v, bools, whole = make(mirrored), make(mirrored, value=[True, False]), make(mirrored, value=7)
+    assert [(-v).tolist(), (+v).tolist(), abs(-v).tolist()] == [[-1, -2], START, START]
+    assert (~bools).tolist() == (bools ^ True).tolist() == [False, True]
+    assert round(make(mirrored, value=[1.26, 2.0]), 1).tolist() == pytest.approx([1.3, 2.0])
+    assert (len(v), [float(x) for x in v], 2.0 in v) == (2, START, True)
+    assert (list(range(whole))[-1], f"{whole:03d}", f"{v}") == (6, "007", repr(v))
+    assert (complex(whole), float(whole), int(whole), bool(whole)) == (7 + 0j, 7.0, 7, True)
+    assert (v[1].tolist(), v[None].shape, v[...].tolist(), v.tolist()) == (2, (1, 2), START, START)
+    assert v.sparse_read([1, 0, 1]).tolist() == [2, 1, 2]
+    with pytest.raises(TypeError):
+        iter(whole)
+
+
+@pytest.mark.parametrize("in_replica_function", [False, True])
+def test_numpy_and_what_jax_does_not_compile_take_a_variable(mirrored, in_replica_function):
+    v, w = make(mirrored), make(mirrored, value=[3.0, 4.0])
+
+    def compute():
+        return jnp.stack([v, w]).sum() + v @ w, jnp.einsum("i,i->i", v, w), np.ones(2) + v
+
+    results = mirrored.run(compute) if in_replica_function else compute()
+    assert [x.tolist() for x in results] == [21, [3, 8], [2, 3]]
+    assert all(isinstance(x, jax.Array) for x in results)
+    if not in_replica_function:
+        assert np.add(v, w).tolist() == [4, 6]
+        assert np.where(v > 1, v, w).tolist() == [3, 2]
+
+
+def test_a_variable_is_found_as_the_object_it_is(mirrored):
+    """Though `==` compares its elements: Variables are keys of dicts and elements of sets."""
+    v, w, one = make(mirrored), make(mirrored), make(mirrored, value=1.0)
+    assert (v == w).tolist() == [True, True]
+    assert ({v: 1, w: 2}[w], len({v, w, v}), v in {w}) == (2, 2, False)
+    assert not (v == None)  # noqa: E711
+    assert v != "text"
+    assert mirrored.run(v.assign_add, (jnp.ones(2),)).tolist() == [2, 3]
+    assert mirrored.run(v.assign_add, (jnp.ones(2),)).tolist() == [3, 4]
+    assert float(mirrored.run(one.assign, (jnp.float32(3),))) == 3
+
+
+def test_a_sum_in_place_binds_the_name_to_an_array(mirrored):
+    v = w = make(mirrored)
+    w += 1
+    assert isinstance(w, jax.Array)
+    assert v.tolist() == START
+
+
 def test_a_variable_converts_as_its_value(mirrored):
-    v, scalar = make(mirrored), make(mirrored, value=2.0)
-    assert (float(scalar), int(scalar), bool(scalar)) == (2.0, 2, True)
+    v = make(mirrored)
     assert np.asarray(v).tolist() == jnp.asarray(v).tolist() == START
     assert np.asarray(v, np.float64).dtype == np.float64
-    assert ((-v).tolist(), abs(-v).tolist(), v[0].tolist()) == ([-1, -2], START, 1)
+    assert np.array(v, copy=True).tolist() == START
 
 
 def test_variables_passed_as_arguments_are_changed_in_place(strategy):
@@ -782,3 +878,232 @@ def test_a_replicas_result_of_an_on_read_variable_is_per_replica(mirrored):
     assert mirrored.reduce("sum", v, axis=None).tolist() == [8, 16]
     assert mirrored.reduce("mean", v, axis=0).tolist() == 1.5
     assert mirrored.gather(v, axis=0).tolist() == START * 8
+
+
+# Components.
+
+
+def test_a_component_reads_as_what_its_replica_holds(mirrored):
+    v, local = make(mirrored, name="w"), on_read(mirrored, SUM, name="seen")
+    mirrored.run(lambda: local.assign(my_number()))
+    for i, (copied, own) in enumerate(zip(v.values, local.values, strict=True)):
+        device = jax.devices()[i]
+        suffix = f"/replica_{i}" if i else ""
+        assert (copied.name, own.name) == (f"w{suffix}", f"seen{suffix}")
+        assert copied.device is own.device is device
+        assert copied.read_value().devices() == own.value().devices() == {device}
+        assert (copied.tolist(), own.numpy().tolist()) == (START, [i + 1.0] * 2)
+        assert (own + 1).tolist() == [i + 2.0] * 2
+        assert (own == i + 1).all()
+        assert own != v.values[i]
+        assert (own.shape, own.dtype, own.ndim, own.size) == ((2,), jnp.float32, 1, 2)
+        assert (own.trainable, own.aggregation, own.synchronization) == (False, SUM, ON_READ)
+        assert own.distribute_strategy is mirrored
+    where = jax.devices()[1]
+    assert repr(v.values[1]) == f"<component 'w/replica_1' float32[2] of a Variable on {where}>"
+
+
+def test_a_component_of_a_split_variable_is_split_over_its_replicas_devices():
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 4})
+    v = make(strategy, MEAN, np.arange(4096.0, dtype=np.float32).reshape(64, 64))
+    local = on_read(strategy, SUM)
+    for i in range(2):
+        value = v.values[i].read_value()
+        assert value.sharding.device_set == set(jax.devices()[4 * i : 4 * i + 4])
+        assert value.addressable_data(0).shape == (16, 64)
+        assert value.tolist() == v.tolist()
+    local.values[1].assign([5.0, 6.0])
+    assert [x.tolist() for x in local.values] == [START, [5, 6]]
+    assert strategy.run(lambda: local.assign_add(jnp.ones(2))) is not None
+    assert local.tolist() == [8, 10]
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_a_component_of_an_on_read_variable_is_assigned_alone(mirrored, in_scope):
+    v = on_read(mirrored, SUM)
+    component = v.values[3]
+    with mirrored.scope() if in_scope else contextlib.nullcontext():
+        assert component.assign([5.0, 6.0]).tolist() == [5, 6]
+        assert component.assign_add(jnp.ones(2)).tolist() == [6, 7]
+        elsewhere = jax.device_put(jnp.ones(2), jax.devices()[1])
+        assert component.assign_sub(elsewhere).tolist() == [5, 6]
+        assert (component + 1).tolist() == [6, 7]
+        assert component.assign(jnp.full(2, 7.0), read_value=False) is None
+    expected = [START] * 3 + [[7, 7]] + [START] * 4
+    assert [x.tolist() for x in v.values] == expected
+    mirrored.run(lambda: v.assign_add(jnp.ones(2)))
+    assert component.tolist() == [8, 8]
+    assert v.tolist() == [7 * 2.0 + 8, 7 * 3.0 + 8]
+    with pytest.raises(ValueError, match=r"but was assigned float32\[3\]"):
+        component.assign(jnp.ones(3))
+
+
+def test_a_copy_of_a_mirrored_variable_cannot_be_assigned_alone(mirrored):
+    """TensorFlow lets it differ from the others, in silence."""
+    component = make(mirrored, name="w").values[1]
+    for method in ("assign", "assign_add", "assign_sub"):
+        with pytest.raises(ValueError, match=f"{method} of 'w/replica_1' .*equal copies of a mirr"):
+            getattr(component, method)(jnp.ones(2))
+
+
+def test_a_component_is_not_for_replica_functions(mirrored):
+    component = on_read(mirrored, SUM, name="seen").values[2]
+    for step, what in (
+        (component.read_value, "read"),
+        (lambda: component.assign([1, 2]), "assigned"),
+    ):
+        with pytest.raises(RuntimeError, match=f"'seen/replica_2' was {what} in a replica func"):
+            mirrored.run(lambda step=step: step() and None)
+
+
+def test_a_component_stays_the_same_object_as_long_as_it_is_held(mirrored):
+    v = make(mirrored)
+    component = v.values[1]
+    assert v.values[1] is component
+    assert component in v.values
+    assert component not in make(mirrored).values
+    assert {component: 1}[v.values[1]] == 1
+    del v
+    gc.collect()
+    assert component.tolist() == START, "a component keeps its variable alive"
+
+
+def test_an_array_read_from_a_component_stays_valid(mirrored):
+    v = make(mirrored, MEAN)
+    for expected in ([1, 2], [2, 3], [3, 4]):
+        read = v.values[2].read_value()
+        mirrored.run(lambda: v.assign_add(jnp.ones(2), read_value=False))
+        assert read.tolist() == expected
+
+
+# As tf.Variable.
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "what"),
+    [
+        ({"validate_shape": False}, r"Variable\(validate_shape=False\) has no effect"),
+        ({"caching_device": "cpu:0"}, r"Variable\(caching_device='cpu:0'\) has no effect"),
+        ({"variable_def": "proto"}, r"Variable\(variable_def='proto'\) has no effect"),
+        ({"import_scope": "scope"}, r"Variable\(import_scope='scope'\) has no effect"),
+        ({"experimental_enable_variable_lifting": False}, "lifting=False.* has no effect"),
+    ],
+)
+def test_a_parameter_of_tf_variable_without_a_meaning_is_a_warning(mirrored, kwargs, what):
+    with pytest.warns(UserWarning, match=what):
+        assert make(mirrored, **kwargs).tolist() == START
+
+
+def test_what_describes_a_graphs_operation_is_a_warning(mirrored):
+    v, local = make(mirrored), on_read(mirrored, SUM)
+    slices = tpudist.IndexedSlices([1.0], [0])
+    for target, value in ((v, [1.0, 2.0]), (local.values[0], [1.0, 2.0])):
+        for method in ("assign", "assign_add", "assign_sub"):
+            with pytest.warns(UserWarning, match=rf"{method}\(use_locking=True\) has no effect"):
+                getattr(target, method)(value, True)
+            with pytest.warns(UserWarning, match=rf"{method}\(name='op'\) has no effect"):
+                getattr(target, method)(value, False, "op")
+    for what in ("add", "sub", "mul", "div", "min", "max", "update"):
+        with pytest.warns(UserWarning, match=rf"scatter_{what}\(name='op'\) has no effect"):
+            getattr(v, f"scatter_{what}")(slices, name="op")
+    with pytest.warns(UserWarning, match=r"sparse_read\(name='op'\) has no effect"):
+        v.sparse_read([0], name="op")
+
+
+@pytest.mark.parametrize("shape", [(2,), [2], (None,), 2])
+def test_a_shape_that_fits_may_be_named(mirrored, shape):
+    assert make(mirrored, shape=shape).shape == (2,)
+
+
+def test_a_variable_is_read_under_its_own_strategy_only(mirrored):
+    other = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+    for v in (make(mirrored, name="weights"), on_read(mirrored, SUM, name="weights")):
+        for use in (v.read_value, v.values[0].read_value, lambda v=v: v + 1):
+            with other.scope(), pytest.raises(RuntimeError, match="'weights' .* but is read in"):
+                use()
+        with mirrored.scope():
+            v.read_value()
+
+
+def test_a_variable_of_no_scope_is_used_in_every_scope(mirrored):
+    """It is an ordinary variable, of the default strategy."""
+    v = tpudist.Variable(START)
+    with mirrored.scope():
+        assert v.assign_add([1.0, 1.0]).tolist() == v.tolist() == [2, 3]
+        assert v.assign(jnp.zeros(2)).tolist() == [0, 0]
+        assert v.values == (v,)
+
+
+def test_an_ordinary_variable_is_as_without_a_strategy():
+    """In TensorFlow, OneDeviceStrategy and the default one make plain variables."""
+    for strategy in (tpudist.OneDeviceStrategy(), tpudist.get_strategy()):
+        v = on_read(strategy, SUM)
+        assert v.assign_add(jnp.ones(2)).tolist() == [2, 3]
+        assert not v.trainable
+        assert make(strategy, MEAN, 1).assign_add(1).tolist() == 2
+        none = make(strategy, synchronization=VariableSynchronization.NONE)
+        assert none.synchronization is VariableSynchronization.NONE
+        assert strategy.run(v.assign_sub, (jnp.ones(2),)).tolist() == START
+
+
+def test_values_that_differ_are_not_assigned_to_components_in_cross_replica_context(mirrored):
+    v, x = on_read(mirrored, MEAN, name="seen"), mirrored.run(my_number)
+    merge = lambda s, x: v.assign(x)  # noqa: E731
+    step = lambda: tpudist.get_replica_context().merge_call(merge, (my_number(),))  # noqa: E731
+    for assign in (lambda: v.assign(x), lambda: v.assign_add(x), lambda: mirrored.run(step)):
+        with pytest.raises(ValueError, match="A PerReplica was assigned to variable 'seen' in cro"):
+            assign()
+
+
+# To JAX a variable is the array that it holds.
+
+
+def test_functions_of_jax_take_variables_as_arrays(mirrored):
+    with mirrored.scope():
+        v, w = tpudist.Variable(jnp.arange(4.0)), tpudist.Variable(jnp.ones((4, 2)))
+    assert float(jnp.sum(v)) == 6
+    assert jnp.matmul(v, w).tolist() == [6, 6]
+    assert jnp.where(v > 1, v, 0).tolist() == [0, 0, 2, 3]
+    assert jax.nn.relu(-v).tolist() == [0, 0, 0, 0]
+    assert jax.jit(lambda x: x + 1)(v).tolist() == [1, 2, 3, 4]
+    assert jax.grad(lambda x: (x * x).sum())(v).tolist() == [0, 2, 4, 6]
+    assert jax.tree.map(lambda x: x.shape, {"v": v, "w": w}) == {"v": (4,), "w": (4, 2)}
+
+
+def test_functions_of_jax_take_variables_in_a_replica_function(mirrored):
+    with mirrored.scope():
+        params = {"w": tpudist.Variable(2.0), "b": tpudist.Variable(1.0)}
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.square(p["w"] * x + p["b"]))(params)
+        for name, variable in params.items():
+            variable.assign_sub(0.1 * tpudist.get_replica_context().all_reduce("mean", grads[name]))
+        return params, jax.jit(jnp.add)(params["w"], params["b"])
+
+    same, total = mirrored.run(step, (params, jnp.float32(3)))
+    assert same["w"] is params["w"]
+    assert (float(params["w"]), float(params["b"])) == pytest.approx((2 - 4.2, 1 - 1.4))
+    assert float(total) == pytest.approx(-2.6)
+
+
+def test_a_variable_goes_into_merge_call_and_out_as_itself(mirrored):
+    with mirrored.scope():
+        v = tpudist.Variable(1.0)
+
+    def step():
+        def merge(strategy, variable, tree):
+            assert variable is v
+            assert tree["v"] is v
+            return {"v": variable}
+
+        result = tpudist.get_replica_context().merge_call(merge, (v,), {"tree": {"v": v}})
+        assert result["v"] is v
+        return result
+
+    assert mirrored.run(step)["v"] is v
+
+
+def test_components_are_arrays_to_jax(mirrored):
+    with mirrored.scope():
+        v = tpudist.Variable(jnp.ones(2))
+    assert jnp.sum(v.values[3]).tolist() == 2

@@ -1,6 +1,6 @@
 """The programming model of `tf.distribute` on JAX: write the step for one replica."""
 
-from tpudist import cluster_resolver, experimental
+from tpudist import cluster_resolver, compat, errors, experimental
 from tpudist.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -8,20 +8,30 @@ from tpudist.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from tpudist.cross_device_ops import CrossDeviceOps
+from tpudist.deprecated import get_loss_reduction
 from tpudist.extended import StrategyExtended
+from tpudist.functions import function
+from tpudist.indexed_slices import IndexedSlices
+from tpudist.input.context import InputContext
 from tpudist.input.dataset import DistributedDataset, DistributedIterator
 from tpudist.input.numpy_dataset import NumpyDataset
 from tpudist.losses import compute_average_loss, scale_regularization_loss
 from tpudist.optimizer import Optimizer
-from tpudist.options import RunOptions
+from tpudist.options import InputOptions, InputReplicationMode, RunOptions
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from tpudist.reduction_algorithms import (
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from tpudist.replica_context import ReplicaContext
 from tpudist.strategies.mirrored import MirroredStrategy
 from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tpudist.strategies.one_device import OneDeviceStrategy
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.strategy import Strategy
-from tpudist.values import DistributedValues, PerReplica
+from tpudist.values import DistributedValues, Mirrored, PerReplica
 from tpudist.variables import Variable
 from tpudist.xla.compile import CompileRecord, compile_log
 from tpudist.xla.runtime import emulate
@@ -30,16 +40,25 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompileRecord",
+    "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Mirrored",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "NumpyDataset",
     "OneDeviceStrategy",
     "Optimizer",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
@@ -49,11 +68,15 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
+    "compat",
     "compile_log",
     "compute_average_loss",
     "emulate",
+    "errors",
     "experimental",
     "experimental_set_strategy",
+    "function",
+    "get_loss_reduction",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx
 
 from tpudist import nnx_state
-from tpudist.values import PerReplica
+from tpudist.values import PerReplica, is_distributed
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_LEAF_TYPES = (PerReplica, nnx.State, *nnx_state.OBJECT_TYPES)
+_LEAF_TYPES = (nnx.State, *nnx_state.OBJECT_TYPES)
 _WHOLE = np.empty(())
 _is = operator.is_
 _single_array_types: set[type] = set()
@@ -32,7 +32,7 @@ def is_leaf(x: Any) -> bool:
     """Whether an argument is taken as a whole, though JAX knows how to take it apart."""
     known = _is_leaf_type.get(type(x))
     if known is None:
-        known = _is_leaf_type[type(x)] = isinstance(x, _LEAF_TYPES)
+        known = _is_leaf_type[type(x)] = is_distributed(x) or isinstance(x, _LEAF_TYPES)
     return known
 
 
@@ -203,6 +203,40 @@ def hashable(value: Any) -> Any:
     return type(value), value
 
 
+class Call:
+    """What one call was given, for the trace that it may start.
+
+    Attributes:
+        careful: Whether all arguments have been looked at, so that a step may be made for them.
+    """
+
+    __slots__ = (
+        "_leaves",
+        "args",
+        "binding",
+        "careful",
+        "elements",
+        "fn",
+        "function",
+        "kwargs",
+        "rows",
+    )
+
+    def __init__(self, function, fn, args, kwargs, elements, binding, rows, careful):
+        """`elements` is what is fed for the arguments, `rows` the real rows of each group."""
+        self.function, self.fn, self.args, self.kwargs = function, fn, args, kwargs
+        self.elements, self.binding, self.rows = elements, binding, rows
+        self.careful = careful
+        self._leaves: list[Any] | None = None
+
+    def leaves(self) -> list[Any]:
+        """All flat arguments."""
+        leaves = self._leaves
+        if leaves is None:
+            leaves = self._leaves = self.function.flattener.leaves(self.args, self.kwargs)[0]
+        return leaves
+
+
 @dataclasses.dataclass(frozen=True)
 class RowGroups:
     """Which PerReplica arguments share their numbers of real rows.
@@ -210,30 +244,49 @@ class RowGroups:
     Attributes:
         sizes: For each distinct tuple of real rows among the arguments: the padded rows per
             replica.
+        dims: For each of them, which dim of the parts holds the rows.
     """
 
     sizes: tuple[int, ...]
+    dims: tuple[int, ...]
 
     @classmethod
     def of(
         cls, values: Sequence[PerReplica]
     ) -> tuple["RowGroups | None", tuple[tuple[int, ...], ...]]:
         """The groups, or None if there are none, and the real rows of each."""
-        found: dict[tuple[int, tuple[int, ...]], None] = {}
+        found: dict[tuple[int, tuple[int, ...], int], None] = {}
         for x in values:
             if x.rows is not None and len(x.shape):
-                found[(x.shape[0], x.rows)] = None
+                found[(x.shape[x.dim], x.rows, x.dim)] = None
         if not found:
             return None, ()
-        return cls(tuple(size for size, _ in found)), tuple(rows for _, rows in found)
+        sizes, rows, dims = zip(*found, strict=True)
+        return cls(sizes, dims), rows
 
     @property
     def unambiguous(self) -> dict[int, int | None]:
-        """For each size, the index of its only group; None if there are several."""
+        """For each size of dim 0, the index of its only group; None if there are several."""
+        groups = [i for i, dim in enumerate(self.dims) if dim == 0]
+        sizes = [self.sizes[i] for i in groups]
         return {
-            size: self.sizes.index(size) if self.sizes.count(size) == 1 else None
-            for size in self.sizes
+            size: groups[sizes.index(size)] if sizes.count(size) == 1 else None for size in sizes
         }
+
+    def only_one_of(self, size: int) -> int | None:
+        """The group with so many rows, whatever their dim; None if there are none, or several."""
+        return self.sizes.index(size) if self.sizes.count(size) == 1 else None
+
+
+def _check_record(value: Any, name: str) -> None:
+    for field in dataclasses.fields(value):
+        for x in jax.tree.leaves(getattr(value, field.name), is_leaf=is_leaf):
+            if isinstance(x, PerReplica | jax.Array | np.ndarray):
+                raise TypeError(
+                    f"'{name}' was given a {type(value).__name__} whose field '{field.name}' holds "
+                    f"an array. JAX cannot look into the dataclass, so the array would be frozen "
+                    f"into the program. Register it: @jax.tree_util.register_dataclass."
+                )
 
 
 def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: str) -> None:
@@ -244,6 +297,9 @@ def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: s
                 f"'{name}' was given a numpy array of {leaves[i].dtype}, which no device can hold. "
                 f"Pass numbers, or a list or tuple of Python values."
             )
+    for i in kinds.static:
+        if dataclasses.is_dataclass(leaves[i]) and not isinstance(leaves[i], type):
+            _check_record(leaves[i], name)
     for i in kinds.per_replica:
         parts = leaves[i].array.shape[0]
         if parts != num_replicas:

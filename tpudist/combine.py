@@ -12,31 +12,116 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpudist import context
+from tpudist import context, cross_device_ops, indexed_slices, on_mesh
+from tpudist.indexed_slices import IndexedSlices
 from tpudist.reduce_op import ReduceOp
-from tpudist.replica_context import LocalPart
-from tpudist.values import PerReplica
+from tpudist.values import LocalPart, PerReplica
 from tpudist.xla import collectives, placement
 from tpudist.xla.mesh import ReplicaMesh
 
 
-def reduce(mesh: ReplicaMesh, op: ReduceOp, value: Any, axis: Any) -> jax.Array:
+def reduce(strategy: Any, op: ReduceOp, value: Any, axis: Any, options: Any = None) -> jax.Array:
     """Combines one leaf over replicas and, with `axis`, over dims of each replica's part."""
+    mesh = strategy.replica_mesh
+    if isinstance(value, IndexedSlices):
+        return _reduce_slices(mesh, op, value, axis)  # type: ignore[return-value]
+    value = in_trace(value)
     axis = _checked_axis(axis, value)
     n = mesh.num_replicas
     if isinstance(value, LocalPart):
-        return _reduce_in_trace(op, value.array, axis)
+        real = _real_rows_in_trace(value) if axis is not None and 0 in axis else None
+        return _reduce_part(op, value.array, axis, real, options)
     if not isinstance(value, PerReplica):
         return _reduce_equal(op, jnp.asarray(value), axis, n)
-    rows, shape = value.rows, value.shape
-    counts_rows = rows is not None and axis is not None and 0 in axis
-    if rows is not None and axis is None and set(rows) != {shape[0] if shape else 0}:
+    array, real = value.array, None
+    if value.is_padded:
+        array, axis = _rows_first(value, axis)
+        real = placement.stacked_counts(mesh, value.rows)  # type: ignore[arg-type]
+    if strategy.cross_device_ops is not None and n > 1:
+        return _reduce_by_choice(strategy, op, array, axis, real, options)
+    return _reduce_stacked(op, axis, mesh.replicated)(array, real)
+
+
+def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Array, tuple]:
+    """The stacked array with the dim of the real rows first, and the dims to reduce over."""
+    dim = value.dim
+    if axis is None or dim not in axis:
         raise ValueError(
-            f"Replicas hold {rows} real rows of a partial batch, so their values have no common "
-            f"shape to be reduced to. Reduce over the examples too: reduce(op, value, axis=0)."
+            f"Replicas hold {value.rows} real rows along dim {dim}, as of a partial batch, so "
+            f"their values have no common shape to be reduced to. Reduce over that dim too: "
+            f"reduce(op, value, axis={dim})."
         )
-    real = placement.stacked_counts(mesh, rows) if counts_rows else None  # type: ignore[arg-type]
-    return _reduce_stacked(op, axis, mesh.replicated)(value.array, real)
+    if not dim:
+        return value.array, axis
+    moved = tuple(0 if a == dim else a + (a < dim) for a in axis)
+    return jnp.moveaxis(value.array, 1 + dim, 1), moved
+
+
+def reduce_all(strategy: Any, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
+    """As `reduce` without an axis, of several leaves: what can travel together does."""
+    values = [in_trace(x) for x in values]
+    ops = strategy.cross_device_ops
+    together = [
+        i
+        for i, x in enumerate(values)
+        if isinstance(x, LocalPart) or (isinstance(x, PerReplica) and ops is not None)
+    ]
+    results: list[Any] = [
+        None if i in together else reduce(strategy, op, x, None, options)
+        for i, x in enumerate(values)
+    ]
+    if together:
+        some = [values[i] for i in together]
+        if ops is None or isinstance(some[0], LocalPart):
+            done = cross_device_ops.all_reduce(op, [x.array for x in some], options)
+        else:
+            done = ops.batch_reduce(op, [(x, x) for x in some], options)
+        for i, x in zip(together, done, strict=True):
+            results[i] = x
+    return results
+
+
+def _reduce_by_choice(
+    strategy: Any, op: ReduceOp, stacked: jax.Array, axis: Any, real: Any, options: Any
+) -> jax.Array:
+    """As `_reduce_stacked`, by the strategy's cross-device ops."""
+
+    def function(x, *real):
+        with context.entered(context.Mode(strategy)):
+            return [_reduce_part(op, x, axis, real[0] if real else None, options)]
+
+    ops = strategy.cross_device_ops
+    arrays = [stacked] if real is None else [stacked, real]
+    key = strategy.replica_mesh, op, axis, options
+    return on_mesh.run(ops, key, function, strategy.replica_mesh, arrays)[0]
+
+
+def _reduce_slices(mesh: ReplicaMesh, op: ReduceOp, value: IndexedSlices, axis: Any) -> Any:
+    """The slices of all replicas behind each other; see `indexed_slices.all_reduce`."""
+    if axis is not None:
+        raise ValueError(
+            f"reduce of IndexedSlices was asked for with axis={axis!r}. Slices are combined over "
+            f"replicas only: axis=None."
+        )
+    parts = [in_trace(value.values), in_trace(value.indices)]
+    if context.current().frame is not None:
+        values, indices = (x.array if isinstance(x, LocalPart) else x for x in parts)
+        return indexed_slices.all_reduce(op, IndexedSlices(values, indices, value.dense_shape))
+    n = indexed_slices.check_op(op, mesh.num_replicas)
+    stacked = [
+        x if isinstance(x, PerReplica) else stack_parts(mesh, [x] * len(mesh.local_replicas))
+        for x in parts
+    ]
+    values, indices = (gather(mesh, x, 0) for x in stacked)
+    return IndexedSlices(values if n == 1 else values / n, indices, value.dense_shape)
+
+
+def in_trace(value: Any) -> Any:
+    """A PerReplica that a function in cross-replica context captures, as a part of its trace."""
+    frame = context.current().frame
+    if frame is None or not isinstance(value, PerReplica) or isinstance(value, LocalPart):
+        return value
+    return LocalPart(frame.capture(value))
 
 
 def _checked_axis(axis: Any, value: Any) -> tuple[int, ...] | None:
@@ -105,33 +190,39 @@ def _reduce_equal(op: ReduceOp, x: jax.Array, axis, n: int) -> jax.Array:
     return x * (n if x.dtype == jnp.bool_ else jnp.asarray(n, x.dtype))
 
 
-def _reduce_in_trace(op: ReduceOp, x: jax.Array, axis) -> jax.Array:
+def _reduce_part(op: ReduceOp, x: jax.Array, axis, real: Any, options: Any) -> jax.Array:
+    """What one replica does to combine its part `x`, `real` rows of it, with the others."""
     if axis is None:
-        return collectives.all_reduce(op, x)
-    real = _real_rows_in_trace(x) if 0 in axis else None
+        return cross_device_ops.reduce(op, x, options)
     if real is None:
-        return collectives.all_reduce(op, _over(op, x, axis, None))
+        return cross_device_ops.reduce(op, _over(op, x, axis, None), options)
     mask = (jnp.arange(x.shape[0]) < real).reshape(-1, *(1,) * (x.ndim - 1))
     if op is not ReduceOp.MEAN:
-        return collectives.all_reduce(op, _over(op, x, axis, mask))
+        return cross_device_ops.reduce(op, _over(op, x, axis, mask), options)
     count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis)
-    total, count = collectives.all_reduce(ReduceOp.SUM, [_over(ReduceOp.SUM, x, axis, mask), count])
+    total, count = cross_device_ops.all_reduce(
+        ReduceOp.SUM, [_over(ReduceOp.SUM, x, axis, mask), count], options
+    )
     return total / jnp.maximum(count, 1)
 
 
-def _real_rows_in_trace(x: jax.Array) -> jax.Array | None:
+def _real_rows_in_trace(part: LocalPart) -> jax.Array | None:
     """How many rows of a replica's part are real, if it has as many as a batch that may be padded.
 
     That dim 0 counts examples is not known, but said by who reduces over it.
     """
-    frame = context.current().frame
-    return frame.real_rows(x.shape[0]) if frame.may_hold_padding(x.shape[0]) else None
+    if part.counts is not None:
+        return part.counts[0]
+    frame, rows = context.current().frame, part.shape[0]
+    return frame.real_rows(rows) if frame.may_hold_padding(rows) else None
 
 
 def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
     """Concatenates one leaf's parts along dim `axis`, in replica order, without padding rows."""
+    indexed_slices.check_dense(value, "gather")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise TypeError(f"gather was asked for axis={axis!r}. It concatenates along one int axis.")
+    value = in_trace(value)
     if not isinstance(value, PerReplica):
         return value if isinstance(value, jax.Array) else jnp.asarray(value)
     shape = value.shape
@@ -152,63 +243,107 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
             )
         return collectives.all_gather(value.array, dim)
     rows = value.rows
-    if rows is not None and dim != 0 and len(set(rows)) > 1:
+    if rows is not None and value.is_padded and dim != value.dim and len(set(rows)) > 1:
         raise ValueError(
             f"gather along axis {axis} needs parts of equal shape in the other dims, but the "
-            f"replicas hold {rows} real rows. Gather along axis 0."
+            f"replicas hold {rows} real rows along dim {value.dim}. Gather along that dim."
         )
-    return _gather(dim, rows, mesh.replicated)(value.array)
+    return _gather(dim, rows if value.is_padded else None, value.dim, mesh.replicated)(value.array)
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather(dim: int, rows: tuple[int, ...] | None, sharding: Any):
+def _gather(dim: int, rows: tuple[int, ...] | None, dim_of_rows: int, sharding: Any):
     def program(stacked):
         n, size = stacked.shape[0], stacked.shape[1 + dim]
         moved = jnp.moveaxis(stacked, 0, dim)
         joined = moved.reshape(*moved.shape[:dim], n * size, *moved.shape[dim + 2 :])
-        if rows is None or all(r == stacked.shape[1] for r in rows):
+        if rows is None:
             return joined
-        if dim == 0:
-            real = np.concatenate([i * size + np.arange(r) for i, r in enumerate(rows)])
-            return jnp.take(joined, jnp.asarray(real, jnp.int32), axis=0)
-        return joined[: rows[0]]
+        if dim == dim_of_rows:
+            return _real(joined, rows, size, dim)
+        return jax.lax.slice_in_dim(joined, 0, rows[0], axis=dim_of_rows)
 
     return jax.jit(program, out_shardings=sharding)
 
 
+def _real(joined: jax.Array, rows: tuple[int, ...], size: int, dim: int) -> jax.Array:
+    """The first `rows` of each replica's `size` places along a dim."""
+    real = np.concatenate([i * size + np.arange(r) for i, r in enumerate(rows)])
+    return jnp.take(joined, jnp.asarray(real, jnp.int32), axis=dim)
+
+
+def without_padding(
+    mesh: ReplicaMesh, array: jax.Array, rows: tuple[int, ...], dim: int
+) -> jax.Array:
+    """The real rows of an array that holds those of all replicas along `dim`, one after another."""
+    size = array.shape[dim] // mesh.num_replicas
+    if all(r == size for r in rows):
+        return array
+    return _take_real(rows, size, dim, mesh.replicated)(array)
+
+
+@functools.lru_cache(maxsize=1024)
+def _take_real(rows: tuple[int, ...], size: int, dim: int, sharding: Any):
+    return jax.jit(lambda array: _real(array, rows, size, dim), out_shardings=sharding)
+
+
 def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
     """The parts of this process's replicas, in order, without padding rows."""
-    if isinstance(value, LocalPart):
-        raise RuntimeError(
-            f"The local results of {value!r} were asked for in merge_call, which is traced once "
-            f"for all replicas: there are no parts yet. Combine them with strategy.reduce or "
-            f"strategy.gather, or return the value and read its parts after strategy.run."
-        )
+    if context.current().frame is not None:
+        return _parts_in_trace(mesh, in_trace(value))
     parts = []
     for i in mesh.local_replicas:
         part = placement.component(mesh, value.array, i)
-        if value.rows is not None and value.shape and value.rows[i] != value.shape[0]:
-            part = part[: value.rows[i]]
+        if value.rows is not None and value.is_padded:
+            part = jax.lax.slice_in_dim(part, 0, value.rows[i], axis=value.dim)
         parts.append(part)
     return tuple(parts)
 
 
+def _parts_in_trace(mesh: ReplicaMesh, value: LocalPart) -> tuple[jax.Array, ...]:
+    frame, shape = context.current().frame, value.shape
+    padded = value.counts is not None or (shape and frame.may_hold_padding(shape[0]))
+    if padded or mesh.num_processes > 1:
+        why = (
+            f"{shape[0]} rows of each replica may be padding, and shapes cannot depend on it"
+            if padded
+            else "it is one program for all processes"
+        )
+        raise RuntimeError(
+            f"The local results of {value!r} were asked for in a function that is traced once for "
+            f"all replicas (by merge_call or tpudist.function): {why}. Combine them with "
+            f"strategy.reduce, or return the value and read its parts after the call."
+        )
+    return value.values
+
+
 def stack_parts(mesh: ReplicaMesh, parts: Sequence[Any]) -> PerReplica:
     """A PerReplica of host values, one for each replica of this process."""
-    arrays = [np.asarray(x) for x in parts]
+    arrays = [_number(x) for x in parts]
     shapes = {x.shape for x in arrays}
-    if len(shapes) > 1:
-        dims = {s[1:] for s in shapes}
-        if len(dims) > 1 or () in shapes or mesh.num_processes > 1:
-            raise ValueError(
-                f"Values of shapes {sorted(shapes)} were given for the replicas. They may differ "
-                f"in dim 0 only."
-            )
-        return _stack_uneven(mesh, arrays)
-    return PerReplica(placement.stack(mesh, np.stack(arrays)))
+    if len(shapes) == 1:
+        return PerReplica(placement.stack(mesh, np.stack(arrays)))
+    ranks = {len(shape) for shape in shapes}
+    uneven = [dim for dim in range(min(ranks)) if len({shape[dim] for shape in shapes}) > 1]
+    if len(ranks) > 1 or len(uneven) > 1 or mesh.num_processes > 1:
+        raise ValueError(
+            f"Values of shapes {sorted(shapes)} were given for the replicas. They may differ in "
+            f"one dim, and only if all replicas are in one process."
+        )
+    [dim] = uneven
+    rows = tuple(x.shape[dim] for x in arrays)
+    padding = [
+        [(0, 0)] * dim + [(0, max(rows) - r)] + [(0, 0)] * (min(ranks) - dim - 1) for r in rows
+    ]
+    padded = [np.pad(x, p) for x, p in zip(arrays, padding, strict=True)]
+    return PerReplica(placement.stack(mesh, np.stack(padded)), rows, dim)
 
 
-def _stack_uneven(mesh: ReplicaMesh, arrays: list[np.ndarray]) -> PerReplica:
-    rows = tuple(len(x) for x in arrays)
-    padded = [np.pad(x, [(0, max(rows) - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in arrays]
-    return PerReplica(placement.stack(mesh, np.stack(padded)), rows)
+def _number(value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"A value for a replica is {value!r}, but replicas hold arrays of numbers and booleans "
+            f"only. Give numbers, and keep the rest in Python."
+        )
+    return array

@@ -63,11 +63,16 @@ def depth() -> int:
 @contextlib.contextmanager
 def entered(mode: Mode) -> Iterator[Mode]:
     """Makes `mode` the current one inside the `with` block."""
-    token = _stack.set((*_stack.get(), mode))
+    _stack.set((*_stack.get(), mode))
     try:
         yield mode
     finally:
-        _stack.reset(token)
+        stack = list(_stack.get())
+        for i in reversed(range(len(stack))):  # the last one, unless blocks are left out of order
+            if stack[i] is mode:
+                del stack[i]
+                break
+        _stack.set(tuple(stack))
 
 
 def get_strategy() -> Any:
@@ -122,6 +127,8 @@ def require_scope_or_default(strategy: Any, what: str) -> None:
         return
     if mode.strategy is not strategy:
         if mode.strategy is default_mode().strategy:
+            if mode.frame is not None and mode.frame.root.whole:
+                mode.frame.leave_to(strategy)
             return
         raise RuntimeError(
             f"Mixing different tpudist.Strategy objects: {what} of {strategy!r} was called in the "
@@ -147,7 +154,8 @@ def require_cross_replica(what: str) -> None:
         ValueError: Called while a replica function runs.
     """
     mode = current()
-    if mode.frame is not None and mode.replica_context is not None:
+    frame = mode.frame
+    if frame is not None and mode.replica_context is not None and not frame.whole:
         raise ValueError(
             f"{what} should be called from outside of the replica function: the function is traced "
             f"once, so it would be taken once and for all. Call it before strategy.run, and pass "

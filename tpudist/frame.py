@@ -2,7 +2,8 @@
 
 Every Variable of the strategy is an input of the trace, so that a read finds its value wherever the
 Python code stands, however deep in `jax.grad` or `lax.scan`. Those that were not touched are
-dropped.
+dropped. What the function is found to need beside them (a PerReplica that it captures, a Variable
+that it makes) is noted in `Findings`, and the function traced once more with it.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,19 +11,16 @@ from typing import Any
 
 import jax
 
-from tpudist.xla.compile import trace_state
-
-
-class NewVariable(BaseException):
-    """A Variable is new to a trace: make it first, outside of all traces, then trace again.
-
-    Not an `Exception`, so that no handler of the user's takes it for a failure.
-    """
-
-    def __init__(self, make: Callable[[], Any] = lambda: None):
-        """`make` makes the Variables that are wanted, if they are not there yet."""
-        super().__init__()
-        self.make = make
+from tpudist import context
+from tpudist.findings import (
+    Capture,
+    Findings,
+    NewVariable,
+    NextElement,
+    OtherStrategy,
+    check_parts,
+)
+from tpudist.xla.compile import is_traced, trace_state
 
 
 class ReplicaFrame:
@@ -33,6 +31,11 @@ class ReplicaFrame:
         values: What each Variable holds now, as this replica sees it.
         read: The Variables that were read.
         written: The Variables that were assigned.
+        findings: What the function was found to need; None in a nested trace.
+        whole: Whether this is the trace of a cross-replica function, of `tpudist.function`.
+        made: The Variables that this trace has made; those with a value to compute, with it.
+        incomplete: Whether something was needed that is no input: the trace is to be made again.
+        elements: What was taken from the iterators that the function reads, still to be handed out.
     """
 
     def __init__(
@@ -40,6 +43,9 @@ class ReplicaFrame:
         strategy: Any,
         values: Mapping[Any, jax.Array],
         rows: Mapping[int, tuple[jax.Array, jax.Array] | None],
+        findings: Findings | None = None,
+        function: Any = None,
+        outer: "ReplicaFrame | None" = None,
     ):
         """Begins a trace.
 
@@ -48,11 +54,25 @@ class ReplicaFrame:
             values: The Variables' values at the start.
             rows: By static number of rows per replica: how many are real here and over all
                 replicas; None where two batches of that size may differ in it.
+            findings: See the class.
+            function: The function that is traced.
+            outer: The frame that this one is nested in, for `strategy.run` in a function.
         """
         self.strategy = strategy
         self.values = dict(values)
         self.read: set[Any] = set()
         self.written: dict[Any, None] = {}
+        self.findings = findings
+        self._function = function
+        self.outer = outer
+        self.whole = False
+        self.made: dict[Any, Any] = {}
+        self.incomplete = False
+        self.elements: list[tuple[Callable[[Any], bool], Any]] = []
+        self.differing: dict[int, Any] = {}
+        self.same: dict[int, Any] = {}
+        self._num_created = 0
+        self._captured: dict[int, Any] = {}
         self._rows = rows
         self._trace_state = trace_state()
 
@@ -80,6 +100,102 @@ class ReplicaFrame:
         self.values[variable] = value
         self.written[variable] = None
 
+    # What the function needs beside its arguments.
+
+    def capture(self, value: Any) -> jax.Array:
+        """This replica's part of a PerReplica that the function captures."""
+        root = self.root
+        assert root.findings is not None
+        for capture in root.findings.captures:
+            if capture.key == id(value.array) and capture in self.values:
+                return self.get(capture)
+        if id(value.array) not in root._captured:
+            root.incomplete = True
+            root._captured[id(value.array)] = value
+            capture = Capture(value, self._function, self.strategy)
+            check_parts(value, self.strategy, capture)
+            root.findings.captures.append(capture)
+        return jax.lax.index_in_dim(value.array, 0, keepdims=False)
+
+    def leave_to(self, strategy: Any) -> None:
+        """Begins anew under `strategy`, to which the function turns out to belong.
+
+        Only a function that was begun outside of every scope may belong to another strategy.
+        """
+        if self.strategy is context.default_mode().strategy:
+            raise OtherStrategy(strategy)
+
+    def is_same_everywhere(self, value: Any) -> bool:
+        """Whether a traced value is an argument that all replicas got the same of, as it is."""
+        return id(value) in self.same
+
+    def note_part(self, part: Any) -> None:
+        """Remembers that the array of a LocalPart differs between replicas."""
+        self.root.differing[id(part.array)] = part.array
+
+    def cause_of(self, constant: Any) -> str | None:
+        """Why a value that a nested trace captures differs between replicas, or None.
+
+        In cross-replica context all arrays are equal but those of PerReplicas; in `merge_call` a
+        function may capture what belongs to one replica.
+        """
+        if not is_traced(constant) or (self.root.whole and id(constant) not in self.root.differing):
+            return None
+        return "a value that it captures"
+
+    def next_element(self, iterator: Any) -> Any:
+        """What `next(iterator)` gives in a function of all replicas: taken before each call.
+
+        Raises:
+            ValueError: In `merge_call`, whose function is part of a replica function.
+        """
+        if not self.whole:
+            raise ValueError(
+                "next(iterator) was called in merge_call, whose function is traced once as part of "
+                "the replica function. Call it before strategy.run, and pass the element."
+            )
+        if self.elements and self.elements[0][0](iterator):
+            return self.elements.pop(0)[1]
+        raise NextElement(iterator)
+
+    @property
+    def root(self) -> "ReplicaFrame":
+        """The outermost frame."""
+        return self if self.outer is None else self.outer.root
+
+    def next_created(self, make: Callable[[], Any]) -> Any:
+        """The Variable that the function makes next: that of the first trace, if there was one."""
+        root = self.root
+        assert root.findings is not None
+        created = root.findings.created
+        if root._num_created == len(created):
+            created.append(make())
+        variable = created[root._num_created]
+        root._num_created += 1
+        return variable
+
+    def is_made(self, variable: Any) -> bool:
+        """Whether a Variable that the function makes was made by an earlier trace."""
+        return variable in self.values and variable not in self.root.made
+
+    def begin(self, variable: Any, value: Any, computed: bool) -> None:
+        """Lets a Variable that the function makes begin with `value`.
+
+        Raises:
+            RuntimeError: It is computed in a nested transformation, which it cannot leave.
+        """
+        root = self.root
+        if computed and trace_state() != self._trace_state:
+            raise RuntimeError(
+                f"Variable '{variable.name}' was made inside a nested jax transformation of the "
+                f"replica function, with an initial value that is computed there. Give a function "
+                f"that computes it: Variable(lambda: jnp.zeros(...))."
+            )
+        root.incomplete = True
+        root.made.setdefault(variable, None)
+        self.made[variable] = value if computed else None
+        self.values[variable] = value
+
     def real_rows(self, rows: int) -> jax.Array | None:
         """How many of this replica's `rows` rows are real; None if nothing was padded."""
         pair = self._rows_of(rows)
@@ -93,6 +209,11 @@ class ReplicaFrame:
     def may_hold_padding(self, rows: int) -> bool:
         """Whether a value of so many rows may be a batch whose last rows are padding."""
         return rows in self._rows
+
+    @property
+    def row_counts(self) -> dict[int, tuple[jax.Array, jax.Array]]:
+        """By rows per replica: how many are real here and on all, where that is known."""
+        return {rows: pair for rows, pair in self._rows.items() if pair is not None}
 
     def _rows_of(self, rows: int) -> tuple[jax.Array, jax.Array] | None:
         if not self._rows:
@@ -114,10 +235,17 @@ class ReplicaFrame:
 
     def _check_owner(self, variable: Any) -> None:
         if variable.strategy is not self.strategy:
+            if self.root.whole:
+                self.leave_to(variable.strategy)
             raise RuntimeError(
                 f"Variable '{variable.name}' was made under {variable.strategy!r}, but is used in "
                 f"a replica function of {self.strategy!r}. Make it in the scope of the strategy "
                 f"that runs the function: with strategy.scope(): ..."
+            )
+        if variable not in self.values and getattr(variable, "_value", None) is None:
+            raise RuntimeError(
+                f"Variable '{variable.name}' was made in a replica function that failed before its "
+                f"initial value was computed, so it has none. Make it again."
             )
         if variable not in self.values:
             raise NewVariable

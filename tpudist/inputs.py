@@ -86,5 +86,5 @@ class Inputs:
 def _group(leaf: PerReplica, groups, rows) -> int | None:
     if leaf.rows is None or groups is None or not leaf.shape:
         return None
-    pairs = list(zip(groups.sizes, rows, strict=True))
-    return pairs.index((leaf.shape[0], leaf.rows))
+    known = list(zip(groups.sizes, rows, groups.dims, strict=True))
+    return known.index((leaf.shape[leaf.dim], leaf.rows, leaf.dim))

@@ -1,6 +1,5 @@
 """An Optax transformation that reduces gradients over the replicas before it applies them."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import optax
 from flax import nnx
 
 from tpudist import context
-from tpudist.frame import NewVariable
+from tpudist.findings import NewVariable
 from tpudist.options import warn_if_given
 from tpudist.reduce_op import ReduceOp
 from tpudist.variables import Variable
@@ -135,7 +134,7 @@ class Optimizer(nnx.Optimizer):
         updates, state = self.tx.update(gradients, state, parameters)
         new: Any = optax.apply_updates(parameters, updates)
         for n, v in zip(names, variables, strict=True):
-            _set(v, new[n])
+            _set(v, new[n] if v.constraint is None else v.constraint(new[n]))
         for slot, value in zip(
             jax.tree.leaves(slots, is_leaf=_is_variable), jax.tree.leaves(state), strict=True
         ):
@@ -167,7 +166,7 @@ class _Slots:
         """The slots for `variables`, made at the first call."""
         if self._names is None:
             if context.current().frame is not None:
-                raise NewVariable(functools.partial(self._make, tx, names, variables))
+                raise NewVariable(lambda _: self._make(tx, names, variables))
             self._make(tx, names, variables)
         if self._names != names:
             raise ValueError(

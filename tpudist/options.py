@@ -1,16 +1,26 @@
 """Options of calls, as frozen dataclasses."""
 
 import dataclasses
+import enum
 import warnings
 from typing import Any
-
-XLA_CHOOSES = "XLA chooses how replicas communicate"
 
 
 def warn_if_given(what: str, value: Any, why: str) -> None:
     """Warns that `what`, a parameter of `tf.distribute`, was given a value that has no effect."""
     if value is not None:
         warnings.warn(f"{what}={value!r}) has no effect: {why}.", stacklevel=3)
+
+
+def warn_of_op_arguments(what: str, use_locking: bool, name: str | None) -> None:
+    """Warns that what describes an operation of a TensorFlow graph was given to method `what`."""
+    if use_locking:
+        warnings.warn(
+            f"{what}(use_locking={use_locking!r}) has no effect: steps run one at a time.",
+            stacklevel=3,
+        )
+    if name is not None:
+        warnings.warn(f"{what}(name={name!r}) has no effect: nothing is named.", stacklevel=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +62,73 @@ class RunOptions:
                 "RunOptions(experimental_bucketizing_dynamic_shape=True) was asked for, but every "
                 "replica function is compiled for static shapes. Distribute the dataset with "
                 "tpudist, which pads the last batch and counts only its real rows."
+            )
+
+
+class InputReplicationMode(enum.Enum):
+    """How often a dataset function is called. As `tf.distribute.InputReplicationMode`.
+
+    Attributes:
+        PER_WORKER: Once in each process, whose replicas take batches from its dataset in turn.
+        PER_REPLICA: Once for each replica, which has a dataset of its own.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """How a dataset is distributed. As `tf.distribute.InputOptions`.
+
+    Attributes:
+        experimental_fetch_to_device: Whether batches wait on the devices for their step (None, the
+            default, is True), or in host memory, from which the step then takes them.
+        experimental_replication_mode: How often the function of
+            `distribute_datasets_from_function` is called.
+        experimental_place_dataset_on_device: Accepted, with a warning: datasets are read on the
+            host.
+        experimental_per_replica_buffer_size: How many batches wait, at most; with 0 each is made
+            when it is asked for.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+    experimental_prefetch_to_device: dataclasses.InitVar[bool | None] = dataclasses.field(
+        default=None, kw_only=True
+    )
+
+    def __post_init__(self, experimental_prefetch_to_device: bool | None):
+        """Takes the old name of `experimental_fetch_to_device`, and checks the values."""
+        if experimental_prefetch_to_device is not None:
+            warnings.warn(
+                "InputOptions(experimental_prefetch_to_device) is deprecated: use "
+                "experimental_fetch_to_device.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            if self.experimental_fetch_to_device not in (None, experimental_prefetch_to_device):
+                raise ValueError(
+                    f"InputOptions was given experimental_fetch_to_device="
+                    f"{self.experimental_fetch_to_device} and, by its old name, "
+                    f"experimental_prefetch_to_device={experimental_prefetch_to_device}. Leave out "
+                    f"the old one."
+                )
+        fetch = self.experimental_fetch_to_device
+        fetch = experimental_prefetch_to_device if fetch is None else fetch
+        object.__setattr__(self, "experimental_fetch_to_device", fetch is None or bool(fetch))
+        mode, size = self.experimental_replication_mode, self.experimental_per_replica_buffer_size
+        if not isinstance(mode, InputReplicationMode):
+            raise ValueError(
+                f"InputOptions(experimental_replication_mode={mode!r}) is no mode. Use "
+                f"InputReplicationMode.PER_WORKER or InputReplicationMode.PER_REPLICA."
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(
+                f"InputOptions(experimental_per_replica_buffer_size={size!r}) is no number of "
+                f"batches. Give a whole number of at least 0."
             )
 
 

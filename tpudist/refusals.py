@@ -21,6 +21,7 @@ def place_outputs(
     binding: nnx_state.Binding | None,
     name: str,
     num_replicas: int,
+    whole: bool = False,
 ) -> tuple[list[bool], dict[ReduceOp | None, list[int]]]:
     """Decides what becomes of each output of a trace, by the proof of what is equal.
 
@@ -31,6 +32,7 @@ def place_outputs(
         binding: The NNX objects.
         name: Of the function.
         num_replicas: How many replicas there are.
+        whole: Whether it is a function of all replicas: what replicas share out is summed already.
 
     Returns:
         Which outputs leave stacked, one part per replica; and, by reduction (None for the first
@@ -52,7 +54,7 @@ def place_outputs(
         assert binding is not None
         rule = binding.aggregation(i)
         # Of a sum each replica holds its own share, even if it is as large as the others'.
-        shares = rule is VariableAggregation.SUM and num_replicas > 1
+        shares = rule is VariableAggregation.SUM and num_replicas > 1 and not whole
         if stack[k] or shares:
             if rule is None or rule is VariableAggregation.NONE:
                 remedy = _remedy_of(binding.kinds[i].__name__)

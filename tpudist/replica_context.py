@@ -6,34 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpudist import context
-from tpudist.options import XLA_CHOOSES, warn_if_given
+from tpudist import communication, context, cross_device_ops, indexed_slices
+from tpudist.deprecated import DeprecatedContextMethods
 from tpudist.reduce_op import ReduceOp
-from tpudist.values import PerReplica
+from tpudist.values import LocalPart, PerReplica, is_distributed
 from tpudist.xla import collectives, compile
 
 PyTree = Any
 
 
-class LocalPart(PerReplica):
-    """A PerReplica inside the trace of a replica function: `array` is this replica's own part.
-
-    It stands for the values of all replicas while `merge_call`'s function is traced.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one replica's part."""
-        return tuple(self.array.shape)
-
-    def __repr__(self) -> str:
-        return f"PerReplica({self.array.dtype}{list(self.shape)} on each replica, being traced)"
-
-
-jax.tree_util.register_pytree_node_class(LocalPart)
-
-
-class ReplicaContext:
+class ReplicaContext(DeprecatedContextMethods):
     """The view of one replica, inside a function that `Strategy.run` runs on all of them.
 
     Valid only while it is the current one: a context kept after the function has ended raises.
@@ -70,8 +52,10 @@ class ReplicaContext:
                 of examples: where replicas may hold unequal numbers of examples, sum the values and
                 the counts and divide.
             value: Pytree of arrays `[...]`, of the same shapes in every replica. A value that is
-                equal on n replicas counts n times in a `SUM`.
-            options: For `tf.distribute`; XLA chooses the algorithm.
+                equal on n replicas counts n times in a `SUM`. The rows of `IndexedSlices` are put
+                behind those of the other replicas.
+            options: `tpudist.experimental.CommunicationOptions`: how much travels in one
+                collective.
 
         Returns:
             Pytree of the same shapes, equal in every replica. Dtypes are kept, but the `MEAN` of
@@ -86,11 +70,12 @@ class ReplicaContext:
         """
         op = ReduceOp.parse(reduce_op)
         self._check_current("all_reduce")
-        warn_if_given("all_reduce(options", options, XLA_CHOOSES)
-        value = _without_variables(value)
+        options = self._communication(options, "all_reduce(options")
         if self._frame is None:
             return jax.tree.map(jnp.asarray, value)
-        return collectives.all_reduce(op, value)
+        return indexed_slices.all_reduce(
+            op, value, lambda op, dense: cross_device_ops.all_reduce(op, dense, options)
+        )
 
     def all_gather(self, value: PyTree, axis: int, options: Any = None) -> PyTree:
         """Concatenates the replicas' values along dim `axis`; every replica gets all of them.
@@ -98,21 +83,21 @@ class ReplicaContext:
         Args:
             value: Pytree of arrays `[...]` with at least one dim, of the same shapes everywhere.
             axis: The dim, which may be negative.
-            options: For `tf.distribute`; XLA chooses the algorithm.
+            options: As of `all_reduce`.
 
         Raises:
             RuntimeError: The context is not the current one.
-            ValueError: A leaf has no such dim.
+            ValueError: A leaf has no such dim, or `options` are of another type.
 
         Differentiable: the gradient is the sum of the upstream gradients, of which each replica
         keeps its own part. As `tf.distribute.ReplicaContext.all_gather`.
         """
         self._check_current("all_gather")
-        warn_if_given("all_gather(options", options, XLA_CHOOSES)
-        value = _without_variables(value)
+        options = self._communication(options, "all_gather(options")
+        indexed_slices.check_dense(value, "all_gather")
         if self._frame is None:
             return jax.tree.map(jnp.asarray, value)
-        return collectives.all_gather(value, axis)
+        return cross_device_ops.all_gather(value, axis, options)
 
     def merge_call(
         self,
@@ -137,21 +122,35 @@ class ReplicaContext:
             mode = context.Mode(self._strategy)
             with context.entered(mode):
                 return merge_fn(self._strategy, *args, **kwargs)
-        args = jax.tree.map(_as_part, tuple(args))
-        kwargs = {name: jax.tree.map(_as_part, value) for name, value in kwargs.items()}
+        args = jax.tree.map(self._as_merged, tuple(args), is_leaf=is_distributed)
+        kwargs = {
+            name: jax.tree.map(self._as_merged, value, is_leaf=is_distributed)
+            for name, value in kwargs.items()
+        }
         with context.entered(context.Mode(self._strategy, frame=self._frame)):
             result = merge_fn(self._strategy, *args, **kwargs)
         return jax.tree.map(
             lambda x: x.array if isinstance(x, LocalPart) else x,
             result,
-            is_leaf=lambda x: isinstance(x, LocalPart),
+            is_leaf=is_distributed,
         )
+
+    def _communication(self, options: Any, place: str) -> Any:
+        return communication.checked(options, place, self._strategy.replica_mesh.platform)
+
+    def _as_merged(self, x: Any) -> Any:
+        """What stands for an argument of `merge_call`: itself if it is the same on all replicas."""
+        if isinstance(x, PerReplica):
+            return LocalPart(jnp.asarray(x))
+        same = not compile.is_traced(x) or self._frame.is_same_everywhere(x)
+        return x if same else LocalPart(x)
 
     def example_mask(self, batch: jax.Array) -> jax.Array:
         """Which rows of a batch are real: False on the padding of a partial batch.
 
         Args:
-            batch: Any array `[rows, ...]` with this replica's examples in dim 0.
+            batch: Any array `[rows, ...]` with this replica's examples in dim 0; or with those of
+                all replicas, `[num_replicas * rows, ...]`, as `all_gather` gives it.
 
         Returns:
             bool `[rows]`.
@@ -162,13 +161,24 @@ class ReplicaContext:
         """
         self._check_current("example_mask")
         rows = batch.shape[0]
+        if (each := self._rows_of_each(rows)) != rows:
+            real = collectives.all_gather(self._frame.real_rows(each)[None], 0)
+            return (jnp.arange(each) < real[:, None]).reshape(rows)
         real = self._frame.real_rows(rows) if self._frame is not None else None
         return jnp.ones((rows,), bool) if real is None else jnp.arange(rows) < real
+
+    def _rows_of_each(self, rows: int) -> int:
+        """How many rows each replica has, if `rows` are those of all of them together."""
+        n = self.num_replicas_in_sync
+        frame = self._frame
+        if frame is None or frame.may_hold_padding(rows) or rows % n:
+            return rows
+        return rows // n if frame.may_hold_padding(rows // n) else rows
 
     def num_examples(self, batch: jax.Array) -> Any:
         """How many real rows the batch has over all replicas, an int32; see `example_mask`."""
         self._check_current("num_examples")
-        rows = batch.shape[0]
+        rows = self._rows_of_each(batch.shape[0])
         total = self._frame.total_rows(rows) if self._frame is not None else None
         return rows * self.num_replicas_in_sync if total is None else total
 
@@ -198,12 +208,3 @@ class ReplicaContext:
             f"context is valid only inside the call of the replica function that got it: call "
             f"tpudist.get_replica_context() again where you need it."
         )
-
-
-def _as_part(x: Any) -> Any:
-    return LocalPart(x) if compile.is_traced(x) else x
-
-
-def _without_variables(tree: PyTree) -> PyTree:
-    """Variables stand for their values in arithmetic, and so they do here."""
-    return jax.tree.map(lambda x: x.read_value() if hasattr(x, "read_value") else x, tree)

@@ -7,14 +7,17 @@ whole, and `jit` notices if they are something else now.
 import collections
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from tpudist import call, nnx_state
+from tpudist.findings import Findings
+from tpudist.identity import WeakIdentityDict
 from tpudist.options import RunOptions
-from tpudist.step import Call, LookAgain, Step
+from tpudist.sequence import StepSequence
+from tpudist.step import LookAgain, Step
 from tpudist.xla import compile
 from tpudist.xla.runtime import Throttle
 
@@ -31,17 +34,25 @@ class Replicator:
         self.throttle = Throttle(list(self.mesh.mesh.devices.flat))
         self.bindings = nnx_state.Bindings()
         self._functions: weakref.WeakKeyDictionary[Any, _Function] = weakref.WeakKeyDictionary()
-        self._methods: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+        self._methods = WeakIdentityDict()
         self._others: dict[Any, _Function] = {}
+        self._sequences: weakref.WeakKeyDictionary[Step, dict] = weakref.WeakKeyDictionary()
         self._definitions: collections.Counter = collections.Counter()
         # Threads share steps, and Variables that one step takes away and gives back.
         self._one_at_a_time = threading.RLock()
 
-    def run(self, fn: Callable, args: tuple, kwargs: dict, options: RunOptions | None) -> Any:
-        """Calls `fn` on every replica; see `Strategy.run`."""
+    def run(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict,
+        options: RunOptions | None = None,
+        whole: bool = False,
+    ) -> Any:
+        """Calls `fn` on every replica, see `Strategy.run`; or on the `whole` of them, once."""
         options = options or _DEFAULT_OPTIONS
         with self._one_at_a_time:
-            function = self._function(fn)
+            function = self._function(fn, whole)
             step, now = self._find(function, fn, args, kwargs, options, careful=False)
             if step is not None and not step.needs_care:
                 try:
@@ -51,11 +62,50 @@ class Replicator:
             step, now = self._find(function, fn, args, kwargs, options, careful=True)
             return step(now)
 
-    def lower(self, fn: Callable, args: tuple, kwargs: dict, options: RunOptions | None) -> Any:
+    def run_steps(
+        self,
+        fn: Callable,
+        args: tuple,
+        elements: Sequence[Any],
+        options: RunOptions | None,
+    ) -> list[Any] | None:
+        """Calls `fn(*args, element)` for each of `elements`, in one program.
+
+        None, and nothing is called, if the elements are not alike.
+        """
+        options = options or _DEFAULT_OPTIONS
+        with self._one_at_a_time:
+            function = self._function(fn)
+            step, now = self._find(function, fn, (*args, elements[0]), {}, options, careful=True)
+            calls = [now]
+            for x in elements[1:]:
+                other, now = self._find(function, fn, (*args, x), {}, options, careful=False)
+                if other is not step:
+                    return None
+                calls.append(now)
+            own = [step.arguments_of(now) for now in calls]
+            shapes = [[(x.shape, x.dtype) for x in arrays] for arrays in own]
+            if any(other != shapes[0] for other in shapes):
+                return None
+            sequence = self._sequences.setdefault(step, {}).get(len(calls))
+            if sequence is None:
+                sequence = self._sequences[step][len(calls)] = StepSequence(step, len(calls))
+            return sequence(calls, own)
+
+    def lower(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict,
+        options: RunOptions | None = None,
+        whole: bool = False,
+    ) -> Any:
         """Traces and lowers what `run` would call, without running it."""
         options = options or _DEFAULT_OPTIONS
         with self._one_at_a_time:
-            step, now = self._find(self._function(fn), fn, args, kwargs, options, careful=True)
+            step, now = self._find(
+                self._function(fn, whole), fn, args, kwargs, options, careful=True
+            )
             return step.lower(now)
 
     def _find(self, function: "_Function", fn, args, kwargs, options, *, careful: bool) -> Any:
@@ -91,7 +141,7 @@ class Replicator:
                 binding and binding.static_id,
                 groups,
             )
-        now = Call(function, fn, args, kwargs, elements, binding, rows, careful)
+        now = call.Call(function, fn, args, kwargs, elements, binding, rows, careful)
         if not careful:
             return form.latest.get(step_key), now
         step = form.steps.get((step_key, structure))
@@ -101,7 +151,7 @@ class Replicator:
         form.latest[step_key] = step
         return step, now
 
-    def _function(self, fn: Callable) -> "_Function":
+    def _function(self, fn: Callable, whole: bool = False) -> "_Function":
         owner = getattr(fn, "__self__", None)
         if owner is not None and hasattr(fn, "__func__"):
             try:
@@ -116,7 +166,7 @@ class Replicator:
             table, key = self._others, call.ByIdentity(fn)
             found = table.get(key)
         if found is None:
-            found = _Function(fn, self._definitions)
+            found = _Function(fn, self._definitions, whole)
             try:
                 table[key] = found
             except TypeError:
@@ -127,10 +177,12 @@ class Replicator:
 class _Function:
     """One function: its steps, and what the last compile of it was for."""
 
-    def __init__(self, fn: Callable, definitions: collections.Counter):
+    def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.flattener = call.Flattener()
         self.forms: dict[Any, _Form] = {}
+        self.findings = Findings()
+        self.whole = whole
         self._last: dict[str, str] | None = None
         self._num_compiles = 0
         code = getattr(fn, "__code__", None)

@@ -14,51 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist import call, nnx_state, signature
-from tpudist.frame import NewVariable
+from tpudist import call, context, nnx_state, signature
+from tpudist.findings import NewVariable
 from tpudist.inputs import Inputs
 from tpudist.options import RunOptions
-from tpudist.tracing import TracedStep, trace_step
+from tpudist.traced import TracedStep
+from tpudist.tracing import trace_step
 from tpudist.xla import compile, placement
 
 _is = operator.is_
 
 
-class Call:
-    """What one call was given, for the trace that it may start.
-
-    Attributes:
-        careful: Whether all arguments have been looked at, so that a step may be made for them.
-    """
-
-    __slots__ = (
-        "_leaves",
-        "args",
-        "binding",
-        "careful",
-        "elements",
-        "fn",
-        "function",
-        "kwargs",
-        "rows",
-    )
-
-    def __init__(self, function, fn, args, kwargs, elements, binding, rows, careful):
-        """`elements` is what is fed for the arguments, `rows` the real rows of each group."""
-        self.function, self.fn, self.args, self.kwargs = function, fn, args, kwargs
-        self.elements, self.binding, self.rows = elements, binding, rows
-        self.careful = careful
-        self._leaves: list[Any] | None = None
-
-    def leaves(self) -> list[Any]:
-        """All flat arguments."""
-        leaves = self._leaves
-        if leaves is None:
-            leaves = self._leaves = self.function.flattener.leaves(self.args, self.kwargs)[0]
-        return leaves
-
-
-class _Replan(Exception):
+class Replan(Exception):
     """A trace reads or writes state that the compiled call does not feed or take back yet."""
 
 
@@ -94,16 +61,18 @@ class Step:
         self.kinds, self.kinds_of_leaves, self.structure = kinds, kinds_of_leaves, structure
         self.groups, self.options = groups, options
         self._throttle, self._compiles = owner.throttle, compile.backend_compiles()
+        self._storage = owner.strategy.storage
         self.captured: list[Any] = []
         self.written_variables: set[Any] = set()
         self.written_leaves: set[int] = set()
         self.traced: dict[Any, TracedStep] = {}
         self.needs_care = False  # arguments that must be moved to the mesh at each call
-        self._now: Call | None = None  # the call under way, for the trace that it may start
+        self._now: call.Call | None = None  # the call under way, for the trace that it may start
         self._jitted: Callable | None = None
+        self._lowering = False  # nothing is moved then: not all of it may be within reach
         self._state: list[tuple[str, Any, int]] = []
 
-    def __call__(self, now: Call) -> Any:
+    def __call__(self, now: call.Call) -> Any:
         """Makes the call: what the function returned, merged over the replicas."""
         start = time.perf_counter()
         self._now = now  # callers hold the Replicator's lock
@@ -121,37 +90,45 @@ class Step:
                         # An argument is no array, or is not on the mesh.
                         raise LookAgain from error
                     break
-                except _Replan:
+                except Replan:
                     self._jitted = None
                 except NewVariable as wanted:
-                    wanted.make()
+                    self._jitted = None
+                    wanted.provide(lambda: self._rest(now))
         finally:
             self._now = None
         if self._compiles.number != num_compiles:
             self._record(time.perf_counter() - start, now)
-        if written:
-            self._write_back(written, now.binding)
-        output = written[0] if written else outcome.any_array()
-        if output is not None:
-            self._throttle.after_step(output)
+        self.finish(written, now.binding, None if written else outcome.any_array())
         return outcome.traced.result(outcome.results, now)
 
-    def lower(self, now: Call) -> Any:
+    def lower(self, now: call.Call) -> Any:
         """The lowered program of this call, which is not made."""
+        self._lowering = True
+        try:
+            return self.attempt(now, lambda *inputs: self._jitted.lower(*inputs))  # type: ignore
+        finally:
+            self._lowering = False
+
+    def attempt(self, now: call.Call, act: Callable[[list[Any], list[Any]], Any]) -> Any:
+        """Does `act` with the inputs of a call: anew if a trace finds that more are needed.
+
+        As `__call__` does, which has no function call to spare.
+        """
         self._now = now  # callers hold the Replicator's lock
         try:
             while True:
                 try:
-                    donated, kept = self._feed(now)
-                    return self._jitted.lower(donated, kept)  # type: ignore[union-attr]
-                except _Replan:
+                    return act(*self._feed(now))
+                except Replan:
                     self._jitted = None
                 except NewVariable as wanted:
-                    wanted.make()
+                    self._jitted = None
+                    wanted.provide(lambda: self._rest(now))
         finally:
             self._now = None
 
-    def _feed(self, now: Call) -> tuple[list[Any], list[Any]]:
+    def _feed(self, now: call.Call) -> tuple[list[Any], list[Any]]:
         """The inputs: those that are overwritten, and the others."""
         values = self._values(now)
         if now.careful:
@@ -181,20 +158,71 @@ class Step:
         self._unshare(donated, kept)
         return donated, kept
 
-    def _values(self, now: Call) -> list[Any]:
+    def _values(self, now: call.Call) -> list[Any]:
         """Captured Variables, then what `tracing.Inputs` orders, with plain pytrees whole."""
         values = [v._value for v in self.captured]
         if now.binding is not None:
             values += now.binding.values()
+        if self._storage is not None:
+            values = self._storage.fetch(values)
+        return values + self._arguments(now)
+
+    def _arguments(self, now: call.Call) -> list[Any]:
         kinds, elements = self.kinds, now.elements
-        if kinds.only_arrays:
-            values += elements
-        else:
-            values += [elements[i].array if stacked else elements[i] for i, stacked in kinds.fed]
+        if kinds.only_arrays and not now.rows:
+            return elements
+        values = [elements[i].array if stacked else elements[i] for i, stacked in kinds.fed]
         for real in now.rows:
             values.append(placement.stacked_counts(self.mesh, real))
             values.append(placement.count(self.mesh, sum(real)))
         return values
+
+    # For several calls in one program; see `sequence`.
+
+    @property
+    def plan(self) -> Any:
+        """An object that is the same for as long as the same state is fed and taken back."""
+        return self._jitted
+
+    @property
+    def state_positions(self) -> list[int]:
+        """Which flat inputs are replaced by what the step writes, in the order of the written."""
+        return [position for _, _, position in self._state]
+
+    def in_order(self, donated: list[Any], kept: list[Any]) -> list[Any]:
+        """The flat inputs, of which `donated` are those that are overwritten."""
+        values: list[Any] = [None] * (len(donated) + len(kept))
+        rest = sorted(set(range(len(values))) - set(self._donated))
+        for i, x in zip([*self._donated, *rest], [*donated, *kept], strict=True):
+            values[i] = x
+        return values
+
+    def arguments_of(self, now: call.Call) -> list[Any]:
+        """The flat inputs for the last argument of a call, with the counts of real rows."""
+        last, _ = jax.tree.flatten(now.args[-1])
+        number = len(last) + 2 * len(now.rows)
+        if not number:
+            return []
+        values = self._arguments(now)
+        return jax.tree.leaves(self._placed(values[-number:]))[-number:]
+
+    def before_dispatch(self) -> None:
+        """Waits until one more program may be dispatched."""
+        self._throttle.before_step()
+
+    def finish(self, written: list[Any], binding: Any, output: Any) -> None:
+        """Takes back the state that a program has written; `output` is any of its results."""
+        if written:
+            if self._storage is not None:
+                written = self._storage.store(written)
+            self._write_back(written, binding)
+            output = written[0]
+        if output is not None:
+            self._throttle.after_step(output)
+
+    def _rest(self, now: call.Call) -> list[Any]:
+        """The arrays that are fed beside the captured Variables."""
+        return jax.tree.leaves(self._placed(self._values(now)[len(self.captured) :]))
 
     def _placed(self, values: list[Any]) -> list[Any]:
         """Moves to the mesh what is elsewhere, to compile once and not per origin."""
@@ -204,6 +232,8 @@ class Step:
             # numpy values have no sharding: JAX moves them with the call.
             if isinstance(value, jax.Array) and not compile.is_traced(value):
                 if value.sharding.device_set != devices:
+                    if self._lowering:
+                        return jax.ShapeDtypeStruct(value.shape, value.dtype)
                     return placement.replicate_from_host(self.mesh, value)
             return value
 
@@ -241,7 +271,7 @@ class Step:
                 rest = held.unflatten(rest)
             nnx_state.write([binding.variables[i] for i in self._written_nnx], rest)
 
-    def _under_way(self) -> Call:
+    def _under_way(self) -> call.Call:
         assert self._now is not None, "traces happen in calls only"
         return self._now
 
@@ -258,7 +288,11 @@ class Step:
                 self.kinds_of_leaves, now.leaves(), now.binding, self.groups, now.rows
             )
             self._trace(jax.tree.leaves(values))
-            values = [v._value for v in self.captured] + values
+            captured = [v._value for v in self.captured]
+            if self._storage is not None:
+                captured = self._storage.fetch(captured)
+                self._storage.take_in(now.binding)
+            values = captured + values
         num_captured = len(self.captured)
         self._state = [
             ("variable", v, i) for i, v in enumerate(self.captured) if v in self.written_variables
@@ -281,7 +315,7 @@ class Step:
         ]
         num_nnx = len(now.binding.variables) if now.binding is not None else 0
         overwritten = [
-            *(state if self.options.donate_state else []),
+            *(state if self.donates_state else []),
             *self._donated_arguments(now, num_captured + num_nnx),
         ]
         donated = [k for i in overwritten for k in flat[i]]
@@ -294,7 +328,7 @@ class Step:
             if not self._is_for(self._under_way()):
                 raise LookAgain
             both = [*donated_arrays, *kept_arrays]
-            return self._body([both[i] for i in order])
+            return self.body([both[i] for i in order])
 
         step.__name__ = step.__qualname__ = self.function.name
         options: dict[str, Any] = {}
@@ -304,13 +338,26 @@ class Step:
             options["in_shardings"] = ([where[i] for i in donated], [where[i] for i in kept])
         else:
             written = [k for i in state for k in flat[i]]
-            options["out_shardings"] = ([_pinned(arrays[k], self.mesh) for k in written], None)
-        if self.options.experimental_xla_options:
-            options["compiler_options"] = dict(self.options.experimental_xla_options)
+            options["out_shardings"] = ([pinned(arrays[k], self.mesh) for k in written], None)
+        options |= self.compiler_options
         self._jitted = jax.jit(step, donate_argnums=0, **options)
         return values
 
-    def _donated_arguments(self, now: Call, first: int) -> list[int]:
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What to tell XLA, as keyword arguments of `jit`."""
+        options = dict(self.owner.strategy.compiler_options)
+        options.update(self.function.findings.compiler_options)
+        options.update(self.options.experimental_xla_options or ())
+        return {"compiler_options": options} if options else {}
+
+    @property
+    def donates_state(self) -> bool:
+        """Whether the arrays of old state are given to XLA to be overwritten."""
+        shared = self._storage is not None and self._storage.shares_memory
+        return self.options.donate_state and not shared
+
+    def _donated_arguments(self, now: call.Call, first: int) -> list[int]:
         """Positions among the inputs of the donated arguments; arguments begin at `first`."""
         asked = self.options.donate_argnums
         bad = [i for i in asked if not 0 <= i < len(now.args)]
@@ -331,7 +378,7 @@ class Step:
 
     # The trace.
 
-    def _is_for(self, now: Call) -> bool:
+    def _is_for(self, now: call.Call) -> bool:
         """Whether all the arguments are nested and placed as this step wants them.
 
         Those that were not looked at yet included. Asked before a trace, which must not fail for
@@ -345,7 +392,7 @@ class Step:
         values = jax.tree.leaves(self._values(now))
         return all(x is y for x, y in zip(self._placed(values), values, strict=True))
 
-    def _body(self, values: list[Any]):
+    def body(self, values: list[Any]):
         """What `jit` traces: runs once per signature, when its cache misses."""
         traced = self._trace(values[len(self.captured) :])
         if not (
@@ -353,12 +400,16 @@ class Step:
             and traced.written_variables <= self.written_variables
             and traced.written_leaves <= self.written_leaves
         ) or len(values) != len(self.captured) + len(self.inputs.stacked):
-            raise _Replan
-        return traced.emit(self.mesh, self.captured, values, self._state)
+            raise Replan
+        with context.entered(context.Mode(self.owner.strategy)):  # which says how to all-reduce
+            return traced.emit(self.mesh, self.captured, values, self._state)
 
     def _trace(self, rest: Sequence[Any]) -> TracedStep:
         """The traced step for the shapes of what is fed beside Variables; traces at most once."""
+        findings = self.function.findings
         key = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in rest)
+        if findings.captures:
+            key += tuple((c._value.shape, c._value.dtype) for c in findings.captures)
         traced = self.traced.get(key)
         if traced is not None:
             return traced
@@ -377,6 +428,8 @@ class Step:
                 rest,
                 lambda: signature.names_of_leaves(now.fn, now.args, now.kwargs),
                 call.leaves_of(self.options.donate_argnums, self.structure),
+                findings,
+                self.function.whole,
             )
         self.traced[key] = traced
         known = set(self.captured)
@@ -385,7 +438,7 @@ class Step:
         self.written_leaves |= traced.written_leaves
         return traced
 
-    def _record(self, seconds: float, now: Call) -> None:
+    def _record(self, seconds: float, now: call.Call) -> None:
         self.function.record(
             signature.of_call(now.fn, now.args, now.kwargs, now.leaves(), self.options), seconds
         )
@@ -412,7 +465,7 @@ def _taker(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
     return lambda values: [values[i] for i in indices]
 
 
-def _pinned(value: Any, mesh: Any) -> Any:
+def pinned(value: Any, mesh: Any) -> Any:
     """The sharding that new state must keep: its old one, so that the next call hits the cache."""
     sharding = getattr(value, "sharding", None)
     on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh.mesh

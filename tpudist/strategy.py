@@ -6,33 +6,32 @@ mirrored, overrides `partition`, the placement rule.
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from tpudist import combine, context, logical_axes, nnx_state
+from tpudist import combine, context, logical_axes, nested
+from tpudist.deprecated import DeprecatedStrategyMethods
 from tpudist.extended import StrategyExtended
-from tpudist.input.dataset import DistributedDataset
-from tpudist.input.numpy_dataset import NumpyDataset
-from tpudist.options import RunOptions, ValueContext, warn_if_given
+from tpudist.indexed_slices import is_slices
+from tpudist.input.strategy_data import DataMethods
+from tpudist.options import RunOptions, ValueContext
 from tpudist.reduce_op import ReduceOp
 from tpudist.replica_context import ReplicaContext
 from tpudist.replicate import Replicator
+from tpudist.strategy_state import StateMethods
 from tpudist.values import PerReplica
 from tpudist.variables import Variable
-from tpudist.xla import compile, placement
+from tpudist.xla import compile
 from tpudist.xla import mesh as meshes
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
 
 
-class Strategy:
+class Strategy(StateMethods, DataMethods, DeprecatedStrategyMethods):
     """Where replicas, variables and data live, and how a function runs on all replicas.
 
     As `tf.distribute.Strategy`.
@@ -47,23 +46,31 @@ class Strategy:
                 with, and a mesh axis (or a tuple of them, or None), as Flax has them. They go
                 before the default ones of `logical_axes`.
         """
+        super().__init__()
         self.replica_mesh = replica_mesh
         self.logical_axis_rules = logical_axes.rules(replica_mesh, logical_axis_rules)
         self.extended = StrategyExtended(self)
-        self.lent: weakref.WeakSet[Variable] = weakref.WeakSet()
-        self._owned: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
-        self._numbers = itertools.count()
         self._replicator = Replicator(self)
 
-    # Hook.
+    # Hooks; see also `StateMethods.partition`, the placement rule.
 
-    def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
-        """The placement rule: over which mesh axes a variable without an annotation is split.
+    # Whether each replica has a component of every Variable. Else there is one of each, as
+    # everywhere out of `tf.distribute`, and `synchronization` says nothing.
+    variables_have_components: bool = True
+    # How reductions communicate, as a `CrossDeviceOps`; None leaves it to XLA.
+    cross_device_ops: Any = None
+    # The `CommunicationOptions` of reductions that are given none.
+    communication_options: Any = None
+    # Options for the compiler, for all programs of this strategy.
+    compiler_options: Mapping[str, Any] = {}
 
-        This one mirrors everything. It may name only axes inside a replica: variables are equal on
-        every replica.
-        """
-        return PartitionSpec()
+    def around_scope(self) -> contextlib.AbstractContextManager:
+        """What is in force in the scope, outside of all traces: the mesh."""
+        return jax.set_mesh(self.mesh)
+
+    def around_run(self) -> contextlib.AbstractContextManager:
+        """What is in force while a replica function is called, beside what its trace needs."""
+        return jax.set_mesh(self.mesh)
 
     # Who and where.
 
@@ -98,8 +105,14 @@ class Strategy:
     def _entered(self) -> Iterator["Strategy"]:
         context.require_scope_or_default(self, "scope")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(context.entered(context.Mode(self)))
-            stack.enter_context(self._in_mesh_if_outside())
+            now = context.current()
+            frame = now.frame if now.strategy is self else None
+            mode = context.Mode(self, frame=frame, updating=now.updating and frame is not None)
+            stack.enter_context(context.entered(mode))
+            again = now.strategy is self and context.depth() > 1
+            if compile.tracing_nothing() and not again:  # JAX sets no mesh while it traces
+                stack.enter_context(nnx.logical_axis_rules(self.logical_axis_rules))
+                stack.enter_context(self.around_scope())
             yield self
 
     def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
@@ -156,15 +169,81 @@ class Strategy:
                 f"positional args must be a list or tuple, got {type(args).__name__}. For one "
                 f"argument write args=(value,)."
             )
-        kwargs = dict(kwargs) if kwargs else {}
-        if context.is_in_scope_of(self):
-            return self._replicator.run(fn, tuple(args), kwargs, options)
+        return self._call(fn, tuple(args), dict(kwargs) if kwargs else {}, options)
+
+    def run_steps(
+        self,
+        fn: Callable[..., PyTree],
+        iterator: Iterator[PyTree],
+        num_steps: int,
+        args: Sequence[Any] = (),
+        options: RunOptions | None = None,
+    ) -> list[PyTree]:
+        """Runs `fn(*args, next(iterator))` on every replica `num_steps` times, as one program.
+
+        The program is a scan over that many elements, so the host works once for all of them. NNX
+        objects among `args`, and Variables, go from step to step; the results are those of as many
+        calls of `run`.
+
+        Args:
+            fn: The replica function; the element is its last argument.
+            iterator: Of a distributed dataset, or any iterator of what `run` takes.
+            num_steps: How many, from 1. Where fewer elements are left, or of other shapes, they are
+                run one by one.
+            args: What comes before the element.
+            options: How to compile.
+
+        Returns:
+            What `run` would return, for each step.
+
+        Raises:
+            StopIteration: No element is left.
+            ValueError: `num_steps` is not a whole number from 1; and what `run` raises.
+
+        As `steps_per_execution` of Keras, and `experimental_run_steps_on_iterator`.
+        """
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"run_steps was asked for {num_steps!r} steps. Give at least 1.")
+        context.require_scope_or_default(self, "run_steps")
+        if context.current().frame is not None:
+            raise RuntimeError(
+                "run_steps was called in a tpudist.function or merge_call, which are programs of "
+                "their own. Call it outside, or call strategy.run as often as needed."
+            )
+        elements = list(itertools.islice(iterator, num_steps))
+        if not elements:
+            raise StopIteration
+        args = tuple(args)
+        results = None
+        if len(elements) == num_steps > 1:
+            with self._in_mesh_if_outside():
+                results = self._replicator.run_steps(fn, args, elements, options)
+        if results is None:
+            results = [self.run(fn, (*args, x), options=options) for x in elements]
+        return results
+
+    def call_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+        """Calls `fn` once for all replicas, as one compiled program; see `tpudist.function`."""
+        return self._call(fn, args, kwargs, None, whole=True)
+
+    def lower_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The lowered program of `call_whole` with the same arguments, which may be abstract."""
+        with self._in_mesh():
+            return self._replicator.lower(fn, args, kwargs, whole=True)
+
+    def _call(self, fn, args: tuple, kwargs: dict[str, Any], options, whole: bool = False) -> Any:
+        if self.storage is None and context.is_in_scope_of(self):
+            return self._replicator.run(fn, args, kwargs, options, whole)
         context.require_scope_or_default(self, "run")
+        frame = context.current().frame
+        if frame is not None and frame.strategy is self:
+            return nested.run(self, frame, fn, args, kwargs)
         # The mesh in force is part of JAX's cache key: always in it, never out.
-        if self._is_innermost() or not compile.tracing_nothing():
-            return self._replicator.run(fn, tuple(args), kwargs, options)
-        with jax.set_mesh(self.mesh):  # the rest of `_in_mesh` waits for a trace: `axis_rules`
-            return self._replicator.run(fn, tuple(args), kwargs, options)
+        in_mesh = self.storage is None and self._is_innermost()
+        if in_mesh or not compile.tracing_nothing():
+            return self._replicator.run(fn, args, kwargs, options, whole)
+        with self.around_run():  # the rest of `_in_mesh` waits for a trace: `axis_rules`
+            return self._replicator.run(fn, args, kwargs, options, whole)
 
     def lower(
         self,
@@ -184,7 +263,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def _in_mesh(self) -> Iterator[None]:
-        with jax.set_mesh(self.mesh), nnx.logical_axis_rules(self.logical_axis_rules):
+        with self.around_run(), nnx.logical_axis_rules(self.logical_axis_rules):
             yield
 
     def _in_mesh_if_outside(self) -> contextlib.AbstractContextManager:
@@ -225,7 +304,7 @@ class Strategy:
         """
         context.require_scope_or_default(self, "reduce")
         op = ReduceOp.parse(reduce_op)
-        return self._map(lambda x: combine.reduce(self.replica_mesh, op, x, axis), value)
+        return self._map(lambda x: combine.reduce(self, op, x, axis), value)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the replicas' parts along dim `axis`, in replica order, without padding.
@@ -241,15 +320,25 @@ class Strategy:
         context.require_scope_or_default(self, "gather")
         return self._map(lambda x: combine.gather(self.replica_mesh, x, axis), value)
 
+    def reduce_together(self, reduce_op: ReduceOp | str, value: PyTree, options: Any) -> PyTree:
+        """As `reduce` with axis=None, of all leaves at once, as far as they can travel together."""
+        context.require_scope_or_default(self, "reduce")
+        op = ReduceOp.parse(reduce_op)
+        return self._map_all(lambda xs: combine.reduce_all(self, op, xs, options), value)
+
     def _map(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
-        def one(x):
+        return self._map_all(lambda xs: [function(x) for x in xs], value)
+
+    def _map_all(self, function: Callable[[list[Any]], list[Any]], value: PyTree) -> PyTree:
+        def read(x):
             if isinstance(x, Variable):
                 x = PerReplica(x._value) if self._has_components(x) else x.read_value()
-            return function(x)
+            return x
 
         with self._in_mesh_if_outside():
             self._replicator.throttle.before_step()
-            result = jax.tree.map(one, value, is_leaf=_is_value)
+            leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+            result = treedef.unflatten(function([read(x) for x in leaves]))
         for x in jax.tree.leaves(result)[:1]:
             self._replicator.throttle.after_step(x)
         return result
@@ -260,17 +349,14 @@ class Strategy:
     def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
         """The parts of this process's replicas, in order; `(value,)` if it is equal everywhere.
 
-        Of a tree: one tree for each replica. As
+        Of a Variable: its components, `Variable.values`. Of a tree: one tree for each replica. As
         `tf.distribute.Strategy.experimental_local_results`.
         """
         mesh = self.replica_mesh
         n = len(mesh.local_replicas)
 
-        def read(x):
-            return PerReplica(x._value) if x.on_read else x.read_value()
-
         if isinstance(value, Variable):
-            value = read(value)
+            return value.values
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
         if self.num_replicas_in_sync == 1 and not any(isinstance(x, PerReplica) for x in leaves):
             return (value,)
@@ -278,10 +364,13 @@ class Strategy:
             return (value,)
         if not leaves:
             return (value,)
-        leaves = [read(x) if isinstance(x, Variable) else x for x in leaves]
-        parts = [
-            combine.local_parts(mesh, x) if isinstance(x, PerReplica) else (x,) * n for x in leaves
-        ]
+
+        def local(x):
+            if isinstance(x, Variable) and self.variables_have_components:
+                return x.values
+            return combine.local_parts(mesh, x) if isinstance(x, PerReplica) else (x,) * n
+
+        parts = [local(x) for x in leaves]
         return tuple(treedef.unflatten([p[i] for p in parts]) for i in range(n))
 
     def experimental_distribute_values_from_function(
@@ -304,124 +393,6 @@ class Strategy:
             )
         return jax.tree.map(lambda *x: combine.stack_parts(self.replica_mesh, x), *trees)
 
-    # State.
-
-    def create(self, init: Callable[..., Any], *args: Any) -> Any:
-        """Makes a model, an optimizer or any pytree on the mesh, never whole on one device.
-
-        `init(*args)` is compiled, with each array made where it belongs: as its annotation says
-        (Flax `out_sharding` with logical or mesh axis names), else by the strategy's placement
-        rule.
-
-        Args:
-            init: Gives NNX objects or any pytree of arrays. It must not change its arguments.
-            args: NNX objects or pytrees that it reads, such as the model for an optimizer's state.
-
-        Returns:
-            What `init` returns.
-        """
-        context.require_scope_or_default(self, "create")
-        with self.scope():
-            return nnx_state.plan_creation(init, args, self._sharding_of).run()
-
-    def create_abstract(self, init: Callable[..., Any], *args: Any) -> Any:
-        """What `create` would return, with `jax.ShapeDtypeStruct`s for arrays: nothing is computed.
-
-        They know their shardings. `lower` takes such objects, also on devices that are not there.
-        """
-        context.require_scope_or_default(self, "create_abstract")
-        with self.scope():
-            return nnx_state.plan_creation(init, args, self._sharding_of).unmade()
-
-    def lower_create(self, init: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
-        """The lowered program of `create`, which is not run: compile it to read what it holds."""
-        context.require_scope_or_default(self, "lower_create")
-        with self.scope():
-            return nnx_state.plan_creation(init, args, self._sharding_of).lower()
-
-    def _sharding_of(self, value: Any, *, variable: Any) -> NamedSharding:
-        if variable is not None:
-            annotated = nnx_state.named_sharding(variable, self.mesh)
-            if annotated is not None:
-                return annotated
-        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return self.replica_mesh.replicated
-        return NamedSharding(self.mesh, self.partition(tuple(value.shape), value.dtype))
-
-    def place_variable(self, variable: Variable, value: Any) -> jax.Array:
-        """Puts a Variable's value where it lives; its components, if it is ON_READ."""
-        mesh = self.replica_mesh
-        with jax.ensure_compile_time_eval():
-            if variable.on_read:
-                stacked = value.ndim == len(variable.shape) + 1
-                parts = (
-                    value
-                    if stacked
-                    else jax.numpy.broadcast_to(value[None], (mesh.num_replicas, *variable.shape))
-                )
-                return jax.device_put(_host_if_needed(mesh, parts), mesh.stacked)
-            spec = self.partition(variable.shape, variable.dtype)
-            placed = jax.device_put(_host_if_needed(mesh, value), NamedSharding(self.mesh, spec))
-            # The next step may overwrite the array, which must then be no one else's; but
-            # `device_put` shares memory with `value` where it is already, may_alias or not.
-            return placed.copy()
-
-    def own_variable(self, variable: Variable) -> None:
-        """Counts `variable` among those that replica functions may read and assign."""
-        self._owned[next(self._numbers)] = variable
-
-    def owned_variables(self) -> list[Variable]:
-        """The strategy's Variables that are still in use, in the order in which they were made."""
-        return [v for _, v in sorted(self._owned.items())]
-
-    def lend_variable(self, variable: Variable) -> None:
-        """Notes that somebody holds the Variable's array, which must not be overwritten then."""
-        self.lent.add(variable)
-
-    def read_component(self, stacked: jax.Array, replica: int) -> jax.Array:
-        """One replica's part of an ON_READ variable."""
-        return placement.component(self.replica_mesh, stacked, replica)
-
-    def replicate(self, value: PyTree) -> PyTree:
-        """`value` (host values or arrays) whole on every device of the mesh."""
-        return placement.replicate(self.replica_mesh, value)
-
-    # Data.
-
-    def experimental_distribute_dataset(
-        self, dataset: Any, options: Any = None
-    ) -> DistributedDataset:
-        """Splits every batch of a dataset over the replicas, and copies it to them ahead of time.
-
-        Args:
-            dataset: An iterable of pytrees of numpy arrays, batched by the *global* batch size: a
-                list, a `NumpyDataset`, or a function that gives an iterator for each epoch.
-            options: For `tf.distribute`; given, it is ignored with a warning.
-
-        Returns:
-            An iterable of pytrees of PerReplica; plain arrays with one replica. The first replicas
-            get the rows of a partial last batch, which is padded to the same shape and counted
-            exactly.
-
-        As `tf.distribute.Strategy.experimental_distribute_dataset`.
-        """
-        context.require_scope_or_default(self, "experimental_distribute_dataset")
-        warn_if_given(
-            "experimental_distribute_dataset(options",
-            options,
-            "batches are split over the replicas",
-        )
-        return DistributedDataset(dataset, self.replica_mesh)
-
-    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
-        """A dataset of the rows of numpy arrays; batch it, then distribute it.
-
-        As `tf.compat.v1.distribute.Strategy.experimental_make_numpy_dataset`.
-        """
-        context.require_scope_or_default(self, "experimental_make_numpy_dataset")
-        warn_if_given("experimental_make_numpy_dataset(session", session, "there are no sessions")
-        return NumpyDataset(numpy_input)
-
 
 class _Scope(contextlib.AbstractContextManager):
     """A scope that can be entered again, in itself and after it was left."""
@@ -442,6 +413,10 @@ class _Scope(contextlib.AbstractContextManager):
 
 class DefaultStrategy(Strategy):
     """What is in force outside of every scope: one replica on the first device."""
+
+    keeps_datasets = True
+
+    variables_have_components = False
 
     def __init__(self):
         """On JAX's default device."""
@@ -465,9 +440,4 @@ context.set_default_mode_factory(_default_mode)
 
 
 def _is_value(x: Any) -> bool:
-    return isinstance(x, PerReplica | Variable)
-
-
-def _host_if_needed(mesh: ReplicaMesh, value: Any) -> Any:
-    """In several processes a value enters from the host, and JAX checks that all hold the same."""
-    return np.asarray(value) if mesh.num_processes > 1 and value.is_fully_addressable else value
+    return isinstance(x, PerReplica | Variable) or is_slices(x)

@@ -7,7 +7,6 @@ aggregated by its own rule, or refused.
 """
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,180 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import call, context, nnx_state, refusals
+from tpudist.findings import Findings, NewVariable
 from tpudist.frame import ReplicaFrame
 from tpudist.inputs import Inputs
-from tpudist.reduce_op import ReduceOp, VariableAggregation
-from tpudist.replica_context import LocalPart, ReplicaContext
-from tpudist.values import PerReplica
+from tpudist.records import opened
+from tpudist.reduce_op import VariableAggregation
+from tpudist.replica_context import ReplicaContext
+from tpudist.traced import Found, TracedStep
+from tpudist.values import LocalPart, PerReplica
 from tpudist.variables import Variable
 from tpudist.xla import agreement, collectives, compile
 
 _SUM = VariableAggregation.SUM
-
-
-@dataclasses.dataclass
-class _Found:
-    """What one call of the function gave, in the order of the flat outputs."""
-
-    treedef: Any = None
-    result: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    num_results: int = 0
-    variables: list[Variable] = dataclasses.field(default_factory=list)
-    read: set[Variable] = dataclasses.field(default_factory=set)
-    nnx: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    structure_changed: bool = False
-
-
-class Outcome:
-    """What a compiled step returns beside new state, and the trace that explains it.
-
-    Attributes:
-        results: A list of arrays, or what the function returned if it needs no merging.
-        traced: The trace.
-    """
-
-    __slots__ = ("results", "traced")
-
-    def __init__(self, results: Any, traced: "TracedStep"):
-        """Made in the trace, and again by JAX at each call."""
-        self.results = results
-        self.traced = traced
-
-    def any_array(self) -> jax.Array | None:
-        """One of the arrays, or None if there is none."""
-        node = self.results
-        while not isinstance(node, jax.Array):  # the first child of each; a large tree has no hurry
-            if isinstance(node, dict) and node:
-                node = next(iter(node.values()))
-            elif isinstance(node, list | tuple) and node:
-                node = node[0]
-            else:
-                return next(iter(jax.tree.leaves(self.results)), None)
-        return node
-
-
-# JAX keeps the structures that compiled functions return, and must not keep Variables alive so.
-jax.tree_util.register_pytree_node(
-    Outcome,
-    lambda x: ((x.results,), weakref.ref(x.traced)),
-    lambda traced, children: Outcome(children[0], traced()),  # type: ignore[arg-type]
-)
-
-
-@dataclasses.dataclass(eq=False)
-class TracedStep:
-    """A replica function traced for one signature.
-
-    Attributes:
-        program: Its jaxpr.
-        all_variables: Shapes of all the Variables that were inputs of the trace.
-        positions: For each Variable that is read or written, its position among them.
-        stack_outputs: Which outputs differ and leave stacked.
-        aggregated: Outputs that are combined at the end of the step, by reduction.
-    """
-
-    program: compile.ReplicaProgram
-    found: _Found
-    all_variables: list[jax.ShapeDtypeStruct]
-    positions: dict[Variable, int]
-    stack_outputs: list[bool]
-    aggregated: dict[ReduceOp | None, list[int]]
-    row_group_of_result: dict[int, int]
-    single: bool
-
-    @property
-    def variables(self) -> set[Variable]:
-        """The Variables that the function reads or writes."""
-        return set(self.positions)
-
-    @property
-    def variable_order(self) -> list[Variable]:
-        """The same, in the order in which they were made."""
-        return sorted(self.positions, key=self.positions.__getitem__)
-
-    @property
-    def written_variables(self) -> set[Variable]:
-        """The Variables that the function assigns."""
-        return set(self.found.variables)
-
-    @property
-    def written_leaves(self) -> set[int]:
-        """The NNX leaves that the function changes."""
-        return {leaf for leaf, _ in self.found.nnx}
-
-    def emit(
-        self,
-        mesh: Any,
-        captured: Sequence[Variable],
-        values: Sequence[Any],
-        state: Sequence[tuple[str, Any, int]],
-    ) -> tuple[list[Any], Outcome]:
-        """Puts the program into the function that `jit` traces.
-
-        Args:
-            mesh: The replicas.
-            captured: The Variables among `values`, first.
-            values: All inputs.
-            state: What is to be written back: ("variable", Variable, position of its input) or
-                ("nnx", (leaf, array of the leaf), position of its input).
-        """
-        fed = dict(zip(captured, values, strict=False))
-        at = {position: fed[v] for v, position in self.positions.items()}
-        variables = [
-            at[i] if i in at else jnp.zeros(x.shape, x.dtype)
-            for i, x in enumerate(self.all_variables)
-        ]
-        run = compile.spread(self.program, mesh, self.stack_outputs, self._finish)
-        outputs = run(*variables, *values[len(captured) :])
-        n = self.found.num_results
-        new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
-        new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
-        written = [new.get(key, values[position]) for _, key, position in state]
-        results = list(outputs[:n])
-        if self._plain:
-            results = self.found.treedef.unflatten(results)
-        return written, Outcome(results, self)
-
-    def _finish(self, outputs: list[jax.Array]) -> list[jax.Array]:
-        outputs = list(outputs)
-        for op, indices in self.aggregated.items():
-            some = [outputs[i] for i in indices]
-            done = collectives.broadcast(some) if op is None else collectives.all_reduce(op, some)
-            for i, x in zip(indices, done, strict=True):
-                outputs[i] = x.astype(outputs[i].dtype)
-        return outputs
-
-    def result(self, results: Any, now: Any) -> Any:
-        """What the function returned in the call `now`, merged over replicas."""
-        if self._plain:
-            return results
-        merged = []
-        nodes = None
-        for kind, what in self.found.result:
-            if kind == "array":
-                merged.append(self._merged(what, results[what], now.rows))
-            elif kind == "argument":
-                merged.append(now.leaves()[what])
-            elif kind == "object":
-                nodes = nodes or nnx_state.nodes_of(now.binding.objects())
-                merged.append(nodes[what])
-            else:
-                merged.append(what)
-        return self.found.treedef.unflatten(merged)
-
-    def __post_init__(self):
-        self._plain = (
-            all(kind == "array" for kind, _ in self.found.result)
-            and not any(self.stack_outputs[: self.found.num_results])
-            and not self.row_group_of_result
-        )
-
-    def _merged(self, i: int, array: jax.Array, rows) -> Any:
-        group = self.row_group_of_result.get(i)
-        real = None if group is None else rows[group]
-        if self.single:
-            return array if real is None or real[0] == array.shape[0] else array[: real[0]]
-        return PerReplica(array, real) if self.stack_outputs[i] else array
 
 
 def trace_step(
@@ -204,8 +41,14 @@ def trace_step(
     rest: Sequence[Any],
     label_of_leaf: Callable[[], list[str]],
     donated_leaves: frozenset[int],
+    findings: Findings,
+    whole: bool,
 ) -> TracedStep:
     """Traces `fn` for the shapes of `rest`, the inputs after the Variables.
+
+    Args:
+        findings: What the function was found to need beside its arguments.
+        whole: Whether it is a function of all replicas, in cross-replica context.
 
     Raises:
         ValueError: State that must be equal on every replica would differ, a large array or NNX
@@ -213,14 +56,14 @@ def trace_step(
     """
     mesh = strategy.replica_mesh
     call.check_leaves(leaves, kinds, mesh.num_replicas, name)
-    variables = strategy.owned_variables()
+    variables = [*strategy.owned_variables(), *findings.captures]
     shapes = [jax.ShapeDtypeStruct(v._value.shape, v._value.dtype) for v in variables]
     shapes += [
         jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
         for x in rest
     ]
     stacked = [v.on_read for v in variables] + list(inputs.stacked)
-    tracing = _Tracing(
+    tracing = Tracing(
         strategy,
         fn,
         structure,
@@ -231,9 +74,13 @@ def trace_step(
         num_args,
         variables,
         donated_leaves,
+        findings,
+        whole,
     )
-    found = _Found()
+    found = Found()
     program = compile.trace(tracing.body(found, 0), mesh, shapes, stacked)
+    if found.incomplete:
+        raise NewVariable(_starter(found, program, mesh, variables, name))
     refusals.check_constants(program, name)
     if found.structure_changed:
         raise ValueError(
@@ -241,9 +88,7 @@ def trace_step(
             f"or a Variable that was added or removed). In a replica function only the values of "
             f"Variables can change: change the object before strategy.run."
         )
-    causes = [
-        f"the components of ON_READ variable '{v.name}'" if v.on_read else None for v in variables
-    ]
+    causes = causes_of_variables(variables)
     labels = label_of_leaf()
     causes += [None] * inputs.num_nnx
     causes += [
@@ -258,7 +103,7 @@ def trace_step(
         refusals.check_hazards(proof, name)
     refusals.check_communication(proof, mesh, name)
     stack_outputs, aggregated = refusals.place_outputs(
-        proof, found.variables, [i for i, _ in found.nnx], binding, name, mesh.num_replicas
+        proof, found.variables, [i for i, _ in found.nnx], binding, name, mesh.num_replicas, whole
     )
     position = {v: i for i, v in enumerate(variables)}
     used = found.read | set(found.variables)
@@ -270,14 +115,55 @@ def trace_step(
         stack_outputs,
         aggregated,
         {},
-        mesh.num_replicas == 1,
+        frozenset(),
+        mesh,
     )
-    groups = tracing.row_groups_of_results(traced, shapes, stacked, mesh)
-    return dataclasses.replace(traced, row_group_of_result=groups)
+    rows, even = tracing.rows_of_results(traced, shapes, stacked, mesh)
+    return dataclasses.replace(traced, rows_of_result=rows, even_groups=even)
+
+
+def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:
+    """Why the values of Variables and captured PerReplicas differ between replicas, or None."""
+    return [
+        None
+        if not v.on_read
+        else f"the components of ON_READ variable '{v.name}'"
+        if isinstance(v, Variable)
+        else f"'{v.name}', which it captures"
+        for v in variables
+    ]
+
+
+def _starter(found: Found, program, mesh, variables, name: str) -> Callable[..., None]:
+    """Gives the Variables that a trace has made the initial values that it computes.
+
+    Those are the last outputs of its program, which is run for them; all replicas begin with the
+    first one's.
+    """
+
+    def start(inputs: Callable[[], list[Any]]) -> None:
+        if not found.computed:
+            return
+        values = [*(v._value for v in variables), *inputs()]
+        count = len(found.computed)
+        outputs = compile.last_outputs(program, mesh, count, values)
+        if outputs is None:
+            raise ValueError(
+                f"'{name}' makes Variable '{found.computed[0].name}' from its arguments, which "
+                f"are abstract here. Run it once before, or give a constant initial value."
+            )
+        for variable, value in zip(found.computed, outputs, strict=True):
+            variable.start_with(value)
+
+    return start
+
+
+def _is_part(x: Any) -> bool:
+    return isinstance(x, LocalPart)
 
 
 @dataclasses.dataclass
-class _Tracing:
+class Tracing:
     """Calls the function as one replica; the body of the trace."""
 
     strategy: Any
@@ -290,8 +176,11 @@ class _Tracing:
     num_args: int
     variables: Sequence[Variable]
     donated_leaves: frozenset[int]
+    findings: Findings | None
+    whole: bool = False
+    outer: ReplicaFrame | None = None
 
-    def body(self, found: _Found, more_rows: int) -> Callable[..., list[Any]]:
+    def body(self, found: Found, more_rows: int) -> Callable[..., list[Any]]:
         """The function of flat local inputs; what it gives besides outputs goes to `found`."""
 
         def flat(*local):
@@ -302,27 +191,67 @@ class _Tracing:
                 for size, group in self.inputs.groups.unambiguous.items():
                     rows[size + more_rows] = None if group is None else pairs[group]
             frame = ReplicaFrame(
-                self.strategy, dict(zip(self.variables, local[:count], strict=True)), rows
+                self.strategy,
+                dict(zip(self.variables, local[:count], strict=True)),
+                rows,
+                self.findings,
+                self.fn,
+                self.outer,
             )
-            replica = ReplicaContext(self.strategy, frame=frame)
+            frame.whole = self.whole
+            parts = self.inputs.stacked[self.inputs.num_nnx :]
+            frame.same = {id(x): x for x, part in zip(arguments, parts, strict=False) if not part}
             copies, entered = self._enter_objects(nnx_values)
-            flat_arguments = self.inputs.flat_arguments(self.leaves, arguments, self.kinds, copies)
+            flat_arguments = self.inputs.flat_arguments(
+                self.leaves, self._as_seen(arguments, pairs), self.kinds, copies
+            )
             args, kwargs = call.unflatten(flat_arguments, self.structure, self.num_args)
-            with context.entered(context.Mode(self.strategy, replica, frame)):
-                result = self.fn(*args, **kwargs)
+            for x in jax.tree.leaves((args, kwargs), is_leaf=_is_part) if self.whole else ():
+                if _is_part(x):
+                    frame.note_part(x)
+            try:
+                with context.entered(self._mode(frame)):
+                    result = self.fn(*args, **kwargs)
+            except NewVariable as interruption:
+                if not frame.made:
+                    raise
+                frame.incomplete, found.interruption, result = True, interruption, None
+            found.computed = [v for v, value in frame.made.items() if value is not None]
+            found.incomplete = frame.incomplete
+            initial_values = [frame.made[v] for v in found.computed]
+            if frame.incomplete:
+                return initial_values
             outputs = self._results(found, result, arguments, copies)
             found.read, found.variables = frame.read, list(frame.written)
             outputs += [frame.values[v] for v in frame.written]
             outputs += self._changed_objects(found, copies, entered)
-            return outputs
+            return outputs + initial_values  # of what is made in a nested `run`
 
         return flat
+
+    def _mode(self, frame: ReplicaFrame) -> context.Mode:
+        # Out of all scopes one is in replica context, that of the default strategy.
+        if self.whole and self.strategy is not context.default_mode().strategy:
+            return context.Mode(self.strategy, frame=frame)
+        return context.Mode(self.strategy, ReplicaContext(self.strategy, frame=frame), frame)
+
+    def _as_seen(self, arguments: list[Any], pairs: list[Any]) -> list[Any]:
+        """What the function gets for the arrays among its arguments."""
+        if not self.whole or self.strategy.num_replicas_in_sync == 1:
+            return arguments
+        stacked = self.inputs.stacked[self.inputs.num_nnx :]
+        groups = self.inputs.group_of_argument
+        dims = self.inputs.groups.dims if self.inputs.groups is not None else ()
+        return [
+            LocalPart(x, None if group is None or dims[group] else pairs[group]) if is_part else x
+            for x, is_part, group in zip(arguments, stacked, groups, strict=False)
+        ]
 
     def _enter_objects(self, nnx_values: list[Any]) -> tuple[tuple, list[Any]]:
         if self.binding is None:
             return (), []
         values = self.inputs.nnx_structure.unflatten(nnx_values)
-        if self.strategy.num_replicas_in_sync > 1:
+        if self.strategy.num_replicas_in_sync > 1 and not self.whole:
             me = collectives.replica_id()
             for i, x in enumerate(values):
                 if self.binding.is_random_key(i):
@@ -332,9 +261,7 @@ class _Tracing:
                     values[i] = jnp.where(me == 0, x, jnp.zeros_like(x))
         return self.binding.copy_with(values), values
 
-    def _results(
-        self, found: _Found, result: Any, arguments: list[Any], copies: tuple
-    ) -> list[Any]:
+    def _results(self, found: Found, result: Any, arguments: list[Any], copies: tuple) -> list[Any]:
         positions = {id(x): i for i, x in enumerate(nnx_state.nodes_of(copies))}
         of_argument = {
             id(x): leaf
@@ -346,10 +273,13 @@ class _Tracing:
         def is_leaf(x):
             return id(x) in positions or isinstance(x, PerReplica | Variable)
 
+        result, has_records = opened(result, is_leaf)
+        found.plain = not has_records
         leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         outputs = []
         for x in leaves:
-            x = x.array if isinstance(x, LocalPart) else x
+            if isinstance(x, PerReplica) and compile.is_traced(x.array):
+                x = x.array
             if id(x) in positions:
                 found.result.append(("object", positions[id(x)]))
             elif id(x) in of_argument:
@@ -362,7 +292,7 @@ class _Tracing:
         found.num_results = len(outputs)
         return outputs
 
-    def _changed_objects(self, found: _Found, copies: tuple, entered: list[Any]) -> list[Any]:
+    def _changed_objects(self, found: Found, copies: tuple, entered: list[Any]) -> list[Any]:
         if self.binding is None:
             return []
         values = self.binding.values_of(copies)
@@ -381,35 +311,59 @@ class _Tracing:
                 outputs.append(x if hasattr(x, "dtype") else jnp.asarray(x, y.dtype))
         return outputs
 
-    def row_groups_of_results(self, traced: TracedStep, shapes, stacked, mesh) -> dict[int, int]:
-        """Which results have the batch's examples in dim 0, and so its padding.
+    def rows_of_results(
+        self, traced: TracedStep, shapes, stacked, mesh
+    ) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
+        """Which results hold the batch's examples, and so its padding: the group, and in which dim.
 
         A result of as many rows may be something else (as many classes, say). So the function is
         traced once more, with one row more: the examples are what grew.
+
+        Also the groups whose rows must be as many on all replicas, since their values are gathered
+        along another dim.
         """
         groups = self.inputs.groups
-        if groups is None or not groups.sizes:
-            return {}
+        if groups is None:
+            return {}, frozenset()
         outputs = traced.program.closed.out_avals[: traced.found.num_results]
+        n = mesh.num_replicas
+        # An equal result may hold the rows of all replicas: what `all_gather` gave.
+        parts = [1 if s or n == 1 else n for s in traced.stack_outputs[: len(outputs)]]
         candidates = [
-            i
+            (i, group, dim)
             for i, x in enumerate(outputs)
-            if x.ndim and x.shape[0] in groups.sizes and (traced.single or traced.stack_outputs[i])
+            for dim, size in enumerate(x.shape)
+            if (group := groups.only_one_of(size // parts[i])) is not None and not size % parts[i]
         ]
-        unambiguous = {i: groups.unambiguous[outputs[i].shape[0]] for i in candidates}
-        unambiguous = {i: group for i, group in unambiguous.items() if group is not None}
-        if not unambiguous:
-            return {}
+        gathers = agreement.gathered(traced.program.closed.jaxpr)
+        if not candidates and not gathers:
+            return {}, frozenset()
         offset = len(self.variables) + self.inputs.num_nnx
         grown = list(shapes)
         for k, group in enumerate(self.inputs.group_of_argument):
             if group is not None:
-                x = grown[offset + k]
-                shape = (x.shape[0], x.shape[1] + 1, *x.shape[2:])
+                x, dim = grown[offset + k], 1 + groups.dims[group]
+                shape = (*x.shape[:dim], x.shape[dim] + 1, *x.shape[dim + 1 :])
                 grown[offset + k] = jax.ShapeDtypeStruct(shape, x.dtype)
         try:
-            again = compile.trace(self.body(_Found(), 1), mesh, grown, stacked).closed.out_avals
+            closed = compile.trace(self.body(Found(), 1), mesh, grown, stacked).closed
         except Exception:
             # The function has its batch size written into it: as many rows then are its rows.
-            return unambiguous
-        return {i: g for i, g in unambiguous.items() if again[i].shape[0] != outputs[i].shape[0]}
+            found = [(i, g, d) for i, g, d in candidates if parts[i] == 1 and d == groups.dims[g]]
+            return {i: (group, dim) for i, group, dim in reversed(found)}, frozenset()
+        again = closed.out_avals
+        found = [
+            (i, group, dim)
+            for i, group, dim in candidates
+            if again[i].ndim > dim and again[i].shape[dim] == outputs[i].shape[dim] + parts[i]
+        ]
+        even = [
+            groups.only_one_of(before)
+            for (shape, along), (larger, _) in zip(
+                gathers, agreement.gathered(closed.jaxpr), strict=False
+            )
+            for dim, (before, after) in enumerate(zip(shape, larger, strict=False))
+            if dim != along and after == before + 1
+        ]
+        rows = {i: (group, dim) for i, group, dim in reversed(found)}  # the first dim, if several
+        return rows, frozenset(group for group in even if group is not None)

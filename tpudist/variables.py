@@ -7,26 +7,31 @@ act on the trace (`frame.ReplicaFrame`); the new values are written back when th
 dispatched.
 """
 
+import contextlib
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from tpudist import context
+from tpudist import colocation, contents, context, cross_device_ops
+from tpudist.component import Component
+from tpudist.operators import ReadsAsArray
+from tpudist.options import warn_if_given, warn_of_op_arguments
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from tpudist.values import DistributedValues, PerReplica
-from tpudist.xla import collectives
-from tpudist.xla.compile import is_traced, tracing_nothing
+from tpudist.scatter import ScatterUpdates
+from tpudist.values import DistributedValues, PerReplica, local_part
+from tpudist.xla import collectives, placement
+from tpudist.xla.compile import at_once, is_traced, tracing_nothing
 
 _names = itertools.count()
 _NONE, _SUM = VariableAggregation.NONE, VariableAggregation.SUM
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
 
 
-class Variable(DistributedValues):
+class Variable(ReadsAsArray, ScatterUpdates, DistributedValues):
     """A value that is kept from step to step, where the strategy in scope puts it.
 
     In a replica function reads give this replica's value. What replicas assign to a mirrored
@@ -34,19 +39,48 @@ class Variable(DistributedValues):
     would differ is refused when the function is compiled. In cross-replica context a mirrored
     variable reads as one array; an ON_READ variable is aggregated.
 
+    Arithmetic, indexing, numpy and JAX take it as the array that it reads as: see `ReadsAsArray`.
+    It is a node of JAX's trees, and what `jax.jit`, `jax.grad` or `jax.tree.map` hand to a function
+    for it is that array; only `strategy.run` and `merge_call` pass the variable itself.
+
     As `tf.Variable` under `tf.distribute`, with three differences: mirrored copies never diverge,
-    nothing is assigned inside nested JAX transformations, and arithmetic gives arrays.
+    nothing is assigned inside nested JAX transformations, and what is assigned is returned as an
+    array.
+
+    Attributes:
+        name: For messages, and for finding it in a checkpoint.
+        shape: Of the value.
+        dtype: Of the value.
+        trainable: Whether optimizers train it.
+        synchronization: ON_WRITE or ON_READ; under a strategy whose variables are ordinary ones
+            (one replica on one device), what was asked for.
+        aggregation: How the replicas' values combine.
+        constraint: What optimizers apply to the value after they have changed it, or None.
+        strategy: The strategy that it belongs to; also `distribute_strategy`.
+        on_read: Whether each replica has a component of its own.
     """
+
+    def __new__(cls, *_args, **_kwargs):
+        """A new variable; in a replica function, the one that its first trace made here."""
+        frame = context.current().frame
+        make = super().__new__
+        return make(cls) if frame is None else frame.next_created(lambda: make(cls))
 
     def __init__(
         self,
-        initial_value: Any | Callable[[], Any],
+        initial_value: Any | Callable[[], Any] = None,
         trainable: bool | None = None,
+        validate_shape: bool = True,
+        caching_device: Any = None,
         name: str | None = None,
+        variable_def: Any = None,
         dtype: Any = None,
-        *,
+        import_scope: str | None = None,
+        constraint: Callable[[jax.Array], Any] | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Any = None,
+        experimental_enable_variable_lifting: bool = True,
     ):
         """Makes a variable under the current strategy.
 
@@ -54,49 +88,92 @@ class Variable(DistributedValues):
             initial_value: An array, a number, or a function without arguments that gives one. It is
                 evaluated once. Each component of an ON_READ variable starts with it.
             trainable: For optimizers; by default True, and False for ON_READ.
+            validate_shape: For `tf.Variable`: shapes are always known.
+            caching_device: For `tf.Variable`: each replica reads its own copy.
             name: By default `Variable_0`, `Variable_1`, ...
+            variable_def: For `tf.Variable`: there are no graphs.
             dtype: By default that of the initial value.
+            import_scope: For `tf.Variable`: there are no graphs.
+            constraint: A function of the value, which `tpudist.Optimizer` applies after each
+                update: a projection.
             synchronization: AUTO and ON_WRITE give a mirrored variable, ON_READ one component per
                 replica.
             aggregation: How the replicas' values combine: when assigned (mirrored), when read
                 (ON_READ).
+            shape: That of the initial value; None for a dim stands for any size.
+            experimental_enable_variable_lifting: For `tf.Variable`: variables made in a replica
+                function are always made once.
 
         Raises:
-            ValueError: `synchronization=NONE`, `aggregation=MEAN` of integers, or an argument that
-            is
-                not what it should be.
+            ValueError: `synchronization=NONE`, `aggregation=MEAN` of integers, no initial value,
+                one of another shape than `shape`, or an argument that is not what it should be.
+
+        As `tf.Variable`; parameters without a meaning here warn when they are given.
         """
-        if context.current().frame is not None:
-            raise RuntimeError(
-                "A tpudist.Variable was made in a replica function, which is traced as part of a "
-                "compiled program. Make it before, in the strategy's scope, and capture it."
-            )
+        frame = context.current().frame
+        if frame is not None and frame.is_made(self):
+            return  # by the first trace of the function
+        if not validate_shape:
+            warn_if_given("Variable(validate_shape", validate_shape, "shapes are always known")
+        warn_if_given("Variable(caching_device", caching_device, "replicas read their own copies")
+        warn_if_given("Variable(variable_def", variable_def, "there are no graphs")
+        warn_if_given("Variable(import_scope", import_scope, "there are no graphs")
+        if not experimental_enable_variable_lifting:
+            lifting = experimental_enable_variable_lifting
+            what = "Variable(experimental_enable_variable_lifting"
+            warn_if_given(what, lifting, "variables made in a replica function are made once")
         self.strategy = context.get_strategy()
         self.name = f"Variable_{next(_names)}" if name is None else name
-        self.synchronization = _checked(
+        self.synchronization = contents.checked(
             VariableSynchronization, synchronization, "synchronization", self.name
         )
-        self.aggregation = _checked(VariableAggregation, aggregation, "aggregation", self.name)
-        if self.synchronization is VariableSynchronization.NONE:
+        self.aggregation = contents.checked(
+            VariableAggregation, aggregation, "aggregation", self.name
+        )
+        if initial_value is None:
+            raise ValueError(
+                f"Variable '{self.name}' was made without an initial value. Give one: "
+                f"Variable(jnp.zeros(...)), or a function that computes it."
+            )
+        if constraint is not None and not callable(constraint):
+            raise ValueError(
+                f"Variable '{self.name}' was given constraint={constraint!r}, which is neither "
+                f"None nor a function of the value."
+            )
+        self.constraint = constraint
+        ordinary = not self.strategy.variables_have_components
+        if self.synchronization is VariableSynchronization.NONE and not ordinary:
             raise ValueError(
                 f"Variable '{self.name}' was made with VariableSynchronization.NONE, which is not "
                 f"supported with strategies: use ON_READ for one component per replica."
             )
-        self.on_read = self.synchronization is VariableSynchronization.ON_READ
-        self.trainable = not self.on_read if trainable is None else bool(trainable)
-        with jax.ensure_compile_time_eval():
-            value = initial_value() if callable(initial_value) else initial_value
-            value = value.read_value() if isinstance(value, Variable) else value
-            value = _as_array(value, dtype)
-            if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(
-                value.dtype, jnp.inexact
-            ):
-                raise ValueError(
-                    f"Variable '{self.name}' has dtype {value.dtype} and aggregation MEAN, which "
-                    f"would not stay an integer. Use a floating dtype, or SUM."
-                )
-            self.shape, self.dtype = tuple(value.shape), value.dtype
-            self._value: jax.Array = self.strategy.place_variable(self, value)
+        on_read = self.synchronization is VariableSynchronization.ON_READ
+        if self.synchronization is VariableSynchronization.AUTO and not ordinary:
+            self.synchronization = VariableSynchronization.ON_WRITE
+        self.on_read = on_read and not ordinary
+        self.trainable = not on_read if trainable is None else bool(trainable)
+        value = contents.initial_array(initial_value, dtype)
+        contents.check_shape(shape, value, self.name)
+        whole = not jnp.issubdtype(value.dtype, jnp.inexact)
+        if self.aggregation is VariableAggregation.MEAN and whole and not ordinary:
+            raise ValueError(
+                f"Variable '{self.name}' has dtype {value.dtype} and aggregation MEAN, which "
+                f"would not stay an integer. Use a floating dtype, or SUM."
+            )
+        self.shape, self.dtype = tuple(value.shape), value.dtype
+        self.spec = colocation.spec_for(self.strategy, self.shape)
+        self._components: weakref.WeakValueDictionary[int, Component] = (
+            weakref.WeakValueDictionary()
+        )
+        self._value: Any = None
+        if frame is not None:
+            frame.begin(self, value, computed=is_traced(value))
+        if not is_traced(value):
+            self.start_with(value)
+
+    def start_with(self, value: jax.Array) -> None:
+        """Gives a new variable its initial value, and makes it one of its strategy's."""
+        self._value = self.strategy.place_variable(self, value)
         self.strategy.own_variable(self)
 
     # Reading.
@@ -106,48 +183,114 @@ class Variable(DistributedValues):
 
         Raises:
             ValueError: An ON_READ variable with aggregation NONE, read in cross-replica context.
-            RuntimeError: Read in a function that `jax.jit` traces on its own, or in a replica
-                function of another strategy.
+            RuntimeError: Read in a function that `jax.jit` traces on its own, or under another
+                strategy.
         """
         mode = context.current()
         if mode.frame is not None:
             local = mode.frame.get(self)
             aggregates = self.on_read and self._in_cross_replica_context(mode)
             return self._aggregated_in_trace(local) if aggregates else local
-        self._check_eager("read")
+        self._check_usable_here(mode, "read")
         if not self.on_read:
             # The next step may overwrite this array in place; see `Strategy.own_variable`.
             self.strategy.lend_variable(self)
-            return self._value
-        if mode.replica_context is not None and self.strategy.num_replicas_in_sync == 1:
-            return self.strategy.read_component(self._value, 0)
-        return self._aggregated()
+            value = self._on_mesh()
+            return mode.strategy.replicate(value) if self._is_guest(mode) else value
+        if self._in_cross_replica_context(mode):
+            return self._aggregated()
+        if self.strategy.num_replicas_in_sync > 1:
+            raise RuntimeError(
+                f"ON_READ variable '{self.name}' was read in the update of another variable, "
+                f"which is equal on every replica: each has a component of its own. Read it "
+                f"before, and pass the value: update(v, fn, args=(variable.read_value(),))."
+            )
+        return self.strategy.read_component(self._value, 0)
 
-    def value(self) -> jax.Array:
-        """As `read_value`."""
-        return self.read_value()
+    def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
+        """The rows of the value at `indices`. As `tf.Variable.sparse_read`."""
+        warn_of_op_arguments("sparse_read", False, name)
+        return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
 
-    def numpy(self) -> np.ndarray:
-        """The value as a numpy array, in cross-replica context."""
-        return np.asarray(self.read_value())
+    def _on_mesh(self) -> jax.Array:
+        """The array, or a copy of it on the mesh if it is stored elsewhere."""
+        storage = self.strategy.storage
+        return self._value if storage is None else storage.fetch([self._value])[0]
+
+    # What each replica holds.
 
     @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
+    def values(self) -> tuple[Any, ...]:
+        """The components that this process's replicas hold, in order; see `Component`.
+
+        Of an ordinary variable (of a strategy of one device) it is itself.
+        """
+        if not self.strategy.variables_have_components:
+            return (self,)
+        return tuple(map(self._component, self.strategy.replica_mesh.local_replicas))
+
+    def _component(self, replica: int) -> Component:
+        # The same object as long as anybody has it.
+        found = self._components.get(replica)
+        if found is None:
+            found = self._components.setdefault(replica, Component(self, replica))
+        return found
+
+    def component_value(self, replica: int) -> jax.Array:
+        """What one replica of this process holds."""
+        self._check_usable_here(context.current(), "read")
+        if self.on_read:
+            return self.strategy.read_component(self._value, replica)
+        self.strategy.lend_variable(self)
+        return placement.copy_of(self.strategy.replica_mesh, self._value, replica)
+
+    def set_component(self, replica: int, value: jax.Array) -> None:
+        """Replaces what one replica of this process holds of an ON_READ variable."""
+        self._check_usable_here(context.current(), "assigned")
+        mesh = self.strategy.replica_mesh
+        self._value = placement.with_component(mesh, self._value, replica, value)
 
     @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape))
+    def distribute_strategy(self) -> Any:
+        """The strategy that the variable belongs to."""
+        return self.strategy
+
+    @property
+    def device(self) -> jax.Device:
+        """A device that holds the value, or a part of it: the first of this process's replicas.
+
+        As `tf.Variable.device`, which is a name.
+        """
+        mesh, storage = self.strategy.replica_mesh, self.strategy.storage
+        return mesh.devices_of(mesh.local_replicas[0])[0] if storage is None else storage.device
+
+    @property
+    def initial_value(self) -> Any:
+        """Not kept.
+
+        Raises:
+            RuntimeError: Always, as in TensorFlow's eager mode.
+        """
+        raise RuntimeError(
+            f"The initial value of variable '{self.name}' is not kept: it would take as much "
+            f"memory again. Keep what you made the variable of, or read it before you train."
+        )
 
     # Assigning.
 
-    def assign(self, value: Any, read_value: bool = True) -> jax.Array | None:
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> jax.Array | None:
         """Sets the value; in a replica function the replicas' values are aggregated first.
 
         Args:
             value: Of this variable's shape, and a dtype that converts without loss of kind.
+            use_locking: For `tf.Variable`: steps run one at a time.
+            name: For `tf.Variable`: nothing is named.
             read_value: Whether to return the new value.
 
         Raises:
@@ -156,23 +299,38 @@ class Variable(DistributedValues):
                 sums.
             RuntimeError: Assigned in a nested transformation, or under another strategy.
         """
+        warn_of_op_arguments("assign", use_locking, name)
         mode = context.current()
         if mode.frame is None:
             return self._assign_eagerly(value, read_value)
         self._check_number(value, mode)
-        value = self.conformed(getattr(value, "array", value))
+        crossing = self.on_read and self._in_cross_replica_context(mode)
+        value = self.conformed(value if crossing else local_part(value))
         if mode.replica_context is not None and not self.on_read:
             value = self._aggregated_write(value)
-        crossing = self.on_read and self._in_cross_replica_context(mode)
         mode.frame.set(self, self._split_in_trace(value) if crossing else value)
         return value if read_value else None
 
-    def assign_add(self, delta: Any, read_value: bool = True) -> jax.Array | None:
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> jax.Array | None:
         """Adds `delta`; in a replica function what the replicas add is aggregated first."""
+        warn_of_op_arguments("assign_add", use_locking, name)
         return self._assign_change(delta, 1, "assign_add", read_value)
 
-    def assign_sub(self, delta: Any, read_value: bool = True) -> jax.Array | None:
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> jax.Array | None:
         """Subtracts `delta`; in a replica function what they subtract is aggregated first."""
+        warn_of_op_arguments("assign_sub", use_locking, name)
         return self._assign_change(delta, -1, "assign_sub", read_value)
 
     def _assign_change(self, delta, sign: int, what: str, read_value: bool):
@@ -184,39 +342,50 @@ class Variable(DistributedValues):
                 f"assign, or {what} in the replica function."
             )
         if mode.frame is None:
-            self._check_assignable_here(mode)
+            self._check_usable_here(mode, "assigned")
             delta = self.strategy.replicate(self.conformed(delta))
+            with self._at_home(mode):
+                new = self._on_mesh() + sign * delta
             if self.on_read:
-                self._value = self._value + sign * delta
-                return self.read_value() if read_value and self._readable() else None
-            return self._assign_eagerly(self._value + sign * delta, read_value)
+                self._value = new
+                return self.read_value() if read_value and self._readable_in(mode) else None
+            return self._assign_eagerly(new, read_value)
         self._check_number(delta, mode)
-        delta = self.conformed(getattr(delta, "array", delta))
+        crossing = self.on_read and self._in_cross_replica_context(mode)
+        delta = self.conformed(delta if crossing else local_part(delta))
         if mode.replica_context is not None and not self.on_read:
             delta = self._aggregated_write(delta)
         mode.frame.set(self, mode.frame.get(self) + sign * delta)
         return self.read_value() if read_value and self._readable_in(mode) else None
 
-    def _check_assignable_here(self, mode: context.Mode) -> None:
-        self._check_eager("assigned")
-        if mode.strategy is not self.strategy and context.has_strategy():
-            raise RuntimeError(
-                f"Variable '{self.name}' was made under {self.strategy!r}, but is assigned in the "
-                f"scope of {mode.strategy!r}. Mixing strategies is not supported."
-            )
-
     def _assign_eagerly(self, value: Any, read_value: bool):
-        self._check_assignable_here(context.current())
+        mode = context.current()
+        self._check_usable_here(mode, "assigned")
+        with self._at_home(mode):
+            self._value = self._placed(value, mode)
+        return self.read_value() if read_value and self._readable_in(mode) else None
+
+    def _placed(self, value: Any, mode: context.Mode) -> jax.Array:
         value = self.conformed(value)
-        if self.on_read and self.aggregation is _SUM:
-            value = _shares(value, self.strategy.num_replicas_in_sync)
-        self._value = self.strategy.place_variable(self, value)
-        return self.read_value() if read_value and self._readable() else None
+        summed = self.on_read and self.aggregation is _SUM
+        if summed and self._in_cross_replica_context(mode):
+            value = contents.shares(value, self.strategy.num_replicas_in_sync)
+        return self.strategy.place_variable(self, value)
+
+    def _at_home(self, mode: context.Mode) -> contextlib.AbstractContextManager:
+        """What is in force where a new value is computed: not the mesh of another's scope."""
+        return placement.off_mesh() if self._is_guest(mode) else contextlib.nullcontext()
+
+    def _is_guest(self, mode: context.Mode) -> bool:
+        """Whether this is the scope of another strategy, where ordinary variables may be used."""
+        return mode.strategy is not self.strategy and context.has_strategy()
 
     def _readable(self) -> bool:
         return not (self.on_read and self.aggregation is _NONE)
 
     def _readable_in(self, mode: context.Mode) -> bool:
+        if self.on_read and mode.updating and mode.frame is None:
+            return self.strategy.num_replicas_in_sync == 1
         return self._readable() or not self._in_cross_replica_context(mode)
 
     # What the contexts make of a value.
@@ -230,10 +399,18 @@ class Variable(DistributedValues):
     def _aggregated_write(self, value: jax.Array) -> jax.Array:
         if self.aggregation is _NONE:
             return value  # that it is equal everywhere is proven when the function has been traced
+        if self.strategy.num_replicas_in_sync == 1:
+            return value
         if self.aggregation is _FIRST:
             return collectives.broadcast(value)
+        whole = not jnp.issubdtype(self.dtype, jnp.inexact)
+        if self.aggregation is VariableAggregation.MEAN and whole:
+            raise ValueError(
+                f"Variable '{self.name}' has dtype {self.dtype}, and its aggregation MEAN of what "
+                f"replicas assign would not stay an integer. Use a floating dtype, or SUM."
+            )
         op = ReduceOp.from_variable_aggregation(self.aggregation)
-        return collectives.all_reduce(op, value)
+        return cross_device_ops.reduce(op, value)
 
     def _aggregated_in_trace(self, local: jax.Array) -> jax.Array:
         self._check_readable()
@@ -242,7 +419,7 @@ class Variable(DistributedValues):
     def _split_in_trace(self, value: jax.Array) -> jax.Array:
         if self.aggregation is not _SUM:
             return value
-        shares = _shares(value, self.strategy.num_replicas_in_sync)
+        shares = contents.shares(value, self.strategy.num_replicas_in_sync)
         return shares[collectives.replica_id()]
 
     def _aggregated(self) -> jax.Array:
@@ -261,7 +438,8 @@ class Variable(DistributedValues):
             )
 
     def _check_number(self, value: Any, mode: context.Mode) -> None:
-        in_replica = mode.replica_context is not None and not self.on_read
+        on_read = self.synchronization is VariableSynchronization.ON_READ
+        in_replica = mode.replica_context is not None and not on_read
         number = isinstance(value, int | float | complex) and not isinstance(value, bool)
         if in_replica and number and self.aggregation is _SUM:
             n = self.strategy.num_replicas_in_sync
@@ -272,8 +450,13 @@ class Variable(DistributedValues):
                     f"aggregation ONLY_FIRST_REPLICA for a number that is the same on all of them."
                 )
 
-    def _check_eager(self, what: str) -> None:
-        if not tracing_nothing() and not _is_concrete_here():
+    def _check_usable_here(self, mode: context.Mode, what: str) -> None:
+        if self._is_guest(mode) and self.strategy is not context.default_mode().strategy:
+            raise RuntimeError(
+                f"Variable '{self.name}' was made under {self.strategy!r}, but is {what} in the "
+                f"scope of {mode.strategy!r}. Mixing strategies is not supported."
+            )
+        if not tracing_nothing() and not contents.computes_here():
             raise RuntimeError(
                 f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
                 f"transformation) traces, outside of strategy.run: its value would be frozen into "
@@ -288,19 +471,7 @@ class Variable(DistributedValues):
                 f"Its replicas' values differ, and the variable has one: reduce it first, with "
                 f"strategy.reduce(...), or assign in the replica function."
             )
-        value = value.read_value() if isinstance(value, Variable) else value
-        plain = isinstance(value, int | float | complex | bool)
-        array = jnp.asarray(value)
-        fits = plain or array.dtype == self.dtype or getattr(array, "weak_type", False)
-        if array.shape != self.shape or not (
-            fits and np.can_cast(array.dtype, self.dtype, "same_kind")
-        ):
-            raise ValueError(
-                f"Variable '{self.name}' holds {self.dtype}{list(self.shape)}, but was assigned "
-                f"{array.dtype}{list(array.shape)}. Convert the value: shape and dtype of a "
-                f"variable do not change."
-            )
-        return array.astype(self.dtype)
+        return contents.conformed(value, self.name, self.shape, self.dtype)
 
     def __repr__(self) -> str:
         kind = "ON_READ, " if self.on_read else ""
@@ -313,76 +484,26 @@ class Variable(DistributedValues):
     def __reduce__(self):
         raise TypeError(
             f"Variable '{self.name}' cannot be pickled: it belongs to a strategy and its devices. "
-            f"Save its value: variable.numpy()."
+            f"Save its value, variable.numpy(); or copy.deepcopy makes a variable of the same "
+            f"strategy with the same value."
         )
 
-    # As an array: everything below reads the value.
-
-    def __jax_array__(self) -> jax.Array:
-        return self.read_value()
-
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return np.asarray(self.read_value(), dtype)
-
-    def __float__(self) -> float:
-        return float(self.read_value())
-
-    def __int__(self) -> int:
-        return int(self.read_value())
-
-    def __bool__(self) -> bool:
-        return bool(self.read_value())
-
-    def __getitem__(self, index):
-        return self.read_value()[index]
-
-    def __neg__(self):
-        return -self.read_value()
-
-    def __abs__(self):
-        return abs(self.read_value())
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Variable":
+        """A new variable of the same strategy, with the same value (that of each component)."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(vars(self))
+        with at_once():
+            new._value = self._value.copy()
+        self.strategy.own_variable(new)
+        return new
 
 
-def _forward(name: str) -> None:
-    """Makes operator `name` that of the array."""
-
-    def operator(self, other):
-        other = other.read_value() if isinstance(other, Variable) else other
-        return getattr(self.read_value(), name)(other)
-
-    operator.__name__ = name
-    setattr(Variable, name, operator)
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    _forward(f"__{_name}__")
-    _forward(f"__r{_name}__")
-for _name in ("lt", "le", "gt", "ge"):
-    _forward(f"__{_name}__")
-
-
-def _checked(kind: type, value: Any, what: str, name: str) -> Any:
-    if not isinstance(value, kind):
-        names = ", ".join(f"{kind.__name__}.{m}" for m in kind.__members__)
-        raise ValueError(f"Variable '{name}' was given {what}={value!r}. Use one of {names}.")
-    return value
-
-
-def _as_array(value: Any, dtype: Any) -> jax.Array:
-    array = jnp.asarray(value, dtype)
-    # A Python number makes a weakly typed array, whose dtype would change in the first assignment.
-    return jax.lax.convert_element_type(array, array.dtype)
-
-
-def _is_concrete_here() -> bool:
-    """Whether operations run at once, as they do inside `jax.ensure_compile_time_eval()`."""
-    return not is_traced(jnp.add(0, 0))
-
-
-def _shares(value: jax.Array, n: int) -> jax.Array:
-    """`[n, ...]` parts that sum to `value`: equal, but integers with the rest in the first."""
-    value = jnp.asarray(value)
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.broadcast_to(value / n, (n, *value.shape)).astype(value.dtype)
-    first = (jnp.arange(n) < jnp.expand_dims(value % n, -1)).astype(value.dtype)
-    return jnp.expand_dims(value // n, 0) + jnp.moveaxis(first, -1, 0)
+# To functions of JAX a variable among their arguments is the array that it holds: it is taken apart
+# as its value, and what they see is that. Whoever wants the variable says so with `is_leaf`.
+for _kind in (Variable, Component):
+    jax.tree_util.register_pytree_node(
+        _kind,
+        lambda x: ((x.read_value(),), None),
+        lambda _, children: children[0],  # type: ignore[arg-type]
+    )

@@ -97,6 +97,7 @@ def cases(strategy: tpudist.Strategy) -> list[Case]:
         donated_pytree(strategy),
         nnx_objects(strategy),
         captured_variables(strategy),
+        many_steps(strategy),
     ]
 
 
@@ -212,6 +213,51 @@ def captured_variables(strategy: tpudist.Strategy) -> Case:
         call,
         _Loop(jitted, [_whole(strategy, i) for i in range(300)]),
         lambda figure: at_most_more(figure, 150),
+    )
+
+
+def many_steps(strategy: tpudist.Strategy) -> Case:
+    """16 steps of a Variable and a batch: `run_steps`, a scan by hand, and 16 calls of `run`."""
+    num_steps = 16
+    batches = [tpudist.PerReplica(jax.device_put(jnp.ones((8, 8)), _stacked(strategy)))] * num_steps
+    with strategy.scope():
+        variables = [tpudist.Variable(jnp.zeros(8)) for _ in range(2)]
+
+    def make_step(variable):
+        def step(x):
+            variable.assign_add(tpudist.get_replica_context().all_reduce("sum", x))
+
+        return step
+
+    at_once, one_by_one = map(make_step, variables)
+
+    def call():
+        strategy.run_steps(at_once, iter(batches), num_steps)
+        return variables[0]._value
+
+    def call_one_by_one():
+        for batch in batches:
+            strategy.run(one_by_one, args=(batch,))
+        return variables[1]._value
+
+    def scan_by_hand(state, *xs):
+        def body(state, x):
+            return state + jax.lax.psum(x[0], "replica"), None
+
+        return jax.lax.scan(body, state, jnp.stack(xs))[0]
+
+    jitted = _by_hand(
+        strategy, scan_by_hand, in_specs=(P(), *[P("replica")] * num_steps), donate_argnums=0
+    )
+    by_hand = _Loop(
+        lambda state: jitted(state, *[batch.array for batch in batches]), _whole(strategy, 0)
+    )
+    return Case(
+        f"{num_steps} steps at once",
+        call,
+        by_hand,
+        lambda figure: at_most_more(figure, 20 * num_steps),
+        {f"{num_steps} calls of run": call_one_by_one},
     )
 
 

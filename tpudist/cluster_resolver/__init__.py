@@ -4,7 +4,27 @@ One file per environment.
 """
 
 from tpudist.cluster_resolver.base import ClusterResolver
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+from tpudist.cluster_resolver.gce import GCEClusterResolver
+from tpudist.cluster_resolver.kubernetes import (
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
+)
 from tpudist.cluster_resolver.simple import SimpleClusterResolver
+from tpudist.cluster_resolver.slurm import SlurmClusterResolver
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
+from tpudist.cluster_resolver.tpu import TPUClusterResolver
+from tpudist.cluster_resolver.union import UnionResolver
 
-__all__ = ["ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"]
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TPUClusterResolver",
+    "UnionResolver",
+]

@@ -1,7 +1,13 @@
 """ClusterResolver: the interface, and how a cluster's tasks become numbered processes."""
 
 import abc
-from collections.abc import Mapping, Sequence
+import collections
+from typing import Any
+
+import jax
+
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+from tpudist.options import warn_if_given
 
 
 class ClusterResolver(abc.ABC):
@@ -10,32 +16,77 @@ class ClusterResolver(abc.ABC):
     Attributes:
         task_type: The job of this process, such as `worker`; None if there is no cluster.
         task_id: Its number in the job.
+        rpc_layer: What `master` puts before addresses, as in `grpc://host:port`; None for nothing.
     """
 
     task_type: str | None = None
     task_id: int | None = None
+    rpc_layer: str | None = None
 
     @abc.abstractmethod
-    def cluster_spec(self) -> Mapping[str, Sequence[str]]:
-        """Addresses `host:port` of the tasks of each job; empty if this process is alone."""
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of each job; empty if this process is alone."""
 
     @property
     def environment(self) -> str:
         """The name of the environment; empty if it has none."""
         return ""
 
-    def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """The address of a task; by default of the first process, which coordinates."""
-        spec = self.cluster_spec()
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task; by default of the first process, which coordinates.
+
+        Raises:
+            ValueError: There is no such task.
+        """
         if task_type is None or task_id is None:
-            addresses = self.processes()
-            return addresses[0] if addresses else ""
-        return spec[task_type][task_id]
+            address = next(iter(self.processes()), "")
+        else:
+            address = ClusterSpec(self.cluster_spec()).task_address(task_type, task_id)
+        return format_master_url(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """How many accelerators a task has, by kind: `{"TPU": 4}`; CPU devices are none.
+
+        It starts JAX's devices: where there are several processes, make the strategy first.
+
+        Args:
+            task_type: The job of the task; by default this process is asked for.
+            task_id: Its number in the job.
+            config_proto: For `tf.distribute`: JAX has no sessions.
+        """
+        warn_if_given("num_accelerators(config_proto", config_proto, "JAX has no sessions")
+        if task_type is None or task_id is None:
+            devices = jax.local_devices()
+        else:
+            index = self._find(task_type, task_id)
+            devices = [d for d in jax.devices() if d.process_index == index]
+        kinds = [d.platform.upper() for d in devices if d.platform != "cpu"]
+        return dict(collections.Counter(kinds))
 
     def processes(self) -> list[str]:
-        """Addresses of the processes that train together: the chief first, then the workers."""
-        spec = self.cluster_spec()
-        return [*spec.get("chief", ()), *spec.get("worker", ())]
+        """Addresses of the processes that train together: the chief first, then the workers.
+
+        Raises:
+            ValueError: Not all of them are known.
+        """
+        spec = ClusterSpec(self.cluster_spec())
+        addresses = [a for job in _TRAINING if job in spec.jobs for a in spec.job_tasks(job)]
+        if None in addresses:
+            raise ValueError(
+                f"The processes that train together must all be known, but tasks are missing in "
+                f"{spec!r}. Give every job a list of addresses."
+            )
+        return [a for a in addresses if a is not None]
 
     def process_index(self) -> int:
         """Which of `processes()` this is.
@@ -43,17 +94,40 @@ class ClusterResolver(abc.ABC):
         Raises:
             ValueError: This process's task is not in the cluster.
         """
-        spec = self.cluster_spec()
-        before = {"chief": 0, "worker": len(spec.get("chief", ()))}
-        found = f"task type {self.task_type!r}, task id {self.task_id!r}"
-        if (
-            self.task_type not in before
-            or self.task_id is None
-            or not 0 <= self.task_id < len(spec.get(self.task_type, ()))
-        ):
-            jobs = ", ".join(f"{len(tasks)} of '{job}'" for job, tasks in spec.items()) or "none"
+        spec = ClusterSpec(self.cluster_spec())
+        index = self._find(self.task_type, self.task_id)
+        if index is None:
+            jobs = ", ".join(f"{spec.num_tasks(job)} of '{job}'" for job in spec.jobs) or "none"
             raise ValueError(
-                f"This process is {found}, which is not among the cluster's tasks: {jobs}. Set the "
-                f"task type ('chief' or 'worker') and the task id of each process."
+                f"This process is task type {self.task_type!r}, task id {self.task_id!r}, which is "
+                f"not among the cluster's tasks: {jobs}. Set the task type ('chief' or 'worker') "
+                f"and the task id of each process."
             )
-        return before[self.task_type] + self.task_id
+        return index
+
+    def _address_of(self, task_type: str | None, task_id: int | None, rpc_layer: str | None) -> str:
+        """The address of a task, by default of this one; empty if that is not known."""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return format_master_url(address, rpc_layer or self.rpc_layer)
+
+    def _find(self, task_type: str | None, task_id: int | None) -> int | None:
+        """Which of `processes()` a task is; None if it is none of them."""
+        spec = ClusterSpec(self.cluster_spec())
+        if task_type not in _TRAINING or task_type not in spec.jobs or task_id is None:
+            return None
+        if task_id not in spec.task_indices(task_type):
+            return None
+        chiefs = spec.num_tasks("chief") if task_type == "worker" and "chief" in spec.jobs else 0
+        return chiefs + task_id
+
+
+_TRAINING = ("chief", "worker")
+
+
+def format_master_url(address: str, rpc_layer: str | None) -> str:
+    """`rpc_layer://address`; the address alone without a layer, and nothing without an address."""
+    return f"{rpc_layer}://{address}" if rpc_layer and address else address

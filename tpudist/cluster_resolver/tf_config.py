@@ -2,11 +2,10 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpudist.cluster_resolver.base import ClusterResolver
-from tpudist.options import warn_if_given
+from tpudist.cluster_resolver.base import ClusterResolver, format_master_url
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, '
@@ -27,25 +26,67 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ):
-        """What is given goes before what TF_CONFIG says; `rpc_layer` is for `tf.distribute`."""
-        warn_if_given("TFConfigClusterResolver(rpc_layer", rpc_layer, "JAX has one way to connect")
+        """What is given goes before what TF_CONFIG says."""
         self._task_type, self._task_id = task_type, task_id
-        self._environment = environment
+        self._rpc_layer, self._environment = rpc_layer, environment
 
     @property
     def task_type(self) -> str | None:  # type: ignore[override]
         """The job of this process."""
-        return self._task_type or self._config().get("task", {}).get("type")
+        task_type = self._config().get("task", {}).get("type")
+        return task_type if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
 
     @property
     def task_id(self) -> int | None:  # type: ignore[override]
         """The number of this process in its job."""
-        index = self._config().get("task", {}).get("index")
-        return self._task_id if self._task_id is not None else None if index is None else int(index)
+        index = self._task_id
+        if index is None:
+            index = self._config().get("task", {}).get("index")
+        return None if index is None else int(index)
 
-    def cluster_spec(self) -> Mapping[str, Sequence[str]]:
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:  # type: ignore[override]
+        """What `master` puts before addresses."""
+        return self._config().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
         """The jobs of TF_CONFIG's cluster; empty without TF_CONFIG."""
-        return self._config().get("cluster", {})
+        return ClusterSpec(self._config().get("cluster", {}))
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """TF_CONFIG's `session_master`; else the address of a task, by default of this one.
+
+        Empty if the cluster has one task, or none.
+
+        Raises:
+            ValueError: There is no such task.
+        """
+        config, spec = self._config(), self.cluster_spec()
+        if "session_master" in config:
+            return config["session_master"]
+        if not spec.jobs or [len(spec.job_tasks(job)) for job in spec.jobs] == [1]:
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        address = spec.task_address(task_type, task_id)  # type: ignore[arg-type]
+        return format_master_url(address, rpc_layer or self.rpc_layer)
 
     @property
     def environment(self) -> str:

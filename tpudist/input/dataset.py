@@ -4,39 +4,18 @@ Each process reads the rows of its own replicas, in a thread that also copies th
 while steps run. What differs between sources of data ends here: all a strategy sees are elements.
 """
 
-import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-
 from tpudist import context
-from tpudist.input import sources
-from tpudist.input.assignment import Assignment
-from tpudist.input.host_batch import HostBatch
-from tpudist.input.numpy_dataset import UNKNOWN_CARDINALITY, NumpyDataset
-from tpudist.input.prefetch import Prefetcher
-from tpudist.values import PerReplica
-from tpudist.xla import placement
+from tpudist.errors import OutOfRangeError
+from tpudist.input import feeding, sources
+from tpudist.input.optional import Optional
+from tpudist.input.pipelines import Pipelines
+from tpudist.input.split import PartialBatch, SplitBatches
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
-
-
-class PartialBatch(enum.Enum):
-    """What becomes of a batch that has fewer rows than the global batch.
-
-    Attributes:
-        PAD: It is padded to the full shape, and its `PerReplica.rows` tell which rows are real.
-        DROP: It is left out.
-        ERROR: It is a `ValueError`.
-    """
-
-    PAD = "pad"
-    DROP = "drop"
-    ERROR = "error"
 
 
 class DistributedDataset:
@@ -47,27 +26,33 @@ class DistributedDataset:
     arrays. With one replica its arrays are plain ones `[rows, ...]`, never padded.
 
     The first batch is the largest: its rows are the global batch (for a `NumpyDataset`, what it was
-    batched by). As `tf.distribute.DistributedDataset`, where a partial batch changes shape.
+    batched by). Of datasets that a function makes, each replica has whole batches; the largest of
+    the first step is the largest. As `tf.distribute.DistributedDataset`, where a partial batch
+    changes shape.
     """
 
     def __init__(
         self,
-        source: sources.Source,
+        source: sources.Source | Pipelines,
         replica_mesh: ReplicaMesh,
         *,
         partial_batch: PartialBatch | str = PartialBatch.PAD,
         prefetch: int = 2,
+        fetch_to_device: bool = True,
+        strategy: Any = None,
     ):
         """Distributes `source` over the replicas of `replica_mesh`.
 
         Args:
             source: A batched `NumpyDataset`; or global batches as pytrees of arrays `[rows, ...]`:
                 an iterable, or a function that returns one for each pass. In several processes all
-                must give the same batches.
+                must give the same batches. Or `Pipelines`, whose batches are the replicas' own.
             replica_mesh: The replicas.
-            partial_batch: What becomes of a batch with fewer rows.
-            prefetch: How many elements to hold ready on the devices; 0 makes each when it is asked
-                for, in the caller's thread.
+            partial_batch: What becomes of a global batch with fewer rows.
+            prefetch: How many elements to hold ready; 0 makes each when it is asked for, in the
+                caller's thread.
+            fetch_to_device: Whether they are held on the devices, or in host memory.
+            strategy: Whose replicas they are: elements cannot be taken in the scope of another one.
 
         Raises:
             TypeError: `source` gives no batches.
@@ -75,18 +60,18 @@ class DistributedDataset:
         """
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"prefetch is {prefetch!r}. Give a whole number of at least 0.")
-        self._partial_batch = _partial_batch(partial_batch)
         if isinstance(source, DistributedDataset | DistributedIterator):
             raise TypeError("The dataset is distributed already. Iterate over it as it is.")
-        self._source = sources.checked(source)
-        if isinstance(self._source, NumpyDataset):
-            self._source = self._without_surprise(self._source)
+        self._feed = (
+            source
+            if isinstance(source, Pipelines)
+            else SplitBatches(source, replica_mesh, partial_batch)
+        )
         self._mesh = replica_mesh
         self._prefetch = prefetch
+        self._fetch_to_device = fetch_to_device
+        self.strategy = strategy
         self._num_passes = 0
-        # Those of the first batch there was, in any pass: the shapes of all later ones.
-        self._assignment: Assignment | None = None
-        self._treedef: jax.tree_util.PyTreeDef | None = None
 
     def __iter__(self) -> "DistributedIterator":
         """Begins the next pass; iterators are independent of each other.
@@ -96,19 +81,37 @@ class DistributedDataset:
                 this is the second.
         """
         context.require_cross_replica("iter(distributed_dataset)")
-        batches = self._source.host_batches(self._num_passes)
+        _require_no_trace("iter(distributed_dataset)")
+        return DistributedIterator(self, self.begin())
+
+    def begin(self) -> Iterator[PyTree]:
+        """The elements of the next pass, made ahead as the options say."""
+        elements = feeding.elements(
+            self._feed,
+            self._mesh,
+            self._num_passes,
+            prefetch=self._prefetch,
+            fetch_to_device=self._fetch_to_device,
+        )
         self._num_passes += 1
-        elements = self._elements(batches)
-        if self._prefetch:
-            elements = Prefetcher(elements, self._prefetch)
-        return DistributedIterator(self, elements)
+        return elements
+
+    def reduce(
+        self, initial_state: PyTree, reduce_func: Callable[[PyTree, PyTree], PyTree]
+    ) -> PyTree:
+        """The last state of a pass: `reduce_func(state, element)` gives each from the one before.
+
+        In cross-replica context. As `tf.distribute.DistributedDataset.reduce`.
+        """
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
 
     @property
     def cardinality(self) -> int:
         """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if not known."""
-        if not isinstance(self._source, NumpyDataset) and self._partial_batch is PartialBatch.DROP:
-            return UNKNOWN_CARDINALITY
-        return self._source.cardinality
+        return self._feed.cardinality
 
     @property
     def element_spec(self) -> PyTree:
@@ -116,103 +119,7 @@ class DistributedDataset:
 
         Reads the first batch of an iterable to know it.
         """
-        leaves, treedef = jax.tree.flatten(self._source.element_spec)
-        size = leaves[0].shape[0]
-        assignment = Assignment(size, self._mesh.num_replicas)
-        rows = assignment.rows(size)
-
-        def spec(leaf: jax.ShapeDtypeStruct) -> PyTree:
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            if self._mesh.num_replicas == 1:
-                sharding = self._whole_sharding(leaf.shape)
-                return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-            shape = (self._mesh.num_replicas, assignment.rows_per_replica, *leaf.shape[1:])
-            sharding = placement.stacked_sharding(self._mesh, shape, split_rows=True)
-            return PerReplica(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), rows)
-
-        return treedef.unflatten([spec(leaf) for leaf in leaves])
-
-    def _elements(self, batches: Iterator[HostBatch]) -> Iterator[PyTree]:
-        """The elements of one pass; runs in the thread that prefetches."""
-        num_elements = num_batches = 0
-        for num_batches, batch in enumerate(batches, start=1):
-            if self._assignment is None:
-                size = self._source.global_batch_size or batch.num_rows
-                self._treedef = batch.treedef
-                self._assignment = Assignment(size, self._mesh.num_replicas)
-            size = self._assignment.global_batch_size
-            self._check(batch, num_batches - 1, size)
-            if batch.num_rows < size and self._partial_batch is PartialBatch.DROP:
-                continue
-            yield self._place(batch, self._assignment)
-            num_elements += 1
-        if not num_elements:
-            if num_batches:
-                raise ValueError(
-                    f"All {num_batches} batches of the dataset were partial ones and dropped, so "
-                    f"there was nothing to do. Use partial_batch='pad'."
-                )
-            raise ValueError(sources.NO_BATCHES)
-
-    def _place(self, batch: HostBatch, assignment: Assignment) -> PyTree:
-        mesh = self._mesh
-        # A user's loader may fill its arrays anew for the next batch. On CPU, JAX uses aligned
-        # NumPy arrays in place; elsewhere it reads them until the copy to the device has ended.
-        reused = not isinstance(self._source, NumpyDataset)
-        copy = reused and mesh.platform == "cpu"
-        if mesh.num_replicas == 1:
-            parts = batch.take(np.arange(batch.num_rows), copy=copy)
-            leaves = [
-                jax.make_array_from_process_local_data(
-                    self._whole_sharding(part.shape), part, part.shape
-                )
-                for part in parts
-            ]
-        else:
-            parts = batch.take(assignment.positions(batch.num_rows, mesh.local_replicas), copy=copy)
-            rows = assignment.rows(batch.num_rows)
-            leaves = [
-                PerReplica(placement.stack(mesh, part, split_rows=True), rows) for part in parts
-            ]
-        if reused:
-            jax.block_until_ready(leaves)
-        return batch.treedef.unflatten(leaves)
-
-    def _without_surprise(self, source: NumpyDataset) -> NumpyDataset:
-        """Applies `partial_batch` where it is known from the start what it comes to."""
-        if self._partial_batch is PartialBatch.DROP:
-            return source.without_remainder()
-        if self._partial_batch is PartialBatch.ERROR and source.has_remainder:
-            raise ValueError(
-                f"The NumPy dataset does not split into full batches of "
-                f"{source.global_batch_size} examples, and partial_batch='error'. Use 'pad', which "
-                f"counts the last batch's real rows exactly, or 'drop'."
-            )
-        return source
-
-    def _whole_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a batch `[rows, ...]` of the only replica lives: split over the batch axes."""
-        stacked = placement.stacked_sharding(self._mesh, (1, *shape), split_rows=True)
-        return NamedSharding(self._mesh.mesh, PartitionSpec(*stacked.spec[1:]))
-
-    def _check(self, batch: HostBatch, index: int, size: int) -> None:
-        if batch.treedef != self._treedef:
-            raise ValueError(
-                f"Batch {index} of the dataset is structured as {batch.treedef}, but the first one "
-                f"as {self._treedef}. All batches must have the same structure."
-            )
-        if batch.num_rows > size:
-            raise ValueError(
-                f"Batch {index} of the dataset has {batch.num_rows} rows, but the first one has "
-                f"{size}, which sets the global batch size. A batch may be smaller, never larger: "
-                f"put a full batch first, or split the larger ones."
-            )
-        if batch.num_rows < size and self._partial_batch is PartialBatch.ERROR:
-            raise ValueError(
-                f"Batch {index} of the dataset has {batch.num_rows} rows, fewer than the global "
-                f"batch of {size}, and partial_batch='error'. Use 'pad', which counts its real "
-                f"rows exactly, or 'drop'."
-            )
+        return self._feed.element_spec
 
 
 class DistributedIterator(Iterator[PyTree]):
@@ -226,21 +133,47 @@ class DistributedIterator(Iterator[PyTree]):
         """Made by `iter(dataset)`."""
         self._dataset = dataset
         self._elements = elements
+        self._given_back: list[PyTree] = []
 
     def __next__(self) -> PyTree:
         """The next element.
 
         Raises:
             StopIteration: At the end.
+            RuntimeError: In the scope of another strategy.
             ValueError: In a replica function, or the source gives a batch that is not fit.
             Exception: Whatever the source raises.
         """
         context.require_cross_replica("next(iterator)")
-        return next(self._elements)
+        if self._dataset.strategy is not None:
+            context.require_scope_or_default(self._dataset.strategy, "next(iterator)")
+        frame = context.current().frame
+        if frame is not None:
+            return frame.root.next_element(self)
+        return self._given_back.pop() if self._given_back else next(self._elements)
+
+    def __iter__(self) -> "DistributedIterator":
+        """Itself."""
+        _require_no_trace("iter(iterator)")
+        return self
+
+    def give_back(self, element: PyTree) -> None:
+        """Makes `element`, the last one taken, the next one again."""
+        self._given_back.append(element)
 
     def get_next(self) -> PyTree:
-        """As `next`; TensorFlow raises OutOfRangeError where this raises StopIteration."""
-        return next(self)
+        """As `next`, but the end is an `errors.OutOfRangeError`, which is a StopIteration too."""
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError("The distributed iterator is at its end.") from None
+
+    def get_next_as_optional(self) -> Optional:
+        """As `next`, in an `Optional`, which has no value at the end."""
+        try:
+            return Optional(next(self))
+        except StopIteration:
+            return Optional()
 
     @property
     def element_spec(self) -> PyTree:
@@ -249,14 +182,17 @@ class DistributedIterator(Iterator[PyTree]):
 
     def close(self) -> None:
         """Ends the pass and waits for its thread, which ends with the batch it is at."""
-        if isinstance(self._elements, Prefetcher):
-            self._elements.close()
+        close: Callable[[], None] | None = getattr(self._elements, "close", None)
+        if close is not None:
+            close()
         self._elements = iter(())
+        self._given_back.clear()
 
 
-def _partial_batch(value: PartialBatch | str) -> PartialBatch:
-    try:
-        return PartialBatch(value)
-    except ValueError:
-        known = ", ".join(repr(policy.value) for policy in PartialBatch)
-        raise ValueError(f"partial_batch is {value!r}. Known are {known}.") from None
+def _require_no_trace(what: str) -> None:
+    if context.current().frame is not None:
+        raise ValueError(
+            f"{what} was called in a tpudist.function or merge_call, which is traced once: a loop "
+            f"over a dataset would become part of the compiled program. Loop outside of it, or "
+            f"take a fixed number of elements with next(iterator)."
+        )

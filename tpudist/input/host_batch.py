@@ -49,8 +49,7 @@ class HostBatch:
                 part = part.reshape(positions.shape + leaf.shape[1:])
             else:
                 part = np.take(leaf, rows, axis=0)
-            dtype = _jax_dtype(leaf.dtype)
-            taken.append(part.astype(dtype, copy=copy and rows is None))
+            taken.append(in_jax_dtype(part, copy=copy and rows is None))
         return taken
 
     def _in_sequence(self, positions: np.ndarray) -> bool:
@@ -65,10 +64,17 @@ def from_element(element: PyTree, index: int) -> HostBatch:
         ValueError: A leaf has no rows, or the leaves have not the same number of them.
     """
     what = f"Batch {index} of the dataset"
+    leaves, names, treedef = as_arrays(element, what)
+    return HostBatch(leaves, treedef, common_rows(leaves, names, what))
+
+
+def as_arrays(
+    element: PyTree, what: str
+) -> tuple[list[np.ndarray], list[str], jax.tree_util.PyTreeDef]:
+    """The leaves of an element as arrays, with their names, and its structure; see `as_array`."""
     named, treedef = jax.tree_util.tree_flatten_with_path(element, is_leaf=_is_list_of_numbers)
     leaves = [as_array(leaf, f"{what}{_name(path)}") for path, leaf in named]
-    num_rows = common_rows(leaves, [_name(path) for path, _ in named], what)
-    return HostBatch(leaves, treedef, num_rows)
+    return leaves, [_name(path) for path, _ in named], treedef
 
 
 def as_array(value: Any, what: str) -> np.ndarray:
@@ -91,6 +97,11 @@ def as_array(value: Any, what: str) -> np.ndarray:
             f"it, for example text to token ids, or leave it out of the dataset."
         )
     return array
+
+
+def in_jax_dtype(array: np.ndarray, *, copy: bool) -> np.ndarray:
+    """`array` in the dtype in which JAX holds it; not the same memory, if `copy`."""
+    return array.astype(_jax_dtype(array.dtype), copy=copy)
 
 
 def common_rows(leaves: list[np.ndarray], names: list[str], what: str) -> int:

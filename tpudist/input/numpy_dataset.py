@@ -87,6 +87,38 @@ class NumpyDataset:
         batched = self._with(global_batch_size=size)
         return batched.without_remainder() if drop_remainder else batched
 
+    def shard(self, num_shards: int, index: int) -> "NumpyDataset":
+        """Every `num_shards`-th example from example `index`; of a batched dataset, batch.
+
+        For a dataset function, which is told both by its `InputContext`.
+
+        Raises:
+            ValueError: It is repeated, or shuffled and not batched, or it has been sharded; a
+                number is not what it should be; or nothing is left.
+        """
+        num_shards = _whole_number("shard(num_shards)", num_shards, at_least=1)
+        index = _whole_number("shard(index)", index, at_least=0)
+        if index >= num_shards:
+            raise ValueError(f"shard(index) is {index}. Of {num_shards} shards it must be one.")
+        if self._plan.num_epochs != 1:
+            raise ValueError("The dataset is repeated already. Shard it before.")
+        if self._plan.global_batch_size is not None:
+            if self._plan.shard != (1, 0):
+                raise ValueError("The batches of the dataset are sharded already.")
+            sharded = self._with(shard=(num_shards, index))
+        elif self._plan.seed is not None:
+            raise ValueError("The dataset is shuffled already. Shard examples before shuffling.")
+        else:
+            sharded = self._with()
+            sharded._leaves = [leaf[index::num_shards] for leaf in self._leaves]
+            sharded._num_rows = len(sharded._leaves[0])
+        if not sharded.cardinality:
+            raise ValueError(
+                f"Shard {index} of {num_shards} of a dataset of {self.cardinality} elements is "
+                f"empty. Use fewer shards."
+            )
+        return sharded
+
     def repeat(self, count: int | None = None) -> "NumpyDataset":
         """Goes through the epochs `count` times, or without end; each ends with its own last batch.
 
@@ -100,6 +132,11 @@ class NumpyDataset:
         if count is not None:
             count = _whole_number("repeat(count)", count, at_least=1)
         return self._with(num_epochs=count)
+
+    @property
+    def drops_remainder(self) -> bool:
+        """Whether all batches are full ones."""
+        return self._plan.drop_remainder
 
     @property
     def has_remainder(self) -> bool:
@@ -127,7 +164,7 @@ class NumpyDataset:
         """Number of elements: batches, or examples before `batch`; -1 if there is no end."""
         if self._plan.num_epochs is None:
             return INFINITE_CARDINALITY
-        return self._batches_per_epoch * self._plan.num_epochs
+        return len(self._batches_of_epoch) * self._plan.num_epochs
 
     def __len__(self) -> int:
         """The cardinality, which must have an end."""
@@ -170,7 +207,8 @@ class NumpyDataset:
             epochs = range(pass_number * num_epochs, (pass_number + 1) * num_epochs)
         for epoch in epochs:
             order = self._order(epoch)
-            for start in range(0, self._batches_per_epoch * size, size):
+            for number in self._batches_of_epoch:
+                start = number * size
                 num_rows = min(size, self._num_rows - start)
                 yield HostBatch(self._leaves, self._treedef, num_rows, start, order)
 
@@ -180,12 +218,15 @@ class NumpyDataset:
         return np.random.default_rng([self._plan.seed, epoch]).permutation(self._num_rows)
 
     @property
-    def _batches_per_epoch(self) -> int:
-        return assignment.num_batches(
+    def _batches_of_epoch(self) -> range:
+        """The numbers of the batches that are read."""
+        num_batches = assignment.num_batches(
             self._num_rows,
             self._plan.global_batch_size or 1,
             drop_remainder=self._plan.drop_remainder,
         )
+        num_shards, index = self._plan.shard
+        return range(index, num_batches, num_shards)
 
     def _with(self, **changes: Any) -> "NumpyDataset":
         dataset = copy.copy(self)
@@ -195,12 +236,17 @@ class NumpyDataset:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is asked of the examples; `num_epochs` is None for no end."""
+    """What is asked of the examples; `num_epochs` is None for no end.
+
+    Attributes:
+        shard: Of how many shards of the batches of an epoch which is read.
+    """
 
     seed: int | None = None
     global_batch_size: int | None = None
     drop_remainder: bool = False
     num_epochs: int | None = 1
+    shard: tuple[int, int] = (1, 0)
 
 
 def _whole_number(what: str, value: Any, *, at_least: int) -> int:

@@ -74,23 +74,28 @@ class IterableSource:
     def host_batches(self, pass_number: int) -> Iterator[HostBatch]:
         """The batches of the next pass."""
         del pass_number  # each pass is whatever the source makes of it
-        return map(host_batch.from_element, self._begin(), itertools.count())
+        return map(host_batch.from_element, self.elements(), itertools.count())
 
     @functools.cached_property
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of the first batch, which is read for it."""
-        iterator = self._begin()
+        batch = host_batch.from_element(self.first(), 0)
+        return batch.treedef.unflatten(
+            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in batch.leaves]
+        )
+
+    def first(self) -> PyTree:
+        """The first batch, as the user's dataset gives it."""
+        iterator = self.elements()
         first = list(itertools.islice(iterator, 1))
         if iterator is self._source:  # its only pass: put back what was read of it
             self._source, self._used_up = itertools.chain(first, iterator), False
         if not first:
             raise ValueError(NO_BATCHES)
-        batch = host_batch.from_element(first[0], 0)
-        return batch.treedef.unflatten(
-            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in batch.leaves]
-        )
+        return first[0]
 
-    def _begin(self) -> Iterator[PyTree]:
+    def elements(self) -> Iterator[PyTree]:
+        """The batches of the next pass, as the user's dataset gives them."""
         source = self._source
         iterator = iter(source if isinstance(source, Iterable) else source())
         if iterator is source:

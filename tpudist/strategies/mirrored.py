@@ -1,10 +1,10 @@
 """MirroredStrategy: one replica per device of this process, variables mirrored on all."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from tpudist.cross_device_ops import CrossDeviceOps
 from tpudist.strategy import Strategy
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import make_mesh
@@ -16,22 +16,34 @@ class MirroredStrategy(Strategy):
     As `tf.distribute.MirroredStrategy`; a device that does not exist is an error.
     """
 
+    takes_input_per_replica = True
+
     def __init__(
-        self, devices: Sequence[jax.Device | str] | None = None, cross_device_ops: Any = None
+        self,
+        devices: Sequence[jax.Device | str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
     ):
         """On `devices`: JAX devices or names such as `gpu:0`.
 
         Args:
             devices: By default all devices of this process.
-            cross_device_ops: For `tf.distribute`: XLA chooses how to communicate, so only None is
-                taken.
+            cross_device_ops: How values are combined over the replicas; by default as XLA chooses.
 
         Raises:
-            ValueError: A device that does not exist, is named twice or belongs to another process.
+            ValueError: A device that does not exist, is named twice or belongs to another process;
+                or `cross_device_ops` are of another type, or not for these devices.
         """
-        if cross_device_ops is not None:
-            raise ValueError(
-                f"MirroredStrategy was given cross_device_ops={cross_device_ops!r}, but XLA "
-                f"chooses how replicas communicate. Leave it out."
-            )
         super().__init__(make_mesh(as_devices(devices, local=True)))
+        if cross_device_ops is None:
+            return
+        if not isinstance(cross_device_ops, CrossDeviceOps):
+            raise ValueError(
+                f"MirroredStrategy was given cross_device_ops={cross_device_ops!r} of type "
+                f"{type(cross_device_ops).__name__}. It must be a tpudist.CrossDeviceOps, such as "
+                f"tpudist.HierarchicalCopyAllReduce(), or None, and XLA chooses."
+            )
+        cross_device_ops.check_devices(list(self.mesh.devices.flat))
+        self.cross_device_ops = cross_device_ops
+        if cross_device_ops.packing is not None:
+            platform = self.replica_mesh.platform
+            self.compiler_options = cross_device_ops.packing.compiler_options(platform)

@@ -1,10 +1,10 @@
 """MultiWorkerMirroredStrategy: one process per worker, one replica per device of any of them."""
 
-from typing import Any
-
 import jax
 
+from tpudist import communication
 from tpudist.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+from tpudist.communication import CommunicationOptions
 from tpudist.strategy import Strategy
 from tpudist.xla import runtime
 from tpudist.xla.devices import as_devices
@@ -21,7 +21,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     """
 
     def __init__(
-        self, cluster_resolver: ClusterResolver | None = None, communication_options: Any = None
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
     ):
         """Connects the workers.
 
@@ -29,7 +31,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             cluster_resolver: Who the workers are and which of them this is; by default as the
                 environment variable TF_CONFIG says. A run that `jax.distributed` has connected
                 stays as it is; without either this is the only worker.
-            communication_options: For `tf.distribute`: XLA chooses, so only None is taken.
+            communication_options: How reductions communicate that are given no options; by default
+                as XLA chooses.
 
         Raises:
             ValueError: An argument of another type, or a cluster without this task in it.
@@ -40,16 +43,22 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"cluster_resolver must be a tpudist.cluster_resolver.ClusterResolver or None, got "
                 f"{type(cluster_resolver).__name__}."
             )
-        if communication_options is not None:
+        if not isinstance(communication_options, CommunicationOptions | None):
             raise ValueError(
                 f"MultiWorkerMirroredStrategy was given communication_options="
-                f"{communication_options!r}, but XLA chooses how workers communicate. Leave it out."
+                f"{communication_options!r} of type {type(communication_options).__name__}. It "
+                f"must be a tpudist.experimental.CommunicationOptions, or None."
             )
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         workers = self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():
             runtime.connect(workers[0], len(workers), self._cluster_resolver.process_index())
         super().__init__(make_mesh(as_devices(None)))
+        platform = self.replica_mesh.platform
+        place = "MultiWorkerMirroredStrategy(communication_options"
+        self.communication_options = communication.checked(communication_options, place, platform)
+        if communication_options is not None and communication_options.packing is not None:
+            self.compiler_options = communication_options.packing.compiler_options(platform)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -13,6 +13,8 @@ class OneDeviceStrategy(Strategy):
     As `tf.distribute.OneDeviceStrategy`; a device that does not exist is an error.
     """
 
+    variables_have_components = False
+
     def __init__(self, device: jax.Device | str | None = None):
         """On `device`: a JAX device or a name such as `cpu:0`; by default the first."""
         super().__init__(make_mesh(as_devices(None if device is None else [device])[:1]))

@@ -7,10 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from tpudist import logical_devices
+from tpudist.cluster_resolver import TPUClusterResolver
+from tpudist.device_assignment import DeviceAssignment
+from tpudist.options import warn_if_given
 from tpudist.placement_rules import split_largest_dim
 from tpudist.strategy import Strategy
+from tpudist.tpu_topology import by_task
 from tpudist.xla.devices import as_devices
-from tpudist.xla.mesh import make_mesh
+from tpudist.xla.mesh import ReplicaMesh, make_mesh
 
 _log = logging.getLogger("tpudist")
 # Parameters below this many elements are mirrored: gathering them costs more than keeping them.
@@ -25,12 +30,18 @@ class TPUStrategy(Strategy):
     largest dim over `fsdp`. Where there is no TPU, it runs on the GPUs or CPU devices that there
     are, and says so.
 
+    A device assignment makes replicas of several cores too, as in TensorFlow: variables are
+    mirrored on all of them, and values are split where the replica function says so, by
+    `experimental_split_to_logical_devices`. Their axes are called `logical_0`, `logical_1`, ...
+
     As `tf.distribute.TPUStrategy`, whose variables are always mirrored.
     """
 
     def __init__(
         self,
-        tpu_cluster_resolver: Any = None,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
         *,
         replica_axes: Mapping[str, int] | None = None,
         logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
@@ -39,23 +50,41 @@ class TPUStrategy(Strategy):
         """On all devices of the run, or on `devices`.
 
         Args:
-            tpu_cluster_resolver: For `tf.distribute`; only None is taken: JAX knows the slice.
+            tpu_cluster_resolver: What `strategy.cluster_resolver` gives. JAX finds the slice that
+                it runs on itself.
+            experimental_device_assignment: Which cores belong to which replica, on the topology of
+                these devices: `Topology.of(jax.devices())`.
+            experimental_spmd_xla_partitioning: For `tf.distribute`. XLA partitions the work of a
+                replica over its devices in either case; with True,
+                `experimental_assign_to_logical_device` is an error instead of a warning.
             replica_axes: Sizes of the axes inside a replica, by name.
             logical_axis_rules: Pairs (logical axis, mesh axis or tuple of them or None); they go
                 before the default ones.
             devices: JAX devices or names such as `tpu:0`.
 
         Raises:
-            ValueError: The devices do not split into such replicas, or a rule names an axis that
-            the
-                mesh does not have.
+            ValueError: The devices do not split into such replicas, a rule names an axis that the
+                mesh does not have, both `replica_axes` and an assignment are given, or an
+                assignment for other devices.
         """
-        if tpu_cluster_resolver is not None:
+        if not isinstance(tpu_cluster_resolver, TPUClusterResolver | None):
             raise ValueError(
-                f"TPUStrategy was given tpu_cluster_resolver={tpu_cluster_resolver!r}, but JAX "
-                f"finds the slice that it runs on itself. Leave it out."
+                f"tpu_cluster_resolver must be a tpudist.cluster_resolver.TPUClusterResolver or "
+                f"None, got {tpu_cluster_resolver!r}."
             )
-        mesh = make_mesh(as_devices(devices), replica_axes)
+        self._cluster_resolver = tpu_cluster_resolver or TPUClusterResolver()
+        self.device_assignment = experimental_device_assignment
+        self._is_spmd = bool(experimental_spmd_xla_partitioning)
+        if experimental_device_assignment is None:
+            mesh = make_mesh(as_devices(devices), replica_axes)
+        elif replica_axes is None:
+            mesh = _assigned(experimental_device_assignment, as_devices(devices))
+        else:
+            raise ValueError(
+                f"TPUStrategy was given both replica_axes={dict(replica_axes)} and "
+                f"experimental_device_assignment, and each says which devices a replica has. Give "
+                f"one of them."
+            )
         if mesh.platform != "tpu":
             _log.warning(
                 "TPUStrategy runs on %d %s devices: there is no TPU here.",
@@ -64,8 +93,95 @@ class TPUStrategy(Strategy):
             )
         super().__init__(mesh, logical_axis_rules=logical_axis_rules or ())
 
+    @property
+    def cluster_resolver(self) -> TPUClusterResolver:
+        """The resolver of the slice."""
+        return self._cluster_resolver
+
     def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
         """Splits the largest dim over `fsdp`, if the mesh has it and the array is worth it."""
         sizes = self.mesh.shape
         axes = {axis: sizes[axis] for axis in ("fsdp",) if axis in sizes}
         return split_largest_dim(shape, axes, MIN_SPLIT_SIZE)
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """`tensor`, cut over the devices of a replica; what is computed from it is split too.
+
+        In a replica function it is the replica's own value that is cut. Elsewhere the result is on
+        the mesh, cut alike in every replica; a PerReplica stays one.
+
+        Args:
+            tensor: An array.
+            partition_dimensions: Into how many parts each of its dims is cut; their product is the
+                number of devices of a replica.
+
+        Raises:
+            ValueError: Not one count per dim, a dim that does not divide, another product, or, with
+                `replica_axes`, counts that are no products of whole axes.
+
+        As `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
+        """
+        return logical_devices.split(self.replica_mesh, tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """`tensor`, held whole by every device of a replica.
+
+        As `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
+        """
+        return logical_devices.whole(self.replica_mesh, tensor)
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """`tensor` itself: XLA splits work over all devices of a replica, never to one of them.
+
+        If a replica has several, there is a warning.
+
+        Raises:
+            ValueError: There is no such device in a replica, or the strategy was made with
+                `experimental_spmd_xla_partitioning=True`.
+
+        As `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
+        """
+        if self._is_spmd:
+            raise ValueError(
+                "Cannot assign a tensor to a logical device in SPMD mode. Construct the "
+                "TPUStrategy with `experimental_spmd_xla_partitioning=False`, or split the tensor "
+                "instead, with experimental_split_to_logical_devices."
+            )
+        logical_devices.check_device(self.replica_mesh, logical_device_id)
+        if self.replica_mesh.devices_per_replica > 1:
+            warn_if_given(
+                "experimental_assign_to_logical_device(logical_device_id",
+                logical_device_id,
+                logical_devices.NO_SINGLE_DEVICE,
+            )
+        return tensor
+
+
+def _assigned(assignment: DeviceAssignment, devices: Sequence[jax.Device]) -> ReplicaMesh:
+    """The mesh of an assignment's replicas, in its order."""
+    if not isinstance(assignment, DeviceAssignment):
+        raise ValueError(
+            f"experimental_device_assignment must be a tpudist.experimental.DeviceAssignment or "
+            f"None, got {type(assignment).__name__}. DeviceAssignment.build(topology, ...) makes "
+            f"one."
+        )
+    tasks, topology = by_task(devices), assignment.topology
+    here = {len(task) for task in tasks}
+    if len(tasks) != topology.num_tasks or here != {topology.num_tpus_per_task}:
+        raise ValueError(
+            f"The device assignment is for {topology.num_tasks} task(s) of "
+            f"{topology.num_tpus_per_task} device(s), but there are {len(tasks)} process(es) with "
+            f"{' or '.join(map(str, sorted(here)))} device(s). Build it on the topology of these "
+            f"devices, tpudist.experimental.Topology.of(devices)."
+        )
+    assigned = [
+        tasks[topology.task_ordinal_at_coordinates(at)][
+            topology.tpu_device_ordinal_at_coordinates(at)
+        ]
+        for replica in assignment.core_assignment
+        for at in replica
+    ]
+    axes = logical_devices.prime_axes(assignment.num_cores_per_replica)
+    return make_mesh(assigned, axes, in_order=True)

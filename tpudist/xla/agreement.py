@@ -24,6 +24,8 @@ from tpudist.xla.mesh import REPLICA_AXIS
 Cause = str | None
 
 _EQUALIZING = ("psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant")
+# A jitted function of this name, and its transpose, all-reduce what they are given (`reductions`).
+EQUALIZING_FUNCTION = "tpudist_all_reduce"
 _UNEQUAL_BY_NATURE = ("axis_index", "io_callback")
 _COMMUNICATING = (
     *_EQUALIZING,
@@ -88,18 +90,34 @@ class Agreement:
         return tuple(cause is not None for cause in self.causes)
 
 
-def prove(closed: core.ClosedJaxpr, causes: Sequence[Cause]) -> Agreement:
+def prove(
+    closed: core.ClosedJaxpr, causes: Sequence[Cause], of_consts: Sequence[Cause] = ()
+) -> Agreement:
     """Follows which values may differ between replicas.
 
     Args:
         closed: The program of one replica.
         causes: For each input, why it differs between replicas, or None where it is equal.
+        of_consts: The same for its constants; by default they are equal.
     """
     walk = _Walk()
-    out = walk.jaxpr(closed.jaxpr, [None] * len(closed.jaxpr.constvars), list(causes))
+    consts = list(of_consts) or [None] * len(closed.jaxpr.constvars)
+    out = walk.jaxpr(closed.jaxpr, consts, list(causes))
     return Agreement(
         tuple(out), tuple(dict.fromkeys(walk.hazards)), tuple(dict.fromkeys(walk.communication))
     )
+
+
+def gathered(jaxpr: core.Jaxpr) -> list[tuple[tuple[int, ...], int]]:
+    """The shape and the gathered dim of each all-gather over replicas, in their order."""
+    found = []
+    for eqn in _open(jaxpr).eqns:
+        if eqn.primitive.name == "all_gather" and REPLICA_AXIS in _axes(eqn.params):
+            dim = eqn.params["all_gather_dimension"]
+            found += [(tuple(x.aval.shape), dim) for x in eqn.invars]  # type: ignore
+        for inner in _jaxprs(eqn.params):
+            found += gathered(inner)
+    return found
 
 
 class _Walk:
@@ -134,7 +152,9 @@ class _Walk:
         if name == "cond":
             return self._cond(eqn, args)
         if name in _CALLS and _CALLS[name] in params:
-            return self._call(params[_CALLS[name]], args)
+            causes = self._call(params[_CALLS[name]], args)
+            equal = params.get("name") == EQUALIZING_FUNCTION
+            return [None] * len(causes) if equal else causes
         return [self._leaf(eqn, args)] * len(eqn.outvars)
 
     def _leaf(self, eqn: core.JaxprEqn, args: list[Cause]) -> Cause:

@@ -4,6 +4,7 @@ Communication happens along the manual axis `replica` (see `mesh`). On CPU, 16-b
 float32: XLA:CPU aborts the process on a 16-bit `psum` in a partly manual function.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla.mesh import REPLICA_AXIS
+from tpudist.xla.packing import Packing
 
 PyTree = Any
 
@@ -25,26 +27,35 @@ def num_replicas() -> int:
     return jax.lax.axis_size(REPLICA_AXIS)
 
 
-def all_reduce(op: ReduceOp, value: PyTree) -> PyTree:
+def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> PyTree:
     """Combines `value` over all replicas; every replica gets the same result.
 
-    All leaves travel together. `MEAN` of integers is a float, as with `jnp.mean`. The gradient of
-    an all-reduce by `SUM` or `MEAN` is the same all-reduce of the upstream gradients.
+    All leaves travel together, or as `packing` says. `MEAN` of integers is a float, as with
+    `jnp.mean`. The gradient of an all-reduce by `SUM` or `MEAN` is the same all-reduce of the
+    upstream gradients.
 
     Cost: each of n replicas sends 2 (n - 1) / n times the bytes of `value`, if XLA picks a ring.
     """
-    if op is ReduceOp.SUM:
-        return _on_the_wire(lambda x: jax.lax.psum(x, REPLICA_AXIS), value)
-    if op is ReduceOp.MEAN:
-        n = num_replicas()
-        summed = _on_the_wire(lambda x: jax.lax.psum(x, REPLICA_AXIS), value)
-        return jax.tree.map(lambda x: x / jnp.asarray(n, _mean_dtype(x)), summed)
-    reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
-    return _on_the_wire(lambda x: reduce(x, REPLICA_AXIS), value)
+    reduced = on_the_wire(lambda x: combined(op, x), value, packing)
+    return divided(reduced) if op is ReduceOp.MEAN else reduced
 
 
-def all_gather(value: PyTree, axis: int) -> PyTree:
+def combined(op: ReduceOp, arrays: Any, groups: list[list[int]] | None = None) -> Any:
+    """Arrays summed (for `MEAN` too), or their minima or maxima, over replicas or `groups`."""
+    extremes = {ReduceOp.MIN: jax.lax.pmin, ReduceOp.MAX: jax.lax.pmax}
+    return extremes.get(op, jax.lax.psum)(arrays, REPLICA_AXIS, axis_index_groups=groups)
+
+
+def divided(summed: PyTree) -> PyTree:
+    """Sums over all replicas as means; those of integers are float32."""
+    n = num_replicas()
+    return jax.tree.map(lambda x: x / jnp.asarray(n, mean_dtype(x)), summed)
+
+
+def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTree:
     """Concatenates the replicas' values along dim `axis`; every replica gets all.
+
+    All leaves travel together, or as `packing` says.
 
     The gradient is the sum over replicas of the upstream gradients, of which each keeps its part.
 
@@ -54,7 +65,10 @@ def all_gather(value: PyTree, axis: int) -> PyTree:
     def gather(x):
         return jax.lax.all_gather(x, REPLICA_AXIS, axis=_dim(x, axis, "all_gather"), tiled=True)
 
-    return _on_the_wire(lambda leaves: [gather(x) for x in leaves], value)
+    def communicate(leaves):
+        return [gather(x) for x in leaves]
+
+    return on_the_wire(communicate, value, packing, joins=False)
 
 
 def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
@@ -75,9 +89,9 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
                 f"replicas, but {x.shape[dim]} is not a multiple of {n}. Pad it first."
             )
         x = jax.lax.psum_scatter(x, REPLICA_AXIS, scatter_dimension=dim, tiled=True)
-        return x / jnp.asarray(n, _mean_dtype(x)) if op is ReduceOp.MEAN else x
+        return x / jnp.asarray(n, mean_dtype(x)) if op is ReduceOp.MEAN else x
 
-    return _on_the_wire(lambda leaves: [scatter(x) for x in leaves], value)
+    return on_the_wire(lambda leaves: [scatter(x) for x in leaves], value)
 
 
 def broadcast(value: PyTree, source: int = 0) -> PyTree:
@@ -96,17 +110,33 @@ def broadcast(value: PyTree, source: int = 0) -> PyTree:
     return jax.tree.map(lambda x, b: x.astype(jnp.bool_) if b else x, summed, bools)
 
 
-def _on_the_wire(communicate, value: PyTree) -> PyTree:
-    """Applies `communicate` to the list of leaves at once, so that they share one collective."""
+def on_the_wire(
+    communicate: Callable[[list[jax.Array]], Any],
+    value: PyTree,
+    packing: Packing | None = None,
+    *,
+    joins: bool = True,
+) -> PyTree:
+    """Applies `communicate` to the list of leaves, or to each of the packs that it is divided in.
+
+    Args:
+        communicate: What is done with the leaves of one collective. It keeps their shapes.
+        value: Pytree of arrays; with one replica it is returned.
+        packing: By default all leaves are in one pack.
+        joins: Whether `communicate` may be given one flat array for several.
+    """
     leaves, treedef = jax.tree.flatten(value)
     leaves = [jnp.asarray(x) for x in leaves]
     if num_replicas() == 1:
         # Nothing to say; and XLA refuses collectives over one partly manual device.
         return jax.tree.unflatten(treedef, leaves)
     dtypes = [x.dtype for x in leaves]
-    widen = _platform() == "cpu"
+    widen = platform() == "cpu"
     sent = [x.astype(jnp.float32) if widen and is_16_bit_float(x.dtype) else x for x in leaves]
-    received = communicate(sent) if sent else []
+    if packing is not None:
+        received = packing.apply(communicate, sent, joins and widen)
+    else:
+        received = communicate(sent) if sent else []
     return jax.tree.unflatten(
         treedef,
         [
@@ -121,11 +151,12 @@ def is_16_bit_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2
 
 
-def _mean_dtype(x: jax.Array):
+def mean_dtype(x: jax.Array) -> Any:
+    """The dtype of a mean: the array's own, but float32 for integers."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
 
 
-def _platform() -> str:
+def platform() -> str:
     """The platform traced for, which need not be this process's own: the mesh knows it."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

@@ -8,19 +8,21 @@ Every compile is recorded with its cause; see `compile_log`.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
+from tpudist.xla import agreement, collectives
 from tpudist.xla.mesh import ReplicaMesh
 
 _log = logging.getLogger("tpudist.compile")
@@ -90,7 +92,8 @@ def spread(
             be equal on every replica (`agreement.prove`), or the arrays would claim what is not so.
         finish: What each replica does to its outputs at the end; it may communicate.
     """
-    evaluate = core.jaxpr_as_fun(program.closed)
+    closed = program.closed
+    evaluate = closed if callable(closed) else core.jaxpr_as_fun(closed)
 
     def body(*values):
         local = [_part(x) if s else x for x, s in zip(values, program.stacked, strict=True)]
@@ -107,6 +110,45 @@ def spread(
     )
 
 
+def evaluated(closed: core.ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
+    """The outputs of a jaxpr, as a part of the trace that is under way."""
+    return core.jaxpr_as_fun(closed)(*values)
+
+
+def last_outputs(
+    program: ReplicaProgram, mesh: ReplicaMesh, count: int, values: Sequence[Any]
+) -> list[jax.Array] | None:
+    """Runs a program for its last `count` outputs, as the first replica computes them.
+
+    Inputs may be abstract if these do not depend on them; otherwise the answer is None.
+    """
+
+    def finish(outputs):
+        return collectives.broadcast(list(outputs[-count:]))
+
+    known = [not isinstance(x, jax.ShapeDtypeStruct) for x in values]
+    if not all(known):
+        depend = [None if k else "an abstract input" for k in known]
+        causes = agreement.prove(program.closed, depend).causes
+        if any(cause is not None for cause in causes[-count:]):
+            return None
+        values = [x if k else np.zeros(x.shape, x.dtype) for x, k in zip(values, known)]  # noqa: B905
+    # Arrays that are captured may be those of other processes too: they are inputs here.
+    consts = program.closed.consts
+    run = spread(_with_consts_first(program), mesh, [False] * count, finish)
+    return jax.jit(run)(*consts, *values)
+
+
+def _with_consts_first(program: ReplicaProgram) -> ReplicaProgram:
+    jaxpr, consts = program.closed.jaxpr, program.closed.consts
+
+    def evaluate(*values):
+        closed = core.ClosedJaxpr(jaxpr, list(values[: len(consts)]))
+        return core.jaxpr_as_fun(closed)(*values[len(consts) :])
+
+    return ReplicaProgram(evaluate, (*[False] * len(consts), *program.stacked))  # type: ignore
+
+
 def trace_state() -> Any:
     """A token of the innermost JAX trace, equal to those taken in the same trace only."""
     return core.get_opaque_trace_state(convention="tpudist")
@@ -118,6 +160,20 @@ _OUTSIDE = trace_state()
 def tracing_nothing() -> bool:
     """Whether operations run at once, and are not recorded by a JAX transformation."""
     return trace_state() == _OUTSIDE
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Runs operations on concrete values at once, also in the midst of a trace."""
+    with contextlib.ExitStack() as stack:
+        if not tracing_nothing():
+            # In a replica function the mesh is manual, and concrete arrays cannot be on it.
+            stack.enter_context(jax.sharding.use_abstract_mesh(_NO_MESH))
+        stack.enter_context(jax.ensure_compile_time_eval())
+        yield
+
+
+_NO_MESH = AbstractMesh((), ())
 
 
 def is_traced(value: Any) -> bool:

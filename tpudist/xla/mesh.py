@@ -42,6 +42,10 @@ class ReplicaMesh:
         """The axes inside a replica over which its rows are split."""
         return tuple(name for name in self.inner_axes if name in BATCH_AXES)
 
+    def devices_of(self, replica: int) -> list[jax.Device]:
+        """The devices of one replica."""
+        return list(self.mesh.devices.reshape(self.num_replicas, -1)[replica])
+
     @property
     def devices_per_replica(self) -> int:
         """Number of devices that one replica spans."""
@@ -91,8 +95,24 @@ class ReplicaMesh:
         return NamedSharding(self.mesh, PartitionSpec(self.replica_axis))
 
 
+def mirrored_on(array: jax.Array) -> Mesh | None:
+    """The mesh of several replicas on which `array` is equal on every one; None if there is none.
+
+    An array that belongs to a mesh and is not split over its replicas is equal on them.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or REPLICA_AXIS not in sharding.mesh.shape:
+        return None
+    split = {name for names in sharding.spec if names for name in np.atleast_1d(names)}
+    several = sharding.mesh.shape[REPLICA_AXIS] > 1
+    return sharding.mesh if several and REPLICA_AXIS not in split else None  # type: ignore
+
+
 def make_mesh(
-    devices: Sequence[jax.Device], inner_axes: Mapping[str, int] | None = None
+    devices: Sequence[jax.Device],
+    inner_axes: Mapping[str, int] | None = None,
+    *,
+    in_order: bool = False,
 ) -> ReplicaMesh:
     """A mesh of as many replicas as `devices` allow, each of `inner_axes` devices.
 
@@ -102,6 +122,7 @@ def make_mesh(
     Args:
         devices: The devices, without repetition.
         inner_axes: Sizes of the axes inside a replica by name; none for one device per replica.
+        in_order: Whether to take the devices as they come, replica by replica, instead.
 
     Raises:
         ValueError: No devices, repeated devices, a bad axis, or a number of devices that does not
@@ -112,7 +133,7 @@ def make_mesh(
     num_replicas = len(devices) // math.prod(inner_axes.values())
     shape = (num_replicas, *inner_axes.values())
     names = (REPLICA_AXIS, *inner_axes)
-    grid = _arrange(devices, shape)
+    grid = _row_by_row(devices, shape) if in_order else _arrange(devices, shape)
     # Explicit axes, JAX's default, break ordinary models; mixed meshes lose shardings.
     return ReplicaMesh(Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names)))
 
@@ -140,9 +161,13 @@ def _check_axes(devices: Sequence[jax.Device], inner_axes: Mapping[str, int]) ->
         )
 
 
+def _row_by_row(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(devices, dtype=object).reshape(shape)
+
+
 def _arrange(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     if devices[0].platform != "tpu":
-        return np.asarray(devices, dtype=object).reshape(shape)
+        return _row_by_row(devices, shape)
     num_slices = len({getattr(d, "slice_index", 0) for d in devices})
     if num_slices > 1 and shape[0] % num_slices == 0:
         within = (shape[0] // num_slices, *shape[1:])

@@ -5,6 +5,7 @@ replica holds its own part), or *sharded* as a partition spec says. Nothing here
 process can see all of an array.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -43,7 +44,7 @@ def shard(
     if memory_kind is None:
         return jax.device_put(value, NamedSharding(mesh.mesh, spec))
     return jax.device_put(
-        value, NamedSharding(mesh.mesh, spec, memory_kind=_known(mesh, memory_kind))
+        value, NamedSharding(mesh.mesh, spec, memory_kind=check_memory_kind(mesh, memory_kind))
     )
 
 
@@ -54,7 +55,12 @@ def memory_kinds(mesh: ReplicaMesh) -> tuple[str, ...]:
     return (own, *(m.kind for m in device.addressable_memories() if m.kind != own))
 
 
-def _known(mesh: ReplicaMesh, memory_kind: str) -> str:
+def check_memory_kind(mesh: ReplicaMesh, memory_kind: str) -> str:
+    """`memory_kind`, if the mesh's devices can address it.
+
+    Raises:
+        ValueError: They cannot.
+    """
     known = memory_kinds(mesh)
     if memory_kind not in known:
         raise ValueError(
@@ -62,6 +68,13 @@ def _known(mesh: ReplicaMesh, memory_kind: str) -> str:
             f"{', '.join(map(repr, known))}. Use one of these, or leave it out."
         )
     return memory_kind
+
+
+def mesh_of(array: jax.Array) -> ReplicaMesh:
+    """The mesh of replicas that holds a stacked array."""
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding), sharding
+    return ReplicaMesh(sharding.mesh)  # type: ignore[arg-type]
 
 
 def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> jax.Array:
@@ -117,6 +130,11 @@ def replicate_from_host(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
     return replicate(mesh, array).copy()
 
 
+def off_mesh() -> contextlib.AbstractContextManager:
+    """Takes the mesh in scope out of force: JAX refuses to compute there on other devices."""
+    return jax.set_mesh(_NO_MESH)
+
+
 def component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
     """The part `[...]` of a stacked array that a replica of this process holds.
 
@@ -129,22 +147,60 @@ def component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
 
 def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
     by_device = {shard.device: shard.data for shard in stacked.addressable_shards}
-    devices = mesh.mesh.devices.reshape(mesh.num_replicas, -1)[replica]
+    devices = mesh.devices_of(replica)
     if len(devices) == 1:
         shard = by_device[devices[0]]
         # A replicated stacked array (every device holds all of it) is also a stacked array.
         return shard[0] if shard.shape[0] == 1 else shard[replica]
-    sharding = stacked.sharding
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    names = mesh.inner_axes
-    inner = jax.sharding.Mesh(
-        devices.reshape([mesh.mesh.shape[name] for name in names]),
-        names,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(names),
-    )
+    spec = _spec(stacked)
     position = 0 if spec and spec[0] is not None else replica
     return jax.make_array_from_single_device_arrays(
         stacked.shape[1:],
-        NamedSharding(inner, PartitionSpec(*spec[1:])),
+        NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*spec[1:])),
         [by_device[device][position] for device in devices if device in by_device],
     )
+
+
+def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
+    """The copy of a mirrored array that a replica of this process holds, on its devices.
+
+    It shares the array's memory.
+    """
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    devices = mesh.devices_of(replica)
+    if len(devices) == 1:
+        return by_device[devices[0]]
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        NamedSharding(_inner_mesh(mesh, replica), _spec(array)),
+        [by_device[device] for device in devices if device in by_device],
+    )
+
+
+def with_component(
+    mesh: ReplicaMesh, stacked: jax.Array, replica: int, value: jax.Array
+) -> jax.Array:
+    """A stacked array with another part for one replica of this process."""
+    with jax.set_mesh(_NO_MESH):
+        inner = NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*_spec(stacked)[1:]))
+        part = jax.device_put(value, inner)
+        parts = {shard.device: shard.data[None] for shard in part.addressable_shards}
+        old = {shard.device: shard.data.copy() for shard in stacked.addressable_shards}
+        return jax.make_array_from_single_device_arrays(
+            stacked.shape, stacked.sharding, list((old | parts).values())
+        )
+
+
+def _inner_mesh(mesh: ReplicaMesh, replica: int) -> Mesh:
+    """The mesh of one replica's devices."""
+    names = mesh.inner_axes
+    return jax.sharding.Mesh(
+        np.asarray(mesh.devices_of(replica)).reshape([mesh.mesh.shape[name] for name in names]),
+        names,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(names),
+    )
+
+
+def _spec(array: jax.Array) -> PartitionSpec:
+    sharding = array.sharding
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

@@ -1,0 +1,147 @@
+"""`tpudist.compat.v1`: the names of `tf.compat.v1.distribute`, under both of its paths."""
+
+import importlib
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+import tpudist
+from tpudist.compat import v1
+
+# Of `dir(tf.compat.v1.distribute)` and its `experimental` in TensorFlow 2.21, without `Server` and
+# `ParameterServerStrategy`.
+NAMES = """
+    CrossDeviceOps HierarchicalCopyAllReduce InputContext InputReplicationMode MirroredStrategy
+    NcclAllReduce OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext RunOptions Strategy
+    StrategyExtended cluster_resolver experimental experimental_set_strategy get_loss_reduction
+    get_replica_context get_strategy has_strategy in_cross_replica_context
+""".split()
+EXPERIMENTAL_NAMES = """
+    CentralStorageStrategy CollectiveCommunication CollectiveHints CommunicationImplementation
+    CommunicationOptions MultiWorkerMirroredStrategy TPUStrategy
+""".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_there_under_both_paths(name):
+    distribute = importlib.import_module("tpudist.compat.v1.distribute")
+    assert getattr(v1, name) is getattr(distribute, name)
+    assert name in v1.__all__
+    assert name in distribute.__all__
+
+
+@pytest.mark.parametrize("name", EXPERIMENTAL_NAMES)
+def test_an_experimental_name_is_there(name):
+    experimental = importlib.import_module("tpudist.compat.v1.distribute.experimental")
+    assert v1.experimental is experimental
+    assert name in experimental.__all__
+    assert hasattr(experimental, name)
+
+
+def test_nothing_else_is_offered():
+    assert sorted(v1.__all__) == sorted([*NAMES, "distribute"])
+    assert sorted(v1.distribute.__all__) == sorted(NAMES)
+    assert sorted(v1.experimental.__all__) == sorted(EXPERIMENTAL_NAMES)
+
+
+def test_what_has_not_changed_is_the_same_object():
+    changed = {"MirroredStrategy", "OneDeviceStrategy", "Strategy", "experimental"}
+    for name in set(NAMES) - changed:
+        assert getattr(v1, name) is getattr(tpudist, name), name
+    changed = {"CentralStorageStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy"}
+    for name in set(EXPERIMENTAL_NAMES) - changed:
+        assert getattr(v1.experimental, name) is getattr(tpudist.experimental, name), name
+
+
+STRATEGIES = {
+    "MirroredStrategy": (lambda: v1.MirroredStrategy(), tpudist.MirroredStrategy),
+    "OneDeviceStrategy": (lambda: v1.OneDeviceStrategy("cpu:0"), tpudist.OneDeviceStrategy),
+    "CentralStorageStrategy": (
+        lambda: v1.experimental.CentralStorageStrategy(),
+        tpudist.experimental.CentralStorageStrategy,
+    ),
+    "MultiWorkerMirroredStrategy": (
+        lambda: v1.experimental.MultiWorkerMirroredStrategy(),
+        tpudist.MultiWorkerMirroredStrategy,
+    ),
+    "TPUStrategy": (lambda: v1.experimental.TPUStrategy(), tpudist.TPUStrategy),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    make, _ = STRATEGIES[request.param]
+    if request.param in ("MultiWorkerMirroredStrategy", "TPUStrategy"):
+        with pytest.warns(DeprecationWarning, match=f"{request.param} is deprecated"):
+            return make()
+    return make()
+
+
+def test_a_strategy_is_one_of_the_new_name_and_of_the_old_base(strategy):
+    _, new = STRATEGIES[type(strategy).__name__]
+    assert isinstance(strategy, new)
+    assert isinstance(strategy, v1.Strategy)
+    assert isinstance(strategy, tpudist.Strategy)
+    assert not isinstance(tpudist.OneDeviceStrategy(), v1.Strategy)
+
+
+def test_a_reduction_needs_no_axis(strategy):
+    n = strategy.num_replicas_in_sync
+    ids = strategy.run(lambda: tpudist.get_replica_context().replica_id_in_sync_group)
+    assert int(strategy.reduce("SUM", ids)) == n * (n - 1) // 2
+    assert float(strategy.reduce(v1.ReduceOp.MEAN, np.float32(3), axis=None)) == 3
+    (batch,) = strategy.experimental_distribute_dataset([np.arange(8)])
+    assert int(strategy.reduce("SUM", batch, 0)) == 28
+    with pytest.raises(TypeError, match="axis"):
+        tpudist.OneDeviceStrategy().reduce("SUM", ids)  # type: ignore
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
+def test_an_old_loop_runs(strategy):
+    """As a program of TensorFlow 1.15 has it."""
+    dataset = strategy.experimental_make_numpy_dataset(np.arange(16.0)).batch(8)
+    iterator = strategy.make_dataset_iterator(dataset)
+    with strategy.scope():
+        weight = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
+
+    def step(x):
+        weight.assign_add(x.sum())
+
+    iterator.initialize()
+    for _ in range(2):
+        strategy.experimental_run(step, iterator)
+    assert float(weight.numpy()) == 120
+
+
+SIGNATURES = {
+    "Strategy.reduce": ["self", "reduce_op", "value", "axis"],
+    "MirroredStrategy": ["devices", "cross_device_ops"],
+    "OneDeviceStrategy": ["device"],
+    "experimental.CentralStorageStrategy": ["compute_devices", "parameter_device"],
+    "experimental.MultiWorkerMirroredStrategy": ["communication", "cluster_resolver"],
+    "experimental.TPUStrategy": ["tpu_cluster_resolver", "steps_per_run", "device_assignment"],
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_parameters_are_those_of_tensorflow(name):
+    found = v1
+    for part in name.split("."):
+        found = getattr(found, part)
+    parameters = inspect.signature(found).parameters.values()
+    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == SIGNATURES[name]
+
+
+def test_steps_per_run_has_no_effect_and_says_so():
+    with pytest.warns(UserWarning, match="steps_per_run=10. has no effect: strategy.run_steps"):
+        with pytest.warns(DeprecationWarning, match="use tpudist.TPUStrategy"):
+            strategy = v1.experimental.TPUStrategy(steps_per_run=10)
+    assert strategy.num_replicas_in_sync == len(jax.devices())
+
+
+def test_the_old_module_is_part_of_the_package():
+    assert tpudist.compat.v1 is v1
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        assert v1.distribute.get_loss_reduction() is tpudist.ReduceOp.SUM

@@ -1,0 +1,118 @@
+"""KubernetesClusterResolver: the pods that bear a job's labels."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tpudist.cluster_resolver.base import ClusterResolver
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where this program runs, which decides how it reaches the cluster.
+
+    As `tf.distribute.cluster_resolver.KubernetesExecutableLocation`.
+
+    Attributes:
+        WITHIN_CLUSTER: In a pod of the cluster.
+        OFF_CLUSTER: Elsewhere; as `kubectl` is configured.
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """The pods of each job, asked for anew at each call, ordered by name.
+
+    A pod is reached by the address of its host, as with TensorFlow: give pods `hostNetwork: true`.
+    The task of this process is not known: set `task_type` and `task_id`.
+
+    As `tf.distribute.cluster_resolver.KubernetesClusterResolver`. It needs the package
+    `kubernetes`, unless an `override_client` is given.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = (
+            KubernetesExecutableLocation.WITHIN_CLUSTER
+        ),
+    ):
+        """Pods by labels.
+
+        Args:
+            job_to_label_mapping: The label selectors of each job; by default those of job `worker`
+                are `job-name=tensorflow`.
+            tf_server_port: On which every pod can be reached.
+            rpc_layer: What `master` puts before addresses.
+            override_client: A `kubernetes.client.CoreV1Api`, to ask with it.
+            executable_location: Where this program runs.
+
+        Raises:
+            ImportError: There is no `override_client`, and the package is not installed.
+            ValueError: There is no such location.
+        """
+        if not isinstance(executable_location, KubernetesExecutableLocation):
+            raise ValueError(
+                f"The executable location provided is invalid: {executable_location!r}. Use "
+                f"KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER."
+            )
+        self._labels = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
+        self._port, self.rpc_layer = tf_server_port, rpc_layer
+        self._client = override_client or _client(executable_location)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The addresses of each job's pods.
+
+        Raises:
+            RuntimeError: One of them does not run.
+        """
+        return ClusterSpec(
+            {
+                job: [address for label in labels for address in self._addresses(label)]
+                for job, labels in self._labels.items()
+            }
+        )
+
+    def _addresses(self, label: str) -> list[str]:
+        found = self._client.list_pod_for_all_namespaces(label_selector=label)
+        pods = sorted(found.items, key=lambda pod: pod.metadata.name)
+        for pod in pods:
+            if pod.status.phase != "Running":
+                raise RuntimeError(
+                    f'Pod "{pod.metadata.name}" is not running; phase: "{pod.status.phase}". '
+                    f"Wait until all pods with label {label!r} run."
+                )
+        return [f"{pod.status.host_ip}:{self._port}" for pod in pods]
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, by default of this one; empty if that was not set.
+
+        Raises:
+            ValueError: There is no such task.
+        """
+        return self._address_of(task_type, task_id, rpc_layer)
+
+
+def _client(location: KubernetesExecutableLocation) -> Any:
+    try:
+        from kubernetes import client, config  # type: ignore[import-not-found]
+    except ImportError:
+        raise ImportError(
+            "The Kubernetes Python client must be installed before using the Kubernetes Cluster "
+            "Resolver: pip install kubernetes. Or give an `override_client` of your own."
+        ) from None
+    if location is KubernetesExecutableLocation.OFF_CLUSTER:
+        config.load_kube_config()
+    else:
+        config.load_incluster_config()
+    return client.CoreV1Api()

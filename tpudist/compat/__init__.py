@@ -1,0 +1,5 @@
+"""The names of older TensorFlow, for programs that are ported as they are."""
+
+from tpudist.compat import v1
+
+__all__ = ["v1"]

@@ -1,0 +1,7 @@
+"""The names of `tf.compat.v1.distribute`, here and, as ported code says it, in `distribute`."""
+
+from tpudist.compat.v1 import distribute
+from tpudist.compat.v1.distribute import *  # noqa: F403
+from tpudist.compat.v1.distribute import __all__ as _names
+
+__all__ = ["distribute", *_names]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,0 +1,48 @@
+"""The names of `tf.compat.v1.distribute`, but for parameter servers."""
+
+from tpudist import cluster_resolver
+from tpudist.compat.v1.distribute import experimental
+from tpudist.compat.v1.strategies import MirroredStrategy, OneDeviceStrategy, Strategy
+from tpudist.context import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from tpudist.cross_device_ops import CrossDeviceOps
+from tpudist.deprecated import get_loss_reduction
+from tpudist.extended import StrategyExtended
+from tpudist.input.context import InputContext
+from tpudist.options import InputReplicationMode, RunOptions
+from tpudist.reduce_op import ReduceOp
+from tpudist.reduction_algorithms import (
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from tpudist.replica_context import ReplicaContext
+
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputReplicationMode",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "cluster_resolver",
+    "experimental",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]

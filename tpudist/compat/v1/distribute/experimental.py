@@ -1,0 +1,23 @@
+"""What `tf.compat.v1.distribute` keeps under `experimental`, but for parameter servers."""
+
+from tpudist.compat.v1.strategies import (
+    CentralStorageStrategy,
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+)
+from tpudist.experimental import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "TPUStrategy",
+]

@@ -1,0 +1,133 @@
+"""The old names of tf.distribute: each does what its replacement does, and says what that is.
+
+They are TensorFlow's deprecated methods and those of its 1.x, for programs that are ported as they
+are. Here they stand in one place, to be left out of the classes that new programs read.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tpudist.options import InputReplicationMode
+from tpudist.reduce_op import ReduceOp
+
+PyTree = Any
+
+
+def warn(name: str, instead: str, *, stacklevel: int = 3) -> None:
+    """Warns that `name` is deprecated, at the line that uses it, and says what to do `instead`."""
+    warnings.warn(f"{name} is deprecated: {instead}.", DeprecationWarning, stacklevel=stacklevel)
+
+
+def get_loss_reduction() -> ReduceOp:
+    """SUM: how the losses of the replicas combine. As `tf.compat.v1.distribute`'s."""
+    warn("get_loss_reduction", "sum the losses that tpudist.compute_average_loss gives")
+    return ReduceOp.SUM
+
+
+class DeprecatedStrategyMethods:
+    """What `Strategy` was called with in the past."""
+
+    def experimental_run_v2(
+        self: Any,
+        fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> PyTree:
+        """As `run`, which is its new name."""
+        warn("Strategy.experimental_run_v2", "use run")
+        return self.run(fn, args, kwargs)
+
+    def experimental_run(
+        self: Any, fn: Callable[..., PyTree], input_iterator: Any = None
+    ) -> PyTree:
+        """Runs `fn` on the next element of an iterator, or without arguments."""
+        warn("Strategy.experimental_run", "use run(fn, args=(next(iterator),))")
+        return self.run(fn, () if input_iterator is None else (input_iterator.get_next(),))
+
+    def unwrap(self: Any, value: PyTree) -> tuple[Any, ...]:
+        """As `experimental_local_results`, which is its new name."""
+        warn("Strategy.unwrap", "use experimental_local_results")
+        return self.experimental_local_results(value)
+
+    def group(self: Any, value: PyTree, name: str | None = None) -> None:
+        """None: what was to be run has been, as in TensorFlow outside of graphs."""
+        warn("Strategy.group", "leave it out, calls run at once")
+
+    def colocate_vars_with(
+        self: Any, colocate_with_variable: Any
+    ) -> contextlib.AbstractContextManager[Any]:
+        """As `extended.colocate_vars_with`."""
+        warn("Strategy.colocate_vars_with", "use extended.colocate_vars_with")
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
+    def configure(
+        self: Any,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Does nothing: there are no sessions, and a cluster is named when a strategy is made."""
+        warn("Strategy.configure", "leave it out, and give the strategy a cluster_resolver")
+
+    def update_config_proto(self: Any, config_proto: Any) -> Any:
+        """`config_proto` as it is: there are no sessions to configure."""
+        warn("Strategy.update_config_proto", "leave it out, there are no sessions")
+        return config_proto
+
+    def make_dataset_iterator(self: Any, dataset: Any) -> Any:
+        """An iterator that can be begun anew over `experimental_distribute_dataset(dataset)`."""
+        warn("Strategy.make_dataset_iterator", "use iter(experimental_distribute_dataset(dataset))")
+        return self._make_dataset_iterator(dataset)
+
+    def make_input_fn_iterator(
+        self: Any,
+        input_fn: Callable[..., Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> Any:
+        """An iterator that can be begun anew over `distribute_datasets_from_function(input_fn)`.
+
+        `input_fn` may also return a function without arguments, which is called for the part of
+        each replica at each step.
+
+        Raises:
+            ValueError: Another mode than PER_WORKER.
+        """
+        warn(
+            "Strategy.make_input_fn_iterator",
+            "use iter(distribute_datasets_from_function(input_fn))",
+        )
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"Input replication mode not supported: {replication_mode!r}. An input_fn is "
+                f"called once per worker here: use distribute_datasets_from_function with "
+                f"InputOptions(experimental_replication_mode=...) for the other modes."
+            )
+        return self._make_input_fn_iterator(input_fn)
+
+    def experimental_distribute_datasets_from_function(
+        self: Any, dataset_fn: Callable[..., Any], options: Any = None
+    ) -> Any:
+        """As `distribute_datasets_from_function`, which is its new name."""
+        warn(
+            "Strategy.experimental_distribute_datasets_from_function",
+            "use distribute_datasets_from_function",
+        )
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+
+class DeprecatedContextMethods:
+    """What `ReplicaContext` was asked in the past."""
+
+    @property
+    def devices(self: Any) -> tuple[Any, ...]:
+        """The devices that run the replicas, in their order.
+
+        One program is traced for all replicas, so which of these is this one's is not known then.
+        As `tf.distribute.ReplicaContext.devices`.
+        """
+        warn("ReplicaContext.devices", "avoid relying on devices")
+        self._check_current("devices")
+        return tuple(self.strategy.mesh.devices.flat)

@@ -1,0 +1,122 @@
+"""What a trace turns out to need beside its arguments: it is provided, and the trace made again."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+class NewVariable(BaseException):
+    """The trace needs an input that it was not given: provide it, then trace again.
+
+    Not an `Exception`, so that no handler of the user's takes it for a failure.
+    """
+
+    def __init__(self, provide: Callable[[Callable[[], list[Any]]], None] = lambda inputs: None):
+        """`provide` is called outside of all traces, with a function that gives the inputs."""
+        super().__init__()
+        self.provide = provide
+
+
+class OtherStrategy(BaseException):
+    """A function that was begun outside of every scope turns out to belong to a strategy."""
+
+    def __init__(self, strategy: Any):
+        """`strategy` is the one."""
+        super().__init__()
+        self.strategy = strategy
+
+
+class NextElement(NewVariable):
+    """A function takes one more element of an iterator than it was given."""
+
+    def __init__(self, iterator: Any):
+        """`iterator` is the one."""
+        super().__init__(self._pass_on)
+        self.iterator = iterator
+
+    def _pass_on(self, _) -> None:
+        raise self
+
+
+class Capture:
+    """A PerReplica that a replica function captures: fed anew at each call, like a Variable.
+
+    If a name of the function's closure or module holds it, what that name holds then is fed.
+    """
+
+    on_read = True  # each replica gets its own part
+
+    def __init__(self, value: Any, function: Callable[..., Any], strategy: Any):
+        """Finds out by which name `function` knows `value`."""
+        self.strategy = strategy
+        self._held = value
+        function = inspect.unwrap(function)
+        self._function_name = getattr(function, "__name__", type(function).__name__)
+        self._name, self._read = found_in(value, function)
+        self.key = id(value.array)
+
+    @property
+    def name(self) -> str:
+        """What the function calls it."""
+        return self._name or "a PerReplica"
+
+    @property
+    def _value(self) -> jax.Array:
+        held = self._read() if self._read is not None else self._held
+        if not hasattr(held, "rows"):
+            raise TypeError(
+                f"'{self._function_name}' captures '{self.name}', which was a PerReplica when it "
+                f"was compiled, and is {held!r} now. Pass it as an argument."
+            )
+        if held.is_padded:
+            raise ValueError(
+                f"'{self._function_name}' captures {held!r}, a partial batch, and how many of its "
+                f"rows are real can be said for arguments only. Pass it as an argument: "
+                f"strategy.run({self._function_name}, args=(batch,))."
+            )
+        self.key = id(held.array)
+        return held.array
+
+
+def found_in(value: Any, function: Any) -> tuple[str | None, Callable[[], Any] | None]:
+    """By which name a function captures `value`, and how to read what that name holds now."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None, None
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        if getattr(cell, "cell_contents", None) is value:
+            return name, lambda cell=cell: cell.cell_contents
+    module = function.__globals__
+    for name in code.co_names:
+        if module.get(name) is value:
+            return name, lambda name=name: module.get(name)
+    return None, None
+
+
+class Findings:
+    """What one function was found to need beside its arguments, kept from trace to trace.
+
+    Attributes:
+        captures: The PerReplicas that it captures.
+        created: The Variables that it makes, in order: made once, by the first trace.
+        compiler_options: What its communication asks of the compiler.
+    """
+
+    def __init__(self):
+        """Nothing yet."""
+        self.captures: list[Capture] = []
+        self.created: list[Any] = []
+        self.compiler_options: dict[str, Any] = {}
+
+
+def check_parts(value: Any, strategy: Any, capture: Capture) -> None:
+    """Refuses to capture what was made for another number of replicas, and partial batches."""
+    if value.array.shape[0] != strategy.num_replicas_in_sync:
+        raise ValueError(
+            f"A function captures {value!r}, but runs on {strategy.num_replicas_in_sync} "
+            f"replica(s). It was made under another strategy: distribute it with the one that runs "
+            f"the function."
+        )
+    _ = capture._value  # which refuses partial batches

@@ -1,0 +1,37 @@
+"""Optional: an element, or the news that there is none."""
+
+from typing import Any
+
+PyTree = Any
+_NOTHING = object()
+
+
+class Optional:
+    """What `DistributedIterator.get_next_as_optional` gives: an element, or none at the end.
+
+    As `tf.experimental.Optional`, whose `has_value` is a tensor.
+    """
+
+    def __init__(self, value: PyTree = _NOTHING):
+        """Holds an element; nothing without one."""
+        self._value = value
+
+    def has_value(self) -> bool:
+        """Whether there is an element."""
+        return self._value is not _NOTHING
+
+    def get_value(self) -> PyTree:
+        """The element.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self._value is _NOTHING:
+            raise ValueError(
+                "The value of an Optional was asked for that has none: the iterator was at its "
+                "end. Ask has_value() first."
+            )
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"Optional({self._value!r})" if self.has_value() else "Optional()"
