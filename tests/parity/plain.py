@@ -1,0 +1,68 @@
+"""Results as JSON has them, so that those of TensorFlow and of tpudist can be compared."""
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+# The first that fits. TensorFlow has errors of its own for what Python calls a ValueError.
+ERRORS = {
+    "NotImplementedError": "not implemented",
+    "UnimplementedError": "not implemented",
+    "StopIteration": "end",
+    "OutOfRangeError": "end",
+    "InvalidArgumentError": "value",
+    "ValueError": "value",
+    "TypeError": "type",
+    "AttributeError": "attribute",
+    "AssertionError": "assertion",
+    "LookupError": "lookup",
+    "RuntimeError": "runtime",
+    "InternalError": "runtime",
+}
+
+
+def error(exception: BaseException) -> dict[str, str]:
+    """The kind of an exception."""
+    names = {cls.__name__ for cls in type(exception).__mro__}
+    found = [kind for name, kind in ERRORS.items() if name in names]
+    return {"error": found[0] if found else type(exception).__name__}
+
+
+def plain(value: Any, unwrap: Callable[[Any], Any] = lambda x: x) -> Any:
+    """`value` of numbers, strings, lists and dicts alone.
+
+    Args:
+        value: Nests of arrays, variables, enums, numbers.
+        unwrap: Makes arrays of what is a library's own.
+    """
+    value = unwrap(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, unwrap) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v, unwrap) for v in value]
+    if isinstance(value, float):
+        # Six digits: what float32 holds, and short to read.
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind not in "biufSU":
+            raise TypeError(f"An array of {value.dtype} is no result of a case.")
+        return plain(value.tolist(), unwrap)
+    raise TypeError(f"{type(value).__name__} is no result of a case: {value!r}")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two plain results are equal, numbers to what float32 leaves of them."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6)
+    return type(a) is type(b) and a == b

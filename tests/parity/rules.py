@@ -1,0 +1,99 @@
+"""The rules that the cases check: a program each, the strategies it runs on, where we differ."""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MIRRORED = "mirrored"
+MIRRORED_8 = "mirrored of 8"
+ONE_DEVICE = "one device"
+DEFAULT = "default"
+CENTRAL = "central storage"
+MULTI_WORKER = "multi worker"
+TPU = "tpu"
+
+NUM_REPLICAS = {MIRRORED: 2, MIRRORED_8: 8, ONE_DEVICE: 1, DEFAULT: 1, CENTRAL: 2, TPU: 2}
+NUM_REPLICAS[MULTI_WORKER] = 8
+# TensorFlow has no TPUStrategy without a TPU. Ours is held to what its MirroredStrategy gives.
+RECORDED_ON = {TPU: MIRRORED}
+MANY = (MIRRORED, TPU, CENTRAL)
+SINGLE = (ONE_DEVICE, DEFAULT)
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where tpudist is meant to differ from TensorFlow.
+
+    Attributes:
+        symbol: Of tf.distribute, which it is about.
+        tensorflow: What TensorFlow does.
+        tpudist: What tpudist does.
+        why: Why that is better here.
+    """
+
+    symbol: str
+    tensorflow: str
+    tpudist: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule of tf.distribute and the program that checks it.
+
+    Attributes:
+        section: The file that it is in.
+        name: The rule, as a sentence.
+        program: `program(api, strategy)` gives what is compared.
+        strategies: On which it runs.
+        differs: Why tpudist gives something else, and what it gives, for each such strategy.
+    """
+
+    section: str
+    name: str
+    program: Callable[[Any, Any], Any]
+    strategies: tuple[str, ...]
+    differs: Mapping[str, tuple[Difference, Any]]
+
+
+_rules: dict[str, Rule] = {}
+
+
+def rule(
+    *on: str, differs: Difference | None = None, gives: Any = None, differs_on: Any = None
+) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
+    """Makes a rule of a program, whose name is the rule.
+
+    Args:
+        on: The strategies; by default `MIRRORED`.
+        differs: Why tpudist gives something else than TensorFlow.
+        gives: What it gives, on every strategy; or a function of the number of replicas.
+        differs_on: The strategies on which it does; by default all.
+    """
+    strategies = on or (MIRRORED,)
+
+    def register(program):
+        name = program.__name__.replace("_", " ")
+        assert name not in _rules, f"two rules are named '{name}'"
+        differing = {}
+        if differs is not None:
+            for s in differs_on or strategies:
+                differing[s] = differs, gives(NUM_REPLICAS[s]) if callable(gives) else gives
+        section = program.__module__.rpartition(".")[2]
+        _rules[name] = Rule(section, name, program, strategies, differing)
+        return program
+
+    return register
+
+
+def all_rules() -> list[Rule]:
+    """Those of all files in `cases/`, in the order in which they are written."""
+    package = importlib.import_module(f"{__package__}.cases")
+    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+        importlib.import_module(f"{package.__name__}.{module}")
+    return list(_rules.values())
