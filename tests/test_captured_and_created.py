@@ -156,6 +156,27 @@ def test_a_function_with_captures_can_be_forgotten(mirrored):
     assert gone() is None
 
 
+def test_a_variable_of_no_strategy_is_read_by_any(strategy):
+    """As in TensorFlow, where it is an ordinary variable."""
+    v = tpudist.Variable(3.0, name="outside")
+
+    def step(x):
+        return x * v + tpudist.get_replica_context().all_reduce("sum", v)
+
+    n = strategy.num_replicas_in_sync
+    assert float(strategy.run(step, (jnp.float32(2),))) == 6 + 3 * n
+    v.assign(5.0)
+    assert float(strategy.run(step, (jnp.float32(2),))) == 10 + 5 * n
+
+    @tpudist.function
+    def whole():
+        return strategy.reduce("sum", strategy.run(step, (1.0,)), axis=None) + v
+
+    assert float(whole()) == n * (5 + 5 * n) + 5
+    with pytest.raises(RuntimeError, match="'outside' was made under DefaultStrategy"):
+        strategy.run(lambda: v.assign(1.0))
+
+
 # Isinstance.
 
 

@@ -726,3 +726,12 @@ def test_a_row_that_is_not_there_is_left_out_where_it_is_computed(mirrored):
     slices = IndexedSlices(jnp.ones(3), jnp.array([-1, 1, 4]))
     add = lambda i: v.scatter_add(IndexedSlices(jnp.ones(3), i))  # noqa: E731
     assert mirrored.run(add, (slices.indices,)).tolist() == [2, 5, 8, 16]
+
+
+def test_the_dense_shape_of_slices_is_known_when_they_are_traced(mirrored):
+    def step(shape):
+        return tpudist.IndexedSlices(jnp.ones((1, 2)), jnp.zeros(1, int), shape).values
+
+    assert mirrored.run(step, ((4, 2),)).tolist() == [[1, 1]]
+    with pytest.raises(TypeError, match="dense_shape=.* whose values are not known while"):
+        mirrored.run(step, (jnp.array([4, 2]),))

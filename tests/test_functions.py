@@ -100,6 +100,43 @@ def test_a_scope_may_be_entered_inside(strategy):
     assert float(total) == n
 
 
+def test_variables_are_arguments_and_results(strategy):
+    with strategy.scope():
+        v = tpudist.Variable(1.0)
+
+    @tpudist.function
+    def add(tree, x):
+        tree["v"].assign_add(x)
+        return tree["v"], strategy.run(lambda v: v * 2, (tree["v"],))
+
+    same, double = add({"v": v}, jnp.float32(2))
+    assert same is v
+    assert (float(v), float(double)) == (3.0, 6.0)
+
+
+def test_local_results_inside_are_those_of_all_replicas(strategy):
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        v = tpudist.Variable(2.0)
+        sums = tpudist.Variable(
+            0.0, synchronization=VariableSynchronization.ON_READ, aggregation=SUM
+        )
+
+    @tpudist.function
+    def step():
+        strategy.run(
+            lambda: sums.assign(tpudist.get_replica_context().replica_id_in_sync_group * 1.0)
+        )
+        parts = strategy.experimental_local_results({"v": v, "sums": sums})
+        return sum((1 + i) * part["sums"] for i, part in enumerate(parts)), parts[-1]["v"] * len(
+            parts
+        )
+
+    total, copies = step()
+    assert float(total) == sum((1 + i) * i for i in range(n))
+    assert float(copies) == 2.0 * n
+
+
 def test_functions_call_each_other(strategy):
     @tpudist.function
     def inner(x):

@@ -865,8 +865,28 @@ def test_a_dataclass_of_arrays_must_be_registered(mirrored):
         return batch.x + 1
 
     batch = Batch(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"given a Batch whose field 'x' holds an array.*Register"):
+    with pytest.raises(TypeError, match=r"given a Batch that holds an array.*Register a dataclass"):
         mirrored.run(step, (batch,))
     assert mirrored.run(step, (Batch(2),)) == 3
     jax.tree_util.register_dataclass(Batch, ["x"], [])
     assert mirrored.run(step, (batch,)).tolist() == [2, 2]
+
+
+def test_containers_that_jax_does_not_know_are_merged(mirrored):
+    class Metrics(dict):
+        pass
+
+    class Pair(list):
+        pass
+
+    def step(x):
+        mine = x + tpudist.get_replica_context().replica_id_in_sync_group
+        return Metrics(mine=mine, pair=Pair([x, Metrics(mine=mine, name="a")]))
+
+    result = mirrored.run(step, (jnp.float32(1),))
+    assert (type(result), type(result["pair"])) == (Metrics, Pair)
+    assert isinstance(result["mine"], tpudist.PerReplica)
+    assert type(result["pair"][1]) is Metrics
+    assert result["pair"][1]["name"] == "a"
+    with pytest.raises(TypeError, match="given a Metrics that holds an array"):
+        mirrored.run(lambda m: m["mine"], (Metrics(mine=jnp.ones(2)),))

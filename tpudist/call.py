@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tpudist import nnx_state
+from tpudist import nnx_state, records
 from tpudist.values import PerReplica, is_distributed
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -278,15 +278,8 @@ class RowGroups:
         return self.sizes.index(size) if self.sizes.count(size) == 1 else None
 
 
-def _check_record(value: Any, name: str) -> None:
-    for field in dataclasses.fields(value):
-        for x in jax.tree.leaves(getattr(value, field.name), is_leaf=is_leaf):
-            if isinstance(x, PerReplica | jax.Array | np.ndarray):
-                raise TypeError(
-                    f"'{name}' was given a {type(value).__name__} whose field '{field.name}' holds "
-                    f"an array. JAX cannot look into the dataclass, so the array would be frozen "
-                    f"into the program. Register it: @jax.tree_util.register_dataclass."
-                )
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: str) -> None:
@@ -298,8 +291,13 @@ def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: s
                 f"Pass numbers, or a list or tuple of Python values."
             )
     for i in kinds.static:
-        if dataclasses.is_dataclass(leaves[i]) and not isinstance(leaves[i], type):
-            _check_record(leaves[i], name)
+        if records.holds(leaves[i], _is_array):
+            raise TypeError(
+                f"'{name}' was given a {type(leaves[i]).__name__} that holds an array. JAX cannot "
+                f"look into it, so the array would be frozen into the program. Register a "
+                f"dataclass (@jax.tree_util.register_dataclass), or pass a plain dict, list or "
+                f"tuple."
+            )
     for i in kinds.per_replica:
         parts = leaves[i].array.shape[0]
         if parts != num_replicas:

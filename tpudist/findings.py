@@ -80,6 +80,30 @@ class Capture:
         return held.array
 
 
+class Guest:
+    """A variable of the default strategy that a replica function of another one reads.
+
+    It was made out of all scopes, so it is equal everywhere; it is fed like a captured PerReplica.
+    """
+
+    on_read = False
+
+    def __init__(self, variable: Any, strategy: Any):
+        """`strategy` is the one that runs the function."""
+        self.strategy, self.name = strategy, variable.name
+        self.key = id(variable)
+        self._variable = variable
+        self._seen: Any = None
+        self._copy: Any = None
+
+    @property
+    def _value(self) -> jax.Array:
+        value = self._variable._value
+        if value is not self._seen:  # not moved at each call
+            self._seen, self._copy = value, self.strategy.replicate(value)
+        return self._copy
+
+
 def found_in(value: Any, function: Any) -> tuple[str | None, Callable[[], Any] | None]:
     """By which name a function captures `value`, and how to read what that name holds now."""
     code = getattr(function, "__code__", None)
@@ -99,14 +123,14 @@ class Findings:
     """What one function was found to need beside its arguments, kept from trace to trace.
 
     Attributes:
-        captures: The PerReplicas that it captures.
+        captures: The PerReplicas that it captures, and the variables of the default strategy.
         created: The Variables that it makes, in order: made once, by the first trace.
         compiler_options: What its communication asks of the compiler.
     """
 
     def __init__(self):
         """Nothing yet."""
-        self.captures: list[Capture] = []
+        self.captures: list[Capture | Guest] = []
         self.created: list[Any] = []
         self.compiler_options: dict[str, Any] = {}
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from tpudist import context
 from tpudist.findings import (
     Capture,
     Findings,
+    Guest,
     NewVariable,
     NextElement,
     OtherStrategy,
@@ -78,6 +81,8 @@ class ReplicaFrame:
 
     def get(self, variable: Any) -> jax.Array:
         """What `variable` holds now on this replica."""
+        if variable.strategy is not self.strategy and self._may_be_guest(variable):
+            return self._guest(variable)
         self._check_owner(variable)
         self.read.add(variable)
         return self.values[variable]
@@ -162,6 +167,21 @@ class ReplicaFrame:
     def root(self) -> "ReplicaFrame":
         """The outermost frame."""
         return self if self.outer is None else self.outer.root
+
+    def _may_be_guest(self, variable: Any) -> bool:
+        default = context.default_mode().strategy
+        return variable.strategy is default and not variable.on_read
+
+    def _guest(self, variable: Any) -> jax.Array:
+        """The value of a variable that was made out of all scopes."""
+        root = self.root
+        assert root.findings is not None
+        for guest in root.findings.captures:
+            if guest.key == id(variable) and guest in self.values:
+                return self.get(guest)
+        root.incomplete = True
+        root.findings.captures.append(Guest(variable, self.strategy))
+        return jnp.asarray(np.asarray(variable._value))
 
     def next_created(self, make: Callable[[], Any]) -> Any:
         """The Variable that the function makes next: that of the first trace, if there was one."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla import collectives
+from tpudist.xla.compile import is_traced
 
 PyTree = Any
 
@@ -32,7 +33,7 @@ class IndexedSlices:
     def __init__(self, values: Any, indices: Any, dense_shape: Any = None):
         """See the class."""
         self.values, self.indices = values, indices
-        self.dense_shape = None if dense_shape is None else tuple(int(x) for x in dense_shape)
+        self.dense_shape = None if dense_shape is None else _known(dense_shape)
 
     def tree_flatten(self):
         """Values and indices are children, the shape is structure."""
@@ -52,6 +53,15 @@ class IndexedSlices:
     def __repr__(self) -> str:
         shape = "" if self.dense_shape is None else f", dense_shape={self.dense_shape}"
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}{shape})"
+
+
+def _known(dense_shape: Any) -> tuple[int, ...]:
+    if is_traced(dense_shape):
+        raise TypeError(
+            f"IndexedSlices was given dense_shape={dense_shape!r}, an array whose values are not "
+            f"known while the function is traced. Give a tuple of ints: shapes are static."
+        )
+    return tuple(int(x) for x in dense_shape)
 
 
 def is_slices(x: Any) -> bool:

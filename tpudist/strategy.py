@@ -355,19 +355,23 @@ class Strategy(StateMethods, DataMethods, DeprecatedStrategyMethods):
         mesh = self.replica_mesh
         n = len(mesh.local_replicas)
 
-        if isinstance(value, Variable):
+        in_trace = context.current().frame is not None
+        if isinstance(value, Variable) and not in_trace:
             return value.values
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
         if self.num_replicas_in_sync == 1 and not any(isinstance(x, PerReplica) for x in leaves):
             return (value,)
-        if jax.tree.structure(0) == treedef and not isinstance(leaves[0], PerReplica):
+        whole = leaves and not isinstance(leaves[0], PerReplica | Variable)
+        if jax.tree.structure(0) == treedef and whole:
             return (value,)
         if not leaves:
             return (value,)
 
         def local(x):
             if isinstance(x, Variable) and self.variables_have_components:
-                return x.values
+                if not in_trace:
+                    return x.values
+                x = x.local_part() if x.on_read else x.read_value()
             return combine.local_parts(mesh, x) if isinstance(x, PerReplica) else (x,) * n
 
         parts = [local(x) for x in leaves]

@@ -21,7 +21,7 @@ from tpudist.records import opened
 from tpudist.reduce_op import VariableAggregation
 from tpudist.replica_context import ReplicaContext
 from tpudist.traced import Found, TracedStep
-from tpudist.values import LocalPart, PerReplica
+from tpudist.values import LocalPart, PerReplica, is_distributed
 from tpudist.variables import Variable
 from tpudist.xla import agreement, collectives, compile
 
@@ -158,10 +158,6 @@ def _starter(found: Found, program, mesh, variables, name: str) -> Callable[...,
     return start
 
 
-def _is_part(x: Any) -> bool:
-    return isinstance(x, LocalPart)
-
-
 @dataclasses.dataclass
 class Tracing:
     """Calls the function as one replica; the body of the trace."""
@@ -206,8 +202,8 @@ class Tracing:
                 self.leaves, self._as_seen(arguments, pairs), self.kinds, copies
             )
             args, kwargs = call.unflatten(flat_arguments, self.structure, self.num_args)
-            for x in jax.tree.leaves((args, kwargs), is_leaf=_is_part) if self.whole else ():
-                if _is_part(x):
+            for x in jax.tree.leaves((args, kwargs), is_leaf=is_distributed) if self.whole else ():
+                if isinstance(x, LocalPart):
                     frame.note_part(x)
             try:
                 with context.entered(self._mode(frame)):

@@ -22,7 +22,7 @@ from tpudist.operators import ReadsAsArray
 from tpudist.options import warn_if_given, warn_of_op_arguments
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from tpudist.scatter import ScatterUpdates
-from tpudist.values import DistributedValues, PerReplica, local_part
+from tpudist.values import DistributedValues, LocalPart, PerReplica, local_part
 from tpudist.xla import collectives, placement
 from tpudist.xla.compile import at_once, is_traced, tracing_nothing
 
@@ -275,6 +275,12 @@ class Variable(ReadsAsArray, ScatterUpdates, DistributedValues):
             f"The initial value of variable '{self.name}' is not kept: it would take as much "
             f"memory again. Keep what you made the variable of, or read it before you train."
         )
+
+    def local_part(self) -> LocalPart:
+        """The components of an ON_READ variable, in a program that is being traced."""
+        frame = context.current().frame
+        assert frame is not None, "outside of traces there are `values`"
+        return LocalPart(frame.get(self))
 
     # Assigning.
 
