@@ -128,6 +128,25 @@ def test_variables_are_made_and_parts_captured(mirrored):
     assert [float(x) for x in mirrored.run_steps(step, elements, 2)] == [28.0, 84.0]
 
 
+def test_random_keys_go_from_step_to_step(mirrored):
+    def train(at_once):
+        with mirrored.scope():
+            key = tpudist.Variable(jax.random.key(0), aggregation=VariableAggregation.NONE)
+
+        def step(x):
+            here, rest = jax.random.split(key.read_value())
+            key.assign(rest)
+            return jax.random.normal(here) * x
+
+        elements = [jnp.float32(1)] * 3
+        if at_once:
+            return [float(x) for x in mirrored.run_steps(step, iter(elements), 3)]
+        return [float(mirrored.run(step, (x,))) for x in elements]
+
+    assert train(True) == train(False)
+    assert len(set(train(True))) == 3
+
+
 def test_the_host_dispatches_one_program(mirrored):
     traces = []
 

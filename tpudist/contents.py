@@ -68,14 +68,17 @@ def conformed(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.
     value = value.read_value() if isinstance(value, ReadsAsArray) else value
     plain = isinstance(value, int | float | complex | bool)
     array = jnp.asarray(value)
-    fits = plain or array.dtype == dtype or getattr(array, "weak_type", False)
-    if array.shape != shape or not (fits and np.can_cast(array.dtype, dtype, "same_kind")):
+    same = array.dtype == dtype  # as that of random keys, which NumPy does not know
+    converts = not same and (plain or getattr(array, "weak_type", False))
+    fits = same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))
+    if array.shape != shape or not fits:
         raise ValueError(
             f"Variable '{name}' holds {dtype}{list(shape)}, but was assigned "
             f"{array.dtype}{list(array.shape)}. Convert the value: shape and dtype of a "
             f"variable do not change."
         )
-    return array.astype(dtype)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return array if is_key else array.astype(dtype)  # which makes a weak type a strong one
 
 
 def computes_here() -> bool:

@@ -67,8 +67,12 @@ class StepSequence:
             for i, x in [*zip(state, carry, strict=True), *zip(constant, constants, strict=True)]:
                 values[i] = x
             written, outcome = step.body([*values, *own])
-            # As the carry of a loop, state keeps its dtype.
-            return [x.astype(y.dtype) for x, y in zip(written, carry, strict=True)], outcome
+            # As the carry of a loop, state keeps its dtype. Random keys have nothing to convert.
+            kept = [
+                x if x.dtype == y.dtype else x.astype(y.dtype)
+                for x, y in zip(written, carry, strict=True)
+            ]
+            return kept, outcome
 
         def steps(carry, constants, own):
             stacked = [jnp.stack(xs) for xs in zip(*own, strict=True)]
