@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tpudist
+from compiles import NewCompiles
 from tpudist import InputReplicationMode, NumpyDataset, PerReplica
 
 
@@ -334,7 +335,7 @@ def _hand_out(context, x):
 
 def test_replica_functions_hand_out_reduced_values_at_each_step(two):
     """They run as compiled programs: what their Python code did once must happen at each step."""
-    before = len(tpudist.compile_log())
+    new_compiles = NewCompiles()
 
     def step(context, inputs):
         two.run(_hand_out, (context, inputs))
@@ -344,7 +345,7 @@ def test_replica_functions_hand_out_reduced_values_at_each_step(two):
             result = _run_steps(two, step, iterations)
             assert float(result.last_step_outputs["mean"]["sum"]) == mean
             assert result.non_tensor_outputs == {"text": ("hello",)}
-    ours = [r for r in tpudist.compile_log()[before:] if r.function == "_hand_out"]
+    ours = [r for r in new_compiles() if r.function == "_hand_out"]
     assert len(ours) == 1
 
 

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import tpudist
+from compiles import NewCompiles
 from tpudist import PerReplica, nnx_state
 
 N = 8
@@ -21,15 +22,8 @@ def mirrored():
 @pytest.fixture
 def compiles():
     """How many programs were compiled since the test began, or since it was last called."""
-    seen = len(tpudist.compile_log())
-
-    def count():
-        nonlocal seen
-        new = len(tpudist.compile_log()) - seen
-        seen += new
-        return new
-
-    return count
+    new_compiles = NewCompiles()
+    return lambda: len(new_compiles())
 
 
 def batches(strategy, *hosts):

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import tpudist
+from compiles import NewCompiles
 from tpudist import PerReplica, RunOptions
 
 N = 8
@@ -33,15 +34,8 @@ def fsdp():
 @pytest.fixture
 def compiles():
     """The causes of the compiles since the test began, or since it was last called."""
-    seen = len(tpudist.compile_log())
-
-    def causes():
-        nonlocal seen
-        new = tpudist.compile_log()[seen:]
-        seen += len(new)
-        return [record.cause for record in new]
-
-    return causes
+    new_compiles = NewCompiles()
+    return lambda: [record.cause for record in new_compiles()]
 
 
 def my_id():

@@ -99,7 +99,14 @@ class Step:
             self._now = None
         if self._compiles.number != num_compiles:
             self._record(time.perf_counter() - start, now)
-        self.finish(written, now.binding, None if written else outcome.any_array())
+        # As `finish`, which would be a call more.
+        if written:
+            if self._storage is not None:
+                written = self._storage.store(written)
+            self._write_back(written, now.binding)
+        output = written[0] if written else outcome.any_array()
+        if output is not None:
+            self._throttle.after_step(output)
         return outcome.traced.result(outcome.results, now)
 
     def lower(self, now: call.Call) -> Any:
@@ -165,7 +172,14 @@ class Step:
             values += now.binding.values()
         if self._storage is not None:
             values = self._storage.fetch(values)
-        return values + self._arguments(now)
+        kinds, elements = self.kinds, now.elements
+        if kinds.only_arrays:
+            values += elements
+        elif now.rows:
+            values += self._arguments(now)
+        else:
+            values += [elements[i].array if stacked else elements[i] for i, stacked in kinds.fed]
+        return values
 
     def _arguments(self, now: call.Call) -> list[Any]:
         kinds, elements = self.kinds, now.elements

@@ -232,12 +232,13 @@ class Strategy(StateMethods, DataMethods, DeprecatedStrategyMethods):
             return self._replicator.lower(fn, args, kwargs, whole=True)
 
     def _call(self, fn, args: tuple, kwargs: dict[str, Any], options, whole: bool = False) -> Any:
-        if self.storage is None and context.is_in_scope_of(self):
-            return self._replicator.run(fn, args, kwargs, options, whole)
-        context.require_scope_or_default(self, "run")
-        frame = context.current().frame
-        if frame is not None and frame.strategy is self:
-            return nested.run(self, frame, fn, args, kwargs)
+        if context.depth():
+            if self.storage is None and context.is_in_scope_of(self):
+                return self._replicator.run(fn, args, kwargs, options, whole)
+            context.require_scope_or_default(self, "run")
+            frame = context.current().frame
+            if frame is not None and frame.strategy is self:
+                return nested.run(self, frame, fn, args, kwargs)
         # The mesh in force is part of JAX's cache key: always in it, never out.
         in_mesh = self.storage is None and self._is_innermost()
         if in_mesh or not compile.tracing_nothing():
