@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -301,6 +303,34 @@ def test_elements_are_taken_before_the_call(strategy):
             step(iterator)
         assert results == [(28.0, 8.0), (92.0, 8.0), (70.0, 4.0)]
     assert len(traces) <= 4  # one replica compiles its tail
+
+
+def test_any_iterator_may_be_an_argument(strategy):
+    """Of the default strategy, or of Python: what it gives is no constant of the program."""
+
+    @tpudist.function
+    def step(iterator):
+        return strategy.reduce("sum", strategy.run(lambda x: 2 * x, (next(iterator),)), axis=None)
+
+    n = strategy.num_replicas_in_sync
+    iterator = iter([jnp.float32(i) for i in range(3)])
+    assert [float(step(iterator)) for _ in range(3)] == [0, 2.0 * n, 4.0 * n]
+    with pytest.raises(StopIteration):
+        step(iterator)
+
+
+def test_a_function_does_not_keep_the_models_that_it_was_given(mirrored):
+    @tpudist.function
+    def step(model, x):
+        return mirrored.run(lambda model, x: model(x), (model, x))
+
+    with mirrored.scope():
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        step(model, jnp.ones((1, 2)))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_captured_iterator_is_the_one_that_the_name_holds(mirrored):

@@ -7,7 +7,7 @@ from iterators is taken before each call, and fed to the program.
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -131,7 +131,11 @@ class Function:
             numbers = {id(x): i for i, x in enumerate(iterators)}
             leaves = [IteratorArgument(numbers[id(x)]) if _is_iterator(x) else x for x in leaves]
             args, kwargs = treedef.unflatten(leaves)
-        static = tuple(call.hashable(x) for x in leaves if not hasattr(x, "dtype"))
+        static = tuple(
+            call.hashable(x)
+            for x in leaves
+            if not hasattr(x, "dtype") and not isinstance(x, nnx_state.OBJECT_TYPES)
+        )
         sources = self._sources.setdefault((treedef, static), [])
         return self._call(args, kwargs, iterators, sources)
 
@@ -150,7 +154,9 @@ class Function:
                     self._strategy = found.strategy
         except StopIteration:
             for source, element in reversed(list(zip(sources, elements, strict=False))):
-                source.current(iterators).give_back(element)
+                iterator = source.current(iterators)
+                if hasattr(iterator, "give_back"):  # one of Python's own cannot
+                    iterator.give_back(element)
             raise
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> PyTree:
@@ -228,7 +234,7 @@ class _Source:
 
 
 def _is_iterator(x: Any) -> bool:
-    return hasattr(x, "give_back") and hasattr(x, "__next__")
+    return isinstance(x, Iterator)
 
 
 def _is_per_replica(x: Any) -> bool:
