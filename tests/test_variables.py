@@ -541,7 +541,9 @@ def test_attributes_are_as_asked_for(strategy):
     assert not make(strategy, trainable=False).trainable
     first, second = make(strategy).name, make(strategy).name
     assert first != second
-    assert repr(v) == (f"<tpudist.Variable 'v' float32[2] (aggregation SUM) of {strategy!r}>")
+    assert repr(v) == (
+        f"<tpudist.Variable 'v' float32[2] (aggregation SUM) of {strategy!r}, value=[1., 2.]>"
+    )
     if strategy.variables_have_components:
         assert "ON_READ, aggregation MEAN" in repr(on_read(strategy, MEAN))
 

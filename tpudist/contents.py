@@ -81,6 +81,32 @@ def conformed(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.
     return array if is_key else array.astype(dtype)  # which makes a weak type a strong one
 
 
+# A larger one is not copied to the host only to be printed.
+_MAX_SHOWN = 10_000
+
+
+def described(variable: Any) -> str:
+    """A variable for people: what it is, and what it holds if that can be read."""
+    kind = "ON_READ, " if variable.on_read else ""
+    shape = ",".join(map(str, variable.shape))
+    return (
+        f"<tpudist.Variable '{variable.name}' {variable.dtype}[{shape}] "
+        f"({kind}aggregation {variable.aggregation.name}) of {variable.strategy!r}"
+        f"{_shown(variable._value, 'components' if variable.on_read else 'value')}>"
+    )
+
+
+def _shown(value: jax.Array | None, name: str) -> str:
+    if value is None or not computes_here() or value.is_deleted() or not hasattr(value, "sharding"):
+        return ""
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    within_reach = value.is_fully_addressable or value.is_fully_replicated
+    if is_key or not within_reach or value.size > _MAX_SHOWN:
+        return ""
+    text = np.array2string(np.asarray(value), threshold=8, edgeitems=2, separator=", ")
+    return f", {name}={' '.join(text.split())}"
+
+
 def computes_here() -> bool:
     """Whether operations run at once, as they do inside `jax.ensure_compile_time_eval()`."""
     return not is_traced(jnp.add(0, 0))

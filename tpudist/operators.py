@@ -40,6 +40,15 @@ class ReadsAsArray:
     # Before numpy's own operators, which would make a numpy array of it.
     __array_priority__ = 101
 
+    def __init_subclass__(cls) -> None:
+        # To functions of JAX such an object among their arguments is the array: it is taken apart
+        # as its value, and what they see is that. Whoever wants the object says so with `is_leaf`.
+        jax.tree_util.register_pytree_node(
+            cls,
+            lambda x: ((x.read_value(),), None),
+            lambda _, children: children[0],  # type: ignore[arg-type]
+        )
+
     def read_value(self) -> jax.Array:
         """The value."""
         raise NotImplementedError

@@ -480,12 +480,7 @@ class Variable(ReadsAsArray, ScatterUpdates, DistributedValues):
         return contents.conformed(value, self.name, self.shape, self.dtype)
 
     def __repr__(self) -> str:
-        kind = "ON_READ, " if self.on_read else ""
-        shape = ",".join(map(str, self.shape))
-        return (
-            f"<tpudist.Variable '{self.name}' {self.dtype}[{shape}] "
-            f"({kind}aggregation {self.aggregation.name}) of {self.strategy!r}>"
-        )
+        return contents.described(self)
 
     def __reduce__(self):
         raise TypeError(
@@ -503,13 +498,3 @@ class Variable(ReadsAsArray, ScatterUpdates, DistributedValues):
             new._value = self._value.copy()
         self.strategy.own_variable(new)
         return new
-
-
-# To functions of JAX a variable among their arguments is the array that it holds: it is taken apart
-# as its value, and what they see is that. Whoever wants the variable says so with `is_leaf`.
-for _kind in (Variable, Component):
-    jax.tree_util.register_pytree_node(
-        _kind,
-        lambda x: ((x.read_value(),), None),
-        lambda _, children: children[0],  # type: ignore[arg-type]
-    )
