@@ -586,6 +586,8 @@ def test_dataclasses_are_merged_field_by_field(mirrored):
     ("option", "value"),
     [
         ("input_signature", ()),
+        ("reduce_retracing", True),
+        ("experimental_relax_shapes", True),
         ("experimental_implements", "a"),
         ("experimental_autograph_options", "a"),
         ("experimental_attributes", {}),
@@ -601,7 +603,7 @@ def test_options_without_an_effect_warn(option, value):
 
 
 def test_it_is_a_decorator_with_and_without_options():
-    @tpudist.function(reduce_retracing=True, autograph=False, jit_compile=True)
+    @tpudist.function(autograph=False, jit_compile=True)
     def double(x):
         return 2 * x
 

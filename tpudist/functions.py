@@ -47,7 +47,7 @@ def function(
             programs are compiled for the shapes of their arguments.
         autograph: Python control flow is Python's, be it False or True.
         jit_compile: XLA compiles everything; False warns.
-        reduce_retracing: Shapes are static.
+        reduce_retracing: Warns: shapes are static.
         experimental_implements: Warns.
         experimental_autograph_options: Warns.
         experimental_attributes: Warns.
@@ -68,6 +68,8 @@ def function(
     """
     shapes = "programs are compiled for the shapes of their arguments"
     warn_if_given("function(input_signature", input_signature, shapes)
+    warn_if_given("function(reduce_retracing", reduce_retracing or None, shapes)
+    warn_if_given("function(experimental_relax_shapes", experimental_relax_shapes or None, shapes)
     for name, value in (
         ("jit_compile", jit_compile),
         ("experimental_compile", experimental_compile),
