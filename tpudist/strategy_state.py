@@ -23,7 +23,7 @@ class StateMethods:
     """What a strategy does for state; a part of `Strategy`."""
 
     replica_mesh: ReplicaMesh
-    # Where state lives between steps (`xla.central_storage`), if that is not the mesh itself.
+    # Where state lives between steps, as a `CentralStorage`, if that is not the mesh itself.
     storage: Any = None
     mesh: jax.sharding.Mesh
     scope: Callable[[], contextlib.AbstractContextManager]
