@@ -2,8 +2,8 @@
 
 import jax
 import pytest
-from processes import run_processes
 
+from processes import run_processes
 from tpudist.xla.coordination import Channel, reached_preemption
 
 
