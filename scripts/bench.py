@@ -22,13 +22,14 @@ import tyro
 from rich.console import Console
 
 import tpudist
-from benchmarks import calls, emulation, programs
+from benchmarks import calls, checkpoint, emulation, input, programs
 from benchmarks.figures import Figure, show
 from tpudist.xla import topology
 
 NUM_DEVICES = 8
 SLICE = "v5e:2x4"
-Suite = Literal["calls", "programs", "tpu", "emulation"]
+CHECKPOINT_REPEATS = 3
+Suite = Literal["calls", "programs", "tpu", "emulation", "checkpoint", "input"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Config:
 
     suites: tuple[Suite, ...] = ("calls", "programs", "emulation")
     """What to measure: Python time per call; the compiled programs; the programs that the TPU
-    compiler makes for v5e:2x4 (needs libtpu, takes minutes); loops that never wait."""
+    compiler makes for v5e:2x4 (needs libtpu, takes minutes); loops that never wait; checkpoints;
+    the distributed iterator."""
     calls: int = 600
     """How often each variant of a call is timed."""
     small_steps: int = 20_000
@@ -46,6 +48,10 @@ class Config:
     """Length of its loop of transformer steps."""
     devices: tuple[int, ...] = (8, 16)
     """Its numbers of devices."""
+    checkpoint_megabytes: int = 500
+    """Size of the state that the checkpoint suite saves and restores."""
+    tensorflow_python: Path | None = None
+    """A Python that has TensorFlow, for the input suite; by default this one, if it has."""
     out: Path | None = None
     """Write all of it to this file, as JSON."""
 
@@ -80,6 +86,10 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return calls.figures(config.calls)
     if suite == "programs":
         return programs.figures(None, f"{NUM_DEVICES} CPU devices")
+    if suite == "checkpoint":
+        return checkpoint.figures(config.checkpoint_megabytes, CHECKPOINT_REPEATS)
+    if suite == "input":
+        return input.figures(config.tensorflow_python)
     if suite == "tpu":
         return programs.figures(topology.devices(SLICE), SLICE)
     return [

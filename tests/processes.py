@@ -13,12 +13,16 @@ devices from `TPUDIST_EMULATE`, as a user's program does; what the test shall kn
     ''')
     assert [r.result for r in results] == [8, 8]
 
+For programs that are to be ended, or to end with another exit code, `start_processes` gives the
+running processes: `signal` one of them, `say` when it has come to a place, `wait` for all.
+
 Reports go through a file because Gloo prints to stdout from C++. When one process fails, its peers
 would wait for it for minutes: all are killed at once, and the error shows what each printed last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,7 +33,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +43,15 @@ TAIL_CHARACTERS = 4000  # of each stream of each process in an error: a tracebac
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A process that ended with exit code 0: what it printed and what it gave to `report`."""
+    """A process that ended: what it printed, what it gave to `report`, and its exit code.
+
+    As in `subprocess`, an exit code of -9 is the signal that ended it.
+    """
 
     stdout: str
     stderr: str
     result: Any
+    exit_code: int = 0
 
 
 def report(value: Any) -> None:
@@ -52,6 +60,11 @@ def report(value: Any) -> None:
     Of several calls in one process the last one counts.
     """
     Path(os.environ[RESULT_FILE]).write_text(json.dumps(value))
+
+
+def say(word: str) -> None:
+    """Called by the program: lets the test know that it has come to a place."""
+    (Path(os.environ[RESULT_FILE]).parent / f"said {word}").touch()
 
 
 def run_processes(
@@ -80,18 +93,95 @@ def run_processes(
         AssertionError: A process ended with another exit code than 0, or some were still running
             after `timeout_s`. Holds the last output of every process. None is left running.
     """
+    with start_processes(
+        program,
+        num_processes=num_processes,
+        devices_per_process=devices_per_process,
+        args=args,
+        python=python,
+    ) as running:
+        return running.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def start_processes(
+    program: str | Path,
+    *,
+    num_processes: int = 2,
+    devices_per_process: int = 4,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+) -> Iterator[Running]:
+    """Starts `program` once per process of a new cluster; none is left running after the block.
+
+        with start_processes(program) as running:
+            running.wait_until_said(1, "at step 3")  # the program called say("at step 3")
+            running.signal(1, signal.SIGTERM)
+            first, second = running.wait(exit_codes=(143,))
+
+    Args:
+        program: As for `run_processes`, like all others.
+        num_processes: Workers in the cluster.
+        devices_per_process: Of each.
+        args: Command line arguments.
+        env: More environment variables, for all processes.
+        python: The interpreter.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = _as_file(program, Path(folder))
         command = [python, str(file), *args]
-        workers = _start(command, num_processes, devices_per_process, Path(folder))
+        workers = _start(command, num_processes, devices_per_process, Path(folder), env or {})
         try:
-            problem = _wait(workers, timeout_s)
+            yield Running(workers)
         finally:
             for worker in workers:
                 worker.kill()
+
+
+@dataclasses.dataclass
+class Running:
+    """Processes that may still be running."""
+
+    workers: list[_Worker]
+
+    def signal(self, index: int, number: int) -> None:
+        """Sends the process `index` a signal; not its children. SIGKILL included."""
+        self.workers[index].process.send_signal(number)
+
+    def wait_until_said(self, index: int, word: str, timeout_s: float = 120) -> None:
+        """Returns when the process `index` has called `say(word)`.
+
+        Raises:
+            AssertionError: It ended before, or took longer; holds the last output of all.
+        """
+        file, process = self.workers[index].folder / f"said {word}", self.workers[index].process
+        deadline = time.monotonic() + timeout_s
+        while not file.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(self._stories(f"Process {index} did not say {word!r}."))
+            time.sleep(0.005)
+
+    def wait(self, timeout_s: float = 180, exit_codes: Collection[int] = (0,)) -> list[Finished]:
+        """Waits for all to end.
+
+        Args:
+            timeout_s: For all together, from now on.
+            exit_codes: Those that are no failure, such as 143 or -9; with another one, the other
+                processes are killed at once.
+
+        Raises:
+            AssertionError: As `run_processes`.
+        """
+        problem = _wait(self.workers, timeout_s, exit_codes)
         if problem:
-            raise AssertionError("\n\n".join([problem, *(worker.story() for worker in workers)]))
-        return [worker.finished() for worker in workers]
+            for worker in self.workers:
+                worker.kill()
+            raise AssertionError(self._stories(problem))
+        return [worker.finished() for worker in self.workers]
+
+    def _stories(self, problem: str) -> str:
+        return "\n\n".join([problem, *(worker.story() for worker in self.workers)])
 
 
 @dataclasses.dataclass
@@ -111,7 +201,8 @@ class _Worker:
     def finished(self) -> Finished:
         file = self.folder / "result"
         result = json.loads(file.read_text()) if file.exists() else None
-        return Finished(self._output("stdout"), self._output("stderr"), result)
+        code = self.process.returncode
+        return Finished(self._output("stdout"), self._output("stderr"), result, code)
 
     def story(self) -> str:
         end = "killed by this helper" if self.was_killed else f"exit code {self.process.returncode}"
@@ -134,7 +225,11 @@ def _as_file(program: str | Path, folder: Path) -> Path:
 
 
 def _start(
-    command: Sequence[str], num_processes: int, devices_per_process: int, folder: Path
+    command: Sequence[str],
+    num_processes: int,
+    devices_per_process: int,
+    folder: Path,
+    more_env: Mapping[str, str],
 ) -> list[_Worker]:
     addresses = [f"127.0.0.1:{port}" for port in _free_ports(num_processes)]
     tests = Path(__file__).resolve().parent
@@ -151,6 +246,7 @@ def _start(
                 [str(tests.parent), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
             "PYTHONUNBUFFERED": "1",  # so that a killed process has shown what it printed
+            **more_env,
         }
         with (own / "stdout").open("wb") as stdout, (own / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
@@ -165,12 +261,16 @@ def _start(
     return workers
 
 
-def _wait(workers: Sequence[_Worker], timeout_s: float) -> str | None:
+def _wait(workers: Sequence[_Worker], timeout_s: float, well: Collection[int]) -> str | None:
     """Waits until all ended well or one did not; returns what went wrong."""
     deadline = time.monotonic() + timeout_s
     while True:
         codes = {worker.index: worker.process.poll() for worker in workers}
-        failed = [f"process {i} with exit code {code}" for i, code in codes.items() if code]
+        failed = [
+            f"process {i} with exit code {code}"
+            for i, code in codes.items()
+            if code not in (None, *well)
+        ]
         if failed:
             return f"Of {len(workers)} processes these failed first: {', '.join(failed)}."
         running = [str(i) for i, code in codes.items() if code is None]

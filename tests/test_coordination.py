@@ -4,14 +4,22 @@ import jax
 import pytest
 
 from processes import run_processes
-from tpudist.xla.coordination import Channel, reached_preemption
+from tpudist.xla.coordination import Board, Channel
 
 
 def test_one_process_exchanges_with_itself_without_a_service():
     channel = Channel("alone")
     assert [channel.exchange("a"), channel.exchange("b")] == [["a"], ["b"]]
     assert jax.process_count() == 1
-    assert not reached_preemption(0)
+
+
+def test_on_a_board_a_text_is_left_once():
+    board = Board("alone")
+    assert board.read("a") is None
+    assert [board.post("a", "1"), board.post("a", "2"), board.post("b/0", "3")] == [1, 0, 1]
+    assert board.read("a") == "1"
+    assert board.read_all("b") == {"0": "3"}
+    assert board.read_all("a") == {}
 
 
 @pytest.mark.multiprocess
@@ -23,13 +31,17 @@ def test_every_process_gets_all_texts_and_a_missing_one_is_named():
         import jax
         import tpudist
         from processes import report
-        from tpudist.xla.coordination import Cancelled, Channel
+        from tpudist.xla.coordination import Board, Cancelled, Channel
 
         tpudist.emulate()
         tpudist.MultiWorkerMirroredStrategy()
         me = jax.process_index()
         channel = Channel("letters")
         rounds = [channel.exchange(f"{me}{letter}") for letter in "abc"]
+        board = Board("notes")
+        firsts = [board.post("one", f"{me}"), board.post(f"all/{me}", f"by {me}")]
+        channel.exchange("posted")
+        notes = [board.read("one") in "01", board.read("none"), board.read_all("all")]
         error = given_up = None
         if me == 0:
             try:
@@ -40,13 +52,24 @@ def test_every_process_gets_all_texts_and_a_missing_one_is_named():
                 Channel("not wanted").exchange("x", cancelled=lambda: True)
             except Cancelled:
                 given_up = True
+        alone = Channel("only me", [me]).exchange("x")
         channel.exchange("end")
-        report([rounds, error, given_up])
+        jax.distributed.shutdown()
+        try:
+            board.read("one")
+        except ConnectionError as lost:
+            notes.append(str(lost))
+        report([rounds, error, given_up, firsts, [*notes, alone]])
         """
     )
     everything = [["0a", "1a"], ["0b", "1b"], ["0c", "1c"]]
-    (rounds, error, given_up), other = [result.result for result in results]
+    (rounds, error, given_up, *first), (*other, firsts, notes) = [r.result for r in results]
     assert rounds == everything
     assert other == [everything, None, None]
+    assert sorted([first[0][0], firsts[0]]) == [False, True]
+    assert first[0][1]
+    assert firsts[1]
+    lost = "This process has left the others."
+    assert first[1] == notes == [True, None, {"0": "by 0", "1": "by 1"}, lost, ["x"]]
     assert "at 'nobody else', round 0, for process 1" in error
     assert given_up

@@ -415,12 +415,28 @@ def test_at_its_end_an_iterator_stays(prefetch):
             "Batch 1 of the dataset has 5 rows, but the first",
         ),
         ([np.zeros(4), {"x": np.zeros(4)}], ValueError, "Batch 1 of the dataset is structured as"),
+        (
+            [{"x": np.zeros((4, 2))}, {"x": np.zeros((4, 3))}],
+            ValueError,
+            r"Batch 1 .*\['x'\] holds float32\[rows,3\], before float32\[rows,2\].*Pad or crop",
+        ),
+        (
+            [np.zeros(4, np.int32), np.zeros(2, np.float32)],
+            ValueError,
+            r"the array holds float32\[rows\], before int32\[rows\].*convert them to one dtype",
+        ),
     ],
 )
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_batch_that_is_not_fit_is_named(batches, error, message, prefetch):
     with pytest.raises(error, match=message):
         list(DistributedDataset(batches, _two(), prefetch=prefetch))
+
+
+def test_a_dtype_that_is_the_same_to_jax_may_change():
+    """It is the same program."""
+    batches = [np.zeros(4, np.float64), np.ones(4, np.float32)]
+    assert {x.dtype for x in DistributedDataset(batches, _two())} == {np.dtype(np.float32)}
 
 
 def test_dropping_everything_is_an_error():
@@ -451,7 +467,7 @@ def test_what_is_not_a_dataset_is_refused(source, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partial_batch": "shrunk"}, "Known are 'pad', 'drop', 'error'"),
+        ({"partial_batch": "shrunk"}, "Known are 'pad', 'shrink', 'drop', 'err"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"prefetch": True}, "prefetch is True"),
     ],

@@ -1,12 +1,13 @@
 """The helper that starts processes: its cluster works, and no failure is silent or slow."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from processes import run_processes
+from processes import run_processes, start_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -113,3 +114,34 @@ def _ends(pid: int, within_s: float = 5) -> bool:
         time.sleep(0.05)
     os.kill(pid, 9)
     return False
+
+
+WAITING = """
+    import json, os, time
+    from processes import report, say
+
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    report([index, os.environ["MORE"]])
+    say("ready")
+    if index == 0:
+        time.sleep(60)
+    raise SystemExit(5)
+"""
+
+
+def test_a_process_that_is_sent_a_signal_says_how_it_ended():
+    with start_processes(WAITING, env={"MORE": "env"}) as running:
+        running.wait_until_said(0, "ready")
+        running.signal(0, signal.SIGKILL)
+        first, second = running.wait(exit_codes=(-9, 5))
+    assert [first.exit_code, second.exit_code] == [-9, 5]
+    assert [first.result, second.result] == [[0, "env"], [1, "env"]]
+
+
+def test_an_exit_code_that_was_not_expected_or_a_word_not_said_is_a_failure():
+    with start_processes(WAITING, env={"MORE": ""}) as running:
+        with pytest.raises(AssertionError, match="Process 1 did not say 'never'"):
+            running.wait_until_said(1, "never")
+        with pytest.raises(AssertionError, match="process 1 with exit code 5"):
+            running.wait(exit_codes=(143,))
+    assert running.workers[0].process.returncode == -9

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tpudist import call, context, nnx_state
+from tpudist import boundaries, call, context, nnx_state
 from tpudist.findings import NextElement, OtherStrategy, found_in
 from tpudist.options import warn_if_given
 from tpudist.values import PerReplica
@@ -139,14 +139,18 @@ class Function:
             if not hasattr(x, "dtype") and not isinstance(x, nnx_state.OBJECT_TYPES)
         )
         sources = self._sources.setdefault((treedef, static), [])
-        return self._call(args, kwargs, iterators, sources)
+        with boundaries.one_step():
+            return self._call(args, kwargs, iterators, sources)
 
     def _call(self, args, kwargs, iterators: list[Any], sources: list["_Source"]) -> PyTree:
         elements: list[Any] = []
+        positions: list[Any] = []
         try:
             while True:
                 while len(elements) < len(sources):
-                    elements.append(next(sources[len(elements)].current(iterators)))
+                    iterator = sources[len(elements)].current(iterators)
+                    positions.append(getattr(iterator, "position", None))
+                    elements.append(next(iterator))
                 self._now.sources = sources
                 try:
                     return self._run((tuple(elements), *args), kwargs)
@@ -155,10 +159,11 @@ class Function:
                 except OtherStrategy as found:
                     self._strategy = found.strategy
         except StopIteration:
-            for source, element in reversed(list(zip(sources, elements, strict=False))):
+            taken = list(zip(sources, elements, positions, strict=False))
+            for source, element, position in reversed(taken):
                 iterator = source.current(iterators)
                 if hasattr(iterator, "give_back"):  # one of Python's own cannot
-                    iterator.give_back(element)
+                    iterator.give_back(element, position)
             raise
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> PyTree:

@@ -77,6 +77,61 @@ class InputReplicationMode(enum.Enum):
     PER_REPLICA = "PER_REPLICA"
 
 
+class AutoShardPolicy(enum.Enum):
+    """How several processes share the reading of one dataset. As `tf.data`'s `AutoShardPolicy`.
+
+    In one process nothing is shared out. Under the first three policies all processes are given the
+    same dataset, and a step reads the same examples on any number of them.
+
+    Attributes:
+        AUTO: `DATA`.
+        FILE: As `DATA`, in an order in which each process reads few files; for files only.
+        DATA: Each process takes the rows of its own replicas. Examples that can be read by number
+            are read once; of an iterable every process reads, and decodes, all batches.
+        OFF: The dataset of each process holds other data, batched by the global batch size, and
+            each replica takes one part of its process's batches in turn.
+        HINT: As `OFF`, where `dataset.shard(SHARD_HINT, SHARD_HINT)` makes the data differ.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+class PartialBatch(enum.Enum):
+    """What becomes of a batch that has fewer rows than the global batch.
+
+    Attributes:
+        PAD: It is padded to the full shape, and its `PerReplica.rows` tell which rows are real.
+            The default; but if it is asked for, so are batches for one replica, which are then
+            PerReplica too: with plain arrays, each size is a shape of its own.
+        SHRINK: Its b rows are split in parts of ceil(b / n) rows, as TensorFlow does: a shape of
+            its own, for which a step is compiled once more. So are full batches.
+        DROP: It is left out.
+        ERROR: It is a `ValueError`.
+    """
+
+    PAD = "pad"
+    SHRINK = "shrink"
+    DROP = "drop"
+    ERROR = "error"
+
+    @classmethod
+    def of(cls, value: "PartialBatch | str | None") -> "PartialBatch":
+        """The policy of this name; PAD for None.
+
+        Raises:
+            ValueError: There is none.
+        """
+        try:
+            return cls.PAD if value is None else cls(value)
+        except ValueError:
+            known = ", ".join(repr(policy.value) for policy in cls)
+            raise ValueError(f"partial_batch is {value!r}. Known are {known}.") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class InputOptions:
     """How a dataset is distributed. As `tf.distribute.InputOptions`.
@@ -90,6 +145,10 @@ class InputOptions:
             host.
         experimental_per_replica_buffer_size: How many batches wait, at most; with 0 each is made
             when it is asked for.
+        auto_shard_policy: How several processes share the reading of one dataset; ours, since the
+            options of datasets are not `tf.data`'s here.
+        partial_batch: What becomes of a batch with fewer rows than the global batch; ours. None,
+            the default, pads it, but for one replica, which is given plain arrays of any size.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -99,6 +158,10 @@ class InputOptions:
     experimental_prefetch_to_device: dataclasses.InitVar[bool | None] = dataclasses.field(
         default=None, kw_only=True
     )
+    auto_shard_policy: AutoShardPolicy = dataclasses.field(
+        default=AutoShardPolicy.AUTO, kw_only=True
+    )
+    partial_batch: PartialBatch | str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self, experimental_prefetch_to_device: bool | None):
         """Takes the old name of `experimental_fetch_to_device`, and checks the values."""
@@ -125,6 +188,13 @@ class InputOptions:
                 f"InputOptions(experimental_replication_mode={mode!r}) is no mode. Use "
                 f"InputReplicationMode.PER_WORKER or InputReplicationMode.PER_REPLICA."
             )
+        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
+            raise ValueError(
+                f"InputOptions(auto_shard_policy={self.auto_shard_policy!r}) is no policy. Use one "
+                f"of AutoShardPolicy: {', '.join(policy.name for policy in AutoShardPolicy)}."
+            )
+        if self.partial_batch is not None:
+            object.__setattr__(self, "partial_batch", PartialBatch.of(self.partial_batch))
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
                 f"InputOptions(experimental_per_replica_buffer_size={size!r}) is no number of "

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tpudist import combine, context, logical_axes, nested
+from tpudist import boundaries, combine, context, logical_axes, nested
 from tpudist.deprecated import DeprecatedStrategyMethods
 from tpudist.extended import StrategyExtended
 from tpudist.indexed_slices import is_slices
@@ -210,7 +210,8 @@ class Strategy(StateMethods, DataMethods, DeprecatedStrategyMethods):
                 "run_steps was called in a tpudist.function or merge_call, which are programs of "
                 "their own. Call it outside, or call strategy.run as often as needed."
             )
-        elements = list(itertools.islice(iterator, num_steps))
+        with boundaries.one_step():
+            elements = list(itertools.islice(iterator, num_steps))
         if not elements:
             raise StopIteration
         args = tuple(args)

@@ -59,6 +59,16 @@ def at_most_times(figure: Figure, ratio: float) -> Figure:
     return dataclasses.replace(figure, target=f"<= {ratio:.2f} x", met=figure.ratio <= ratio)
 
 
+def at_least_times(figure: Figure, ratio: float) -> Figure:
+    """With the target that tpudist's figure is at least `ratio` times the baseline."""
+    return dataclasses.replace(figure, target=f">= {ratio:.2f} x", met=figure.ratio >= ratio)
+
+
+def at_most(figure: Figure, limit: float) -> Figure:
+    """With the target that tpudist's figure is at most `limit`, whatever the baseline's is."""
+    return dataclasses.replace(figure, target=f"<= {limit:g}", met=figure.ours <= limit)
+
+
 def equal_within(figure: Figure, tolerance: float) -> Figure:
     """With the target that the ratio is 1, give or take `tolerance`."""
     met = abs(figure.ratio - 1) <= tolerance

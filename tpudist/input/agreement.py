@@ -1,112 +1,114 @@
-"""What the processes must agree on when each has a dataset of its own: who has how many rows.
+"""What the processes tell each other about their data, on the host, ahead of the steps.
 
-Each process knows its own replicas' rows only, and may run dry before the others, who would wait
-for it forever. So the counts of a step are exchanged by a small program on the devices, started one
-step ahead: it has run before the step that is under way, and nobody waits for it. It is started
-by the thread that runs the steps, because all processes must start programs in the same order.
+A process that fails, or runs out of data before the others, would leave them waiting for it in the
+next collective for ever. So each tells what it has for a step before any of them begins it, from
+the thread that makes batches ahead; no device takes part.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-import jax
-import numpy as np
+from tpudist.xla.coordination import Channel
 
-from tpudist.input import placing, sources
-from tpudist.input.pipelines import Pipelines, Step, count_rows
-from tpudist.xla import placement
-from tpudist.xla.mesh import ReplicaMesh
-
-PyTree = Any
-_FAILED = -1
+T = TypeVar("T")
 
 
-class AgreedElements(Iterator[PyTree]):
-    """The elements of one pass, which ends when no process has anything left for its replicas."""
+class Rounds:
+    """Rounds of one message from each process to all, in one pass through a dataset.
 
-    def __init__(self, pipelines: Pipelines, replica_mesh: ReplicaMesh, steps: Iterator[Step]):
-        """Of this process's `steps` and the others'."""
-        self._pipelines = pipelines
-        self._mesh = replica_mesh
-        self._steps = steps
-        self._ahead: tuple[Step | BaseException, jax.Array] | None = None
-        self._number = 0
-        self._ended = False
+    Messages are dicts in the words of JSON.
+    """
 
-    def __next__(self) -> PyTree:
-        """The next element.
+    def __init__(self, name: Callable[[], str], stop: threading.Event, processes: Sequence[int]):
+        """Of `processes`, until `stop` is set.
+
+        `name` is asked, at the first round, for what all call the pass.
+        """
+        self.processes = processes
+        self._name = name
+        self._channel: Channel | None = None
+        self._stop = stop
+        self.step: int | None = None  # which one the rounds are about
+
+    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of all processes in this round, in the order of their indices.
 
         Raises:
-            RuntimeError: The source of another process failed.
-            ValueError: A process has no batch at all.
+            RuntimeError: Another process failed, or does not come.
         """
-        if self._ended:
-            raise StopIteration
-        step, answers = self._ask() if self._ahead is None else self._ahead
-        self._ended = True  # unless all is well
-        counts, drops = np.asarray(answers).T
-        if isinstance(step, BaseException):
-            raise step
-        self._check(counts)
-        if not counts.any() or (drops.any() and not counts.all()):
-            raise StopIteration
-        self._pipelines.fix_rows(int(counts.max()))
-        parts = self._pipelines.join(step, tuple(counts.tolist()))
-        self._number += 1
-        self._ended = False
-        self._ahead = self._ask()
-        return placing.place(self._mesh, parts)
-
-    def close(self) -> None:
-        """Ends the pass."""
-        self._ended = True
-        close: Callable[[], None] | None = getattr(self._steps, "close", None)
-        if close is not None:
-            close()
-
-    def _ask(self) -> tuple[Step | BaseException, jax.Array]:
-        """This process's next step, and every replica's count of rows in it."""
-        num_local = len(self._mesh.local_replicas)
-        try:
-            step: Any = next(self._steps, [None] * num_local)
-            if self._number:
-                self._pipelines.check_rows(step)
-            counts = count_rows(step)
-        except Exception as error:
-            step, counts = error, (_FAILED,) * num_local
-        drops = self._pipelines.drops_incomplete_steps
-        answer = np.asarray([(count, drops) for count in counts], np.int32)
-        return step, _everywhere(self._mesh.replicated)(placement.stack(self._mesh, answer))
-
-    def _check(self, counts: np.ndarray) -> None:
-        failed = self._processes(counts == _FAILED)
-        if failed:
+        # Not before: passes that nobody reads anything of do not count, and need not be alike.
+        self._channel = self._channel or Channel(self._name(), self.processes)
+        texts = self._channel.exchange(json.dumps(message), cancelled=self._stop.is_set)
+        messages = [json.loads(text) for text in texts]
+        told = dict(zip(self.processes, messages, strict=True))
+        failed = {i: m["error"] for i, m in told.items() if "error" in m}
+        if failed and "error" not in message:
+            number = ", ".join(map(str, failed))
+            place = "at its start" if self.step is None else f"at step {self.step}"
             raise RuntimeError(
-                f"The dataset of process {', '.join(map(str, failed))} failed at step "
-                f"{self._number}: see the error there. The others cannot go on without it."
+                f"The dataset of process {number} failed {place}: see the error there, which is "
+                f"{next(iter(failed.values()))} The others cannot go on without it."
             )
-        if self._number or self._pipelines.rows_per_replica is not None:
-            return
-        if not counts.any():
-            raise ValueError(sources.NO_BATCHES)
-        dry = set(self._processes(counts == 0)) - set(self._processes(counts > 0))
-        if dry:
+        return messages
+
+    def told(self, act: Callable[[], T]) -> T:
+        """What `act` returns; if it fails, the others are told, and so is the caller."""
+        try:
+            return act()
+        except Exception as error:
+            try:
+                self.exchange({"error": f"{type(error).__name__}: {error}"})
+            except Exception as other:
+                error.add_note(f"The other processes could not be told of it: {other}")
+            raise
+
+    def require_same(self, plan: dict[str, Any]) -> None:
+        """Takes a round to see that all processes have the same plan of the data.
+
+        Raises:
+            ValueError: They have not; names every difference.
+        """
+        plans = [message["plan"] for message in self.exchange({"plan": plan})]
+        for other, found in zip(self.processes, plans, strict=True):
+            different = [
+                f"{key}: {plans[0].get(key, 'nothing')!r} in process {self.processes[0]}, "
+                f"{found.get(key, 'nothing')!r} in process {other}"
+                for key in {**plans[0], **found}
+                if plans[0].get(key, "nothing") != found.get(key, "nothing")
+            ]
+            if different:
+                raise ValueError(
+                    f"The processes were given different datasets: {'; '.join(different)}. Each "
+                    f"reads its own rows of the same batches, so all must be given the same. Where "
+                    f"each has data of its own, use AutoShardPolicy.OFF."
+                )
+
+
+def in_step(batches: Iterator[T], rounds: Rounds, rows: Callable[[T], int]) -> Iterator[T]:
+    """The batches of an iterable that all processes go through alike.
+
+    Raises:
+        ValueError: It gives one process other numbers of rows than another, or ends earlier.
+        RuntimeError: It failed in another process.
+    """
+    for step in itertools.count():
+        rounds.step = step
+        batch = rounds.told(lambda: next(batches, None))
+        message = {"rows": None if batch is None else rows(batch)}
+        found = [answer["rows"] for answer in rounds.exchange(message)]
+        if any(count != found[0] for count in found):
+            told = ", ".join(
+                f"process {i} {'is at its end' if count is None else f'has {count} rows'}"
+                for i, count in zip(rounds.processes, found, strict=True)
+            )
             raise ValueError(
-                f"The dataset function gave process {', '.join(map(str, sorted(dry)))} a dataset "
-                f"without any batch, while others have some, so nobody knows there what its "
-                f"replicas' padding looks like. Give every process at least one batch."
+                f"The processes differ in batch {step} of the dataset: {told}. All must be given "
+                f"the same batches, of which each takes its own rows. Where each has data of its "
+                f"own, use AutoShardPolicy.OFF, or distribute_datasets_from_function."
             )
-
-    def _processes(self, where: np.ndarray) -> list[int]:
-        """The processes of the replicas that are marked."""
-        devices = self._mesh.mesh.devices.reshape(self._mesh.num_replicas, -1)[:, 0]
-        return sorted({d.process_index for d, marked in zip(devices, where, strict=True) if marked})
-
-
-@functools.lru_cache(maxsize=16)
-def _everywhere(sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    def share_row_counts(counts):
-        return counts
-
-    return jax.jit(share_row_counts, out_shardings=sharding)
+        if batch is None:
+            return
+        yield batch

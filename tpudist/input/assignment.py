@@ -5,6 +5,9 @@ B % n of them: its *quota*. Every batch has B rows of room, whatever it holds; a
 the quotas of the first replicas first (6 rows of B = 8 on 2 replicas: 4 + 2), as `tf.distribute`
 splits with auto-sharding off. So row r of a batch is always read by the same replica.
 
+Or b rows are split in parts of ceil(b / n), whatever a full batch holds, as `tf.distribute` does by
+default (6 rows on 2 replicas: 3 + 3).
+
 Shapes are static: a replica's part always has the size of the largest quota, and what is not filled
 repeats a real row. Never zeros: what a model makes of them, such as log(0), is masked out of the
 loss, but the gradient of a masked NaN is NaN.
@@ -12,6 +15,7 @@ loss, but the gradient of a masked NaN is NaN.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,10 +28,12 @@ class Assignment:
     Attributes:
         global_batch_size: Rows of a full batch, over all replicas.
         num_replicas: Number of replicas.
+        in_equal_parts: Whether all quotas are ceil(B / n), as long as there are rows.
     """
 
     global_batch_size: int
     num_replicas: int
+    in_equal_parts: bool = False
 
     def __post_init__(self):
         """Checks the counts; callers have told their users already."""
@@ -37,8 +43,8 @@ class Assignment:
     @functools.cached_property
     def quotas(self) -> tuple[int, ...]:
         """Rows of a full batch that each replica reads."""
-        each, left_over = divmod(self.global_batch_size, self.num_replicas)
-        return tuple(each + (replica < left_over) for replica in range(self.num_replicas))
+        starts = [self.start(replica) for replica in range(self.num_replicas + 1)]
+        return tuple(end - start for start, end in itertools.pairwise(starts))
 
     @property
     def rows_per_replica(self) -> int:
@@ -46,7 +52,11 @@ class Assignment:
         return self.quotas[0]
 
     def start(self, replica: int) -> int:
-        """Position in the batch of the replica's first row."""
+        """Position in the batch of the replica's first row, or where it ends if it has none."""
+        if self.in_equal_parts:
+            return min(
+                replica * -(-self.global_batch_size // self.num_replicas), self.global_batch_size
+            )
         each, left_over = divmod(self.global_batch_size, self.num_replicas)
         return replica * each + min(replica, left_over)
 

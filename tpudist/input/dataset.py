@@ -4,18 +4,28 @@ Each process reads the rows of its own replicas, in a thread that also copies th
 while steps run. What differs between sources of data ends here: all a strategy sees are elements.
 """
 
+import itertools
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from tpudist import context
-from tpudist.errors import OutOfRangeError
-from tpudist.input import feeding, sources
-from tpudist.input.optional import Optional
+from tpudist.input import explanation, feeding, sharding, sources
+from tpudist.input.explanation import Explanation
+from tpudist.input.iterator import DistributedIterator, require_no_trace
 from tpudist.input.pipelines import Pipelines
-from tpudist.input.split import PartialBatch, SplitBatches
+from tpudist.input.sharding import Sharding
+from tpudist.input.split import SplitBatches
+from tpudist.input.state import Position
+from tpudist.options import AutoShardPolicy, PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
+# Of the datasets that these processes share.
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class DistributedDataset:
@@ -23,7 +33,8 @@ class DistributedDataset:
 
     An element is the pytree of the batch with every array in a `PerReplica`, `[num_replicas,
     rows_per_replica, ...]`, whose `rows` count the real rows of each replica, the same for all
-    arrays. With one replica its arrays are plain ones `[rows, ...]`, never padded.
+    arrays. With one replica its arrays are plain ones `[rows, ...]`, not padded unless that is
+    asked for.
 
     The first batch is the largest: its rows are the global batch (for a `NumpyDataset`, what it was
     batched by). Of datasets that a function makes, each replica has whole batches; the largest of
@@ -36,7 +47,8 @@ class DistributedDataset:
         source: sources.Source | Pipelines,
         replica_mesh: ReplicaMesh,
         *,
-        partial_batch: PartialBatch | str = PartialBatch.PAD,
+        partial_batch: PartialBatch | str | None = None,
+        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
         prefetch: int = 2,
         fetch_to_device: bool = True,
         strategy: Any = None,
@@ -48,7 +60,8 @@ class DistributedDataset:
                 an iterable, or a function that returns one for each pass. In several processes all
                 must give the same batches. Or `Pipelines`, whose batches are the replicas' own.
             replica_mesh: The replicas.
-            partial_batch: What becomes of a global batch with fewer rows.
+            partial_batch: What becomes of a global batch with fewer rows; see `InputOptions`.
+            auto_shard_policy: How several processes share the reading of it.
             prefetch: How many elements to hold ready; 0 makes each when it is asked for, in the
                 caller's thread.
             fetch_to_device: Whether they are held on the devices, or in host memory.
@@ -62,18 +75,28 @@ class DistributedDataset:
             raise ValueError(f"prefetch is {prefetch!r}. Give a whole number of at least 0.")
         if isinstance(source, DistributedDataset | DistributedIterator):
             raise TypeError("The dataset is distributed already. Iterate over it as it is.")
-        self._feed = (
-            source
-            if isinstance(source, Pipelines)
-            else SplitBatches(source, replica_mesh, partial_batch)
-        )
         self._mesh = replica_mesh
+        self._sharding: Sharding | None = None
+        if isinstance(source, Pipelines):
+            self._feed: SplitBatches | Pipelines = source
+        else:
+            self._feed, self._sharding = sharding.feed(
+                source, replica_mesh, partial_batch, auto_shard_policy
+            )
+            if replica_mesh.num_processes > 1 and jax.process_index() == replica_mesh.processes[0]:
+                print(f"tpudist: {self.explanation(read=False).line}", file=sys.stderr)
         self._prefetch = prefetch
         self._fetch_to_device = fetch_to_device
         self.strategy = strategy
+        self.is_everywhere = replica_mesh.num_processes == jax.process_count()
         self._num_passes = 0
+        # All processes make the datasets that they share in the same order, and read them so.
+        processes = replica_mesh.processes
+        number = next(_numbers[processes]) if len(processes) > 1 else None
+        among = "" if self.is_everywhere else f"/{'-'.join(map(str, processes))}"
+        self._names_of_passes = (f"input{among}/{number}/{i}" for i in itertools.count())
 
-    def __iter__(self) -> "DistributedIterator":
+    def __iter__(self) -> DistributedIterator:
         """Begins the next pass; iterators are independent of each other.
 
         Raises:
@@ -81,20 +104,35 @@ class DistributedDataset:
                 this is the second.
         """
         context.require_cross_replica("iter(distributed_dataset)")
-        _require_no_trace("iter(distributed_dataset)")
+        require_no_trace("iter(distributed_dataset)")
         return DistributedIterator(self, self.begin())
 
-    def begin(self) -> Iterator[PyTree]:
+    def begin(self) -> feeding.Elements:
         """The elements of the next pass, made ahead as the options say."""
-        elements = feeding.elements(
+        return self.begin_at(self.next_pass)
+
+    @property
+    def next_pass(self) -> Position:
+        """Where the next `iter` begins."""
+        return Position(self._num_passes)
+
+    def begin_at(self, position: Position) -> feeding.Elements:
+        """The elements from `position` on; the pass after that is the next one."""
+        elements = feeding.Elements(
             self._feed,
             self._mesh,
-            self._num_passes,
+            position,
             prefetch=self._prefetch,
             fetch_to_device=self._fetch_to_device,
+            name=self._names_of_passes.__next__,
         )
-        self._num_passes += 1
+        self._num_passes = position.pass_number + 1
         return elements
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What the state of an iterator is good for, in the words of JSON."""
+        return self._feed.plan
 
     def reduce(
         self, initial_state: PyTree, reduce_func: Callable[[PyTree, PyTree], PyTree]
@@ -108,6 +146,10 @@ class DistributedDataset:
             state = reduce_func(state, element)
         return state
 
+    def explanation(self, *, read: bool) -> Explanation:
+        """Who reads what, as `tpudist.input.explain` gives it; `read` a first batch, if need be."""
+        return explanation.of_feed(self._feed, self._mesh, self._sharding, read=read)
+
     @property
     def cardinality(self) -> int:
         """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if not known."""
@@ -120,79 +162,3 @@ class DistributedDataset:
         Reads the first batch of an iterable to know it.
         """
         return self._feed.element_spec
-
-
-class DistributedIterator(Iterator[PyTree]):
-    """One pass through a `DistributedDataset`.
-
-    Once at the end it stays there. Dropping it ends its thread. As
-    `tf.distribute.DistributedIterator`.
-    """
-
-    def __init__(self, dataset: DistributedDataset, elements: Iterator[PyTree]):
-        """Made by `iter(dataset)`."""
-        self._dataset = dataset
-        self._elements = elements
-        self._given_back: list[PyTree] = []
-
-    def __next__(self) -> PyTree:
-        """The next element.
-
-        Raises:
-            StopIteration: At the end.
-            RuntimeError: In the scope of another strategy.
-            ValueError: In a replica function, or the source gives a batch that is not fit.
-            Exception: Whatever the source raises.
-        """
-        context.require_cross_replica("next(iterator)")
-        if self._dataset.strategy is not None:
-            context.require_scope_or_default(self._dataset.strategy, "next(iterator)")
-        frame = context.current().frame
-        if frame is not None:
-            return frame.root.next_element(self)
-        return self._given_back.pop() if self._given_back else next(self._elements)
-
-    def __iter__(self) -> "DistributedIterator":
-        """Itself."""
-        _require_no_trace("iter(iterator)")
-        return self
-
-    def give_back(self, element: PyTree) -> None:
-        """Makes `element`, the last one taken, the next one again."""
-        self._given_back.append(element)
-
-    def get_next(self) -> PyTree:
-        """As `next`, but the end is an `errors.OutOfRangeError`, which is a StopIteration too."""
-        try:
-            return next(self)
-        except StopIteration:
-            raise OutOfRangeError("The distributed iterator is at its end.") from None
-
-    def get_next_as_optional(self) -> Optional:
-        """As `next`, in an `Optional`, which has no value at the end."""
-        try:
-            return Optional(next(self))
-        except StopIteration:
-            return Optional()
-
-    @property
-    def element_spec(self) -> PyTree:
-        """That of the dataset."""
-        return self._dataset.element_spec
-
-    def close(self) -> None:
-        """Ends the pass and waits for its thread, which ends with the batch it is at."""
-        close: Callable[[], None] | None = getattr(self._elements, "close", None)
-        if close is not None:
-            close()
-        self._elements = iter(())
-        self._given_back.clear()
-
-
-def _require_no_trace(what: str) -> None:
-    if context.current().frame is not None:
-        raise ValueError(
-            f"{what} was called in a tpudist.function or merge_call, which is traced once: a loop "
-            f"over a dataset would become part of the compiled program. Loop outside of it, or "
-            f"take a fixed number of elements with next(iterator)."
-        )

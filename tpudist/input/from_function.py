@@ -6,9 +6,15 @@ from typing import Any
 import jax
 
 from tpudist.input.context import InputContext
-from tpudist.input.numpy_dataset import NumpyDataset
+from tpudist.input.indexed import IndexedDataset
 from tpudist.input.pipelines import Pipelines
-from tpudist.options import InputOptions, InputReplicationMode, warn_if_given
+from tpudist.options import (
+    AutoShardPolicy,
+    InputOptions,
+    InputReplicationMode,
+    PartialBatch,
+    warn_if_given,
+)
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -57,6 +63,20 @@ def options_of_function(options: Any, strategy: Any, per_replica: bool) -> Input
     options = checked_options(options)
     if options is None:
         return None
+    asked = PartialBatch.of(options.partial_batch)
+    if asked is not PartialBatch.PAD:
+        raise ValueError(
+            f"InputOptions(partial_batch={asked.value!r}) was asked for, but what a "
+            f"function gives is whole batches of one replica each, not parts of a global one: a "
+            f"smaller one is padded and counted exactly. Leave it out, or batch with "
+            f"drop_remainder=True in the function."
+        )
+    if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
+        warn_if_given(
+            "InputOptions(auto_shard_policy",
+            options.auto_shard_policy,
+            "the function makes each process's part of the data itself, as its InputContext says",
+        )
     if options.experimental_replication_mode is _PER_REPLICA:
         if not per_replica:
             raise NotImplementedError(
@@ -97,6 +117,8 @@ def holding(options: InputOptions | None) -> dict[str, Any]:
     return {
         "prefetch": options.experimental_per_replica_buffer_size,
         "fetch_to_device": options.experimental_fetch_to_device,
+        "partial_batch": options.partial_batch,
+        "auto_shard_policy": options.auto_shard_policy,
     }
 
 
@@ -136,7 +158,7 @@ def pipelines_or_calls(
     def dataset_fn(context: InputContext) -> Any:
         nonlocal options
         made = input_fn(context)
-        if isinstance(made, NumpyDataset | Iterable):
+        if isinstance(made, IndexedDataset | Iterable):
             return made
         if not callable(made):
             raise ValueError(

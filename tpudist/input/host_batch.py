@@ -1,17 +1,18 @@
 """One global batch in host memory: checked once, then read in parts by whoever needs rows of it."""
 
-import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.input import memory
+
 PyTree = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class HostBatch:
+class HostBatch(NamedTuple):
     """Rows of a pytree of arrays that make one global batch.
 
     Attributes:
@@ -38,22 +39,48 @@ class HostBatch:
         Returns:
             Arrays `[*positions.shape, ...]`; if `copy` is false, views where rows are in sequence.
         """
-        rows = None if self._in_sequence(positions) else self.start + positions
-        if self.order is not None:
-            rows = self.order[self.start + positions]
-        first = self.start + int(positions.flat[0])
+        first, where = self.start + int(positions.flat[0]), None
+        in_sequence = _are_in_sequence(positions)
+        if in_sequence and self.order is not None:
+            where = self.order[first : first + positions.size].reshape(positions.shape)
+        elif not in_sequence:
+            where = self.start + positions
+            where = where if self.order is None else self.order[where]
         taken = []
         for leaf in self.leaves:
-            if rows is None:
+            if where is None:
                 part = leaf[first : first + positions.size]
                 part = part.reshape(positions.shape + leaf.shape[1:])
             else:
-                part = np.take(leaf, rows, axis=0)
-            taken.append(in_jax_dtype(part, copy=copy and rows is None))
+                part = gather(leaf, where)
+            taken.append(in_jax_dtype(part, copy=copy and where is None))
         return taken
 
-    def _in_sequence(self, positions: np.ndarray) -> bool:
-        return self.order is None and bool(np.all(np.diff(positions.reshape(-1)) == 1))
+
+# Of positions that nobody can write to, so that they are asked for again and again.
+_in_sequence: dict[int, tuple[np.ndarray, bool]] = {}
+
+
+def _are_in_sequence(positions: np.ndarray) -> bool:
+    known, found = _in_sequence.get(id(positions), (None, False))
+    if known is positions:
+        return found
+    flat = positions.reshape(-1)
+    found = bool((flat[1:] - flat[:-1] == 1).all())
+    if not positions.flags.writeable:
+        if len(_in_sequence) >= 64:
+            _in_sequence.clear()
+        _in_sequence[id(positions)] = positions, found
+    return found
+
+
+def gather(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The rows of an array `[*rows.shape, ...]`; `rows` are known to be there."""
+    if not array.flags.carray:  # np.take would copy all of it first
+        return array[rows]
+    gathered = memory.empty(rows.shape + array.shape[1:], array.dtype)
+    # Any mode but "raise", which gathers into memory of its own first.
+    return np.take(array, rows, axis=0, out=gathered, mode="clip")
 
 
 def from_element(element: PyTree, index: int) -> HostBatch:
@@ -101,7 +128,13 @@ def as_array(value: Any, what: str) -> np.ndarray:
 
 def in_jax_dtype(array: np.ndarray, *, copy: bool) -> np.ndarray:
     """`array` in the dtype in which JAX holds it; not the same memory, if `copy`."""
-    return array.astype(_jax_dtype(array.dtype), copy=copy)
+    dtype = _jax_dtype(array.dtype)
+    assert dtype is not None, array.dtype
+    if dtype != array.dtype:
+        cast = memory.empty(array.shape, dtype)
+        np.copyto(cast, array, casting="unsafe")
+        return cast
+    return memory.copy_of(array) if copy else array
 
 
 def common_rows(leaves: list[np.ndarray], names: list[str], what: str) -> int:
@@ -147,6 +180,12 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 def _jax_dtype(dtype: np.dtype) -> np.dtype | None:
     """The dtype in which JAX holds `dtype` (float32 for float64), None if it cannot."""
+    return _dtype_on_devices(dtype, jax.config.jax_enable_x64)  # type: ignore
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_on_devices(dtype: np.dtype, x64: bool) -> np.dtype | None:
+    del x64  # which `canonicalize_dtype` reads for itself
     if not jnp.issubdtype(dtype, np.bool_) and not jnp.issubdtype(dtype, np.number):
         return None
     return jax.dtypes.canonicalize_dtype(dtype)

@@ -1,6 +1,5 @@
 """The iterator of TensorFlow 1.x, which `initialize` begins anew."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from tpudist import deprecated
@@ -17,8 +16,19 @@ class InitializableIterator(DistributedIterator):
 
     def __init__(self, dataset: DistributedDataset):
         """Begins when the first element is asked for."""
-        self._current = _Pass(dataset)
-        super().__init__(dataset, self._current)
+        super().__init__(dataset, dataset.begin())
+        self._is_left = False
+
+    def _take(self) -> PyTree:
+        if self._is_left:
+            self._is_left = False
+            self._elements = self._dataset.begin_at(self._position)
+        return super()._take()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """As `DistributedIterator.set_state`; ends what `initializer` has begun."""
+        super().set_state(state)
+        self._is_left = False
 
     def initialize(self) -> None:
         """Leaves the pass that is under way: the next element is the first of a new one."""
@@ -28,23 +38,8 @@ class InitializableIterator(DistributedIterator):
     @property
     def initializer(self) -> None:
         """Begins anew, as `initialize()` does; there is no operation to run."""
+        if self._elements.is_untouched:
+            return
         self.close()
-        self._elements = self._current
-
-
-class _Pass(Iterator[PyTree]):
-    """One pass, begun when its first element is asked for, and the next one after `close`."""
-
-    def __init__(self, dataset: DistributedDataset):
-        self._dataset = dataset
-        self._elements: Iterator[PyTree] | None = None
-
-    def __next__(self) -> PyTree:
-        if self._elements is None:
-            self._elements = self._dataset.begin()
-        return next(self._elements)
-
-    def close(self) -> None:
-        elements, self._elements = self._elements, None
-        if elements is not None and hasattr(elements, "close"):
-            elements.close()  # type: ignore[attr-defined]
+        self._position = self._dataset.next_pass
+        self._is_left = True

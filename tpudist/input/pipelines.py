@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tpudist.input import host_batch, placing, sources
-from tpudist.input.numpy_dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, NumpyDataset
+from tpudist.input import agreed_steps, host_batch, placing, sources
+from tpudist.input.agreement import Rounds
+from tpudist.input.indexed import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.numpy_dataset import NumpyDataset
 from tpudist.input.placing import Parts
-from tpudist.input.sources import IterableSource
+from tpudist.input.rebatched import Rebatched
+from tpudist.input.state import Position, count
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -29,6 +32,11 @@ class Batch(NamedTuple):
     treedef: jax.tree_util.PyTreeDef
     num_rows: int | None
 
+    @property
+    def description(self) -> str:
+        """Its structure, and what its arrays hold, but for the number of rows."""
+        return f"{self.treedef} of {_describe(self)}"
+
 
 Step = list[Batch | None]  # for each replica of this process; None where there is none left
 
@@ -38,36 +46,56 @@ class Pipelines:
 
     A last step that does not feed all replicas is padded, as a partial batch is. It is left out
     where padding cannot be told from data: if the elements are no batches (a leaf is a scalar, or
-    they are the examples of a `NumpyDataset`), or if the dataset drops its remainder. So it is in
+    they are examples, not batched), or if the dataset drops its remainder. So it is in
     TensorFlow.
     """
 
-    def __init__(self, datasets: Sequence[Any], replica_mesh: ReplicaMesh):
+    def __init__(
+        self, datasets: Sequence[Any], replica_mesh: ReplicaMesh, *, must_differ: bool = False
+    ):
         """Feeds the replicas of this process.
 
         Args:
             datasets: One, whose batches the replicas take in turn, or one for each replica.
             replica_mesh: The replicas.
+            must_differ: Whether it is a mistake if several processes have the same data.
 
         Raises:
             TypeError: A dataset gives no batches.
         """
         assert len(datasets) in (1, len(replica_mesh.local_replicas)), datasets
         self._sources = [_checked(dataset) for dataset in datasets]
+        self.any_thread = all(isinstance(x, NumpyDataset) for x in self._sources)
+        self.must_differ = must_differ
         self._mesh = replica_mesh
-        self._first: Batch | None = None  # of one row: what all others must look like
+        self.first: Batch | None = None  # of one row: what all others must look like
         self.rows_per_replica: int | None = None
 
     @property
-    def needs_agreement(self) -> bool:
-        """Whether no process knows alone how many rows there are in a step."""
-        return self._mesh.num_processes > 1
+    def plan(self) -> dict[str, Any]:
+        """What a state is good for: every process is given the same."""
+        plan: dict[str, Any] = {
+            "kind": "batches of each replica",
+            "number of processes": self._mesh.num_processes,
+            "datasets in each process": len(self._sources),
+        }
+        if self._mesh.num_processes == 1:
+            for number, source in enumerate(self._sources):
+                of_source = sources.plan_of(source)
+                plan |= {f"{key} of dataset {number}": x for key, x in of_source.items()}
+        return plan
+
+    @property
+    def source(self) -> str:
+        """What kinds of datasets this process reads."""
+        names = [getattr(x, "name", type(x).__name__) for x in self._sources]
+        return ", ".join(dict.fromkeys(names))
 
     @property
     def cardinality(self) -> int:
         """Number of steps of a pass; -1 if it has no end, -2 if not known."""
         found = [source.cardinality for source in self._sources]
-        if self.needs_agreement or UNKNOWN_CARDINALITY in found:
+        if self._mesh.num_processes > 1 or UNKNOWN_CARDINALITY in found:
             return UNKNOWN_CARDINALITY
         found = [math.inf if x == INFINITE_CARDINALITY else x for x in found]
         if len(self._sources) < len(self._mesh.local_replicas):
@@ -90,9 +118,10 @@ class Pipelines:
             return first.treedef.unflatten(specs)
         n = self._mesh.num_replicas
         size = max(sizes) if n == 1 else self.rows_per_replica or max(sizes)
+        rows = None if n == 1 else (size,) * n
         return first.treedef.unflatten(
             [
-                placing.part_spec(self._mesh, (size, *x.shape[1:]), x.dtype, (size,) * n)
+                placing.part_spec(self._mesh, (size, *x.shape[1:]), x.dtype, rows)
                 for x in first.leaves
             ]
         )
@@ -100,58 +129,94 @@ class Pipelines:
     def _examples(self) -> list[Batch]:
         """The first batch of each dataset."""
         return [
-            next(_numpy_batches(source, 0))
-            if isinstance(source, NumpyDataset)
-            else _as_batch(source.first(), 0)
+            _as_batch(source.first(), 0) if hasattr(source, "first") else _example(source)
             for source in self._sources
         ]
 
     @property
     def _drops_remainder(self) -> bool:
-        return any(isinstance(x, NumpyDataset) and x.drops_remainder for x in self._sources)
+        return any(isinstance(x, IndexedDataset) and x.drops_remainder for x in self._sources)
 
     @property
     def drops_incomplete_steps(self) -> bool:
         """Whether a step that does not feed all replicas is left out."""
-        return self._drops_remainder or (self._first is not None and self._first.num_rows is None)
+        return self._drops_remainder or (self.first is not None and self.first.num_rows is None)
 
-    def steps(self, pass_number: int) -> Iterator[Step]:
-        """What this process's replicas take in one pass, until there is nothing left for any."""
-        passes = [
-            _numpy_batches(source, pass_number)
-            if isinstance(source, NumpyDataset)
-            else map(_as_batch, source.elements(), itertools.count())
-            for source in self._sources
-        ]
-        num_local = len(self._mesh.local_replicas)
-        return self._steps(passes if len(passes) == num_local else passes * num_local)
+    def host_parts(
+        self, position: Position, *, keep: bool, rounds: Rounds | None
+    ) -> Iterator[tuple[Parts, Any]]:
+        """The elements of one pass in host memory, each with the state after it.
+
+        Args:
+            position: Where the pass begins.
+            keep: Without effect: nothing is shared with the sources.
+            rounds: How the processes agree on the steps, if there are several.
+        """
+        del keep
+
+        def begin() -> list[Any]:
+            return self._begin(position)
+
+        passes = begin() if rounds is None else rounds.told(begin)
+        steps = self._steps([batches for batches, _ in passes])
+        states = [source for _, source in passes]
+        if rounds is None:
+            return self._host_parts(steps, states, position.step > 0)
+        return agreed_steps.parts(self, self._mesh, steps, states, position, rounds)
+
+    def _begin(self, position: Position) -> list[tuple[Iterator[Batch], Any]]:
+        """A pass through each dataset: its batches, and what knows its state."""
+        given: list[Any] = [None] * len(self._sources)
+        if position.source is not None:
+            rows = count(position.source, "rows")
+            several = self._mesh.num_processes > 1
+            process = self._mesh.processes.index(jax.process_index()) if several else 0
+            given = _states_of(process, position.source, len(self._sources))
+            self.fix_rows(rows)
+        passes = []
+        for source, state in zip(self._sources, given, strict=True):
+            if hasattr(source, "elements"):
+                batches = source.elements(position.pass_number, state)
+                passes.append((_batches(batches), batches))
+            else:
+                batches = source.begin(position.pass_number, state)
+                whole = not isinstance(source, IndexedDataset) or source.global_batch_size
+                passes.append((_taken(batches, bool(whole), source.owns_memory), batches))
+        return passes
 
     def _steps(self, iterators: list[Iterator[Batch]]) -> Iterator[Step]:
+        """What this process's replicas take, until there is nothing left for any."""
+        num_local = len(self._mesh.local_replicas)
+        turns = iterators if len(iterators) == num_local else iterators * num_local
         while True:
-            step = [next(iterator, None) for iterator in iterators]
+            step = [next(iterator, None) for iterator in turns]
             for batch in step:
                 if batch is not None:
                     self._check(batch)
             if all(batch is None for batch in step):
                 return
+            self.check_rows(step)
             yield step
 
-    def host_parts(self, pass_number: int, *, keep: bool) -> Iterator[Parts]:
-        """The elements of one pass in host memory, where this process knows all of it."""
-        del keep  # nothing is shared with the source
-        return self._host_parts(self.steps(pass_number))
-
-    def _host_parts(self, steps: Iterator[Step]) -> Iterator[Parts]:
-        step = None
+    def _host_parts(
+        self, steps: Iterator[Step], passes: list[Any], has_begun: bool
+    ) -> Iterator[tuple[Parts, Any]]:
         for step in steps:
             if None in step and self.drops_incomplete_steps:
+                has_begun = True
                 break
-            counts = count_rows(step)
+            counts = agreed_steps.count_rows(step)
             self.fix_rows(max(counts))
             self.check_rows(step)
-            yield self.join(step, counts)
-        if step is None:
+            has_begun = True
+            states = [batches.get_state() for batches in passes]
+            yield self.join(step, counts), self.state([states])
+        if not has_begun:
             raise ValueError(sources.NO_BATCHES)
+
+    def state(self, states: list[list[Any]]) -> dict[str, Any]:
+        """What is said of where the datasets of every process are."""
+        return {"rows": self.rows_per_replica, "datasets": states}
 
     def fix_rows(self, rows: int) -> None:
         """Says how many rows all parts have from now on, if that was not said before."""
@@ -161,7 +226,7 @@ class Pipelines:
     def check_rows(self, step: Step) -> None:
         """Refuses batches that do not fit into a part."""
         size = self.rows_per_replica
-        largest = max(count_rows(step))
+        largest = max(agreed_steps.count_rows(step))
         if size is not None and largest > size and self._mesh.num_replicas > 1:
             raise ValueError(
                 f"A replica was given a batch of {largest} rows, but the largest of the first step "
@@ -176,8 +241,8 @@ class Pipelines:
             step: The batches.
             rows: How many rows each replica has, over all processes.
         """
-        assert self._first is not None, step
-        first, size = self._first, self.rows_per_replica or 0
+        assert self.first is not None, step
+        first, size = self.first, self.rows_per_replica or 0
         if self._mesh.num_replicas == 1:
             (batch,) = step
             assert batch is not None, step
@@ -188,6 +253,8 @@ class Pipelines:
             if first.num_rows is None:
                 leaves.append(np.stack([x for x in given if x is not None]))
                 continue
+            # Of this step if there is one, so that a run that was resumed pads as it would have.
+            example = next((x[:1] for x in given if x is not None), example)
             joined = np.empty((len(step), size, *example.shape[1:]), example.dtype)
             for part, x in zip(joined, given, strict=True):
                 x = example if x is None else x
@@ -197,10 +264,10 @@ class Pipelines:
         return Parts(leaves, first.treedef, None if first.num_rows is None else rows)
 
     def _check(self, batch: Batch) -> None:
-        if self._first is None:
+        if self.first is None:
             leaves = [x if batch.num_rows is None else x[:1].copy() for x in batch.leaves]
-            self._first = batch._replace(leaves=leaves)
-        first = self._first
+            self.first = batch._replace(leaves=leaves)
+        first = self.first
         if batch.treedef != first.treedef:
             raise ValueError(
                 f"A batch of a dataset function is structured as {batch.treedef}, but the first "
@@ -214,13 +281,6 @@ class Pipelines:
             )
 
 
-def count_rows(step: Step) -> tuple[int, ...]:
-    """How many rows each replica of this process has in a step; 1 if elements are no batches."""
-    return tuple(
-        0 if batch is None else 1 if batch.num_rows is None else batch.num_rows for batch in step
-    )
-
-
 def _describe(batch: Batch) -> str:
     def one(x: np.ndarray) -> str:
         dims = x.shape if batch.num_rows is None else ("rows", *x.shape[1:])
@@ -229,18 +289,40 @@ def _describe(batch: Batch) -> str:
     return ", ".join(map(one, batch.leaves))
 
 
-def _checked(dataset: Any) -> NumpyDataset | IterableSource:
-    if isinstance(dataset, NumpyDataset):
+def _checked(dataset: Any) -> Any:
+    if isinstance(dataset, IndexedDataset | Rebatched):
         return dataset  # batched or not: a replica takes an element of it
     return sources.checked(dataset)
 
 
-def _numpy_batches(source: NumpyDataset, pass_number: int) -> Iterator[Batch]:
-    batched = source.global_batch_size is not None
-    for batch in source.host_batches(pass_number):
+def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[Any]:
+    states = said.get("datasets")
+    own = states[process] if isinstance(states, list) and process < len(states) else None
+    if not isinstance(own, list) or len(own) != num_datasets:
+        raise ValueError(
+            f"The state is damaged: it says {states!r} of the datasets of all processes, but "
+            f"process {process} reads {num_datasets}. Take another one."
+        )
+    return own
+
+
+def _example(source: Any) -> Batch:
+    """Something of the shape of an element of `source`."""
+    leaves, treedef = jax.tree.flatten(source.element_spec)
+    batched = not isinstance(source, IndexedDataset) or source.global_batch_size is not None
+    return Batch(leaves, treedef, leaves[0].shape[0] if batched else None)
+
+
+def _taken(batches: Iterator[Any], batched: bool, owns_memory: bool) -> Iterator[Batch]:
+    """Whole host batches; or the one example that each holds."""
+    for batch in batches:
         rows = np.arange(batch.num_rows) if batched else np.array(0)
-        leaves = batch.take(rows, copy=False)
+        leaves = batch.take(rows, copy=not owns_memory)
         yield Batch(leaves, batch.treedef, batch.num_rows if batched else None)
+
+
+def _batches(elements: Iterator[PyTree]) -> Iterator[Batch]:
+    return map(_as_batch, elements, itertools.count())
 
 
 def _as_batch(element: PyTree, index: int) -> Batch:

@@ -1,11 +1,13 @@
 """Copies the parts of a batch to the devices: one part for each replica of this process."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpudist.input import memory
 from tpudist.values import PerReplica
 from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
@@ -16,7 +18,8 @@ PyTree = Any
 class Parts(NamedTuple):
     """The parts of a batch in host memory, `[num_local_replicas, ...]`, or whole for one replica.
 
-    `rows` counts the real rows of every replica, None if dim 0 counts none; if the memory is
+    `rows` counts the real rows of every replica, None if dim 0 counts none, or all of the only
+    replica's are real; if the memory is
     `borrowed`, the source may fill it with something else as soon as it is asked for more.
     """
 
@@ -27,20 +30,21 @@ class Parts(NamedTuple):
 
 
 def place(mesh: ReplicaMesh, parts: Parts) -> PyTree:
-    """Gives each replica its part of every array; plain arrays if it is the only replica.
+    """Gives each replica its part of every array; the only one plain arrays, if all is real.
 
     Returns before the copy has ended, unless the memory is borrowed.
     """
-    if mesh.num_replicas == 1:
+    given = parts.leaves
+    if mesh.platform == "cpu":
+        given = [memory.in_place_of(x, mesh.mesh.size) for x in given]
+    if mesh.num_replicas == 1 and parts.rows is None:
         leaves = [
-            jax.make_array_from_process_local_data(whole_sharding(mesh, x.shape), x, x.shape)
-            for x in parts.leaves
+            jax.make_array_from_callback(x.shape, whole_sharding(mesh, x.shape), x.__getitem__)
+            for x in given
         ]
     else:
         rows, split = parts.rows, parts.rows is not None
-        leaves = [
-            PerReplica(placement.stack(mesh, x, split_rows=split), rows) for x in parts.leaves
-        ]
+        leaves = [PerReplica(placement.stack(mesh, x, split_rows=split), rows) for x in given]
     if parts.borrowed:
         jax.block_until_ready(leaves)
     return parts.treedef.unflatten(leaves)
@@ -48,7 +52,12 @@ def place(mesh: ReplicaMesh, parts: Parts) -> PyTree:
 
 def whole_sharding(mesh: ReplicaMesh, shape: tuple[int, ...]) -> NamedSharding:
     """Where a batch `[rows, ...]` of the only replica lives: split over the batch axes."""
-    stacked = placement.stacked_sharding(mesh, (1, *shape), split_rows=True)
+    return _whole_sharding(mesh, shape[:1])
+
+
+@functools.lru_cache(maxsize=256)
+def _whole_sharding(mesh: ReplicaMesh, rows: tuple[int, ...]) -> NamedSharding:
+    stacked = placement.stacked_sharding(mesh, (1, *rows), split_rows=True)
     return NamedSharding(mesh.mesh, PartitionSpec(*stacked.spec[1:]))
 
 
@@ -57,7 +66,7 @@ def part_spec(
 ) -> PerReplica | jax.ShapeDtypeStruct:
     """What `place` gives for parts of this shape."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if mesh.num_replicas == 1:
+    if mesh.num_replicas == 1 and rows is None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole_sharding(mesh, shape))
     shape = (mesh.num_replicas, *shape)
     sharding = placement.stacked_sharding(mesh, shape, split_rows=rows is not None)

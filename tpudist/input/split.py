@@ -1,71 +1,79 @@
 """Global batches, each split over the replicas: every process reads the rows of its own."""
 
-import enum
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from tpudist.input import placing, sources
+from tpudist.input import agreement, placing, sources
+from tpudist.input.agreement import Rounds
 from tpudist.input.assignment import Assignment
 from tpudist.input.host_batch import HostBatch
-from tpudist.input.numpy_dataset import UNKNOWN_CARDINALITY, NumpyDataset
+from tpudist.input.indexed import UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.numpy_dataset import NumpyDataset
 from tpudist.input.placing import Parts
+from tpudist.input.state import Position, count
+from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
 
 
-class PartialBatch(enum.Enum):
-    """What becomes of a batch that has fewer rows than the global batch.
-
-    Attributes:
-        PAD: It is padded to the full shape, and its `PerReplica.rows` tell which rows are real.
-        DROP: It is left out.
-        ERROR: It is a `ValueError`.
-    """
-
-    PAD = "pad"
-    DROP = "drop"
-    ERROR = "error"
-
-
 class SplitBatches:
     """A feed whose elements are the global batches of one source, which all processes read alike.
 
-    The first batch is the largest: its rows are the global batch (for a `NumpyDataset`, what it was
-    batched by).
+    The first batch is the largest: its rows are the global batch (for what is read by number, what
+    it was batched by).
     """
 
-    needs_agreement = False
-
-    def __init__(self, source: Any, replica_mesh: ReplicaMesh, partial_batch: PartialBatch | str):
-        """Splits `source`; see `DistributedDataset`."""
-        self._partial_batch = _partial_batch(partial_batch)
-        self._source = sources.checked(source)
-        if isinstance(self._source, NumpyDataset):
-            self._source = self._without_surprise(self._source)
+    def __init__(
+        self, source: Any, replica_mesh: ReplicaMesh, partial_batch: PartialBatch | str | None
+    ):
+        """Splits `source`, which `sources.checked` gave; see `DistributedDataset`."""
+        self.partial_batch = PartialBatch.of(partial_batch)
+        self.source = source
+        if isinstance(self.source, IndexedDataset):
+            self.source = self._without_surprise(self.source)
         self._mesh = replica_mesh
-        # Those of the first batch there was, in any pass: the shapes of all later ones.
-        self._assignment: Assignment | None = None
+        pads_alone = partial_batch is not None and self.partial_batch is PartialBatch.PAD
+        self._counts_rows = replica_mesh.num_replicas > 1 or pads_alone
+        self.any_thread = isinstance(self.source, NumpyDataset)
+        # Those of the first batch there was, in any pass: what all later ones must look like.
+        self._size: int | None = self.source.global_batch_size
         self._treedef: jax.tree_util.PyTreeDef | None = None
+        self._examples: list[tuple[Any, ...]] = []
 
     @property
     def cardinality(self) -> int:
         """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if not known."""
-        if not isinstance(self._source, NumpyDataset) and self._partial_batch is PartialBatch.DROP:
+        dropping = self.partial_batch is PartialBatch.DROP
+        if dropping and not isinstance(self.source, IndexedDataset):
             return UNKNOWN_CARDINALITY
-        return self._source.cardinality
+        return self.source.cardinality
+
+    def global_batch_size(self, *, read: bool) -> int | None:
+        """Rows of a full batch; None if that is not known before the first one is read."""
+        if self._size is None and read:
+            self._size = jax.tree.leaves(self.source.element_spec)[0].shape[0]
+        return self._size
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a state is good for."""
+        return sources.plan_of(self.source)
 
     @property
     def element_spec(self) -> PyTree:
         """Shapes, dtypes and shardings of a full element, structured as it is."""
-        leaves, treedef = jax.tree.flatten(self._source.element_spec)
+        leaves, treedef = jax.tree.flatten(self.source.element_spec)
         size = leaves[0].shape[0]
-        assignment = Assignment(size, self._mesh.num_replicas)
-        each = size if self._mesh.num_replicas == 1 else assignment.rows_per_replica
-        rows = assignment.rows(size)
+        assignment = self.assignment(size, size)
+        each, rows = assignment.rows_per_replica, assignment.rows(size)
+        if not self._counts_rows:
+            each, rows = size, None
         return treedef.unflatten(
             [
                 placing.part_spec(self._mesh, (each, *leaf.shape[1:]), leaf.dtype, rows)
@@ -73,30 +81,51 @@ class SplitBatches:
             ]
         )
 
-    def host_parts(self, pass_number: int, *, keep: bool) -> Iterator[Parts]:
-        """The batches of one pass; they do not share memory with the source's, if `keep`."""
-        batches = self._source.host_batches(pass_number)
+    def host_parts(
+        self, position: Position, *, keep: bool, rounds: Rounds | None
+    ) -> Iterator[tuple[Parts, Any]]:
+        """The batches of one pass, each with the state after it.
+
+        Args:
+            position: Where the pass begins.
+            keep: Whether they may share no memory with the source's.
+            rounds: How the processes agree on them, if there are several.
+        """
         # A user's loader may fill its arrays anew for the next batch. On CPU, JAX uses aligned
         # NumPy arrays in place; elsewhere it reads them until the copy to the device has ended.
-        copy = not self._owns_memory and (keep or self._mesh.platform == "cpu")
-        return self._parts(batches, copy)
+        copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
+        at, first = position.source, 0
+        if at is not None and self.source.global_batch_size is None:
+            self._size = self._size or count(at, "global batch size")
+            at = at.get("dataset")
+        if isinstance(at, dict):
+            first = at.get("batches", 0)
 
-    @property
-    def _owns_memory(self) -> bool:
-        return isinstance(self._source, NumpyDataset)
+        def begin() -> Any:
+            return self.source.begin(position.pass_number, at)
 
-    def _parts(self, batches: Iterator[HostBatch], copy: bool) -> Iterator[Parts]:
-        num_elements = num_batches = 0
-        for num_batches, batch in enumerate(batches, start=1):
-            if self._assignment is None:
-                size = self._source.global_batch_size or batch.num_rows
-                self._treedef = batch.treedef
-                self._assignment = Assignment(size, self._mesh.num_replicas)
-            size = self._assignment.global_batch_size
-            self._check(batch, num_batches - 1, size)
-            if batch.num_rows < size and self._partial_batch is PartialBatch.DROP:
+        batches = begin() if rounds is None else rounds.told(begin)
+        return self._parts(batches, position, first, copy, rounds)
+
+    def _parts(
+        self, batches: Any, position: Position, first: int, copy: bool, rounds: Rounds | None
+    ) -> Iterator[tuple[Parts, Any]]:
+        checked = self._checked(batches, first)
+        if rounds is not None:
+            rounds.require_same(self.plan | position._asdict())
+            if not isinstance(self.source, IndexedDataset):
+                checked = agreement.in_step(checked, rounds, lambda batch: batch.num_rows)
+        num_elements, num_batches = position.step, first
+        for batch in checked:
+            num_batches += 1
+            size = self._size
+            assert size is not None
+            if batch.num_rows < size and self.partial_batch is PartialBatch.DROP:
                 continue
-            yield self._take(batch, self._assignment, copy)
+            state = batches.get_state()
+            if self.source.global_batch_size is None:
+                state = {"global batch size": size, "dataset": state}
+            yield self._take(batch, size, copy), state
             num_elements += 1
         if not num_elements:
             if num_batches:
@@ -106,26 +135,43 @@ class SplitBatches:
                 )
             raise ValueError(sources.NO_BATCHES)
 
-    def _take(self, batch: HostBatch, assignment: Assignment, copy: bool) -> Parts:
-        borrowed = not self._owns_memory and not copy
-        if self._mesh.num_replicas == 1:
-            leaves = batch.take(np.arange(batch.num_rows), copy=copy)
-            return Parts(leaves, batch.treedef, None, borrowed)
-        positions = assignment.positions(batch.num_rows, self._mesh.local_replicas)
-        leaves = batch.take(positions, copy=copy)
-        return Parts(leaves, batch.treedef, assignment.rows(batch.num_rows), borrowed)
+    def assignment(self, num_rows: int, size: int) -> Assignment:
+        """Who reads which of the `num_rows` rows of a batch, where a full one has `size`."""
+        shrinks = self.partial_batch is PartialBatch.SHRINK
+        return _assignment(num_rows if shrinks else size, self._mesh.num_replicas, shrinks)
 
-    def _without_surprise(self, source: NumpyDataset) -> NumpyDataset:
+    def _take(self, batch: Any, size: int, copy: bool) -> Parts:
+        borrowed, num_rows = not self.source.owns_memory and not copy, batch.num_rows
+        if not self._counts_rows:
+            leaves = batch.take(np.arange(num_rows), copy=copy)
+            return Parts(leaves, batch.treedef, None, borrowed)
+        shrinks = self.partial_batch is PartialBatch.SHRINK
+        rows, positions = _shares(num_rows, size, self._mesh, shrinks)
+        return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
+
+    def _without_surprise(self, source: IndexedDataset) -> IndexedDataset:
         """Applies `partial_batch` where it is known from the start what it comes to."""
-        if self._partial_batch is PartialBatch.DROP:
+        if self.partial_batch is PartialBatch.DROP:
             return source.without_remainder()
-        if self._partial_batch is PartialBatch.ERROR and source.has_remainder:
+        if self.partial_batch is PartialBatch.ERROR and source.has_remainder:
             raise ValueError(
-                f"The NumPy dataset does not split into full batches of "
+                f"The {type(source).__name__} does not split into full batches of "
                 f"{source.global_batch_size} examples, and partial_batch='error'. Use 'pad', which "
                 f"counts the last batch's real rows exactly, or 'drop'."
             )
         return source
+
+    def _checked(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """The batches; those of a user's loader must all look like the first one."""
+        if isinstance(self.source, IndexedDataset):
+            yield from batches
+            return
+        for index, batch in zip(itertools.count(first), batches, strict=False):
+            if self._treedef is None:
+                self._size = self._size or batch.num_rows
+                self._treedef, self._examples = batch.treedef, _examples(batch)
+            self._check(batch, index, self._size or 0)
+            yield batch
 
     def _check(self, batch: HostBatch, index: int, size: int) -> None:
         if batch.treedef != self._treedef:
@@ -133,13 +179,26 @@ class SplitBatches:
                 f"Batch {index} of the dataset is structured as {batch.treedef}, but the first one "
                 f"as {self._treedef}. All batches must have the same structure."
             )
+        examples = _examples(batch)
+        if examples != self._examples:
+            names = _names(batch.treedef)
+            different = [
+                f"{name or 'the array'} holds {_described(found)}, before {_described(wanted)}"
+                for name, found, wanted in zip(names, examples, self._examples, strict=True)
+                if found != wanted
+            ]
+            raise ValueError(
+                f"Batch {index} of the dataset differs from the first one: {'; '.join(different)}. "
+                f"Only the number of rows may change: a step is compiled for one dtype and shape. "
+                f"Pad or crop the rows to one shape, and convert them to one dtype."
+            )
         if batch.num_rows > size:
             raise ValueError(
                 f"Batch {index} of the dataset has {batch.num_rows} rows, but the first one has "
                 f"{size}, which sets the global batch size. A batch may be smaller, never larger: "
                 f"put a full batch first, or split the larger ones."
             )
-        if batch.num_rows < size and self._partial_batch is PartialBatch.ERROR:
+        if batch.num_rows < size and self.partial_batch is PartialBatch.ERROR:
             raise ValueError(
                 f"Batch {index} of the dataset has {batch.num_rows} rows, fewer than the global "
                 f"batch of {size}, and partial_batch='error'. Use 'pad', which counts its real "
@@ -147,9 +206,32 @@ class SplitBatches:
             )
 
 
-def _partial_batch(value: PartialBatch | str) -> PartialBatch:
-    try:
-        return PartialBatch(value)
-    except ValueError:
-        known = ", ".join(repr(policy.value) for policy in PartialBatch)
-        raise ValueError(f"partial_batch is {value!r}. Known are {known}.") from None
+@functools.lru_cache(maxsize=1024)
+def _assignment(size: int, num_replicas: int, in_equal_parts: bool) -> Assignment:
+    return Assignment(size, num_replicas, in_equal_parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shares(
+    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """How many of `num_rows` rows each replica reads, and where those of this process's stand."""
+    assignment = _assignment(num_rows if shrinks else size, mesh.num_replicas, shrinks)
+    positions = assignment.positions(num_rows, mesh.local_replicas)
+    positions.flags.writeable = False  # it is given out again
+    return assignment.rows(num_rows), positions
+
+
+def _examples(batch: HostBatch) -> list[tuple[Any, ...]]:
+    """Shapes and dtypes of one row of each leaf, as JAX will hold it."""
+    return [(leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in batch.leaves]
+
+
+def _names(treedef: jax.tree_util.PyTreeDef) -> list[str]:
+    numbered = treedef.unflatten(range(treedef.num_leaves))
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+
+
+def _described(example: tuple[Any, ...]) -> str:
+    shape, dtype = example
+    return f"{dtype}[{','.join(['rows', *map(str, shape)])}]"

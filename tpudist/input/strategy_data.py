@@ -9,7 +9,7 @@ from tpudist.input.context import InputContext
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.initializable import InitializableIterator
 from tpudist.input.numpy_dataset import NumpyDataset
-from tpudist.options import InputOptions, warn_if_given
+from tpudist.options import InputOptions, PartialBatch, warn_if_given
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -36,7 +36,8 @@ class DataMethods:
         Args:
             dataset: An iterable of pytrees of numpy arrays, batched by the *global* batch size: a
                 list, a `NumpyDataset`, or a function that gives an iterator for each epoch.
-            options: Where batches wait for their step, and how many of them.
+            options: Where batches wait for their step, and how many of them; what becomes of
+                partial batches; how several processes share the reading. Process 0 prints how.
 
         Returns:
             A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. The
@@ -62,8 +63,8 @@ class DataMethods:
     ) -> Any:
         """Gives each replica whole batches of a dataset that `dataset_fn` makes.
 
-        In several processes the numbers of rows are exchanged by a small program on the devices
-        before each step, so that all end together, when no process has anything left.
+        In several processes the numbers of rows are exchanged on the host before each step, so that
+        all end together, when no process has anything left.
 
         Args:
             dataset_fn: Called with an `InputContext` at once, and once: in each process, whose
@@ -104,7 +105,13 @@ class DataMethods:
 
     def _kept(self, dataset: Any, options: InputOptions | None) -> Any:
         """The user's dataset; a function that gives one for each pass is made iterable."""
-        from_function.checked_options(options)
+        options = from_function.checked_options(options)
+        if options is not None and options.partial_batch is not None:
+            warn_if_given(
+                "InputOptions(partial_batch",
+                PartialBatch.of(options.partial_batch).value,
+                "the default strategy gives the dataset as it is",
+            )
         is_function = callable(dataset) and not isinstance(dataset, Iterable)
         return self._distributed(dataset) if is_function else dataset
 

@@ -9,12 +9,11 @@ place that reaches for it, as Orbax does; `tests/test_coordination.py` fails whe
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src import distributed
-from jax.experimental import multihost_utils
 
 TIMEOUT_S = 600.0
 _SLICE_S = 0.5  # how long one wait in C++ lasts, which neither Ctrl-C nor a closing thread ends
@@ -25,14 +24,18 @@ class Cancelled(Exception):
 
 
 class Channel:
-    """Rounds of one text from each process to all; all processes begin them in the same order.
+    """Rounds of one text from each process to all of them, who begin them in the same order.
 
     Each costs about 2 ms between processes of one machine, and nothing where there is one process.
     """
 
-    def __init__(self, name: str):
-        """All processes must use the same name, and no other channel of the run may have it."""
+    def __init__(self, name: str, processes: Sequence[int] | None = None):
+        """A channel between `processes`, or all there are.
+
+        They must all use the same name, and no other channel of the run may have it.
+        """
         self._name = name
+        self._processes = processes
         self._round = 0
 
     def exchange(
@@ -42,7 +45,7 @@ class Channel:
         timeout_s: float = TIMEOUT_S,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        """The texts of all processes in this round, in the order of their indices.
+        """The texts of its processes in this round, in the order of their indices.
 
         Args:
             text: That of this process.
@@ -54,8 +57,8 @@ class Channel:
             Cancelled: As asked for.
         """
         number, self._round = self._round, self._round + 1
-        num_processes = jax.process_count()
-        if num_processes == 1:
+        processes = self._members
+        if len(processes) == 1:
             return [text]
         client, index = _client(), jax.process_index()
         folder = f"tpudist/{self._name}/{number}"
@@ -79,14 +82,15 @@ class Channel:
                     )
 
         client.key_value_set(f"{folder}/{index}", text)
-        if index:
+        leader = processes[0]
+        if index != leader:
             every = wait_for(f"{folder}/all", lambda: self._missing(client, folder))
             return json.loads(every)
         texts = [
             text
-            if other == 0
+            if other == leader
             else wait_for(f"{folder}/{other}", lambda: self._missing(client, folder))
-            for other in range(num_processes)
+            for other in processes
         ]
         client.key_value_set(f"{folder}/all", json.dumps(texts))
         if number:  # all have come to this round, so all have read the one before
@@ -95,20 +99,79 @@ class Channel:
 
     def _missing(self, client: Any, folder: str) -> str:
         there = {key.rsplit("/", 1)[-1] for key, _ in client.key_value_dir_get(f"{folder}/")}
-        absent = [str(i) for i in range(jax.process_count()) if str(i) not in there]
-        return f"process {', '.join(absent)}" if absent else "process 0 to answer"
+        absent = [str(i) for i in self._members if str(i) not in there]
+        leader = f"process {self._members[0]} to answer"
+        return f"process {', '.join(absent)}" if absent else leader
+
+    @property
+    def _members(self) -> Sequence[int]:
+        return range(jax.process_count()) if self._processes is None else sorted(self._processes)
 
 
-def reached_preemption(call: int) -> bool:
-    """Whether all processes agreed to stop at this call, since one of them is to be ended soon.
+class Board:
+    """Texts that processes leave for each other, each under a name and written once.
 
-    A process is told by SIGTERM, which JAX's preemption service catches once several processes are
-    connected. All must ask equally often, counting calls from 0; about 10 us each. In one process
-    there is no service, and the answer is no.
+    Nobody waits. About 1 ms each between processes of one machine; in one process it is a dict.
     """
-    if jax.process_count() == 1:
-        return False
-    return multihost_utils.reached_preemption_sync_point(call)
+
+    def __init__(self, name: str):
+        """All processes must use the same name, and no other board of the run may have it."""
+        self._folder = f"tpudist/{name}"
+        self._own: dict[str, str] = {}
+        self.num_processes = jax.process_count()
+
+    def post(self, key: str, text: str) -> bool:
+        """Leaves `text` unless there is one already; whether it did.
+
+        Raises:
+            ConnectionError: The service cannot be reached, as at the end of a run.
+        """
+        if self.num_processes == 1:
+            return self._own.setdefault(key, text) is text
+        try:
+            self._client().key_value_set(f"{self._folder}/{key}", text)
+        except Exception as error:  # the type varies; the text says what happened
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise ConnectionError(str(error)) from error
+        return True
+
+    def read(self, key: str) -> str | None:
+        """The text under `key`; None if nobody has left one.
+
+        Raises:
+            ConnectionError: The service cannot be reached.
+        """
+        if self.num_processes == 1:
+            return self._own.get(key)
+        try:
+            return self._client().key_value_try_get(f"{self._folder}/{key}")
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise ConnectionError(str(error)) from error
+
+    def read_all(self, folder: str) -> dict[str, str]:
+        """The texts under keys that begin with `folder/`, by what comes after that.
+
+        Raises:
+            ConnectionError: The service cannot be reached.
+        """
+        if self.num_processes == 1:
+            start = f"{folder}/"
+            own = dict(self._own)
+            return {key[len(start) :]: x for key, x in own.items() if key.startswith(start)}
+        start = f"{self._folder}/{folder}/"
+        try:
+            return {key[len(start) :]: x for key, x in self._client().key_value_dir_get(start)}
+        except Exception as error:
+            raise ConnectionError(str(error)) from error
+
+    def _client(self) -> Any:
+        client = distributed.global_state.client
+        if client is None:
+            raise ConnectionError("This process has left the others.")
+        return client
 
 
 def _client() -> Any:

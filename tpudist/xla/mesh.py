@@ -27,7 +27,7 @@ class ReplicaMesh:
     mesh: Mesh
     replica_axis: str = REPLICA_AXIS
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         """Number of replicas, over all processes."""
         return self.mesh.shape[self.replica_axis]
@@ -62,19 +62,24 @@ class ReplicaMesh:
             return frozenset(str(name) for name in self.mesh.axis_names)
         return frozenset({self.replica_axis})
 
-    @property
+    @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
         """The replicas that have a device in this process, in order."""
         me = jax.process_index()
         rows = self.mesh.devices.reshape(self.num_replicas, -1)
         return tuple(i for i, row in enumerate(rows) if any(d.process_index == me for d in row))
 
-    @property
+    @functools.cached_property
     def num_processes(self) -> int:
         """Number of processes that have a device in this mesh."""
-        return len({d.process_index for d in self.mesh.devices.flat})
+        return len(self.processes)
 
-    @property
+    @functools.cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The processes that have a device in this mesh, in order."""
+        return tuple(sorted({d.process_index for d in self.mesh.devices.flat}))
+
+    @functools.cached_property
     def platform(self) -> str:
         """The platform of its devices: `cpu`, `gpu` or `tpu`."""
         return self.mesh.devices.flat[0].platform

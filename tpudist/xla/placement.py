@@ -88,22 +88,45 @@ def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> 
     Returns:
         `[num_replicas, ...]`, sharded over the replica axis.
     """
-    return jax.make_array_from_process_local_data(
-        stacked_sharding(mesh, local.shape, split_rows=split_rows),
-        local,
-        (mesh.num_replicas, *local.shape[1:]),
-    )
+    sharding = stacked_sharding(mesh, local.shape, split_rows=split_rows)
+    return from_local(sharding, (mesh.num_replicas, *local.shape[1:]), local, mesh.local_replicas)
+
+
+def from_local(
+    sharding: NamedSharding, shape: tuple[int, ...], local: np.ndarray, positions: tuple[int, ...]
+) -> jax.Array:
+    """A global array of `shape`, whose rows at `positions` of dim 0 are this process's `local`.
+
+    Its devices take no other rows. They share the memory of `local` where they can; otherwise it is
+    being read until the array is ready.
+    """
+    # A third faster than `make_array_from_process_local_data` and `device_put`, which on 8 devices
+    # spend more time in Python than on a batch of 100 KB.
+    if len(positions) == shape[0]:
+        return jax.make_array_from_callback(shape, sharding, local.__getitem__)
+
+    def part(index: Any) -> np.ndarray:
+        where = positions.index(index[0].start)
+        return local[(slice(where, where + 1), *index[1:])]
+
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def stacked_sharding(
     mesh: ReplicaMesh, shape: tuple[int, ...], *, split_rows: bool = False
 ) -> NamedSharding:
     """The sharding of a stacked array of `shape`; with `split_rows`, see `stack`."""
-    if split_rows and mesh.batch_axes and len(shape) > 1:
-        parts = int(np.prod([mesh.mesh.shape[axis] for axis in mesh.batch_axes]))
-        if shape[1] % parts == 0:
-            return NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, mesh.batch_axes))
+    if split_rows and len(shape) > 1:
+        return _sharding_of_rows(mesh, shape[1])
     return mesh.stacked
+
+
+@functools.lru_cache(maxsize=256)
+def _sharding_of_rows(mesh: ReplicaMesh, num_rows: int) -> NamedSharding:
+    parts = int(np.prod([mesh.mesh.shape[axis] for axis in mesh.batch_axes]))
+    if not mesh.batch_axes or num_rows % parts:
+        return mesh.stacked
+    return NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, mesh.batch_axes))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -122,10 +122,8 @@ class Throttle:
             oldest = waiting.popleft()
             # A step whose output was donated to a later one has no array of its own to wait for;
             # the later one has, and it finishes after.
-            if not oldest.is_deleted():
-                oldest.block_until_ready()
-            elif len(waiting) == 1 and not waiting[0].is_deleted():
-                waiting.popleft().block_until_ready()
+            if not _wait_for(oldest) and len(waiting) == 1 and _wait_for(waiting[0]):
+                waiting.popleft()
 
     def after_step(self, output: jax.Array) -> None:
         """Remembers any output of the step that was just dispatched.
@@ -134,3 +132,18 @@ class Throttle:
         """
         if self.active and not isinstance(output, Tracer):
             self._in_flight.append(output)
+
+
+def _wait_for(array: jax.Array) -> bool:
+    """Waits until `array` has been computed; whether it is still there to wait for."""
+    if array.is_deleted():
+        return False
+    try:
+        array.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        # Donated on some devices only: memory that the host reads in place, as one that saves a
+        # checkpoint does, is not given away.
+        if "deleted or donated" not in str(error):
+            raise
+        return False
+    return True

@@ -1,0 +1,348 @@
+"""Data in several processes: who reads what, that they agree, and that nobody waits for ever."""
+
+import jax
+import numpy as np
+import pytest
+
+import tpudist
+from processes import run_processes
+from tpudist import NumpyDataset
+
+pytestmark = pytest.mark.multiprocess
+
+COMMON = """
+    import json, sys, warnings
+    import jax, numpy as np
+    import tpudist
+    from processes import report
+    from tpudist import InputOptions, NumpyDataset
+    from tpudist.input import SHARD_HINT, AutoShardPolicy, explain
+    tpudist.emulate()
+    strategy = tpudist.MultiWorkerMirroredStrategy()
+    me = jax.process_index()
+
+    def distribute(dataset, **options):
+        return strategy.experimental_distribute_dataset(dataset, InputOptions(**options))
+
+    def ids(element):
+        return strategy.gather(element, axis=0).tolist()
+
+    def failure(make):
+        try:
+            return len(list(make()))
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+
+    def indexed():
+        return NumpyDataset(np.arange(52)).shuffle(5).batch(16).repeat(2)
+
+    def generator():
+        for i in range(6):
+            yield np.arange(16 - 2 * (i == 5)) + 16 * i
+"""
+
+
+def _ids(strategy, element):
+    return strategy.gather(element, axis=0).tolist()
+
+
+def _indexed():
+    return NumpyDataset(np.arange(52)).shuffle(5).batch(16).repeat(2)
+
+
+def _generator():
+    for i in range(6):
+        yield np.arange(16 - 2 * (i == 5)) + 16 * i
+
+
+def test_a_run_of_two_processes_goes_on_in_one_and_back_again():
+    """The ids are those of a run without any stop: none is missing, none comes twice."""
+    program = (
+        COMMON
+        + """
+    states = json.loads(sys.argv[1])
+    found = []
+    for make, state in ((indexed, states[0]), (lambda: generator, states[1])):
+        iterator = iter(distribute(make()))
+        iterator.set_state(state)
+        taken = [ids(next(iterator)) for _ in range(2)]
+        found.append([taken, iterator.get_state()])
+    report(found)
+    """
+    )
+    import json
+
+    strategy = tpudist.MirroredStrategy()
+    makes, states, references = (_indexed, lambda: _generator), [], []
+    for make in makes:
+        dataset = strategy.experimental_distribute_dataset(make())
+        references.append([_ids(strategy, x) for x in dataset])
+        iterator = iter(strategy.experimental_distribute_dataset(make()))
+        for _ in range(2):
+            next(iterator)
+        states.append(iterator.get_state())
+    one, two = (p.result for p in run_processes(program, args=[json.dumps(states)]))
+    assert one == two
+    for make, reference, (taken, state) in zip(makes, references, one, strict=True):
+        assert taken == reference[2:4]
+        for num_replicas in (1, 2, 8):
+            here = tpudist.MirroredStrategy(jax.devices()[:num_replicas])
+            iterator = iter(here.experimental_distribute_dataset(make()))
+            iterator.set_state(state)
+            assert [_ids(here, x) for x in iterator] == reference[4:]
+
+
+def test_processes_that_read_alike_agree_at_every_step():
+    """Each mistake is an error in both processes at the same step, and none waits for the other."""
+    program = (
+        COMMON
+        + """
+    def ends_early():
+        yield from [np.zeros(8)] * (2 if me else 4)
+
+    def has_other_rows():
+        yield np.zeros(8)
+        yield np.zeros(6 if me else 8)
+
+    def fails():
+        yield np.zeros(8)
+        if me:
+            raise OSError("disk on fire")
+        yield from [np.zeros(8)] * 3
+
+    def changes():
+        yield np.zeros(8)
+        yield np.zeros(8, np.int32 if me else np.float32)
+
+    def open_fails():
+        if me:
+            raise PermissionError("not yours")
+        return [np.zeros(8)]
+
+    mistakes = [failure(lambda: distribute(make))
+                for make in (ends_early, has_other_rows, fails, changes)]
+    mistakes.append(failure(lambda: distribute(open_fails)))
+    rows = NumpyDataset(np.arange(32))
+    mistakes.append(failure(lambda: distribute(rows.shuffle(me).batch(8 + 8 * me))))
+    mistakes.append(failure(lambda: distribute(rows.batch(8) if me else [np.zeros(8)])))
+
+    iterator = iter(distribute(indexed()))
+    if me:
+        next(iterator)
+    mistakes.append(failure(lambda: iterator))
+
+    # A pass that is left in the middle leaves nobody waiting, and the next one is whole.
+    dataset = distribute(generator)
+    for _ in dataset:
+        break
+    iterator = iter(dataset)
+    next(iterator), next(iterator)
+    iterator.close()
+    whole = [ids(x) for x in dataset]
+    report([mistakes, whole])
+    """
+    )
+    program = program.replace(
+        """    iterator = iter(distribute(indexed()))
+    if me:
+        next(iterator)
+    mistakes.append(failure(lambda: iterator))
+""",
+        """    dataset = distribute(indexed())
+    if me:
+        iter(dataset)
+    mistakes.append(failure(lambda: dataset))
+""",
+    )
+    results = [p.result for p in run_processes(program)]
+    for mistakes, whole in results:
+        early, rows, _, _, _, plan, kind, position = mistakes
+        assert early[0] == rows[0] == plan[0] == kind[0] == position[0] == "ValueError"
+        assert (
+            "in batch 2 of the dataset: process 0 has 8 rows, process 1 is at its end" in early[1]
+        )
+        assert "in batch 1 of the dataset: process 0 has 8 rows, process 1 has 6 rows" in rows[1]
+        assert "seed: 0 in process 0, 1 in process 1" in plan[1]
+        assert "global batch size: 8 in process 0, 16 in process 1" in plan[1]
+        assert "kind: 'batches of an iterable' in process 0, 'examples read by number'" in kind[1]
+        assert "pass_number: 0 in process 0, 1 in process 1" in position[1]
+        assert [len(x) for x in whole] == [16] * 5 + [14]
+        assert sum(whole, []) == list(range(94))
+    here, there = ([x for x in result[0][2:5]] for result in results)
+    assert there == [
+        ["OSError", "disk on fire"],
+        ["ValueError", there[1][1]],
+        ["PermissionError", "not yours"],
+    ]
+    assert "holds int32[rows], before float32[rows]" in there[1][1]
+    for (kind, text), step, told in zip(
+        here,
+        ["at step 1", "at step 1", "at its start"],
+        ["OSError: disk on fire", "int32[rows]", "PermissionError: not yours"],
+        strict=True,
+    ):
+        assert kind == "RuntimeError"
+        assert f"The dataset of process 1 failed {step}" in text
+        assert told in text
+
+
+def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how():
+    program = (
+        COMMON
+        + """
+    found = {}
+    mine = np.arange(20) + 100 * me
+
+    parts = distribute(NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF)
+    iterator = iter(parts)
+    found["off"] = [ids(next(iterator))]
+    state = iterator.get_state()
+    found["off"] += [ids(x) for x in iterator]
+    again = iter(distribute([mine[:8], mine[8:16], mine[16:]],
+                            auto_shard_policy=AutoShardPolicy.OFF))
+    found["off of a list"] = [ids(x) for x in again]
+    again = iter(distribute(NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF))
+    again.set_state(state)
+    found["off resumed"] = [ids(x) for x in again]
+    found["off dropped"] = [ids(x) for x in distribute(
+        NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF, partial_batch="drop")]
+
+    marked = NumpyDataset(np.arange(20)).shard(SHARD_HINT, SHARD_HINT)
+    hint = AutoShardPolicy.HINT
+    found["hint"] = [ids(x) for x in distribute(marked.batch(8), auto_shard_policy=hint)]
+    marked = NumpyDataset(np.arange(20)).shuffle(0).batch(8).shard(SHARD_HINT, SHARD_HINT)
+    found["hint of batches"] = [ids(x) for x in distribute(marked, auto_shard_policy=hint)]
+
+    rows = NumpyDataset(np.arange(20)).batch(8)
+    data = distribute(rows, auto_shard_policy=AutoShardPolicy.DATA)
+    found["data"] = [ids(x) for x in data]
+    found["table"] = str(explain(data))
+    found["table of iterable"] = str(explain(distribute(lambda: iter([np.zeros(8)]))))
+    found["table of function"] = str(
+        explain(strategy.distribute_datasets_from_function(lambda _: [np.zeros(2)])))
+    off, file = AutoShardPolicy.OFF, AutoShardPolicy.FILE
+
+    class Folder(NumpyDataset):
+        num_files = 1
+
+        def with_order_by_files(self):
+            return self.__class__(np.arange(20)[::-1]).batch(8)
+
+        def num_files_of(self, numbers):
+            return 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        by_files = distribute(Folder(np.arange(20)).batch(8), auto_shard_policy=file)
+    found["by files"] = [ids(next(iter(by_files))), str(caught[0].message), str(explain(by_files))]
+    found["mistakes"] = [
+        failure(lambda: distribute(rows, auto_shard_policy=off)),
+        failure(lambda: distribute(rows, auto_shard_policy=hint)),
+        failure(lambda: distribute([np.zeros(8)], auto_shard_policy=hint)),
+        failure(lambda: distribute(rows, auto_shard_policy=file)),
+        failure(lambda: distribute(rows, auto_shard_policy=off, partial_batch="shrink")),
+        failure(lambda: distribute(marked)),
+    ]
+    report(found)
+    """
+    )
+    processes = run_processes(program)
+    here, there = (p.result for p in processes)
+    assert here == there
+    a, b = np.arange(20), np.arange(20) + 100
+    steps = [
+        [*a[0:4], *b[0:4]],
+        [*a[4:8], *b[4:8]],
+        [*a[8:12], *b[8:12]],
+        [*a[12:16], *b[12:16]],
+        [*a[16:20], *b[16:20]],
+    ]
+    assert here["off"] == here["off of a list"] == steps
+    assert here["off resumed"] == steps[1:]
+    assert here["off dropped"] == steps[:4]
+    hint = here["hint"]
+    assert hint[0] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert sorted(sum(hint, [])) == sorted(sum(here["hint of batches"], [])) == list(range(20))
+    assert here["data"] == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
+    first, warned, table = here["by files"]
+    assert first == list(range(19, 11, -1))
+    assert "shares out 1 files over 2 processes" in warned
+    assert table.splitlines()[-1].split() == ["1", "4-7", "1", "4", "8", "0"]
+    for (kind, text), told in zip(
+        here["mistakes"],
+        [
+            "begin with the same examples, byte by byte",
+            "nothing in the NumpyDataset says where its shards are taken",
+            "nothing in the list says where",
+            "the NumpyDataset is not read from files",
+            "partial_batch='shrink' was asked for with auto_shard_policy OFF",
+            "but is distributed with AutoShardPolicy.AUTO",
+        ],
+        strict=True,
+    ):
+        assert kind == "ValueError"
+        assert told in text
+    table = here["table"].splitlines()
+    assert table[0] == "dataset:       NumpyDataset"
+    assert table[1].startswith("sharding:      DATA: examples are read by number")
+    assert table[-2].split() == ["0", "0-3", "-", "4", "12", "0"]
+    assert table[-1].split() == ["1", "4-7", "-", "4", "8", "0"]
+    iterable = here["table of iterable"].splitlines()
+    assert iterable[-1].split() == ["1", "4-7", "-", "4", "?", "4"]
+    assert "each of 2 processes reads and decodes all of it" in iterable[1]
+    assert "a function made the datasets" in here["table of function"]
+    told, silent = (p.stderr for p in processes)
+    assert "tpudist: " not in silent
+    line = next(line for line in told.splitlines() if "DATA (examples are read by n" in line)
+    assert "process 0 has replicas 0-3, 4 examples of each step, 12 of an epoch; process" in line
+
+
+def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes():
+    program = (
+        COMMON
+        + """
+    def dataset_fn(context):
+        size = 21 if context.input_pipeline_id else 9
+        return NumpyDataset({"x": np.arange(1, size) + 100 * me, "y": (np.ones((size - 1, 2)),)}
+                            ).batch(2)
+
+    def make(prefetch=1):
+        options = InputOptions(experimental_per_replica_buffer_size=prefetch)
+        return strategy.distribute_datasets_from_function(dataset_fn, options)
+
+    whole = [ids(element["x"]) for element in make()]
+    found = []
+    for step in range(len(whole) + 1):
+        iterator = iter(make(step % 2))
+        for _ in range(step):
+            next(iterator)
+        state = iterator.get_state()
+        iterator.close()
+        resumed = iter(make())
+        resumed.set_state(state)
+        found.append([ids(element["x"]) for element in resumed])
+
+    def nothing_here(context):
+        some = [{"x": (np.full((2, 3), i + 1.0), None)} for i in range(5)]
+        return some if me else []
+
+    dry = [[x["x"][0].rows, ids(x["x"][0])]
+           for x in strategy.distribute_datasets_from_function(nothing_here)]
+    padding = [np.asarray(s.data).min().item()
+               for x in strategy.distribute_datasets_from_function(nothing_here)
+               for s in x["x"][0].array.addressable_shards]
+    differ = failure(lambda: strategy.distribute_datasets_from_function(
+        lambda _: [np.zeros((2, 3 + me))] * 4))
+    report([whole, found, state, dry, padding, differ])
+    """
+    )
+    here, there = (p.result for p in run_processes(program))
+    whole, found, state, dry, padding, differ = here
+    assert found == [whole[step:] for step in range(len(whole) + 1)]
+    assert state == there[2]
+    assert [rows for rows, _ in dry] == [[0, 0, 0, 0, 2, 2, 2, 2], [0, 0, 0, 0, 2, 0, 0, 0]]
+    assert [len(rows) for _, rows in dry] == [8, 2]
+    assert min(padding) == 1.0  # a real row of the other process, never zeros
+    assert differ == there[5]
+    assert differ[0] == "ValueError"
+    assert "float32[rows,3], process 1" in differ[1]

@@ -1,0 +1,392 @@
+"""Iterators that go on where others were: exactly, wherever that was, on any mesh."""
+
+import itertools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tpudist
+from tpudist import NumpyDataset, PerReplica
+from tpudist.input.dataset import DistributedDataset
+from tpudist.xla.mesh import make_mesh
+
+
+def _mesh(num_replicas):
+    return make_mesh(jax.devices()[:num_replicas])
+
+
+def _ids(element):
+    if not isinstance(element, PerReplica):
+        return np.asarray(element).tolist()
+    parts = zip(np.asarray(element.array), element.rows, strict=True)
+    return [int(x) for part, count in parts for x in part[:count]]
+
+
+def _through_json(state):
+    assert json.loads(json.dumps(state)) == state
+    return json.loads(json.dumps(state))
+
+
+def _distributed(dataset, num_replicas=2, **options):
+    return DistributedDataset(dataset, _mesh(num_replicas), **options)
+
+
+def _indexed():
+    return NumpyDataset(np.arange(22)).shuffle(5).batch(8).repeat(2)
+
+
+class Counter:
+    """Batches of an iterator that says itself where it is, as Grain's do."""
+
+    def __init__(self, log=None):
+        self._log = [] if log is None else log
+
+    def __iter__(self):
+        return _CounterIterator(self._log)
+
+
+class _CounterIterator:
+    def __init__(self, log):
+        self._log, self._next = log, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._next == 6:
+            raise StopIteration
+        self._log.append(self._next)
+        self._next += 1
+        return np.arange(4) + 4 * (self._next - 1)
+
+    def get_state(self):
+        return {"next": b"%d" % self._next, "of": np.int64(6)}
+
+    def set_state(self, state):
+        self._next = int(state["next"])
+
+
+SOURCES = {
+    "indexed": _indexed,
+    "list": lambda: [np.arange(4) + 4 * i for i in range(5)] + [np.arange(3) + 20],
+    "generator function": lambda: lambda: (np.arange(8) + 8 * i for i in range(6)),
+    "generator": lambda: (np.arange(8) + 8 * i for i in range(6)),
+    "with a state of its own": Counter,
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 8])
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_wherever_a_pass_is_left_a_new_iterator_goes_on_from_there(make, prefetch, num_replicas):
+    """In another process, perhaps: nothing but JSON and an equal dataset is handed over."""
+    reference = [_ids(x) for x in _distributed(make(), 4)]
+    assert len(reference) == 6
+    for step in range(len(reference) + 1):
+        iterator = iter(_distributed(make(), 2, prefetch=prefetch))
+        before = [_ids(x) for x in itertools.islice(iterator, step)]
+        state = _through_json(iterator.get_state())
+        assert (state["pass"], state["step"]) == (0, step)
+        iterator.close()
+        resumed = iter(_distributed(make(), num_replicas, prefetch=prefetch))
+        resumed.set_state(state)
+        assert resumed.get_state() == state
+        assert before + [_ids(x) for x in resumed] == reference
+        with pytest.raises(StopIteration):
+            next(resumed)
+
+
+@given(
+    num_rows=st.integers(1, 60),
+    global_batch=st.integers(1, 20),
+    seed=st.none() | st.integers(0, 3),
+    num_epochs=st.integers(1, 3),
+    drop=st.booleans(),
+    partial_batch=st.sampled_from(["pad", "shrink", "drop"]),
+    replicas=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
+    part=st.floats(0, 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_plan_no_example_is_missing_and_none_comes_twice(
+    num_rows, global_batch, seed, num_epochs, drop, partial_batch, replicas, part
+):
+    """Left anywhere, on any number of replicas, and gone on with on any other."""
+    global_batch = min(global_batch, num_rows)  # else there may be nothing to read
+    dataset = NumpyDataset(np.arange(num_rows))
+    dataset = dataset if seed is None else dataset.shuffle(seed)
+    dataset = dataset.batch(global_batch, drop_remainder=drop).repeat(num_epochs)
+    options: dict[str, Any] = {"partial_batch": partial_batch, "prefetch": 0}
+    reference = [_ids(x) for x in _distributed(dataset, 1, **options)]
+    before, after = replicas
+    iterator = iter(_distributed(dataset, before, **options))
+    taken = [_ids(next(iterator)) for _ in range(round(part * len(reference)))]
+    resumed = iter(_distributed(dataset, after, **options))
+    resumed.set_state(_through_json(iterator.get_state()))
+    assert taken + [_ids(x) for x in resumed] == reference
+
+
+def test_what_was_made_ahead_does_not_count():
+    made = []
+    iterator = iter(_distributed(Counter(made), prefetch=3))
+    next(iterator)
+    while len(made) < 4:
+        pass
+    assert iterator.get_state()["step"] == 1
+    assert iterator.get_state()["source"]["dataset"]["batches"] == 1
+
+
+def test_a_used_iterator_goes_back_and_forth():
+    for make in (_indexed, Counter):
+        iterator = iter(_distributed(make()))
+        states, elements = [iterator.get_state()], []
+        for element in iterator:
+            elements.append(_ids(element))
+            states.append(iterator.get_state())
+        for step in (4, 1, 6, 0, 2):
+            iterator.set_state(states[step])
+            assert [_ids(x) for x in iterator] == elements[step:]
+
+
+@pytest.mark.parametrize("step", [0, 2, 6])
+def test_the_passes_after_a_resumed_one_are_those_that_would_have_come(step):
+    """Also from the end of a pass, after its last element."""
+    dataset = _distributed(_indexed())
+    passes = [[_ids(x) for x in dataset] for _ in range(4)]
+    assert passes[1] != passes[2]
+    dataset = _distributed(_indexed())
+    next(iter(dataset))
+    iterator = iter(dataset)
+    for _ in range(step):
+        next(iterator)
+    resumed = _distributed(_indexed(), 8)
+    again = iter(resumed)
+    again.set_state(iterator.get_state())
+    assert [_ids(x) for x in again] == passes[1][step:]
+    assert [[_ids(x) for x in resumed] for _ in range(2)] == passes[2:]
+
+
+def test_a_dataset_without_end_is_resumed_in_its_later_epochs():
+    dataset = NumpyDataset(np.arange(10)).shuffle(1).batch(4).repeat()
+    iterator = iter(_distributed(dataset))
+    reference = [_ids(x) for x in itertools.islice(iterator, 20)]
+    iterator = iter(_distributed(dataset))
+    for _ in range(13):
+        next(iterator)
+    resumed = iter(_distributed(dataset, 4))
+    resumed.set_state(iterator.get_state())
+    assert [_ids(next(resumed)) for _ in range(7)] == reference[13:]
+
+
+def test_a_pass_resumed_at_its_partial_batch_keeps_the_shape_of_full_ones():
+    """Else the step would be compiled again, and rows be on other replicas."""
+    batches = [np.arange(8), np.arange(8, 16), np.arange(16, 22)]
+    iterator = iter(_distributed(batches))
+    next(iterator), next(iterator)
+    resumed = iter(_distributed(batches))
+    resumed.set_state(iterator.get_state())
+    element = next(resumed)
+    assert (element.array.shape, element.rows) == ((2, 4), (4, 2))
+
+
+def test_a_dropped_batch_is_not_forgotten():
+    batches = [np.arange(4), np.arange(3), np.arange(4) + 10, np.arange(4) + 20]
+    iterator = iter(_distributed(batches, partial_batch="drop"))
+    next(iterator), next(iterator)
+    resumed = iter(_distributed(batches, partial_batch="drop"))
+    resumed.set_state(iterator.get_state())
+    assert [_ids(x) for x in resumed] == [[20, 21, 22, 23]]
+
+
+def test_an_element_that_a_function_gave_back_has_not_been_taken():
+    """A call that finds too few elements takes none, and says so in the state."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    dataset = strategy.experimental_distribute_dataset(SOURCES["list"]())
+    iterator = iter(dataset)
+
+    @tpudist.function
+    def two_at_once(iterator):
+        one, other = next(iterator), next(iterator)
+        return strategy.run(lambda x, y: x[:1] + y[:1], (one, other))
+
+    with strategy.scope():
+        two_at_once(iterator), two_at_once(iterator)
+        next(iterator)
+        state = iterator.get_state()
+        with pytest.raises(StopIteration):
+            two_at_once(iterator)
+        assert iterator.get_state() == state
+        assert _ids(next(iterator)) == [20, 21, 22]
+        assert iterator.get_state()["step"] == 6
+
+
+def _of_replica(context):
+    i = context.input_pipeline_id
+    return [np.arange(3) + 100 * i + 3 * k for k in range(4 + 2 * i)]
+
+
+@pytest.mark.parametrize(
+    ("dataset_fn", "mode"),
+    [
+        (lambda _: NumpyDataset(np.arange(30)).shuffle(2).batch(4), "PER_WORKER"),
+        (lambda _: range(8), "PER_WORKER"),
+        (_of_replica, "PER_REPLICA"),
+    ],
+    ids=["batches", "scalars", "a dataset for each replica"],
+)
+def test_datasets_of_a_function_are_resumed(dataset_fn, mode):
+    """Padding included, so that what is computed is the same to the last bit."""
+    options = tpudist.InputOptions(experimental_replication_mode=tpudist.InputReplicationMode[mode])
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def make():
+        return strategy.distribute_datasets_from_function(dataset_fn, options)
+
+    reference = [x.array.tolist() for x in make()]
+    for step in range(len(reference) + 1):
+        iterator = iter(make())
+        for _ in range(step):
+            next(iterator)
+        resumed = iter(make())
+        resumed.set_state(_through_json(iterator.get_state()))
+        assert [x.array.tolist() for x in resumed] == reference[step:]
+
+
+def test_an_iterator_of_tensorflow_1_is_resumed():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        iterator = strategy.make_dataset_iterator(_indexed())
+    elements = [_ids(next(iterator)) for _ in range(3)]
+    state = iterator.get_state()
+    elements += [_ids(x) for x in iterator]
+    assert iterator.initializer is None
+    assert (iterator.get_state()["pass"], iterator.get_state()["step"]) == (1, 0)
+    iterator.set_state(state)
+    assert [_ids(x) for x in iterator] == elements[3:]
+
+
+def test_the_time_that_was_waited_is_counted():
+    import time
+
+    def slow():
+        for _ in range(3):
+            time.sleep(0.05)
+            yield np.zeros(4)
+
+    iterator = iter(_distributed(slow))
+    assert iterator.waited_s == 0
+    assert len(list(iterator)) == 3
+    assert 0.1 < iterator.waited_s < 10
+
+
+# States that are not fit.
+
+
+def _state():
+    iterator = iter(_distributed(_indexed()))
+    next(iterator)
+    return iterator.get_state()
+
+
+def test_a_state_of_other_data_is_refused_with_every_difference():
+    other = NumpyDataset(np.arange(23)).shuffle(6).batch(4, drop_remainder=True)
+    iterator = iter(_distributed(other))
+    with pytest.raises(ValueError, match="one of other data") as caught:
+        iterator.set_state(_state())
+    for difference in (
+        "'number of examples': 22 in the state, 23 here",
+        "'seed': 5 in the state, 6 here",
+        "'global batch size': 8 in the state, 4 here",
+        "'drops the remainder': False in the state, True here",
+        "'epochs of a pass': 2 in the state, 1 here",
+    ):
+        assert difference.replace("'", "") in str(caught.value).replace("'", "")
+    assert len(list(iterator)) == 5  # it stays where it was
+
+
+def test_a_state_of_another_kind_of_dataset_is_refused():
+    with pytest.raises(ValueError, match="kind: 'examples read by number' in the state, 'batches"):
+        iter(_distributed(SOURCES["list"]())).set_state(_state())
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    of_function = strategy.distribute_datasets_from_function(lambda _: _indexed())
+    with pytest.raises(ValueError, match="'batches of each replica' here"):
+        iter(of_function).set_state(_state())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda state: None, TypeError, "is a dict, but this is a NoneType"),
+        (lambda state: [1, 2], TypeError, "this is a list"),
+        (lambda state: {}, ValueError, "has no 'version', 'pass', 'step', 'source', 'plan'"),
+        (lambda state: state | {"version": 2}, ValueError, "has version 2, but this release"),
+        (lambda state: state | {"pass": -1}, ValueError, "'pass' is -1, not a whole number"),
+        (lambda state: state | {"pass": "x"}, ValueError, "'pass' is 'x'"),
+        (lambda state: state | {"step": 1.5}, ValueError, "'step' is 1.5"),
+        (lambda state: state | {"step": -3}, ValueError, "'step' is -3"),
+        (lambda state: state | {"source": None}, ValueError, "source is None"),
+        (lambda state: state | {"source": {"batches": -1}}, ValueError, "'batches' is -1"),
+        (lambda state: state | {"source": {"batches": True}}, ValueError, "'batches' is True"),
+        (lambda state: state | {"source": {"batches": 7}}, ValueError, "pass, which has 6"),
+        (lambda state: state | {"source": "here"}, ValueError, "'batches' is None"),
+        (lambda state: state | {"plan": 3}, ValueError, "one of other data"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(change, error, message):
+    dataset = _distributed(_indexed())
+    iterator = iter(dataset)
+    next(iterator)
+    before = iterator.get_state()
+    with pytest.raises(error, match=message):
+        iterator.set_state(change(_state()))
+    assert iterator.get_state() == before
+    assert len(list(iterator)) == 5
+    assert iter(dataset).get_state()["pass"] == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"rows": 2}, "it says None of the datasets of all processes"),
+        ({"rows": 2, "datasets": [[]]}, "process 0 reads 1. Take another"),
+        ({"rows": -1, "datasets": [[{"batches": 1}]]}, "'rows' is -1"),
+        ({"rows": 2, "datasets": [[{"batches": -1}]]}, "'batches' is -1"),
+        (["rows"], "'rows' is None"),
+    ],
+)
+def test_a_damaged_state_of_datasets_of_a_function_is_refused(source, message):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    iterator = iter(strategy.distribute_datasets_from_function(lambda _: [np.zeros(2)] * 4))
+    next(iterator)
+    with pytest.raises(ValueError, match=message):
+        iterator.set_state(iterator.get_state() | {"source": source})
+    assert len(list(iterator)) == 1
+
+
+def test_batches_that_cannot_be_read_again_are_missed():
+    iterator = iter(_distributed(SOURCES["list"]()))
+    list(iterator)
+    shorter = iter(_distributed(SOURCES["list"]()[:4]))
+    shorter.set_state(iterator.get_state())
+    with pytest.raises(ValueError, match="after 6 batches.*but now it gave 4"):
+        next(shorter)
+
+
+def test_a_generator_that_was_read_cannot_go_back():
+    iterator = iter(_distributed(SOURCES["generator"]()))
+    next(iterator)
+    with pytest.raises(ValueError, match="can be gone through once"):
+        iterator.set_state(iterator.get_state())
+
+
+def test_a_state_that_json_cannot_write_is_refused():
+    class Wrong(_CounterIterator):
+        def get_state(self):
+            return {"next": object()}
+
+    with pytest.raises(TypeError, match="Wrong returned .*cannot be written as JSON"):
+        next(iter(_distributed(Wrong([]))))

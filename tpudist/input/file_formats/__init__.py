@@ -1,0 +1,1 @@
+"""Readers of files of records, one module for each format."""

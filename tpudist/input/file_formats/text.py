@@ -1,0 +1,57 @@
+"""Text files, whose records are their lines."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tpudist.input.file_formats import byte_ranges
+from tpudist.input.file_formats.file import CannotRead, explained
+
+_CHUNK_BYTES = 1 << 22
+_NEWLINE = 10
+
+
+class TextFile:
+    """Lines of text in UTF-8, without their ends."""
+
+    def __init__(self, path: Path):
+        """Finds the lines of a file, all of which is read for it.
+
+        Raises:
+            CannotRead: It is not there, or not readable.
+        """
+        self._path = path
+        found, size = [np.zeros(1, np.int64)], 0
+        with explained(path), path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + size + 1)
+                size += len(chunk)
+        starts = np.concatenate(found)
+        # The last line may end with the file, without a newline.
+        self._starts = starts[starts < size]
+        self._ends = np.append(self._starts[1:], size)
+        self.num_records = len(self._starts)
+
+    def read(self, numbers: np.ndarray) -> list[str]:
+        """These lines.
+
+        Raises:
+            CannotRead: One is not UTF-8; names it.
+        """
+        lines = byte_ranges.read(self._path, self._starts[numbers], self._ends[numbers])
+        return [
+            self._text(number, bytes(line))
+            for number, line in zip(numbers.tolist(), lines, strict=True)
+        ]
+
+    def _text(self, number: int, line: bytes) -> str:
+        try:
+            return line.removesuffix(b"\n").removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise CannotRead(
+                f"Line {number + 1} of {self._path} is not text in UTF-8: {error.reason} at byte "
+                f"{error.start} of it. Convert the file, or give its format=."
+            ) from error
+
+    def close(self) -> None:
+        """Nothing is held open."""

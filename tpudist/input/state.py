@@ -1,0 +1,136 @@
+"""States of iterators: what stands in one, and whether it is fit for a dataset.
+
+A state holds numbers, texts, lists and dicts only, so that it can be written as JSON and read by
+people. It says where the next element is, and which plan of the data that is a position in.
+"""
+
+import base64
+import json
+from typing import Any, NamedTuple
+
+VERSION = 1
+_BYTES = "bytes in base64"
+
+
+class Position(NamedTuple):
+    """Where in the data an iterator is, after an element was given out.
+
+    Attributes:
+        pass_number: Which pass through the dataset.
+        step: How many elements of it were given out.
+        source: What the source of the data needs to go on from there; None at the beginning.
+    """
+
+    pass_number: int
+    step: int = 0
+    source: Any = None
+
+
+def written(position: Position, plan: dict[str, Any]) -> dict[str, Any]:
+    """The state that says `position` in data of this `plan`."""
+    return {
+        "version": VERSION,
+        "pass": position.pass_number,
+        "step": position.step,
+        "source": position.source,
+        "plan": plan,
+    }
+
+
+def read(state: Any, plan: dict[str, Any]) -> Position:
+    """The position that a state says, if it is one in data of this `plan`.
+
+    Raises:
+        TypeError: It is no dict.
+        ValueError: It is no state, or one of other data; names every difference.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"The state of an iterator is a dict, but this is a {type(state).__name__}. Give what "
+            f"get_state() returned."
+        )
+    missing = [key for key in ("version", "pass", "step", "source", "plan") if key not in state]
+    if missing:
+        raise ValueError(
+            f"This is not the state of an iterator: it has no {', '.join(map(repr, missing))}. "
+            f"Give what get_state() returned."
+        )
+    if state["version"] != VERSION:
+        raise ValueError(
+            f"The state has version {state['version']!r}, but this release of tpudist reads "
+            f"version {VERSION}. Resume with the release that wrote it."
+        )
+    found = state["plan"] if isinstance(state["plan"], dict) else {"kind": state["plan"]}
+    wanted = json.loads(json.dumps(plan))
+    different = [
+        f"{key}: {found.get(key, 'nothing')!r} in the state, {wanted.get(key, 'nothing')!r} here"
+        for key in {**wanted, **found}
+        if found.get(key, "nothing") != wanted.get(key, "nothing")
+    ]
+    if different:
+        raise ValueError(
+            f"The state is one of other data than this dataset's, so what it has read is not known "
+            f"here: {'; '.join(different)}. Make the dataset as it was when the state was taken, "
+            f"or begin anew without the state."
+        )
+    step, source = count(state, "step"), state["source"]
+    if (source is None) != (step == 0):
+        raise ValueError(
+            f"The state is damaged: it is one after {step} elements, but what it says of the "
+            f"source is {source!r}. Take another one."
+        )
+    return Position(count(state, "pass"), step, source)
+
+
+def count(state: Any, key: str) -> int:
+    """The number from 0 that a state has under `key`.
+
+    Raises:
+        ValueError: It has none.
+    """
+    value = state.get(key) if isinstance(state, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"The state is damaged: its {key!r} is {value!r}, not a whole number of at least 0. "
+            f"Take another one."
+        )
+    return value
+
+
+def of_iterator(iterator: Any) -> Any:
+    """What a user's iterator says of itself, in the words of JSON; later changes do not show.
+
+    Raises:
+        TypeError: It cannot be said in JSON.
+    """
+    given = iterator.get_state()
+    try:
+        return json.loads(json.dumps(given, default=_bytes_as_text))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"get_state() of the dataset's {type(iterator).__name__} returned {given!r}, which "
+            f"cannot be written as JSON: {error}. Return numbers, texts, bytes, lists and dicts."
+        ) from error
+
+
+def to_iterator(iterator: Any, said: Any) -> None:
+    """Sets a user's iterator to what `of_iterator` has said."""
+    iterator.set_state(_with_bytes(said))
+
+
+def _bytes_as_text(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
+        return value.item()
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+def _with_bytes(said: Any) -> Any:
+    if isinstance(said, list):
+        return [_with_bytes(x) for x in said]
+    if isinstance(said, dict):
+        if said.keys() == {_BYTES}:
+            return base64.b64decode(said[_BYTES])
+        return {key: _with_bytes(x) for key, x in said.items()}
+    return said
