@@ -30,7 +30,7 @@ SURFACE: dict[str, list[str]]
 STILL_TO_COME: list[str]
 SURFACE, STILL_TO_COME = json.loads(DATA.read_text()).values()
 
-NUM_STILL_TO_COME = 46
+NUM_STILL_TO_COME = 33
 
 
 def is_offered(dotted: str) -> bool:

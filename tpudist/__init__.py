@@ -1,6 +1,6 @@
 """The programming model of `tf.distribute` on JAX: write the step for one replica."""
 
-from tpudist import cluster_resolver, compat, errors, experimental
+from tpudist import checkpoint, cluster_resolver, compat, errors, experimental
 from tpudist.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -31,6 +31,7 @@ from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tpudist.strategies.one_device import OneDeviceStrategy
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.strategy import Strategy
+from tpudist.train_state import TrainState
 from tpudist.values import DistributedValues, Mirrored, PerReplica
 from tpudist.variables import Variable
 from tpudist.xla.compile import CompileRecord, compile_log
@@ -64,9 +65,11 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
+    "TrainState",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "checkpoint",
     "cluster_resolver",
     "compat",
     "compile_log",

@@ -10,6 +10,7 @@ from tpudist.communication import (
 from tpudist.deprecated_strategies import MultiWorkerMirroredStrategy, TPUStrategy
 from tpudist.device_assignment import DeviceAssignment, DeviceOrderMode
 from tpudist.options import ValueContext
+from tpudist.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
 from tpudist.strategies.central_storage import CentralStorageStrategy
 from tpudist.topology_proto import HardwareFeature
 from tpudist.tpu_topology import Topology
@@ -27,8 +28,11 @@ __all__ = [
     "DeviceOrderMode",
     "HardwareFeature",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
     "TPUStrategy",
     "TPUSystemMetadata",
+    "TerminationConfig",
     "Topology",
     "ValueContext",
     "initialize_tpu_system",

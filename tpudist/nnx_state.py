@@ -74,6 +74,22 @@ class Binding:
             for v, x in zip(self.variables, self._bare, strict=True)
         ]
 
+    def write_value(self, index: int, value: Any) -> None:
+        """Replaces one raw value, in place."""
+        variable = self.variables[index]
+        if variable is not None:
+            write([variable], [value])
+            return
+        node, *parts = self.paths[index]
+        node = self._roots[node]()
+        for part in parts[:-1]:
+            node = getattr(node, part) if _is_attribute(node, part) else node[part]
+        if _is_attribute(node, parts[-1]):
+            setattr(node, parts[-1], value)
+        else:
+            node[parts[-1]] = value
+        self._bare[index] = value
+
     def aggregation(self, index: int) -> VariableAggregation | None:
         """How a Variable that differs between replicas becomes one; None if it must not differ."""
         variable = self.variables[index]
@@ -105,6 +121,11 @@ class Binding:
             return None
         # In tree mode the leaves are the Variables themselves.
         return [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
+
+
+def _is_attribute(node: Any, part: Any) -> bool:
+    """Whether a part of a path is an attribute: the items of an `nnx.List` have numbers."""
+    return isinstance(node, nnx.Pytree) and isinstance(part, str)
 
 
 def _parsed(aggregation: Any, variable: nnx.Variable) -> VariableAggregation:

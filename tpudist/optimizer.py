@@ -91,6 +91,22 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += 1
         return updates
 
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Makes the optimizer's slots for `variables`, if `apply_gradients` has not done so.
+
+        So that they can be restored from a checkpoint before the first step. As
+        `tf.keras.optimizers.Optimizer.build`.
+
+        Args:
+            variables: The Variables that `apply_gradients` will be given, in that order.
+        """
+        variables = list(variables)
+        self.slots.of(self.tx, _unique_names(variables), variables)
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        """What a checkpoint saves besides the NNX state: the slots for Variables."""
+        return {} if self.has_model else {"slots": self.slots.state()}
+
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], name: str | None = None
     ) -> None:
@@ -161,6 +177,10 @@ class _Slots:
 
     def variables(self) -> list[Variable]:
         return jax.tree.leaves(self._tree, is_leaf=_is_variable)
+
+    def state(self) -> PyTree:
+        """The optimizer state, with Variables for arrays; None before they are made."""
+        return self._tree
 
     def of(self, tx: Any, names: list[str], variables: list[Variable]) -> PyTree:
         """The slots for `variables`, made at the first call."""

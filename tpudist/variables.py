@@ -21,17 +21,17 @@ from tpudist.component import Component
 from tpudist.operators import ReadsAsArray
 from tpudist.options import warn_if_given, warn_of_op_arguments
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from tpudist.saved import SavedInCheckpoints
 from tpudist.scatter import ScatterUpdates
 from tpudist.values import DistributedValues, LocalPart, PerReplica, local_part
 from tpudist.xla import collectives, placement
 from tpudist.xla.compile import at_once, is_traced, tracing_nothing
 
 _names = itertools.count()
-_NONE, _SUM = VariableAggregation.NONE, VariableAggregation.SUM
-_FIRST = VariableAggregation.ONLY_FIRST_REPLICA
+_NONE, _, _SUM, _FIRST = VariableAggregation
 
 
-class Variable(ReadsAsArray, ScatterUpdates, DistributedValues):
+class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValues):
     """A value that is kept from step to step, where the strategy in scope puts it.
 
     In a replica function reads give this replica's value. What replicas assign to a mirrored

@@ -1,0 +1,136 @@
+"""Checkpoints of several processes: one directory, and what one of them finds all of them know."""
+
+import warnings
+
+import pytest
+
+import tpudist
+from checkpoint_program import digest, make_state
+from processes import run_processes
+from tpudist.checkpoint import CheckpointManager
+
+pytestmark = pytest.mark.multiprocess
+
+PROGRAM = """
+    import resource, signal, sys, time, warnings
+    import jax, numpy as np, tpudist
+    from jax.sharding import PartitionSpec
+    from checkpoint_program import digest, make_state
+    from processes import report
+    from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+
+    tpudist.emulate()
+    tpudist.MultiWorkerMirroredStrategy()
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 4})
+    from_one, to_one, faulty = sys.argv[1:]
+    found = {}
+
+    # What one process has saved; its newest is damaged.
+    state = make_state(strategy, 7)
+    manager = CheckpointManager(state, from_one)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = manager.restore_or_initialize()
+    found["restored"] = digest(state)
+    found["path"] = path
+    found["warned"] = [str(x.message) for x in caught]
+
+    # For one process.
+    state = make_state(strategy, 8)
+    with CheckpointManager(state, to_one) as manager:
+        manager.save()
+        manager.save(9)
+    found["saved"] = digest(state)
+    found["problems"] = manager.verify(9)
+
+    # One of them cannot write its part: here the disk is as good as full.
+    rows = np.random.default_rng(0).random((8, 1_000_000), np.float32)
+    split = jax.sharding.NamedSharding(strategy.mesh, PartitionSpec(("replica", "fsdp")))
+    checkpoint = Checkpoint(x=jax.make_array_from_callback(rows.shape, split, rows.__getitem__))
+    manager = CheckpointManager(checkpoint, faulty)
+    manager.save(1)
+    manager.wait()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if jax.process_index() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
+    manager.save(2)
+    start = time.monotonic()
+    try:
+        manager.wait()
+    except CheckpointError as error:
+        found["error"] = str(error)
+    found["waited_s"] = time.monotonic() - start
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    found["steps"] = manager.steps
+    checkpoint.x = checkpoint.x * np.nan
+    try:
+        manager.save(3)
+    except CheckpointError as error:
+        found["nan"] = str(error)
+    checkpoint.x = jax.numpy.ones_like(checkpoint.x)
+    manager.save(3)
+    manager.close()
+    found["steps"] = [found["steps"], manager.steps, manager.verify(3)]
+    report(found)
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    saved = {}
+    for seed in (3, 4):
+        state = make_state(tpudist.MirroredStrategy(), seed)
+        saved[seed] = digest(state)
+        with CheckpointManager(state, folder / "from_one") as manager:
+            manager.save()
+    (folder / "from_one" / "4" / "state" / "_METADATA").write_text("damaged")
+    names = [str(folder / name) for name in ("from_one", "to_one", "faulty")]
+    return folder, saved, [x.result for x in run_processes(PROGRAM, args=names)]
+
+
+def test_two_processes_restore_what_one_has_saved(finished):
+    folder, saved, results = finished
+    for result in results:
+        assert result["path"] == str(folder / "from_one" / "3")
+        assert result["restored"] == saved[3]
+
+
+def test_all_processes_are_told_of_a_damaged_file(finished):
+    _, _, results = finished
+    for result in results:
+        (warned,) = result["warned"]
+        assert "state/_METADATA: has 7 bytes" in warned
+        assert "The checkpoint of step 3 is used instead" in warned
+
+
+@pytest.mark.parametrize("make", [tpudist.OneDeviceStrategy, tpudist.MirroredStrategy])
+def test_one_process_restores_what_two_have_saved(finished, make):
+    folder, _, results = finished
+    state = make_state(make(), 1)
+    manager = CheckpointManager(state, folder / "to_one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.restore_or_initialize()
+    assert manager.steps == [8, 9]
+    assert digest(state) == results[0]["saved"] == results[1]["saved"]
+    assert results[0]["problems"] == results[1]["problems"] == []
+
+
+def test_a_process_that_cannot_write_fails_the_save_of_all_at_once(finished):
+    """Else the others would wait for it, and each process think of another newest step."""
+    _, _, results = finished
+    here, there = results
+    assert "could not be saved" in here["error"]
+    assert "process 1: " in here["error"]
+    assert "The last one is of step 1." in here["error"]
+    assert "could not be saved" in there["error"]
+    for result in results:
+        assert result["waited_s"] < 30
+        assert result["nan"].startswith("Step 3 was not saved: 1 arrays hold NaN")
+        assert result["steps"] == [[1], [1, 3], []]
+
+
+def test_what_the_failed_save_has_written_is_gone(finished):
+    folder, _, _ = finished
+    assert sorted(x.name for x in (folder / "faulty").iterdir()) == ["1", "3"]

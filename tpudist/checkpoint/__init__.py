@@ -1,0 +1,11 @@
+"""Checkpoints: state that outlives the program, whole or not at all, on any mesh.
+
+As `tf.train.Checkpoint` and `tf.train.CheckpointManager`, on Orbax.
+"""
+
+from tpudist.checkpoint.checkpoint import Checkpoint
+from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.manager import CheckpointManager
+from tpudist.checkpoint.matching import RestoreReport
+
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointManager", "RestoreReport"]

@@ -1,0 +1,93 @@
+"""The directory of a run: one directory per step in it, and what unfinished writes have left."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+from tpudist.checkpoint import manifest
+from tpudist.checkpoint.errors import CheckpointError
+
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+DAMAGED_SUFFIX = ".damaged"
+_COMMITTED = "commit_success.txt"
+
+
+class Directory:
+    """The steps below a path, local or of an object store such as `gs://bucket/run`."""
+
+    def __init__(self, path: Any):
+        """At `path`, which need not be there."""
+        text = os.fspath(path)
+        self.is_remote = manifest.is_remote(text)
+        if not self.is_remote:
+            text = os.path.abspath(os.path.expanduser(text))
+        self.path = epath.Path(text)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def steps(self) -> list[int]:
+        """The numbers of the steps that were committed, ascending."""
+        return sorted(int(x.name) for x in self._entries() if self._is_step(x))
+
+    def step(self, number: int) -> epath.Path:
+        """The path of a step."""
+        return self.path / str(number)
+
+    def being_written(self, number: int) -> epath.Path:
+        """Where a step is while it is written: stores without a rename have no other place."""
+        temporary = self.path / f"{number}{TEMPORARY_SUFFIX}"
+        return temporary if temporary.exists() else self.step(number)
+
+    def make(self, number: int) -> None:
+        """Makes sure that a step could be written here.
+
+        Raises:
+            CheckpointError: It could not.
+        """
+        try:
+            if self.path.exists() and not self.path.is_dir():
+                raise NotADirectoryError("it is a file")
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self.is_remote:
+                trial = self.path / f"{number}{TEMPORARY_SUFFIX}"
+                trial.mkdir()
+                trial.rmdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"Step {number} cannot be saved: {self.path} is no directory that can be written "
+                f"to ({error}). Give CheckpointManager a directory that can be, or make room."
+            ) from error
+
+    def remove(self, number: int) -> None:
+        """Removes a step."""
+        self.step(number).rmtree()
+
+    def set_aside(self, number: int) -> epath.Path:
+        """Renames a damaged step, so that its number is free."""
+        aside = self.path / f"{number}{DAMAGED_SUFFIX}"
+        if aside.exists():
+            aside.rmtree()
+        return self.step(number).rename(aside)
+
+    def remove_unfinished(self) -> Sequence[str]:
+        """Removes what writes that did not finish have left; returns the names of it."""
+        removed = []
+        for x in self._entries():
+            name, _, rest = x.name.partition(TEMPORARY_SUFFIX)
+            temporary = x.name != name and name.isdigit() and not rest
+            unfinished = self.is_remote and x.name.isdigit() and not self._is_step(x)
+            if temporary or unfinished:
+                x.rmtree(missing_ok=True)
+                removed.append(x.name)
+        return removed
+
+    def _entries(self) -> list[epath.Path]:
+        return list(self.path.iterdir()) if self.path.is_dir() else []
+
+    def _is_step(self, x: epath.Path) -> bool:
+        # A rename commits a local step; in object stores a file does, which comes last.
+        committed = not self.is_remote or (x / _COMMITTED).exists()
+        return x.name.isdigit() and str(int(x.name)) == x.name and x.is_dir() and committed

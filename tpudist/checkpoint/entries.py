@@ -1,0 +1,294 @@
+"""What is in the objects of a checkpoint: arrays, keys, numbers and positions, each by its name.
+
+Names come from paths: attribute names, dict keys and positions, joined by dots. Nothing here reads
+an array's contents, so objects whose arrays have been donated can still be restored.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist import nnx_state
+from tpudist.variables import Variable
+
+Path = tuple[str, ...]
+
+ARRAY, KEY, VALUE, STATE = "array", "random key", "value", "state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One thing that is saved, and where it is.
+
+    Attributes:
+        path: Its name, in parts.
+        kind: `ARRAY`, `KEY` (typed random keys), `VALUE` (a Python number, bool or string) or
+            `STATE` (the position of an iterator).
+        shape: Of an array or of keys.
+        dtype: Name of the dtype, of the keys' implementation, or of the value's type.
+        variable_type: The type of the NNX Variable that holds it, if one does.
+        sharding: Where it lives; None on the host, or on no device in particular.
+        on_host: Whether it is a numpy array.
+        read: Gives it.
+        write: Takes another in its place; in force once all have been written, see `Found.finish`.
+    """
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    variable_type: type | None = None
+    sharding: jax.sharding.Sharding | None = None
+    on_host: bool = False
+
+    @property
+    def name(self) -> str:
+        """The path, for people and for JSON."""
+        return joined(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.name} {described(self.kind, self.shape, self.dtype)}"
+
+
+def joined(path: Iterable[str]) -> str:
+    """The name of a path; different paths have different names."""
+    return ".".join(_escaped(part) for part in path)
+
+
+def _escaped(part: str) -> str:
+    # The parts become names of files and of objects in a store.
+    for char in "%./\\":
+        part = part.replace(char, f"%{ord(char):02X}")
+    return part or "%"
+
+
+def described(kind: str, shape: Iterable[int], dtype: str) -> str:
+    """What something is, in a few characters: `float32[3,4]`."""
+    if kind in (ARRAY, KEY):
+        return f"{'key ' if kind == KEY else ''}{dtype}[{','.join(map(str, shape))}]"
+    return dtype
+
+
+class Found:
+    """The entries of some objects.
+
+    Attributes:
+        entries: In the order of the objects.
+        aliases: The other names of what has several, with the name that it is saved by.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], replace: Callable[[str, Any], None]):
+        """Looks into `objects`, by name.
+
+        Args:
+            objects: NNX objects, Variables, pytrees of arrays and Python values, what has
+                `get_state` and `set_state`, and trees of all of these. None is nothing.
+            replace: Called by `finish` with the name and the new tree, of trees of arrays and
+                values.
+
+        Raises:
+            TypeError: An object is, or holds, something that is none of these; names all of them.
+        """
+        self.entries: list[Entry] = []
+        self.aliases: dict[str, str] = {}
+        self._seen: dict[int, str] = {}
+        self._keep: list[Any] = []  # so that ids stay those of these objects
+        self._states: list[Callable[[], None]] = []
+        self._finish: list[Callable[[], None]] = []
+        self._refused: list[str] = []
+        for name, x in objects.items():
+            self._add((name,), x, _Replacing(replace, name))
+        if self._refused:
+            listed = "\n".join(f"  {line}" for line in self._refused)
+            raise TypeError(
+                f"A checkpoint was given what it cannot save:\n{listed}\nIt takes NNX modules, "
+                f"optimizers and Rngs, Variables, arrays, Python numbers, bools and strings, "
+                f"objects with get_state() and set_state(), and pytrees of these."
+            )
+
+    def finish(self) -> None:
+        """Puts what has been written where it belongs.
+
+        First the positions, which may be refused: then the arrays are as they were.
+        """
+        for finish in (*self._states, *self._finish):
+            finish()
+
+    def _add(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
+        if x is None:
+            return
+        if isinstance(x, nnx_state.OBJECT_TYPES):
+            self._add_nnx(path, x)
+        elif isinstance(x, Variable):
+            self._add_variable(path, x)
+        elif isinstance(x, Container):
+            for name, inner in x.checkpoint_objects().items():
+                self._add((*path, name), inner, _Replacing(x.replace_object, name))
+        elif has_state(x):
+            write = _Deferred(x.set_state, self._states)
+            self.entries.append(Entry(path, STATE, (), type(x).__name__, x.get_state, write))
+        else:
+            self._add_tree(path, x, replace)
+
+    def _add_nnx(self, path: Path, x: Any) -> None:
+        binding = nnx_state.Binding((x,))
+        for index, (variable, value) in enumerate(
+            zip(binding.variables, binding.values(), strict=True)
+        ):
+            inner = (*path, *map(str, binding.paths[index][1:]))
+            if variable is not None and self._is_known(variable, inner):
+                continue
+            kind = None if variable is None else type(variable)
+            self._add_leaves(inner, value, _NnxCell(binding, index), kind)
+        # Of the type: an `nnx.Rngs` makes up a stream for any attribute that it is asked for.
+        if hasattr(type(x), "checkpoint_objects"):
+            for name, inner in x.checkpoint_objects().items():
+                self._add((*path, name), inner, None)
+
+    def _add_variable(self, path: Path, variable: Variable) -> None:
+        if self._is_known(variable, path):
+            return
+        shape, dtype, sharding = variable.saved_as()
+        what = jax.ShapeDtypeStruct(shape, dtype)
+        write = _Deferred(variable.restore, self._finish)
+        self._add_array(path, what, sharding, variable.saved, write)
+
+    def _add_tree(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
+        self._add_leaves(path, x, replace, None)
+
+    def _add_leaves(
+        self, path: Path, tree: Any, replace: Callable[[Any], None] | None, kind: type | None
+    ) -> None:
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
+        cell = _Cell([x for _, x in flat], treedef, replace)
+        for index, (keys, x) in enumerate(flat):
+            inner = (*path, *map(key_name, keys))
+            write = _Writing(cell, index)
+            if _is_object(x):
+                self._add(inner, x, None)
+            elif isinstance(x, jax.Array):
+                sharding = x.sharding if x.committed else None
+                self._add_array(inner, x, sharding, _Reading(cell, index), write, kind)
+            elif isinstance(x, np.ndarray | np.generic) and x.dtype != object:
+                shape, dtype = x.shape, x.dtype.name
+                read = _Reading(cell, index)
+                self.entries.append(
+                    Entry(inner, ARRAY, shape, dtype, read, write, kind, on_host=True)
+                )
+            elif isinstance(x, bool | int | float | str):
+                read = _Reading(cell, index)
+                self.entries.append(Entry(inner, VALUE, (), type(x).__name__, read, write, kind))
+            else:
+                self._refused.append(f"{joined(inner)}: {type(x).__module__}.{type(x).__name__}")
+        self._finish.append(cell.finish)
+
+    def _add_array(self, path: Path, x: Any, sharding, read, write, kind=None) -> None:
+        key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        dtype = str(jax.random.key_impl(x)) if key else np.dtype(x.dtype).name
+        self.entries.append(
+            Entry(path, KEY if key else ARRAY, tuple(x.shape), dtype, read, write, kind, sharding)
+        )
+
+    def _is_known(self, x: Any, path: Path) -> bool:
+        known = self._seen.setdefault(id(x), joined(path))
+        self._keep.append(x)
+        if known != joined(path):
+            self.aliases[joined(path)] = known
+            return True
+        return False
+
+
+class Container:
+    """What has objects by name, as a `Checkpoint` has."""
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        """The objects, by name."""
+        raise TypeError(f"{type(self).__name__} does not say which objects it has.")
+
+    def replace_object(self, name: str, x: Any) -> None:
+        """Takes another object for this name."""
+        setattr(self, name, x)
+
+
+def has_state(x: Any) -> bool:
+    """Whether `x` says and takes its position, as iterators do."""
+    return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, (*nnx_state.OBJECT_TYPES, Variable, Container)) or has_state(x)
+
+
+def key_name(key: Any) -> str:
+    """The name of one step of a path in a tree, of JAX's `KeyPath`."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+@dataclasses.dataclass
+class _Cell:
+    """A tree that is replaced as a whole."""
+
+    leaves: list[Any]
+    treedef: Any
+    replace: Callable[[Any], None] | None
+    changed: bool = False
+
+    def finish(self) -> None:
+        if self.changed and self.replace is not None:
+            self.replace(self.treedef.unflatten(self.leaves))
+
+
+@dataclasses.dataclass
+class _Reading:
+    cell: _Cell
+    index: int
+
+    def __call__(self) -> Any:
+        return self.cell.leaves[self.index]
+
+
+@dataclasses.dataclass
+class _Writing:
+    cell: _Cell
+    index: int
+
+    def __call__(self, value: Any) -> None:
+        self.cell.leaves[self.index] = value
+        self.cell.changed = True
+
+
+@dataclasses.dataclass
+class _Deferred:
+    """Takes a value, and hands it on when all have been taken."""
+
+    hand_on: Callable[[Any], None]
+    later: list[Callable[[], None]]
+
+    def __call__(self, value: Any) -> None:
+        self.later.append(lambda: self.hand_on(value))
+
+
+@dataclasses.dataclass
+class _Replacing:
+    replace: Callable[[str, Any], None]
+    name: str
+
+    def __call__(self, x: Any) -> None:
+        self.replace(self.name, x)
+
+
+@dataclasses.dataclass
+class _NnxCell:
+    binding: nnx_state.Binding
+    index: int
+
+    def __call__(self, value: Any) -> None:
+        self.binding.write_value(self.index, value)

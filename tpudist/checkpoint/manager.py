@@ -1,0 +1,385 @@
+"""CheckpointManager: saves a state every so often, and finds the newest one that is whole."""
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tpudist import context
+from tpudist.checkpoint import entries
+from tpudist.checkpoint.background import Barrier
+from tpudist.checkpoint.contents import gather, notes_of, refuse_not_finite, restore
+from tpudist.checkpoint.directory import Directory
+from tpudist.checkpoint.entries import Container
+from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.history import History
+from tpudist.checkpoint.interval import Interval, as_int
+from tpudist.checkpoint.matching import RestoreReport
+from tpudist.checkpoint.retention import Retention
+from tpudist.checkpoint.saver import Saver, finish_other
+from tpudist.options import warn_if_given
+from tpudist.xla.coordination import TIMEOUT_S, Channel
+
+_names = itertools.count()
+
+
+class CheckpointManager:
+    """Keeps the checkpoints of one run in a directory, one subdirectory per step.
+
+        with CheckpointManager(checkpoint, "runs/a", max_to_keep=3) as manager:
+            manager.restore_or_initialize()
+            for batch in batches:
+                ...
+                manager.save(step)
+
+    A checkpoint is all there or not there: whatever moment the program is killed at, the next one
+    finds the newest complete state. Each file's checksum is verified before anything is restored; a
+    damaged checkpoint is skipped with a warning, and the one before it used. Values are restored to
+    where the objects are now: the mesh may be another one than when they were saved.
+
+    All processes must make the same managers and call the same methods in the same order. As
+    `tf.train.CheckpointManager`, except that numbers are steps, and saves go on in the background.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Container,
+        directory: Any,
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str | None = None,
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        *,
+        keep_period: int | None = None,
+        best: tuple[str, str] | None = None,
+        asynchronous: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        """A manager of `checkpoint` in `directory`, which is made when the first step is saved.
+
+        Args:
+            checkpoint: A `Checkpoint` or `TrainState`.
+            directory: A local path, or one of an object store that Orbax writes to, such as
+                `gs://bucket/run`. All processes must see the same files in it.
+            max_to_keep: How many of the newest to keep; None keeps all.
+            keep_checkpoint_every_n_hours: Keep one of every so many hours as well.
+            checkpoint_name: For `tf.train.CheckpointManager`: checkpoints are named by numbers.
+            step_counter: What counts steps, for `checkpoint_interval`: a Variable, or any number;
+                by default the checkpoint's `step`.
+            checkpoint_interval: How many steps there are at least from one save to the next.
+            init_fn: What `restore_or_initialize` calls if there is no checkpoint.
+            keep_period: Keep those whose number is a multiple of this as well.
+            best: A metric given to `save`, and `"min"` or `"max"`: keep the best by it as well.
+            asynchronous: Whether `save` returns as soon as the state has been copied.
+            timeout_s: How long one save may take, waiting for other processes included.
+
+        Raises:
+            TypeError: `checkpoint` is none.
+            ValueError: A number is out of range, or `checkpoint_interval` has nothing to count.
+            CheckpointError: `directory` is a file.
+        """
+        if not isinstance(checkpoint, Container):
+            raise TypeError(
+                f"CheckpointManager was given a {type(checkpoint).__name__} to save. Put it in a "
+                f"Checkpoint, which gives it a name: Checkpoint(model=...)."
+            )
+        warn_if_given(
+            "CheckpointManager(checkpoint_name", checkpoint_name, "checkpoints are named by numbers"
+        )
+        self.checkpoint = checkpoint
+        self.retention = Retention(
+            max_to_keep,
+            keep_period,
+            None if keep_checkpoint_every_n_hours is None else keep_checkpoint_every_n_hours * 3600,
+            best,
+        )
+        self.checkpoint_interval = checkpoint_interval
+        self._interval = Interval(checkpoint_interval, step_counter, checkpoint)
+        self.restored: RestoreReport | None = None
+        # Saved beside the objects, and restored if there: a program without them is none the worse.
+        self.notes: dict[str, int] = {}
+        self._init_fn = init_fn
+        self._asynchronous = asynchronous
+        self._timeout_s = timeout_s
+        self._files = Directory(directory)
+        if self._files.path.exists() and not self._files.path.is_dir():
+            raise CheckpointError(
+                f"Checkpoints were to be kept in {self._files}, which is a file. Give a directory."
+            )
+        number = next(_names)
+        self._channel = Channel(f"checkpoint/{number}")
+        self._history = History(self._files, self._channel, timeout_s)
+        self._saver = Saver(
+            self._files,
+            self._history,
+            self.retention,
+            Barrier(f"checkpoint/{number}/writing"),
+            timeout_s,
+        )
+        self._is_clean = False
+        self._is_open = True
+
+    # What there is.
+
+    @property
+    def directory(self) -> str:
+        """The path of the directory."""
+        return str(self._files)
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the checkpoints there are, ascending; not verified."""
+        return self._history.steps()
+
+    @property
+    def latest_step(self) -> int | None:
+        """The highest of them."""
+        return self._history.latest()
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of the checkpoints, oldest first. As `tf.train.CheckpointManager`."""
+        return [str(self._files.step(step)) for step in self.steps]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest, or None. As `tf.train.CheckpointManager`."""
+        return (self.checkpoints or [None])[-1]
+
+    @property
+    def best_step(self) -> int | None:
+        """The number of the best checkpoint by the metric, or None; not verified."""
+        best = self.retention.best_steps(self._history.metrics())
+        return best[0] if best else None
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The path of the best checkpoint by the metric, or None."""
+        step = self.best_step
+        return None if step is None else str(self._files.step(step))
+
+    def verify(self, step: int) -> list[str]:
+        """What is wrong with the files of a checkpoint, one line each; nothing if it is whole."""
+        return self._history.verify(step)
+
+    # Saving.
+
+    def save(
+        self,
+        checkpoint_number: int | None = None,
+        check_interval: bool = True,
+        options: Any = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+        allow_nan: bool = False,
+    ) -> str | None:
+        """Saves the checkpoint's objects as they are now.
+
+        Returns when their arrays have been copied; they may be changed and donated then. The rest
+        goes on in the background, and what fails there is raised by the next call of `save`,
+        `check`, `wait` or `close`. An earlier save is waited for.
+
+        Args:
+            checkpoint_number: The number of the step; by default the checkpoint's `step`, or else
+                one more than the newest has.
+            check_interval: Whether to heed `checkpoint_interval`.
+            options: For `tf.train.CheckpointManager`.
+            metrics: Numbers to keep with it, such as those that `best` goes by.
+            force: As `check_interval=False`.
+            allow_nan: Whether to save arrays that hold NaN or infinities.
+
+        Returns:
+            The path that the checkpoint will have; None if it is not time yet.
+
+        Raises:
+            CheckpointError: There is a checkpoint of that number; the directory cannot be written;
+                arrays hold NaN or infinities, or have been donated; or an earlier save failed.
+            TypeError: There is an object that cannot be saved.
+
+        As `tf.train.CheckpointManager.save`.
+        """
+        warn_if_given("CheckpointManager.save(options", options, "Orbax's defaults are used")
+        context.require_cross_replica("CheckpointManager.save")
+        self._require_open()
+        if check_interval and not force and not self._interval.is_over(self.latest_step):
+            return None
+        self.wait()
+        step = self._number(checkpoint_number)
+        found = self._found()
+        arrays, contents = gather(found, step, self._checked_metrics(metrics))
+        contents["notes"] = dict(self.notes)
+        if not allow_nan:
+            refuse_not_finite(found, arrays, step, self.latest_step)
+        self._prepare(step)
+        self._saver.begin(step, arrays, contents)
+        self._interval.begin()
+        if not self._asynchronous:
+            self.wait()
+        return str(self._files.step(step))
+
+    def check(self) -> None:
+        """Raises what went wrong in a save that has ended since; returns at once.
+
+        Raises:
+            CheckpointError: The last save failed; says which, why, and which good one there is.
+        """
+        self._saver.check()
+
+    def wait(self) -> None:
+        """Waits until the save that goes on has ended, in all processes.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Waits for the save that goes on; then nothing more can be saved.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._is_open = False
+        self._saver.close()
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failure:  # the error of the block is the one to see
+            warnings.warn(str(failure), stacklevel=2)
+
+    def _checked_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        numbers = {str(name): float(x) for name, x in (metrics or {}).items()}
+        best = self.retention.best
+        if metrics is not None and best is not None and best[0] not in numbers:
+            raise ValueError(
+                f"The best checkpoint is to be found by {best[0]!r}, but metrics has "
+                f"{', '.join(map(repr, numbers)) or 'nothing'}. Give that one too."
+            )
+        return numbers
+
+    def _prepare(self, step: int) -> None:
+        """Makes room for a new step; in all processes the same comes of it."""
+        finish_other(self.directory)
+        problem = ""
+        if jax.process_index() == 0:
+            try:
+                if not self._is_clean:
+                    self._files.remove_unfinished()
+                    self._is_clean = True
+                self._history.make_room(step)
+            except CheckpointError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"Step {step} cannot be saved to {self._files}: {error}"
+        problem = self._history.agreed(problem)
+        self._history.pardon()
+        if problem:
+            raise CheckpointError(problem)
+
+    def _number(self, asked: Any) -> int:
+        if asked is None:
+            asked = getattr(self.checkpoint, "step", None)
+        if asked is None:
+            return self._history.agreed(self.latest_step or 0) + 1
+        number = as_int(asked)
+        if number is None or number < 0:
+            raise ValueError(f"checkpoint_number is {asked!r}. Give a whole number from 0.")
+        return number
+
+    # Restoring.
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint that is whole; if there is none at all, calls `init_fn`.
+
+        Returns:
+            The path of the checkpoint, or None.
+
+        Raises:
+            CheckpointError: There are checkpoints, but none is whole; or it does not fit the
+                objects. Training never starts anew in silence.
+
+        As `tf.train.CheckpointManager.restore_or_initialize`.
+        """
+        self._wait_for_all()
+        if not self._history.agreed(self._files.steps()):
+            if self._init_fn is not None:
+                self._init_fn()
+            return None
+        return self.restore().path
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        only: Sequence[str | type] | None = None,
+        exclude: Sequence[str | type] = (),
+        rename: Mapping[str, str] | None = None,
+        cast: bool = False,
+        verify: bool = True,
+    ) -> RestoreReport:
+        """Restores the objects from a checkpoint, in place; or a part of them.
+
+        Each array goes to where the object's present array is, or was before it was donated.
+
+        Args:
+            step: Its number; by default the newest that is whole.
+            only: What of the objects to restore: names such as `"model.layer"`, which stand for all
+                below, or types of NNX Variables such as `nnx.Param`. What else the checkpoint has
+                is left in it.
+            exclude: What not to, likewise.
+            rename: Other names: of what is in the checkpoint, the name here.
+            cast: Whether to convert arrays to the dtypes that the objects have.
+            verify: Whether to read all files first and compare their checksums. Without, damage may
+                go unnoticed, and checkpoints that Orbax wrote alone are taken.
+
+        Returns:
+            What was restored, and what was not.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or none that is whole; or it does not fit
+                the objects, and then the error lists all that does not. Nothing is restored then.
+        """
+        context.require_cross_replica("CheckpointManager.restore")
+        self._wait_for_all()
+        found = self._found()
+        step, skipped = self._history.choose(step, verify=verify)
+        report = restore(
+            found,
+            step,
+            self._files.step(step),
+            only=only,
+            exclude=exclude,
+            rename=rename,
+            cast=cast,
+        )
+        report = dataclasses.replace(report, skipped=skipped)
+        self.restored = report
+        self.notes = notes_of(self._files.step(step))
+        return report
+
+    def _wait_for_all(self) -> None:
+        self.wait()
+        finish_other(self.directory)
+
+    def _found(self) -> entries.Found:
+        checkpoint = self.checkpoint
+        return entries.Found(checkpoint.checkpoint_objects(), checkpoint.replace_object)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise CheckpointError(
+                f"The CheckpointManager of {self._files} is closed. Make another."
+            )

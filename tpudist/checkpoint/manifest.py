@@ -1,0 +1,169 @@
+"""Checksums of a step's files, so that no bit can change unnoticed.
+
+The manifest is written into the step's temporary directory before the step counts as there: a step
+that has been committed has one. It holds the size and CRC-32 of each file, and a CRC-32 of itself.
+
+Orbax touches two files after it: `commit_success.txt`, which says that the step is complete, and
+`_CHECKPOINT_METADATA`, which gets the time of the commit. Of the first we want that it is there, of
+the second the checksum of all but that time. Nothing of either is used to restore.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from etils import epath
+
+FILE = "tpudist_manifest.json"
+_COMMITTED, _COMMITTED_TEXT = "commit_success.txt", "Checkpoint commit was successful to "
+_METADATA, _METADATA_LATER = "_CHECKPOINT_METADATA", "commit_timestamp_nsecs"
+_CHUNK_BYTES = 1 << 22
+_NUM_THREADS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is wrong with one file of a step."""
+
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+def write(path: epath.Path) -> None:
+    """Writes the manifest of all files below `path`, and waits until it is on the disk."""
+    metadata = path / _METADATA
+    files = sorted(_files(path, path))
+    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+        sums = list(pool.map(lambda name: _checksum(path / name), files))
+    listed = {
+        name: [size, f"{crc:08x}"]
+        for name, (size, crc) in zip(files, sums, strict=True)
+        if name not in (FILE, _METADATA, _COMMITTED)
+    }
+    body = json.dumps(
+        {
+            "format": 1,
+            "files": listed,
+            "metadata": _metadata_checksum(metadata.read_bytes()),
+        }
+    ).encode()
+    text = body + f"\n{zlib.crc32(body):08x}\n".encode()
+    with (path / FILE).open("wb") as file:
+        file.write(text)
+        file.flush()
+        if not is_remote(path):
+            os.fsync(file.fileno())
+
+
+def exists(path: epath.Path) -> bool:
+    """Whether a step has a manifest."""
+    return (path / FILE).exists()
+
+
+def verify(path: epath.Path, share: int = 0, num_shares: int = 1) -> list[Problem]:
+    """Reads the files of a step, and says which are not what was written; an empty list is good.
+
+    Args:
+        path: The step.
+        share: Which share of the files to read, where several processes take a share each.
+        num_shares: Of how many.
+    """
+    try:
+        manifest = _read_manifest((path / FILE).read_bytes())
+    except FileNotFoundError:
+        return [Problem(FILE, "is missing: without it the other files cannot be trusted")]
+    except OSError as error:
+        return [Problem(FILE, f"cannot be read ({error})")]
+    except ValueError as error:
+        return [Problem(FILE, str(error))]
+    files: dict[str, Any] = manifest["files"]
+    mine = _share(files, share, num_shares)
+    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+        found = [x for x in pool.map(lambda name: _check(path, name, *files[name]), mine) if x]
+    if share == 0:
+        found += _check_later_files(path, manifest["metadata"])
+    return found
+
+
+def is_remote(path: Any) -> bool:
+    """Whether this is no local path, but one such as `gs://bucket/run`."""
+    return "://" in os.fspath(path)
+
+
+def _read_manifest(text: bytes) -> dict[str, Any]:
+    body, _, check = text.partition(b"\n")
+    if check != f"{zlib.crc32(body):08x}\n".encode():
+        raise ValueError("is damaged: it does not have its own checksum")
+    return json.loads(body)
+
+
+def _share(files: dict[str, Any], share: int, num_shares: int) -> Sequence[str]:
+    """The files of one process: largest first, each to the one with the least to read so far."""
+    shares: list[list[str]] = [[] for _ in range(num_shares)]
+    loads = [0] * num_shares
+    for name in sorted(files, key=lambda name: (-files[name][0], name)):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += files[name][0]
+    return shares[share]
+
+
+def _check(path: epath.Path, name: str, size: int, crc: str) -> Problem | None:
+    try:
+        found_size, found_crc = _checksum(path / name)
+    except FileNotFoundError:
+        return Problem(name, "is missing")
+    except OSError as error:
+        return Problem(name, f"cannot be read ({error})")
+    if found_size != size:
+        return Problem(name, f"has {found_size} bytes, {size} were written")
+    if f"{found_crc:08x}" != crc:
+        return Problem(name, f"has other contents than were written (CRC-32 of {size} bytes)")
+    return None
+
+
+def _check_later_files(path: epath.Path, checksum: str) -> Iterable[Problem]:
+    try:
+        if not (path / _COMMITTED).read_bytes().startswith(_COMMITTED_TEXT.encode()):
+            yield Problem(_COMMITTED, "has other contents than were written")
+    except OSError as error:
+        yield Problem(_COMMITTED, f"cannot be read ({error})")
+    try:
+        if _metadata_checksum((path / _METADATA).read_bytes()) != checksum:
+            yield Problem(_METADATA, "has other contents than were written")
+    except OSError as error:
+        yield Problem(_METADATA, f"cannot be read ({error})")
+    except ValueError:
+        yield Problem(_METADATA, "is no JSON any more")
+
+
+def _metadata_checksum(text: bytes) -> str:
+    """That of all but the time of the commit, however it is laid out."""
+    known = json.loads(text)
+    if not isinstance(known, dict):
+        raise ValueError("no dict")
+    known.pop(_METADATA_LATER, None)
+    return f"{zlib.crc32(json.dumps(known, sort_keys=True).encode()):08x}"
+
+
+def _checksum(path: epath.Path) -> tuple[int, int]:
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def _files(root: epath.Path, folder: epath.Path) -> Iterable[str]:
+    for x in folder.iterdir():
+        if x.is_dir():
+            yield from _files(root, x)
+        else:
+            yield x.relative_to(root).as_posix()

@@ -1,0 +1,175 @@
+"""What of a checkpoint goes where: compares it with the objects before anything is read."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from tpudist.checkpoint import entries
+from tpudist.checkpoint.entries import ARRAY, KEY, VALUE, Entry, described
+from tpudist.checkpoint.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did.
+
+    Attributes:
+        step: Of the checkpoint.
+        path: Of the checkpoint.
+        restored: Names, in the objects, of what was restored.
+        not_restored: Names of what is in the objects and was left as it was.
+        left_in_checkpoint: Names of what is in the checkpoint and was not used.
+        cast: Which of the restored ones have another dtype than in the checkpoint, and both.
+        skipped: The steps that are newer but damaged, with what is wrong with them.
+    """
+
+    step: int
+    path: str
+    restored: tuple[str, ...]
+    not_restored: tuple[str, ...] = ()
+    left_in_checkpoint: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"Restored {len(self.restored)} values of step {self.step} from {self.path}."]
+        for what, names in (
+            ("Damaged, so skipped", self.skipped),
+            ("With another dtype than in the checkpoint", self.cast),
+            ("Not restored, left as they were", self.not_restored),
+            ("Left in the checkpoint", self.left_in_checkpoint),
+        ):
+            if names:
+                lines += [f"{what} ({len(names)}):", *(f"  {name}" for name in names)]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """Which entry gets which value of the checkpoint."""
+
+    pairs: list[tuple[Entry, str]]
+    not_restored: tuple[str, ...]
+    left_in_checkpoint: tuple[str, ...]
+    cast: tuple[str, ...]
+
+
+def match(
+    found: entries.Found,
+    saved: Mapping[str, Mapping[str, Any]],
+    aliases: Mapping[str, str],
+    path: str,
+    *,
+    only: Sequence[str | type] | None = None,
+    exclude: Sequence[str | type] = (),
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+) -> Match:
+    """Pairs the entries of objects with what is in a checkpoint.
+
+    Args:
+        found: The objects.
+        saved: What the checkpoint has, by name: `kind`, `shape` and `dtype` of each.
+        aliases: Other names in the checkpoint.
+        path: Of the checkpoint, for the error.
+        only: Which entries to restore; see `CheckpointManager.restore`.
+        exclude: Which of them not to.
+        rename: From names in the checkpoint to names in the objects.
+        cast: Whether arrays may have another dtype.
+
+    Raises:
+        CheckpointError: Something does not fit; lists all of it.
+    """
+    renaming = _Renaming(rename or {})
+    # Under the name it has in the objects: what it is called in the checkpoint.
+    by_name = {renaming(name): name for name in (*aliases, *saved)}
+    by_name = {name: aliases.get(old, old) for name, old in by_name.items()}
+    asked = [x for x in found.entries if _is_chosen(x, only, exclude)]
+    problems = [f"no such name in the checkpoint to rename: {name}" for name in renaming.unused()]
+    problems += [
+        f"nothing of this {'type' if isinstance(x, type) else 'name'} in the objects: {x}"
+        for x in (*(only or ()), *exclude)
+        if not any(_covers(x, entry) for entry in found.entries)
+    ]
+    pairs, casts, used = [], [], set()
+    for entry in asked:
+        old = by_name.get(entry.name)
+        if old is None:
+            problems.append(f"missing in the checkpoint: {entry}")
+            continue
+        used.add(old)
+        known = saved[old]
+        difference = _difference(entry, known, cast)
+        if difference:
+            problems.append(difference)
+            continue
+        pairs.append((entry, old))
+        if known["dtype"] != entry.dtype:
+            casts.append(f"{entry.name}: {known['dtype']} to {entry.dtype}")
+    left = [
+        f"{name} {described(x['kind'], x['shape'], x['dtype'])}"
+        for name, x in saved.items()
+        if name not in used
+    ]
+    if only is None and not exclude:
+        problems += [f"in the checkpoint, but not in the objects: {x}" for x in left]
+    if problems:
+        listed = "\n".join(f"  {x}" for x in problems)
+        raise CheckpointError(
+            f"The checkpoint {path} does not fit the objects:\n{listed}\nNothing was restored. "
+            f"Make objects like the saved ones, or restore a part: only=[...] or exclude=[...] "
+            f"with names or NNX types, rename={{name in the checkpoint: name here}}, cast=True "
+            f"for other dtypes."
+        )
+    chosen = {id(entry) for entry, _ in pairs}
+    not_restored = tuple(str(x) for x in found.entries if id(x) not in chosen)
+    return Match(pairs, not_restored, tuple(left), tuple(casts))
+
+
+def _difference(entry: Entry, known: Mapping[str, Any], cast: bool) -> str | None:
+    there = described(known["kind"], known["shape"], known["dtype"])
+    here = described(entry.kind, entry.shape, entry.dtype)
+    fits = known["kind"] == entry.kind
+    if entry.kind in (ARRAY, KEY):
+        fits = fits and tuple(known["shape"]) == entry.shape
+    if entry.kind in (ARRAY, KEY, VALUE) and known["dtype"] != entry.dtype:
+        fits = fits and cast and entry.kind == ARRAY
+    if fits:
+        return None
+    what = "is another" if there == here else f"is {here} in the objects, {there}"
+    return f"{entry.name} {what} in the checkpoint"
+
+
+def _is_chosen(
+    entry: Entry, only: Sequence[str | type] | None, exclude: Collection[str | type]
+) -> bool:
+    chosen = only is None or any(_covers(x, entry) for x in only)
+    return chosen and not any(_covers(x, entry) for x in exclude)
+
+
+def _covers(what: str | type, entry: Entry) -> bool:
+    if isinstance(what, type):
+        return entry.variable_type is not None and issubclass(entry.variable_type, what)
+    return _is_below(entry.name, what)
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+class _Renaming:
+    """New names for those that begin with one of the old ones; the longest of these counts."""
+
+    def __init__(self, rename: Mapping[str, str]):
+        self._rename = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+        self._used: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        for old, new in self._rename:
+            if _is_below(name, old):
+                self._used.add(old)
+                return new + name[len(old) :]
+        return name
+
+    def unused(self) -> Iterable[str]:
+        return [old for old, _ in self._rename if old not in self._used]

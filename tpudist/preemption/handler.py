@@ -1,0 +1,260 @@
+"""PreemptionCheckpointHandler: all processes save the same step and exit when one is to end."""
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tpudist import boundaries
+from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+from tpudist.cluster_resolver.base import ClusterResolver
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+from tpudist.options import warn_if_given
+from tpudist.preemption import termination
+from tpudist.preemption.agreement import Agreement
+from tpudist.preemption.listening import Listening
+from tpudist.preemption.notice import close_with
+from tpudist.preemption.termination import URGENT, TerminationConfig
+from tpudist.xla.coordination import Channel
+
+RUN_CALLS = "checkpointed_runs"
+"""The note of a checkpoint that says how often `run` was called; TensorFlow's name for it."""
+
+_STEPS_OF_RESERVE = 6  # of the time that is left, as in TensorFlow
+_log = logging.getLogger("tpudist.preemption")
+_numbers = itertools.count()
+
+
+class PreemptionCheckpointHandler:
+    """Saves the state and ends the program when this process, or another one, is to end soon.
+
+    From when it is made, SIGTERM does not end the process: at the next boundary between steps that
+    all processes can still reach, all of them save, and exit with code 143 through their `finally`
+    blocks. Boundaries are each `next` of a distributed iterator, before it takes an element,
+    whatever loop that is in; and the calls of `run` and `save_checkpoint_if_preempted`. Code
+    between `next` and the step belongs to the step, so what is saved continues exactly. Elements
+    that a program takes ahead, before the step that uses the ones before, are lost.
+
+        handler = tpudist.experimental.PreemptionCheckpointHandler(None, manager)
+        for batch in batches:  # restored with the rest
+            strategy.run(step, (model, optimizer, batch))
+
+    Processes must make their handlers in the same order, and come to the same boundaries, which
+    iterators of strategies of one process only are not. Make it in the main thread, which alone can
+    catch signals and whose loops alone are watched.
+
+    As `tf.distribute.experimental.PreemptionCheckpointHandler`, where only `run` is a boundary, and
+    which also tells other processes the errors of one.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ):
+        """Restores the newest good checkpoint if there is one, and begins to watch.
+
+        Args:
+            cluster_resolver: Tells the platform; all processes that JAX has connected take part.
+            checkpoint_or_checkpoint_manager: What is saved, or who saves.
+            checkpoint_dir: Where; for a Checkpoint.
+            termination_config: How the end is noticed, and what happens then.
+
+        Raises:
+            CheckpointError: There are checkpoints, and none is good or fits the objects.
+            NotImplementedError: The cluster has parameter servers.
+            TypeError: There is nothing that can be saved.
+            ValueError: A Checkpoint without a directory; or this is not the main thread, and there
+                is no `termination_watcher_fn`.
+        """
+        spec = ClusterSpec(cluster_resolver.cluster_spec()) if cluster_resolver else None
+        if spec is not None and "ps" in spec.jobs:
+            raise NotImplementedError(
+                "PreemptionCheckpointHandler was given a cluster with parameter servers, which "
+                "train without common steps. Save from the coordinator, by time."
+            )
+        self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self._config = termination.completed(termination_config, cluster_resolver)
+        self._manager.restore_or_initialize()
+        self._total_run_calls = self._manager.notes.get(RUN_CALLS, 0)
+
+        name = f"preemption/{next(_numbers)}"
+        self._name, self._meeting = name, Channel(f"{name}/meeting")
+        self._agreement = Agreement(f"{name}/first")
+        self._listening = Listening(
+            self._agreement.notice, self._config.watcher, self._config.grace_after
+        )
+        self._agreements = [self._agreement]
+        self._close = close_with(self, _closing(self._listening, self._agreements))
+        self._is_over = self._is_handling = False
+        self._polls_before = boundaries.num_polls()
+        self._end_s = self._saving_s = self._step_s = 0.0
+        self._in_grace_after: str | None = None
+        self._num_boundaries, self._last_boundary_s = 0, time.monotonic()
+        boundaries.register(self._at_boundary)
+
+    @property
+    def total_run_calls(self) -> int:
+        """How often `run` was called, before the program was restarted included."""
+        return self._total_run_calls
+
+    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; before that is a boundary, unless an element was taken for it.
+
+        Args:
+            distributed_train_function: One step, or several.
+            *args: Of the function.
+            **kwargs: Of the function.
+
+        Returns:
+            What it returns.
+        """
+        if boundaries.num_polls() == self._polls_before:
+            self._at_boundary()
+        result = distributed_train_function(*args, **kwargs)
+        self._total_run_calls += 1
+        self._polls_before = boundaries.num_polls()
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """A boundary: everything that was taken from iterators has been used.
+
+        Args:
+            *args: Of `CheckpointManager.save` or `save_fn`, should this be where state is saved.
+            **kwargs: Of the same.
+        """
+        self._at_boundary(*args, **kwargs)
+        self._total_run_calls += 1
+        self._polls_before = boundaries.num_polls()
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """A `with` block whose end is a boundary too, unless it is left by an exception."""
+        yield
+        self._at_boundary()
+
+    def close(self) -> None:
+        """Stops watching, and gives SIGTERM back; also done when the handler is forgotten."""
+        self._is_over = True
+        boundaries.unregister(self._at_boundary)
+        self._close()
+
+    def _at_boundary(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_over or self._is_handling:
+            return
+        self._listening.check()
+        self._measure()
+        if self._in_grace_after is not None and self._grace_is_over():
+            self._agreement.notice.give("the period of grace is over")
+        if not self._agreement.reached():
+            return
+        self._is_handling = True  # saving may come to boundaries itself
+        try:
+            notice = self._agreement.notice
+            assert notice.content is not None
+            # Whoever does not come is named, before anybody begins to write.
+            self._meeting.exchange("")
+            _log.warning("%s: saving.", notice.content)
+            start = time.monotonic()
+            self._save(*args, **kwargs)
+            self._saving_s = time.monotonic() - start
+            if self._in_grace_after is None and notice.content.grace_s > 0:
+                self._begin_grace()
+                self._last_boundary_s = time.monotonic()  # saving is no part of a step
+                return
+        finally:
+            self._is_handling = False
+        self._exit()
+
+    def _measure(self) -> None:
+        now = time.monotonic()
+        self._num_boundaries += 1
+        self._step_s += (now - self._last_boundary_s - self._step_s) / self._num_boundaries
+        self._last_boundary_s = now
+
+    def _begin_grace(self) -> None:
+        notice = self._agreement.notice
+        assert notice.content is not None
+        self._in_grace_after = notice.content.why
+        if notice.is_own:
+            self._end_s = notice.given_at_s + notice.content.grace_s
+        else:
+            self._end_s = float("inf")
+        self._agreement = Agreement(f"{self._name}/last")
+        self._agreements.append(self._agreement)
+        _log.warning("Saved; training goes on in the %g s of grace.", notice.content.grace_s)
+
+    def _grace_is_over(self) -> bool:
+        if self._in_grace_after not in URGENT and set(URGENT) & set(self._listening.heard):
+            return True
+        reserve_s = _STEPS_OF_RESERVE * self._step_s + 2 * self._saving_s
+        return time.monotonic() > self._end_s - reserve_s
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        if self._config.save_fn is not None:
+            self._config.save_fn(*args, **kwargs)
+            return
+        manager = self._manager
+        try:
+            manager.wait()  # for one that is under way
+        except CheckpointError as error:
+            _log.warning("%s", error)
+        # Step k was saved a moment ago where a program saves after it and is to end before k + 1.
+        if not args and not kwargs and self._is_saved():
+            return
+        manager.notes[RUN_CALLS] = self._total_run_calls
+        manager.save(*args, **{"force": True, **kwargs})
+        manager.wait()
+
+    def _exit(self) -> None:
+        self._is_over = True
+        boundaries.unregister(self._at_boundary)
+        try:
+            self._config.exit_fn()
+        except BaseException:
+            self._listening.close(process_ends=True)
+            raise
+        self._close()
+
+    def _is_saved(self) -> bool:
+        """Whether the checkpoint's own number, as process 0 sees it, is one that there is."""
+        step = getattr(self._manager.checkpoint, "step", None)
+        is_there = step is not None and np.asarray(step).tolist() in self._manager.steps
+        (answer, *_) = self._meeting.exchange(str(is_there))
+        return answer == "True"
+
+
+def _closing(listening: Listening, agreements: list[Agreement]) -> Callable[[bool], None]:
+    """What closes the parts of a handler, without the handler."""
+
+    def close(process_ends: bool) -> None:
+        listening.close(process_ends)
+        for agreement in agreements:
+            agreement.close()
+
+    return close
+
+
+def _manager(given: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:
+    if isinstance(given, CheckpointManager):
+        why = "the CheckpointManager has its own directory"
+        warn_if_given("PreemptionCheckpointHandler(checkpoint_dir", directory, why)
+        return given
+    if not isinstance(given, Checkpoint):
+        raise TypeError(
+            f"PreemptionCheckpointHandler was given {type(given).__name__} to save. Give a "
+            f"tpudist.checkpoint.CheckpointManager, or a Checkpoint and a checkpoint_dir."
+        )
+    if not directory:
+        raise ValueError(
+            "When a checkpoint is passed, a checkpoint_dir must be passed as well. Or pass a "
+            "CheckpointManager, which has one."
+        )
+    return CheckpointManager(given, directory)

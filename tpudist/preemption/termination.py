@@ -1,0 +1,130 @@
+"""TerminationConfig: how a run learns that it is to end, and what it does then."""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tpudist.cluster_resolver.base import ClusterResolver
+from tpudist.preemption import gce
+
+EXIT_CODE = 143
+"""128 plus the number of SIGTERM: what a supervisor takes for a process that was asked to end."""
+
+SIGTERM = "SIGTERM"
+WATCHER_FN = "termination_watcher_fn"
+URGENT = (SIGTERM, gce.PREEMPTED)
+"""What ends a period of grace that something else has begun."""
+
+
+class TerminationConfig:
+    """What `PreemptionCheckpointHandler` does on a platform; None is the platform's default.
+
+    Attributes:
+        termination_watcher_fn: Says whether the process is to end soon. By default the metadata
+            server is asked on Google's cloud, and nobody elsewhere. SIGTERM always counts.
+        exit_fn: Called with nothing after the last save; by default `sys.exit(143)`. If it returns,
+            the program goes on, and nothing is watched any more.
+        grace_period: Seconds from the notice to the actual end. If positive, state is saved at
+            once and training goes on; it is saved again, and the program ends, shortly before
+            the time is over. By default 3600 for maintenance of a machine with a GPU on Google's
+            cloud, else 0.
+        save_fn: Called in place of the manager's `save`, with the arguments of
+            `save_checkpoint_if_preempted`, in all processes.
+
+    As `tf.distribute.experimental.TerminationConfig`, whose watcher function takes the place of
+    SIGTERM, and whose default exit code is 42 outside of Google's cloud.
+    """
+
+    def __init__(
+        self,
+        termination_watcher_fn: Callable[[], Any] | None = None,
+        exit_fn: Callable[[], Any] | None = None,
+        grace_period: float | None = None,
+        save_fn: Callable[..., Any] | None = None,
+    ):
+        """Of several processes all must have the same.
+
+        Args:
+            termination_watcher_fn: Called once a second in a thread; it should return soon. What it
+                raises, the next step does.
+            exit_fn: What ends the program.
+            grace_period: In seconds.
+            save_fn: What saves.
+
+        Raises:
+            TypeError: A function cannot be called.
+            ValueError: `grace_period` is no number of seconds.
+        """
+        for name, fn in (
+            ("termination_watcher_fn", termination_watcher_fn),
+            ("exit_fn", exit_fn),
+            ("save_fn", save_fn),
+        ):
+            if fn is not None and not callable(fn):
+                raise TypeError(
+                    f"TerminationConfig({name}={fn!r}) cannot be called. Give a function."
+                )
+        if grace_period is not None and (
+            isinstance(grace_period, bool)
+            or not isinstance(grace_period, int | float)
+            or not 0 <= grace_period < float("inf")
+        ):
+            raise ValueError(
+                f"TerminationConfig(grace_period={grace_period!r}) is no number of seconds. Give a "
+                f"number of at least 0."
+            )
+        self.termination_watcher_fn = termination_watcher_fn
+        self.exit_fn = exit_fn
+        self.grace_period = grace_period
+        self.save_fn = save_fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Termination:
+    """A TerminationConfig in which everything is said.
+
+    Attributes:
+        watcher: Gives why the run is to end, or None; None if there is nobody to ask.
+        exit_fn: Ends the program.
+        grace_s: Seconds of grace by reason; others have `usual_grace_s`.
+        usual_grace_s: In seconds.
+        save_fn: Saves in place of the manager.
+    """
+
+    watcher: Callable[[], str | None] | None
+    exit_fn: Callable[[], Any]
+    grace_s: dict[str, float]
+    usual_grace_s: float
+    save_fn: Callable[..., Any] | None
+
+    def grace_after(self, why: str) -> float:
+        """Seconds between a notice for this reason and the end."""
+        return self.grace_s.get(why, self.usual_grace_s)
+
+
+def completed(
+    config: TerminationConfig | None, cluster_resolver: ClusterResolver | None
+) -> Termination:
+    """`config` with the defaults of the platform that this process is on."""
+    config = config or TerminationConfig()
+    watcher: Callable[[], str | None] | None = None
+    if config.termination_watcher_fn is not None:
+        watcher = functools.partial(_reason, config.termination_watcher_fn)
+    elif gce.is_gce(cluster_resolver):
+        watcher = gce.MetadataWatcher()
+    has_long_notice = config.grace_period is None and jax.local_devices()[0].platform == "gpu"
+    return Termination(
+        watcher=watcher,
+        exit_fn=config.exit_fn or (lambda: sys.exit(EXIT_CODE)),
+        grace_s={gce.MAINTENANCE: gce.GPU_GRACE_S} if has_long_notice else {},
+        usual_grace_s=float(config.grace_period or 0.0),
+        save_fn=config.save_fn,
+    )
+
+
+def _reason(watcher_fn: Callable[[], Any]) -> str | None:
+    return WATCHER_FN if watcher_fn() else None
