@@ -13,103 +13,50 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tyro
 from flax import nnx
 
 import tpudist
 from tpudist.models import ConvNet, ConvNetConfig, Transformer, TransformerConfig, next_token_nats
 from tpudist.models.convnet import label_nats
-from tpudist.training import arguments, generate, loop, metrics, report, steps, summary
+from tpudist.training import (
+    arguments,
+    folder,
+    generate,
+    interrupt,
+    loop,
+    metrics,
+    report,
+    steps,
+    summary,
+)
 from tpudist.training.baselines import baselines
 from tpudist.training.batches import InOrder, RandomWindows, ShuffledEpochs
 from tpudist.training.compilation_cache import enable_compilation_cache
+from tpudist.training.config import Config, check, facts
 from tpudist.training.digits import load_digits
 from tpudist.training.display import Display, clock, make_display
-from tpudist.training.interrupt import EXIT_CODE, StopOnInterrupt
+from tpudist.training.history import History
+from tpudist.training.interrupt import StopOnInterrupt
+from tpudist.training.optimizers import clipped_adamw, warmup_cosine
+from tpudist.training.saves import EXIT_CODE, Saves
 from tpudist.training.text import held_out_windows, load_corpus
 
 NUM_EMULATED = 8
+EXIT_CODES = {
+    "finished": 0,
+    "diverged": 1,
+    "interrupted": interrupt.EXIT_CODE,
+    "preempted": EXIT_CODE,
+}
 BATCH_SIZES = {"text": 16, "digits": 128}
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The transformer (--task text)."""
-
-    sequence_length: int = 128
-    """Bytes the model sees at once."""
-    num_layers: int = 4
-    """Blocks, scanned over."""
-    embed_dim: int = 128
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Attention heads."""
-    mlp_dim: int = 384
-    """Hidden width of the MLPs."""
-    gated: bool = True
-    """Gate the MLPs."""
-    remat: Literal["none", "full", "dots"] = "none"
-    """What the backward pass recomputes: nothing, whole blocks, or all but matrix products."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What to compute in; auto is bfloat16, but float32 on CPU, where it is faster."""
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """AdamW with clipped gradients; the learning rate warms up, then falls along a cosine."""
-
-    learning_rate: float = 3e-3
-    """The highest learning rate."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
-    clip_norm: float = 1.0
-    """The largest norm of a gradient."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """Trains a small model on real data, with any tpudist strategy."""
-
-    task: Literal["text", "digits"] = "text"
-    """Bytes of text for a transformer, or scikit-learn's handwritten digits for a convnet."""
-    strategy: Literal["auto", "one_device", "mirrored", "tpu", "multi_worker"] = "auto"
-    """Where replicas live. Auto: tpu on TPUs or with --replica-axes, multi_worker with TF_CONFIG,
-    else mirrored on several devices and one_device on one."""
-    emulate: int | None = None
-    """Emulate so many devices on the CPU; 0 for none. By default 8 if there is no accelerator."""
-    replica_axes: str = ""
-    """Mesh axes inside a replica, such as fsdp=4,tensor=2, for --strategy tpu."""
-    steps: int = 400
-    """Training steps."""
-    batch_size: int | None = None
-    """Examples in a global batch, all replicas together. By default 16 windows of text, or 128
-    digits: BatchNorm takes its statistics from one replica's part of them."""
-    seed: int = 0
-    """Decides the initial weights and the order of the data."""
-    data: str | None = None
-    """Glob of text files to learn instead of the standard library, as 'books/**/*.txt'."""
-    out: Path = Path("runs/latest")
-    """Folder for metrics, TensorBoard events, curves and the summary."""
-    evaluations: int = 4
-    """How often the held-out loss is measured, evenly spaced; the last time at the end."""
-    held_out_windows: int = 512
-    """At most so many windows of held-out text are judged (--task text)."""
-    prompt: str | None = None
-    """What the text written at the end goes on from."""
-    sample_bytes: int = 240
-    """Length of that text; 0 for none."""
-    compilation_cache: bool = True
-    """Keep compiled programs in the user's cache folder for the next run."""
-    model: ModelOptions = field(default_factory=ModelOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
 
 
 @dataclass(frozen=True)
@@ -134,6 +81,8 @@ class Job:
     """Options that size a dim: its logical name, and its size."""
     prompt: str = ""
     """What the text written at the end goes on from; empty for no text."""
+    digest: str = ""
+    """Tells these data from others."""
 
 
 def text_job(config: Config) -> Job:
@@ -186,6 +135,7 @@ def text_job(config: Config) -> Job:
             "mlp-dim": ("mlp", options.mlp_dim),
         },
         prompt=prompt if config.sample_bytes else "",
+        digest=folder.digest(corpus.train, windows),
     )
 
 
@@ -211,41 +161,8 @@ def digits_job(config: Config) -> Job:
         tell=lambda means: {name: float(means[name]) for name in ("nats", "accuracy")},
         unit=loop.Unit("nats", 1.0, "images", config.batch_size),
         baselines={"uniform": math.log(10)},
+        digest=folder.digest(*train_set.values(), *held_out.values()),
     )
-
-
-def check(config: Config) -> dict[str, int]:
-    """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
-    axes = arguments.parse_axes(config.replica_axes)
-    if axes and config.strategy not in ("auto", "tpu"):
-        raise ValueError(
-            f"--replica-axes {config.replica_axes} was given with --strategy {config.strategy}, "
-            f"whose replicas are one device each. Use --strategy tpu, or leave the axes out."
-        )
-    arguments.check_positive(
-        {
-            "steps": config.steps,
-            "batch-size": config.batch_size,
-            "evaluations": config.evaluations,
-            "held-out-windows": config.held_out_windows,
-            "sequence-length": config.model.sequence_length,
-            "learning-rate": config.optimizer.learning_rate,
-            "clip-norm": config.optimizer.clip_norm,
-        }
-    )
-    arguments.check_not_negative(
-        {
-            "seed": config.seed,
-            "sample-bytes": config.sample_bytes,
-            "weight-decay": config.optimizer.weight_decay,
-        }
-    )
-    if config.data is not None and config.task != "text":
-        raise ValueError(
-            f"--data was given with --task {config.task}, which has data of its own. Drop it."
-        )
-    arguments.check_folder(config.out)
-    return axes
 
 
 def emulate(config: Config) -> str | None:
@@ -284,40 +201,98 @@ def make_strategy(config: Config, axes: dict[str, int]) -> tpudist.Strategy:
     return make[kind]()
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Clipped AdamW, warmed up over the first 20th of the run."""
-    options = config.optimizer
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=options.learning_rate,
-        warmup_steps=max(1, config.steps // 20),
-        decay_steps=max(2, config.steps),
-        end_value=options.learning_rate / 20,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(options.clip_norm),
-        optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay),
-    )
+@dataclass
+class Started:
+    """A run at its first step, or where it goes on."""
+
+    model: nnx.Module
+    optimizer: tpudist.Optimizer
+    batches: Any
+    """The iterator of the distributed batches."""
+    history: History
+    saves: Saves
+    kept: list[Any] | None
+    """The lines of metrics.jsonl to go on from."""
+    told: list[str]
+    """How it started, for people."""
 
 
-def run(config: Config, job: Job, strategy: tpudist.Strategy, display: Display) -> int:
+def start(config: Config, job: Job, strategy: tpudist.Strategy, begun: folder.Begun) -> Started:
+    """Makes the state of a run, and takes up its newest checkpoint if it goes on."""
+    with strategy.scope():
+        model = strategy.create(job.make_model)
+        optimizer = strategy.create(
+            lambda model: tpudist.Optimizer(clipped_adamw(config.optimizer, config.steps), model),
+            model,
+        )
+    batches = iter(strategy.experimental_distribute_dataset(job.batches))
+    history = History()
+    state = tpudist.TrainState(
+        model=model, optimizer=optimizer, step=0, batches=batches, history=history
+    )
+    saves = Saves(
+        state,
+        history,
+        config.out / folder.CHECKPOINTS,
+        every=config.checkpoint_every,
+        cluster_resolver=strategy.cluster_resolver,
+    )
+    started = Started(model, optimizer, batches, history, saves, None, [])
+    if begun.moved_to:
+        started.told.append(
+            f"What another run had left in {config.out} is now in {begun.moved_to}."
+        )
+    if not begun.goes_on:
+        return started
+    path = saves.restored
+    if path is None:
+        saves.close()
+        raise ValueError(
+            f"No checkpoint in {config.out} is whole. --resume never starts anew, and moves them "
+            f"away."
+        )
+    if jax.process_index() == 0:
+        started.kept = history.continued(metrics.read_lines(config.out))
+    done = history.num_steps
+    if done == config.steps:
+        started.told.append(
+            f"This run has finished: {path} has its {done} steps. To train longer, give more "
+            f"--steps; to train another model, another --out, or --resume never."
+        )
+        return started
+    started.told.append(f"Goes on after step {done} of {config.steps}, from {path}.")
+    if begun.planned_steps != config.steps:
+        before, now = (
+            float(warmup_cosine(config.optimizer.learning_rate, num_steps)(done))
+            for num_steps in (begun.planned_steps, config.steps)
+        )
+        started.told.append(
+            f"It was planned for {begun.planned_steps} steps, and its learning rate to fall over "
+            f"them: stretched over {config.steps}, it is {now:.2g} from here, not {before:.2g}."
+        )
+    return started
+
+
+def run(
+    config: Config, job: Job, strategy: tpudist.Strategy, started: Started, display: Display
+) -> int:
     """Trains, then shows and writes what came of it; returns the exit code."""
-    started = time.perf_counter()
-    folder = config.out if jax.process_index() == 0 else None
+    begun_s = time.perf_counter()
+    out = config.out if jax.process_index() == 0 else None
+    model, optimizer, history = started.model, started.optimizer, started.history
     stop = StopOnInterrupt(lambda: display.phase("stopping"))
-    with stop, metrics.MetricsWriter(folder) as writer:
-        with strategy.scope():
-            model = strategy.create(job.make_model)
-            optimizer = strategy.create(
-                lambda model: tpudist.Optimizer(make_optimizer(config), model), model
-            )
+    with stop, metrics.MetricsWriter(out, started.kept) as writer, started.saves as saves:
+        if 0 < history.num_steps < config.steps:
+            history.resumed_at.append(history.num_steps)
+            replicas = {"replicas": strategy.num_replicas_in_sync}
+            writer.write(history.num_steps, "resumed", replicas)
         evaluation_step = steps.make_evaluation_step(job.measure)
         held_out = strategy.experimental_distribute_dataset(job.held_out)
-        history = loop.train(
+        loop.train(
             strategy,
             steps.make_train_step(job.nats),
             (model, optimizer),
-            strategy.experimental_distribute_dataset(job.batches),
+            started.batches,
             num_steps=config.steps,
             unit=job.unit,
             evaluate=lambda: job.tell(steps.evaluate(strategy, evaluation_step, model, held_out)),
@@ -325,6 +300,8 @@ def run(config: Config, job: Job, strategy: tpudist.Strategy, display: Display) 
             display=display,
             metrics=writer,
             should_stop=steps.agreed(strategy, lambda: stop.requested),
+            saves=saves,
+            history=history,
         )
         rows = report.rows(strategy, model, optimizer, history, job.unit, job.baselines)
         if isinstance(model, Transformer):
@@ -336,17 +313,22 @@ def run(config: Config, job: Job, strategy: tpudist.Strategy, display: Display) 
             display.close()
             display.text("What it writes", job.prompt, text)
     display.close()
-    rows = [("data", job.source), *rows, ("total time", clock(time.perf_counter() - started))]
-    if folder is not None:
+    took = "total time" if not history.resumed_at else "time since then"
+    rows = [("data", job.source), *rows, (took, clock(time.perf_counter() - begun_s))]
+    if out is not None:
         title = f"{config.task}, {strategy}"
-        written = report.write(folder, history, job.unit, job.baselines, config, title)
+        written = report.write(out, history, job.unit, job.baselines, config, title)
         rows.append(("written", ", ".join(written)))
         if missing := report.not_written():
             rows.append(("not written", ", ".join(missing)))
     display.table(f"{history.ended.capitalize()} after {history.num_steps} steps", rows)
     if history.ended == "diverged":
-        display.say("The loss is not a number any more: try a smaller --learning-rate.")
-    return {"finished": 0, "interrupted": EXIT_CODE, "diverged": 1}[history.ended]
+        display.say(
+            "The loss is not a number any more: try a smaller --learning-rate, and another --out."
+        )
+    elif history.ended != "finished":
+        display.say("The same command goes on from here.")
+    return EXIT_CODES[history.ended]
 
 
 def write_text(config: Config, job: Job, strategy: tpudist.Strategy, model: Any) -> str:
@@ -368,28 +350,38 @@ def main(args: Sequence[str] | None = None) -> int:
     config = tyro.cli(Config, args=args, config=(tyro.conf.OmitArgPrefixes,))
     if config.batch_size is None:
         config = dataclasses.replace(config, batch_size=BATCH_SIZES[config.task])
-    try:
-        axes = check(config)
-        emulated = emulate(config)
-        job = text_job(config) if config.task == "text" else digits_job(config)
-        strategy = make_strategy(config, axes)
-        arguments.check_split(job.dims, strategy.logical_axis_rules, strategy.mesh.shape)
-    except (ValueError, ModuleNotFoundError, RuntimeError) as refused:
-        print(f"train.py: {refused}", file=sys.stderr)
-        return 2
-    if config.compilation_cache:
-        enable_compilation_cache()
-    display = make_display(config.steps, quiet=jax.process_index() != 0)
-    why = f": emulated, {emulated}" if emulated else ""
-    display.say(f"{type(strategy).__name__} on {summary.tell_mesh(strategy.mesh)}{why}.")
-    try:
-        return run(config, job, strategy, display)
-    except KeyboardInterrupt:  # pressed twice, or before there was a step to finish
-        display.close()
-        display.say("Interrupted; what had been measured is in the metrics.")
-        return EXIT_CODE
-    finally:
-        display.close()
+    with ExitStack() as stack:
+        try:
+            axes = check(config)
+            emulated = emulate(config)
+            job = text_job(config) if config.task == "text" else digits_job(config)
+            strategy = make_strategy(config, axes)
+            arguments.check_split(job.dims, strategy.logical_axis_rules, strategy.mesh.shape)
+            if config.compilation_cache:
+                enable_compilation_cache()
+
+            def begin() -> folder.Begun:
+                out = config.out
+                stack.enter_context(folder.locked(out))
+                return folder.begin(out, facts(config, job.digest), config.steps, config.resume)
+
+            started = start(config, job, strategy, folder.agree(begin))
+        except (ValueError, ModuleNotFoundError, RuntimeError) as refused:
+            print(f"train.py: {refused}", file=sys.stderr)
+            return 2
+        display = make_display(config.steps, quiet=jax.process_index() != 0)
+        why = f": emulated, {emulated}" if emulated else ""
+        display.say(f"{type(strategy).__name__} on {summary.tell_mesh(strategy.mesh)}{why}.")
+        for line in started.told:
+            display.say(line)
+        try:
+            return run(config, job, strategy, started, display)
+        except KeyboardInterrupt:  # pressed twice, or before there was a step to finish
+            display.close()
+            display.say("Interrupted; the last checkpoint is what a next run goes on from.")
+            return interrupt.EXIT_CODE
+        finally:
+            display.close()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tpudist
 from benchmarks import emulation
@@ -128,6 +131,20 @@ def test_for_steps_whose_outputs_were_donated_the_host_waits_for_a_later_one():
     throttle = Throttle(jax.devices())
     outputs = [FakeArray(deleted=True), FakeArray(), FakeArray()]
     assert outputs_after(throttle, outputs) == [False, True, False]
+
+
+def test_a_state_that_was_donated_on_some_devices_only_does_not_stop_the_steps():
+    """Memory that the host reads in place, as one that saves a checkpoint does, is not donated."""
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",), (AxisType.Auto,)), PartitionSpec())
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    throttle = Throttle(jax.devices())
+    x, views = add(jax.device_put(jnp.zeros((64, 64)), sharding)), []
+    for _ in range(6):
+        throttle.before_step()
+        throttle.after_step(x)
+        views.append(np.asarray(x.addressable_data(0)))
+        x = add(x)
+    assert [int(view[0, 0]) for view in views] == [1, 2, 3, 4, 5, 6]
 
 
 def test_one_device_needs_no_waiting():

@@ -2,6 +2,7 @@
 
 import io
 import math
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,10 @@ from tpudist.training import loop, steps
 from tpudist.training.batches import InOrder
 from tpudist.training.display import make_display
 from tpudist.training.generate import generate
+from tpudist.training.history import History
 from tpudist.training.metrics import MetricsWriter
 from tpudist.training.report import rows
+from tpudist.training.saves import Saves
 
 
 class Scale(nnx.Module):
@@ -41,18 +44,31 @@ def strategy() -> tpudist.Strategy:
     return tpudist.MirroredStrategy()
 
 
-def run(strategy, *, num_steps=8, learning_rate=0.1, should_stop=lambda: False, evaluate=None):
+def run(
+    strategy,
+    *,
+    num_steps=8,
+    learning_rate=0.1,
+    should_stop=lambda: False,
+    evaluate=None,
+    saved_in=None,
+):
     """Trains `Scale` towards 1; returns the history and what was printed."""
     model = strategy.create(Scale)
     optimizer = strategy.create(
         lambda model: tpudist.Optimizer(optax.sgd(learning_rate), model), model
     )
-    out = io.StringIO()
+    batches = [{"x": np.ones(8, np.float32)}] * num_steps
+    batches = iter(strategy.experimental_distribute_dataset(batches))
+    out, history, saves = io.StringIO(), History(), None
+    if saved_in is not None:
+        state = tpudist.TrainState(model, optimizer, batches=batches, history=history)
+        saves = Saves(state, history, saved_in, every=2)
     history = loop.train(
         strategy,
         steps.make_train_step(distance),
         (model, optimizer),
-        strategy.experimental_distribute_dataset([{"x": np.ones(8, np.float32)}] * num_steps),
+        batches,
         num_steps=num_steps,
         unit=loop.Unit("nats", 1.0, "examples", 8),
         evaluate=evaluate or (lambda: {"nats": 0.5}),
@@ -60,7 +76,11 @@ def run(strategy, *, num_steps=8, learning_rate=0.1, should_stop=lambda: False, 
         display=make_display(num_steps, file=out),
         metrics=MetricsWriter(None),
         should_stop=should_stop,
+        saves=saves,
+        history=history,
     )
+    if saves is not None:
+        saves.close()
     return history, model, optimizer, out.getvalue()
 
 
@@ -105,6 +125,39 @@ def test_a_loss_that_is_no_number_ends_the_run(strategy):
     assert history.ended == "diverged"
     assert history.num_steps < 30
     assert not math.isfinite(history.losses[-1])
+
+
+def test_a_loss_that_is_no_number_is_not_saved(strategy, tmp_path):
+    history, *_ = run(strategy, num_steps=30, learning_rate=1e30, saved_in=tmp_path)
+    assert history.ended == "diverged"
+    assert all(int(path.name) < history.num_steps for path in tmp_path.iterdir())
+    again, *_ = run(strategy, num_steps=30, learning_rate=1e30, saved_in=tmp_path)
+    assert again.num_steps == history.num_steps  # from the last good one it comes to the same
+
+
+def test_sigterm_in_an_evaluation_saves_the_step_and_the_evaluation_is_done_again(
+    strategy, tmp_path
+):
+    """Iterators of held-out examples are watched too: grace periods are short."""
+    held_out = strategy.experimental_distribute_dataset(InOrder({"x": np.arange(64)}, 8))
+
+    def evaluate():
+        signal.raise_signal(signal.SIGTERM)
+        assert len(list(held_out)) == 8
+        raise AssertionError("SIGTERM was not heard")
+
+    history, *_ = run(strategy, evaluate=evaluate, saved_in=tmp_path)
+    assert (history.ended, history.num_steps, history.held_out) == ("preempted", 3, [])
+    assert history.num_saves == 2
+    assert history.blocked_s > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
+
+    again, _, _, printed = run(strategy, saved_in=tmp_path)
+    assert [step for step, _ in again.held_out] == [3, 6, 8]
+    assert printed.startswith("step 3/8  held out 0.500 nats")
+    whole, *_ = run(strategy)
+    assert history.losses + again.losses == whole.losses
+    assert (again.num_steps, again.first_step) == (8, 4)
 
 
 def test_a_partial_batch_counts_by_its_examples(strategy):

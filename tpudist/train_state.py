@@ -26,6 +26,12 @@ class TrainState(Checkpoint):
         rngs: `nnx.Rngs`, or random keys, that are not part of the model.
     """
 
+    model: Any
+    optimizer: Any
+    step: Any
+    batches: Any
+    rngs: Any
+
     def __init__(
         self,
         model: Any = None,

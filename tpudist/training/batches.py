@@ -1,20 +1,42 @@
 """The global batch of each step: a function of (seed, step, batch size) and of nothing else.
 
 Not on the number of replicas or processes, nor on the steps before: the same training on every
-mesh, and a run that resumes at step k needs no state but k. A strategy's
-`experimental_distribute_dataset` gives each replica its part.
+mesh, and a run that resumes at step k needs no state but k, which is what the state of an iterator
+is. A strategy's `experimental_distribute_dataset` gives each replica its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+Batch = dict[str, np.ndarray]
+
 
 def _generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
+
+
+class _Steps(Iterator[Batch]):
+    """The batches of steps 0 to `num_steps` - 1; may go on at any of them."""
+
+    def __init__(self, batch_of: Callable[[int], Batch], num_steps: int):
+        self._batch_of, self._num_steps = batch_of, num_steps
+        self._next_step = 0
+
+    def __next__(self) -> Batch:
+        if self._next_step >= self._num_steps:
+            raise StopIteration
+        self._next_step += 1
+        return self._batch_of(self._next_step - 1)
+
+    def get_state(self) -> dict[str, int]:
+        return {"next_step": self._next_step}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        self._next_step = state["next_step"]
 
 
 @dataclass(frozen=True)
@@ -44,16 +66,16 @@ class RandomWindows:
         """The number of batches."""
         return self.num_steps
 
-    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, step: int) -> Batch:
         """The batch of step `step`."""
         starts = _generator(self.seed, step).integers(
             len(self.text) - self.length, size=self.batch_size
         )
         return {"tokens": self.text[starts[:, None] + np.arange(self.length + 1)]}
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    def __iter__(self) -> Iterator[Batch]:
         """The batches in order."""
-        return map(self.__getitem__, range(self.num_steps))
+        return _Steps(self.__getitem__, self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -73,7 +95,7 @@ class ShuffledEpochs:
         """The number of batches."""
         return self.num_steps
 
-    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, step: int) -> Batch:
         """The batch of step `step`."""
         num_rows = len(next(iter(self.arrays.values())))
         epochs, rows = divmod(
@@ -85,9 +107,9 @@ class ShuffledEpochs:
         picked = np.array([orders[epoch][row] for epoch, row in zip(epochs, rows, strict=True)])
         return {name: array[picked] for name, array in self.arrays.items()}
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    def __iter__(self) -> Iterator[Batch]:
         """The batches in order."""
-        return map(self.__getitem__, range(self.num_steps))
+        return _Steps(self.__getitem__, self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -103,7 +125,7 @@ class InOrder:
         """The number of batches."""
         return -(-len(next(iter(self.arrays.values()))) // self.batch_size)
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    def __iter__(self) -> Iterator[Batch]:
         """The batches in order."""
         for start in range(0, len(self) * self.batch_size, self.batch_size):
             yield {

@@ -123,7 +123,8 @@ class _Lines:
     def step(self, step: int, loss: str, speed: str, left_s: float | None) -> None:
         due = step - self._last_step >= self._every
         rested = time.monotonic() - self._last_time >= self.QUIET_S
-        if not (due and rested) and step not in (1, self._num_steps):
+        first = self._last_step == 0  # also of a run that goes on
+        if not (due and rested) and not first and step != self._num_steps:
             return
         self._last_step, self._last_time = step, time.monotonic()
         parts = [f"step {step}/{self._num_steps}", loss, speed]

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tpudist.strategy import Strategy
 from tpudist.training import curves, metrics
-from tpudist.training.loop import History, Unit
+from tpudist.training.history import History
+from tpudist.training.loop import Unit
 from tpudist.training.summary import count_parameters, tell_mesh, where_variables_live
 from tpudist.xla import compile as xla_compile
 
@@ -36,13 +37,22 @@ def rows(
         ("mesh", tell_mesh(strategy.mesh)),
         ("model lives", where_variables_live(model)),
         ("optimizer lives", where_variables_live(optimizer)),
-        ("compile time", _tell_compiles()),
     ]
+    if compiles := _tell_compiles():
+        told.append(("compile time", compiles))
     if not math.isnan(step_s):
+        timed = len(history.seconds) - history.num_earlier_seconds or len(history.seconds)
         told += [
-            ("step time", f"{step_s * 1000:.0f} ms (median of {len(history.seconds)})"),
+            ("step time", f"{step_s * 1000:.0f} ms (median of {timed})"),
             ("throughput", f"{unit.items_per_step / step_s:,.0f} {unit.items}/s"),
         ]
+    if not math.isnan(history.waited_share):
+        told.append(("waited for data", f"{history.waited_share:.1%} of the step time"))
+    if history.num_saves:
+        each = f"{history.num_saves} saved, which held the run up for {history.blocked_s:.2f} s"
+        told.append(("checkpoints", each))
+    if history.resumed_at:
+        told.append(("resumed", _tell_resumed(history.resumed_at)))
     if history.losses:
         told.append(("training loss", f"{final_loss(history) * unit.per_nat:.3f} {unit.name}"))
     score = math.nan
@@ -67,22 +77,30 @@ def write(
         "title": title,
         "ended": history.ended,
         "steps": history.num_steps,
+        "resumed_at": history.resumed_at,
         "unit": unit.name,
         "training_loss": final_loss(history) * unit.per_nat if history.losses else None,
         "held_out": history.held_out[-1][1] if history.held_out else None,
         "baselines": dict(baselines),
         "median_step_s": history.median_step_s if history.seconds else None,
+        "waited_for_data": _or_none(history.waited_share),
+        "checkpoints": {"saved": history.num_saves, "blocked_s": history.blocked_s},
         "compile_s": {record.function: record.seconds for record in xla_compile.compile_log()},
         "config": dataclasses.asdict(config),
     }
     (folder / "summary.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
     written = ["metrics.jsonl", "summary.json"]
+    if (folder / "checkpoints").exists():
+        written.append("checkpoints/")
     if metrics.has_tensorboard():
         written.append("tensorboard/")
     if curves.has_matplotlib():
         curves.draw_curves(
             folder / "curves.png",
-            [(step, loss * unit.per_nat) for step, loss in enumerate(history.losses, start=1)],
+            [
+                (step, loss * unit.per_nat)
+                for step, loss in enumerate(history.losses, start=history.first_step)
+            ],
             [(step, next(iter(measured.values()))) for step, measured in history.held_out],
             baselines,
             unit=unit.name,
@@ -106,6 +124,16 @@ def final_loss(history: History) -> float:
     return statistics.fmean(history.losses[-20:])
 
 
+def _tell_resumed(steps: Sequence[int]) -> str:
+    times = "once" if len(steps) == 1 else f"{len(steps)} times"
+    shown = ", ".join(map(str, steps[-5:]))
+    return f"{times}, after step {shown if len(steps) <= 5 else '..., ' + shown}"
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
 def _against(baseline: float, score: float) -> str:
     if math.isnan(score):
         return f"{baseline:.3f}"
@@ -115,5 +143,7 @@ def _against(baseline: float, score: float) -> str:
 
 def _tell_compiles() -> str:
     records = xla_compile.compile_log()
+    if not records:
+        return ""  # a run that had finished compiles nothing
     each = ", ".join(f"{record.function} {record.seconds:.1f} s" for record in records)
     return f"{sum(record.seconds for record in records):.1f} s ({each})"

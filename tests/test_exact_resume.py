@@ -1,0 +1,232 @@
+"""A run killed anywhere, and started again on any mesh, is the run that was never interrupted.
+
+Real processes are killed with SIGKILL: between steps, in them, and while they write a checkpoint.
+A failure prints its seed; `TPUDIST_RESUME_SEED` runs it again, as far as the timing of processes
+allows.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import resume_program
+from processes import start_processes
+
+PROGRAM = Path(resume_program.__file__)
+NUM_STEPS = 40
+SAVE_EVERY = 2
+PROCESSES = {"8": (1, 8), "2": (1, 2), "fsdp 4": (1, 8), "2 x 4": (2, 4)}  # and devices of each
+KILLED = -signal.SIGKILL
+TIMEOUT_S = 120
+MOMENTS = ("step", "writing", "written")
+
+
+@dataclasses.dataclass
+class Session:
+    """What one start of the program logged."""
+
+    mesh: str
+    restored: int
+    steps: list[dict]
+    ended: bool = False
+
+
+def read_log(folder: Path) -> list[Session]:
+    """The sessions in a log; lines that a kill cut short are left out, as steps not done."""
+    file = folder / "log.jsonl"
+    sessions: list[Session] = []
+    for text in file.read_text().splitlines() if file.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if "restored" in line:
+            sessions.append(Session(line["mesh"], line["restored"], []))
+        elif "step" in line:
+            sessions[-1].steps.append(line)
+        else:
+            sessions[-1].ended = True
+    return sessions
+
+
+def command(folder: Path, mesh: str, dropout: str) -> list[str]:
+    options = {"dropout": dropout, "num-steps": NUM_STEPS, "save-every": SAVE_EVERY}
+    options |= {"pause-s": 0.03, "cache": folder.parent / "cache"}
+    given = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    return [str(folder), mesh, *given]
+
+
+def run_and_kill(folder: Path, mesh: str, dropout: str, moment: str, rng: random.Random) -> bool:
+    """Starts the program and kills it at a moment; whether it was killed in time.
+
+    Args:
+        folder: The run's.
+        mesh: What it runs on.
+        dropout: Of its model.
+        moment: "step": a moment after a random step; "writing": when one of the next checkpoints
+            begins to be written, or a little later; "written": just when it has got its name.
+        rng: Decides when, and which process is killed first.
+    """
+    num_processes, num_devices = PROCESSES[mesh]
+    sessions = read_log(folder)
+    checkpoints = folder / "checkpoints"
+
+    def saves(being_written: bool) -> list[int]:
+        names = os.listdir(checkpoints) if checkpoints.exists() else []
+        return [int(name.split(".")[0]) for name in names if ("tmp" in name) == being_written]
+
+    saved = max(saves(False), default=0)
+    near_end = saved > NUM_STEPS - 12  # of which something must be left for the next kill
+    wanted_steps = 1 if near_end else rng.randint(1, 4)
+    wanted_save = saved + SAVE_EVERY * (1 if near_end else rng.randint(1, 2))
+    delay_s = rng.random() * 0.06
+    with start_processes(
+        PROGRAM,
+        num_processes=num_processes,
+        devices_per_process=num_devices,
+        args=command(folder, mesh, dropout),
+    ) as running:
+        deadline = time.monotonic() + TIMEOUT_S
+
+        def has_come() -> bool:
+            if moment == "step":
+                now = read_log(folder)[len(sessions) :]
+                return bool(now) and len(now[-1].steps) >= wanted_steps
+            return max(saves(moment == "writing"), default=0) >= wanted_save
+
+        while not has_come():
+            assert time.monotonic() < deadline, f"{moment} did not come"
+            if all(worker.process.poll() is not None for worker in running.workers):
+                return False
+            time.sleep(0.002)
+        time.sleep(delay_s if moment != "written" else delay_s / 10)
+        first = rng.randrange(num_processes)
+        for index in (first, *(i for i in range(num_processes) if i != first)):
+            running.signal(index, signal.SIGKILL)  # the others a moment later, as a supervisor does
+        ended = running.wait(exit_codes=(KILLED, 0, -signal.SIGABRT))
+    return any(process.exit_code == KILLED for process in ended)
+
+
+def run_to_the_end(folder: Path, mesh: str, dropout: str) -> None:
+    num_processes, num_devices = PROCESSES[mesh]
+    with start_processes(
+        PROGRAM,
+        num_processes=num_processes,
+        devices_per_process=num_devices,
+        args=command(folder, mesh, dropout),
+    ) as running:
+        running.wait(TIMEOUT_S)
+
+
+def uninterrupted(folder: Path, dropout: str) -> dict[int, dict]:
+    """The same run in one go, on 8 devices, in this process."""
+    folder.mkdir()
+    resume_program.run(folder, "8", dropout=dropout, num_steps=NUM_STEPS, save_every=NUM_STEPS)
+    (session,) = read_log(folder)
+    assert session.ended
+    return {line["step"]: line for line in session.steps}
+
+
+def check(sessions: list[Session], reference: dict[int, dict]) -> None:
+    """That the sessions, one after the other, are the run that `reference` logged."""
+    assert sessions[-1].ended
+    done = 0
+    for session in sessions:
+        # Each goes on right after a step that was done before, and leaves none out.
+        assert session.restored <= done
+        assert session.restored % SAVE_EVERY == 0
+        steps = [line["step"] for line in session.steps]
+        assert steps == list(range(session.restored + 1, session.restored + 1 + len(steps)))
+        done = session.restored + len(steps)
+    assert done == NUM_STEPS
+
+    meshes: dict[int, str] = {}  # on which each step was done, by the last session that did it
+    losses = {("8",) * step: line["loss"] for step, line in reference.items()}
+    num_bit_equal = 0
+    for session in sessions:
+        for line in session.steps:
+            step = line["step"]
+            meshes[step] = session.mesh
+            wanted = reference[step]
+            assert line["numbers"] == wanted["numbers"], f"examples of step {step}"
+            got, want = float.fromhex(line["loss"]), float.fromhex(wanted["loss"])
+            np.testing.assert_allclose(got, want, rtol=1e-4, err_msg=f"loss of step {step}")
+            # Steps done on the same meshes, this one and all before it, come to the same bits.
+            way = tuple(meshes[earlier] for earlier in range(1, step + 1))
+            num_bit_equal += way in losses
+            assert losses.setdefault(way, line["loss"]) == line["loss"], f"loss of step {step}"
+    print(f"{num_bit_equal} losses compared bit by bit")
+    if set(meshes.values()) == {"8"}:
+        assert num_bit_equal == sum(len(session.steps) for session in sessions)
+
+
+def random_source() -> random.Random:
+    seed = int(os.environ.get("TPUDIST_RESUME_SEED") or random.randrange(10**6))
+    print(f"TPUDIST_RESUME_SEED={seed}")
+    return random.Random(seed)
+
+
+def killed_run(folder: Path, dropout: str, rng: random.Random, kills: list[tuple[str, str]]) -> int:
+    """A run killed at each of `kills`, which are meshes and moments; how often it was."""
+    folder.mkdir()
+    num_killed = 0
+    for mesh, moment in kills:
+        num_killed += run_and_kill(folder, mesh, dropout, moment, rng)
+        now = read_log(folder)[-1]
+        print(f"{mesh}, {moment}: restored {now.restored}, did {len(now.steps)} steps")
+        if now.ended:
+            break
+    return num_killed
+
+
+def test_the_reference_reads_each_example_once_in_an_epoch(tmp_path):
+    """What the other tests compare with is no check of its own data."""
+    steps = uninterrupted(tmp_path / "run", "example")
+    read = [number for step in range(1, NUM_STEPS + 1) for number in steps[step]["numbers"]]
+    size = resume_program.NUM_EXAMPLES
+    for start in range(0, len(read) - size + 1, size):
+        assert sorted(read[start : start + size]) == list(range(size))
+    assert len(read) > 4 * size
+    assert {len(line["numbers"]) for line in steps.values()} == {12, 4}
+
+
+@pytest.mark.multiprocess
+def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path):
+    rng = random_source()
+    kills = [("8", "step"), ("8", "writing")]
+    reference = uninterrupted(tmp_path / "whole", "replica")
+    assert killed_run(tmp_path / "killed", "replica", rng, kills) == len(kills)
+    run_to_the_end(tmp_path / "killed", "8", "replica")
+    check(read_log(tmp_path / "killed"), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_killed_again_and_again_on_one_mesh_is_bit_equal_to_one_that_was_not(tmp_path):
+    rng = random_source()
+    kills = [("8", rng.choice(MOMENTS)) for _ in range(9)]
+    reference = uninterrupted(tmp_path / "whole", "replica")
+    assert killed_run(tmp_path / "killed", "replica", rng, kills) == len(kills)
+    run_to_the_end(tmp_path / "killed", "8", "replica")
+    check(read_log(tmp_path / "killed"), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_killed_again_and_again_may_go_on_on_another_mesh_each_time(tmp_path):
+    rng = random_source()
+    # Each mesh three times, two of them in a row: what is done again there has the same bits.
+    turns = [[mesh] * number for mesh in PROCESSES for number in (1, 2)]
+    rng.shuffle(turns)
+    kills = [(mesh, rng.choice(MOMENTS)) for turn in turns for mesh in turn]
+    reference = uninterrupted(tmp_path / "whole", "example")
+    assert killed_run(tmp_path / "killed", "example", rng, kills) == len(kills)
+    run_to_the_end(tmp_path / "killed", rng.choice(list(PROCESSES)), "example")
+    check(read_log(tmp_path / "killed"), reference)

@@ -1,0 +1,102 @@
+"""What happened in a run so far: what a run that goes on must know of the steps before it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass
+class History:
+    """What happened in a run, over all its starts.
+
+    Evaluations are part of a checkpoint (`get_state`). Losses and times are not: they would make
+    each checkpoint larger than the one before, and `metrics.jsonl` has them (`continued`).
+    """
+
+    ended: Literal["finished", "interrupted", "preempted", "diverged"] = "finished"
+    """Why it ended: all steps done, asked to stop, SIGTERM, or a loss that is not a number."""
+    num_steps: int = 0
+    """How many steps were done, whoever did them."""
+    losses: list[float] = field(default_factory=list)
+    """Losses of the last so many steps, in nats: of all, where `metrics.jsonl` was kept."""
+    seconds: list[float] = field(default_factory=list)
+    """Time of each step but those that waited for a compilation, an evaluation or a save."""
+    held_out: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """(steps done, what was measured) of each evaluation."""
+    resumed_at: list[int] = field(default_factory=list)
+    """How many steps were done each time that the run went on from a checkpoint."""
+    num_earlier_seconds: int = 0
+    """How many of `seconds` were measured before the last start, perhaps on other devices."""
+    waited_s: float = 0.0
+    """Of the `seconds` since the last start, those in which the loop waited for data."""
+    num_saves: int = 0
+    """Checkpoints saved since the last start."""
+    blocked_s: float = 0.0
+    """Time in which these held the loop up."""
+
+    @property
+    def first_step(self) -> int:
+        """The step of the first of `losses`."""
+        return self.num_steps - len(self.losses) + 1
+
+    @property
+    def median_step_s(self) -> float:
+        """Median time of a step since the last start (before it, if there is none to time), or NaN.
+
+        In seconds.
+        """
+        seconds = self.seconds[self.num_earlier_seconds :] or self.seconds
+        return statistics.median(seconds) if seconds else math.nan
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the time of the steps, since the last start, that was spent waiting for data."""
+        total_s = sum(self.seconds[self.num_earlier_seconds :])
+        return self.waited_s / total_s if total_s else math.nan
+
+    def was_measured(self, step: int) -> bool:
+        """Whether held-out examples were judged after `step` steps."""
+        return any(measured_at == step for measured_at, _ in self.held_out)
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; the same in every process."""
+        return {"num_steps": self.num_steps, "held_out": [list(each) for each in self.held_out]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's."""
+        self.num_steps = int(state["num_steps"])
+        self.held_out = [(int(step), dict(measured)) for step, measured in state["held_out"]]
+
+    def continued(self, lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Takes up, of the lines of `metrics.jsonl`, what belongs to the steps done.
+
+        Lines of steps after the checkpoint are of a start that did not get to the next one: these
+        steps are done again.
+
+        Returns:
+            The lines that stay; each step has one at most.
+        """
+        measured = {step for step, _ in self.held_out}
+        kept: dict[Any, Mapping[str, Any]] = {}
+        for number, line in enumerate(lines):
+            step, split = line.get("step"), line.get("split")
+            if not isinstance(step, int) or step > self.num_steps:
+                continue
+            if split == "held_out" and step not in measured:
+                continue  # of an evaluation that no checkpoint knows: it is done again
+            kept[(number,) if split == "resumed" else (split, step)] = line
+        resumed = [line for line in kept.values() if line.get("split") == "resumed"]
+        trained = [line for line in kept.values() if line.get("split") == "train"]
+        self.resumed_at = [line["step"] for line in resumed]
+        first = self.num_steps + 1
+        while ("train", first - 1) in kept:
+            first -= 1
+        steps = range(first, self.num_steps + 1)
+        self.losses = [float(kept["train", step]["loss"]) for step in steps]
+        self.seconds = [float(line["step_s"]) for line in trained if "step_s" in line]
+        self.num_earlier_seconds = len(self.seconds)
+        return list(kept.values())
