@@ -44,7 +44,7 @@ PROGRAM = """
     found["problems"] = manager.verify(9)
 
     # One of them cannot write its part: here the disk is as good as full.
-    rows = np.random.default_rng(0).random((8, 1_000_000), np.float32)
+    rows = np.random.default_rng(0).random((8, 300_000), np.float32)
     split = jax.sharding.NamedSharding(strategy.mesh, PartitionSpec(("replica", "fsdp")))
     checkpoint = Checkpoint(x=jax.make_array_from_callback(rows.shape, split, rows.__getitem__))
     manager = CheckpointManager(checkpoint, faulty)
@@ -68,6 +68,10 @@ PROGRAM = """
     except CheckpointError as error:
         found["nan"] = str(error)
     checkpoint.x = jax.numpy.ones_like(checkpoint.x)
+    try:
+        manager.save(20 + jax.process_index())
+    except CheckpointError as error:
+        found["apart"] = str(error)
     manager.save(3)
     manager.close()
     found["steps"] = [found["steps"], manager.steps, manager.verify(3)]
@@ -127,7 +131,9 @@ def test_a_process_that_cannot_write_fails_the_save_of_all_at_once(finished):
     assert "could not be saved" in there["error"]
     for result in results:
         assert result["waited_s"] < 30
-        assert result["nan"].startswith("Step 3 was not saved: 1 arrays hold NaN")
+        assert result["nan"].startswith("Step 3 was not saved: 1 array holds NaN")
+        assert "different steps" in result["apart"]
+        assert "process 0 step 20, process 1 step 21" in result["apart"]
         assert result["steps"] == [[1], [1, 3], []]
 
 

@@ -302,11 +302,18 @@ def test_a_list_of_arrays_is_structure():
         (np.uint8, jnp.uint8),
         (np.bool_, jnp.bool_),
         (jnp.bfloat16, jnp.bfloat16),
+        (">i4", jnp.int32),  # bytes the other way round, as in MNIST's files
+        (">f8", jnp.float32),
     ],
 )
 def test_dtypes_are_those_that_jax_would_use(given_dtype, dtype, replicas):
-    (element,) = DistributedDataset([np.ones(8, given_dtype)], replicas)
-    assert element.dtype == dtype
+    rows = np.ones(8, given_dtype)
+    for source in [rows], NumpyDataset(rows).shuffle(0).batch(8):
+        dataset = DistributedDataset(source, replicas)
+        (element,) = dataset
+        assert element.dtype == dtype
+        np.testing.assert_array_equal(_real_rows(element).astype(np.float32), np.ones(8))
+        assert getattr(dataset.element_spec, "array", dataset.element_spec).dtype == dtype
 
 
 def test_a_loader_may_fill_the_same_array_again():

@@ -46,7 +46,7 @@ class Broken(IndexedDataset):
         self._treedef = jax.tree.structure(0)
         self._leaf_specs = [jax.ShapeDtypeStruct((), np.int32)]
 
-    def _read(self, rows):
+    def _read(self, rows, epoch):
         if 20 in rows:
             raise OSError("sector 20 is bad")
         return [rows.astype(np.int32)]
@@ -126,7 +126,7 @@ class Noted(IndexedDataset):
     def most(self):
         return self._in_memory["most"]
 
-    def _read(self, rows):
+    def _read(self, rows, epoch):
         return [self.note(np.zeros((*rows.shape, 8), np.float32))]
 
     def note(self, array):
@@ -160,7 +160,8 @@ def test_memory_is_bounded_by_the_buffer(two, size, fetch, is_iterable):
 
 
 PROGRAM = """
-import itertools, time
+import itertools, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell began with &
 import numpy as np
 import tpudist
 tpudist.emulate(2)

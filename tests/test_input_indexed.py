@@ -25,7 +25,7 @@ class Folder(IndexedDataset):
         self._by_files = by_files
         self.read = []
 
-    def _read(self, rows):
+    def _read(self, rows, epoch):
         self.read += rows.reshape(-1).tolist()
         return [rows.copy(), np.stack([rows, -rows], -1).astype(np.float32)]
 

@@ -126,10 +126,19 @@ def test_processes_that_read_alike_agree_at_every_step():
     mistakes.append(failure(lambda: distribute(rows.shuffle(me).batch(8 + 8 * me))))
     mistakes.append(failure(lambda: distribute(rows.batch(8) if me else [np.zeros(8)])))
 
-    iterator = iter(distribute(indexed()))
+    dataset = distribute(indexed())
     if me:
-        next(iterator)
-    mistakes.append(failure(lambda: iterator))
+        iter(dataset)
+    mistakes.append(failure(lambda: dataset))
+
+    # One process alone leaves a loop: the other is told, at once.
+    alone = None
+    try:
+        for i, _ in enumerate(distribute(lambda: (np.zeros(8) for _ in range(1000)))):
+            if me and i == 1:
+                break
+    except RuntimeError as error:
+        alone = str(error)
 
     # A pass that is left in the middle leaves nobody waiting, and the next one is whole.
     dataset = distribute(generator)
@@ -139,23 +148,13 @@ def test_processes_that_read_alike_agree_at_every_step():
     next(iterator), next(iterator)
     iterator.close()
     whole = [ids(x) for x in dataset]
-    report([mistakes, whole])
+    report([mistakes, whole, alone])
     """
     )
-    program = program.replace(
-        """    iterator = iter(distribute(indexed()))
-    if me:
-        next(iterator)
-    mistakes.append(failure(lambda: iterator))
-""",
-        """    dataset = distribute(indexed())
-    if me:
-        iter(dataset)
-    mistakes.append(failure(lambda: dataset))
-""",
-    )
     results = [p.result for p in run_processes(program)]
-    for mistakes, whole in results:
+    assert "process 1 has left and comes to no more rounds" in results[0][2]
+    assert results[1][2] is None
+    for mistakes, whole, _ in results:
         early, rows, _, _, _, plan, kind, position = mistakes
         assert early[0] == rows[0] == plan[0] == kind[0] == position[0] == "ValueError"
         assert (
@@ -333,11 +332,20 @@ def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes():
                for s in x["x"][0].array.addressable_shards]
     differ = failure(lambda: strategy.distribute_datasets_from_function(
         lambda _: [np.zeros((2, 3 + me))] * 4))
-    report([whole, found, state, dry, padding, differ])
+
+    def shuffled(seed):
+        return strategy.distribute_datasets_from_function(
+            lambda context: NumpyDataset(np.arange(20) + 100 * me).shuffle(seed + me).batch(2))
+
+    iterator = iter(shuffled(0))
+    next(iterator)
+    given, iterator = iterator.get_state(), iter(shuffled(7))
+    other = failure(lambda: [iterator.set_state(given)])
+    report([whole, found, state, dry, padding, differ, other])
     """
     )
     here, there = (p.result for p in run_processes(program))
-    whole, found, state, dry, padding, differ = here
+    whole, found, state, dry, padding, differ, other = here
     assert found == [whole[step:] for step in range(len(whole) + 1)]
     assert state == there[2]
     assert [rows for rows, _ in dry] == [[0, 0, 0, 0, 2, 2, 2, 2], [0, 0, 0, 0, 2, 0, 0, 0]]
@@ -346,3 +354,6 @@ def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes():
     assert differ == there[5]
     assert differ[0] == "ValueError"
     assert "float32[rows,3], process 1" in differ[1]
+    assert other[0] == there[6][0] == "ValueError"
+    assert "seed of dataset 0: 0 in the state, 7 here" in other[1]
+    assert "seed of dataset 0: 1 in the state, 8 here" in there[6][1]

@@ -295,13 +295,27 @@ def test_it_is_saved_though_it_is_not_time_yet_and_with_arguments_if_given(tmp_p
     handler.close()
 
 
+def test_a_save_of_the_program_knows_the_calls_of_run_too(tmp_path):
+    checkpoint = checkpoint_of()
+    manager = CheckpointManager(checkpoint, tmp_path)
+    handler = PreemptionCheckpointHandler(None, manager)
+    for _ in range(3):
+        handler.run(lambda: None)
+    manager.save(1)
+    manager.close()
+    handler.close()
+    handler = handler_of(checkpoint, tmp_path)
+    assert handler.total_run_calls == 3
+    handler.close()
+
+
 def test_a_state_that_cannot_be_saved_is_an_error_and_no_exit(tmp_path):
     """A supervisor that saw 143 would take the state for saved."""
     checkpoint = checkpoint_of()
     handler = handler_of(checkpoint, tmp_path)
     checkpoint.x = checkpoint.x * jnp.nan
     terminate()
-    with pytest.raises(CheckpointError, match="hold NaN"):
+    with pytest.raises(CheckpointError, match="1 array holds NaN"):
         boundaries.poll()
     handler.close()
 

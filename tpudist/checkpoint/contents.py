@@ -17,7 +17,10 @@ from tpudist.checkpoint.matching import RestoreReport
 ARRAYS, CONTENTS = "state", "tpudist"  # the items of a step, in Orbax's words
 _FORMAT = 1
 _JSON_FILE = "metadata"
-_UNKNOWN_DTYPES = "int1 uint1 uint2 uint4 float8_e4m3 float6_e2m3fn float6_e3m2fn".split()
+_UNKNOWN_DTYPES = (
+    "int1 uint1 uint2 uint4 float8_e4m3 float6_e2m3fn float6_e3m2fn longdouble clongdouble "
+    "float96 float128 complex192 complex256"
+).split()
 
 
 def gather(
@@ -26,12 +29,12 @@ def gather(
     """The arrays of a step by path, and all else, as JSON has it.
 
     Raises:
-        CheckpointError: Arrays have been donated; names all.
+        CheckpointError: Arrays have been donated, or have no values yet; names all.
         TypeError: A state is no JSON, or a dtype cannot be stored.
     """
     arrays: dict[tuple[str, ...], Any] = {}
     leaves: dict[str, dict[str, Any]] = {}
-    gone = []
+    gone, abstract = [], []
     for entry in found.entries:
         leaf = {"kind": entry.kind, "shape": list(entry.shape), "dtype": entry.dtype}
         leaves[entry.name] = leaf
@@ -41,6 +44,8 @@ def gather(
             continue
         if isinstance(value, jax.Array) and value.is_deleted():
             gone.append(entry.name)
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            abstract.append(entry.name)
         elif 0 not in entry.shape:
             arrays[entry.path] = _storable(entry, value)
             leaf["path"] = list(entry.path)
@@ -49,6 +54,11 @@ def gather(
             f"Step {step} cannot be saved: these arrays have been donated to a step or "
             f"deleted: {', '.join(gone)}. Give the checkpoint the arrays that the step "
             f"returned instead."
+        )
+    if abstract:
+        raise CheckpointError(
+            f"Step {step} cannot be saved: these are shapes without values: "
+            f"{', '.join(abstract)}. Restore them first, or make the arrays."
         )
     return arrays, {
         "format": _FORMAT,
@@ -171,7 +181,7 @@ def _check_dtype(entry: Entry) -> None:
     if entry.kind == ARRAY and entry.dtype in _UNKNOWN_DTYPES:
         raise TypeError(
             f"'{entry.name}' is {entry}, and checkpoints cannot hold arrays of dtype "
-            f"{entry.dtype}. Use a dtype of 8 bits or more, or int4."
+            f"{entry.dtype}. Use a dtype of 8 to 64 bits, or int4."
         )
 
 

@@ -1,6 +1,7 @@
 """The directory of a run: one directory per step in it, and what unfinished writes have left."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,16 @@ class Directory:
     """The steps below a path, local or of an object store such as `gs://bucket/run`."""
 
     def __init__(self, path: Any):
-        """At `path`, which need not be there."""
+        """At `path`, which need not be there.
+
+        Raises:
+            TypeError: It is no path.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"The directory of checkpoints is {path!r}. Give a path: 'runs/a', or a "
+                f"pathlib.Path."
+            )
         text = os.fspath(path)
         self.is_remote = manifest.is_remote(text)
         if not self.is_remote:
@@ -38,11 +48,13 @@ class Directory:
 
     def being_written(self, number: int) -> epath.Path:
         """Where a step is while it is written: stores without a rename have no other place."""
-        temporary = self.path / f"{number}{TEMPORARY_SUFFIX}"
+        temporary = self._temporary(number)
         return temporary if temporary.exists() else self.step(number)
 
     def make(self, number: int) -> None:
         """Makes sure that a step could be written here.
+
+        What a save of this number has left that was broken off is removed.
 
         Raises:
             CheckpointError: It could not.
@@ -52,7 +64,8 @@ class Directory:
                 raise NotADirectoryError("it is a file")
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.is_remote:
-                trial = self.path / f"{number}{TEMPORARY_SUFFIX}"
+                trial = self._temporary(number)
+                _remove_debris(trial)
                 trial.mkdir()
                 trial.rmdir()
         except OSError as error:
@@ -62,8 +75,14 @@ class Directory:
             ) from error
 
     def remove(self, number: int) -> None:
-        """Removes a step."""
-        self.step(number).rmtree()
+        """Removes a step; one that is local at once, so that nobody finds a part of it."""
+        if self.is_remote or os.path.islink(self.step(number)):  # of which rmtree says what it is
+            self.step(number).rmtree()
+            return
+        doomed = self._temporary(number)
+        doomed.rmtree(missing_ok=True)
+        self.step(number).rename(doomed)
+        doomed.rmtree()
 
     def set_aside(self, number: int) -> epath.Path:
         """Renames a damaged step, so that its number is free."""
@@ -77,12 +96,18 @@ class Directory:
         removed = []
         for x in self._entries():
             name, _, rest = x.name.partition(TEMPORARY_SUFFIX)
-            temporary = x.name != name and name.isdigit() and not rest
-            unfinished = self.is_remote and x.name.isdigit() and not self._is_step(x)
+            temporary = x.name != name and name.isdecimal() and not rest
+            unfinished = self.is_remote and x.name.isdecimal() and not self._is_step(x)
             if temporary or unfinished:
-                x.rmtree(missing_ok=True)
+                try:
+                    x.rmtree(missing_ok=True)
+                except OSError:  # it is in nobody's way
+                    continue
                 removed.append(x.name)
         return removed
+
+    def _temporary(self, number: int) -> epath.Path:
+        return self.path / f"{number}{TEMPORARY_SUFFIX}"
 
     def _entries(self) -> list[epath.Path]:
         return list(self.path.iterdir()) if self.path.is_dir() else []
@@ -90,4 +115,13 @@ class Directory:
     def _is_step(self, x: epath.Path) -> bool:
         # A rename commits a local step; in object stores a file does, which comes last.
         committed = not self.is_remote or (x / _COMMITTED).exists()
-        return x.name.isdigit() and str(int(x.name)) == x.name and x.is_dir() and committed
+        return x.name.isdecimal() and str(int(x.name)) == x.name and x.is_dir() and committed
+
+
+def _remove_debris(path: epath.Path) -> None:
+    for wait_s in (0.1, 0.3, 1.0):
+        try:
+            return path.rmtree(missing_ok=True)
+        except OSError:  # threads of a save that was broken off by Ctrl-C are at their last files
+            time.sleep(wait_s)
+    path.rmtree(missing_ok=True)

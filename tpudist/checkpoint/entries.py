@@ -4,6 +4,7 @@ Names come from paths: attribute names, dict keys and positions, joined by dots.
 an array's contents, so objects whose arrays have been donated can still be restored.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -101,14 +102,16 @@ class Found:
         self._states: list[Callable[[], None]] = []
         self._finish: list[Callable[[], None]] = []
         self._refused: list[str] = []
+        self._around: list[Any] = []
         for name, x in objects.items():
             self._add((name,), x, _Replacing(replace, name))
+        self._refused += _twice(x.name for x in self.entries)
         if self._refused:
             listed = "\n".join(f"  {line}" for line in self._refused)
             raise TypeError(
                 f"A checkpoint was given what it cannot save:\n{listed}\nIt takes NNX modules, "
-                f"optimizers and Rngs, Variables, arrays, Python numbers, bools and strings, "
-                f"objects with get_state() and set_state(), and pytrees of these."
+                f"optimizers and Rngs, Variables, arrays of numbers, Python ints, floats, bools "
+                f"and strings, objects with get_state() and set_state(), and pytrees of these."
             )
 
     def finish(self) -> None:
@@ -127,13 +130,20 @@ class Found:
         elif isinstance(x, Variable):
             self._add_variable(path, x)
         elif isinstance(x, Container):
-            for name, inner in x.checkpoint_objects().items():
-                self._add((*path, name), inner, _Replacing(x.replace_object, name))
+            self._add_container(path, x)
         elif has_state(x):
             write = _Deferred(x.set_state, self._states)
             self.entries.append(Entry(path, STATE, (), type(x).__name__, x.get_state, write))
         else:
             self._add_tree(path, x, replace)
+
+    def _add_container(self, path: Path, x: "Container") -> None:
+        if any(x is outer for outer in self._around):
+            return  # a way back up: it is saved where it was first met
+        self._around.append(x)
+        for name, inner in x.checkpoint_objects().items():
+            self._add((*path, name), inner, _Replacing(x.replace_object, name))
+        self._around.pop()
 
     def _add_nnx(self, path: Path, x: Any) -> None:
         binding = nnx_state.Binding((x,))
@@ -174,22 +184,27 @@ class Found:
             elif isinstance(x, jax.Array):
                 sharding = x.sharding if x.committed else None
                 self._add_array(inner, x, sharding, _Reading(cell, index), write, kind)
-            elif isinstance(x, np.ndarray | np.generic) and x.dtype != object:
+            elif isinstance(x, jax.ShapeDtypeStruct):
+                self._add_array(inner, x, x.sharding, _Reading(cell, index), write, kind)
+            elif isinstance(x, np.ndarray | np.generic) and _has_numbers(x):
                 shape, dtype = x.shape, x.dtype.name
                 read = _Reading(cell, index)
+                write = _WritingScalar(cell, index) if isinstance(x, np.generic) else write
                 self.entries.append(
                     Entry(inner, ARRAY, shape, dtype, read, write, kind, on_host=True)
                 )
-            elif isinstance(x, bool | int | float | str):
+            elif isinstance(x, bool | int | float | str) and not isinstance(x, np.generic):
                 read = _Reading(cell, index)
                 self.entries.append(Entry(inner, VALUE, (), type(x).__name__, read, write, kind))
             else:
-                self._refused.append(f"{joined(inner)}: {type(x).__module__}.{type(x).__name__}")
+                kind_of_x = f"{type(x).__module__}.{type(x).__name__}"
+                dtype = f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
+                self._refused.append(f"{joined(inner)}: {kind_of_x}{dtype}")
         self._finish.append(cell.finish)
 
     def _add_array(self, path: Path, x: Any, sharding, read, write, kind=None) -> None:
         key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-        dtype = str(jax.random.key_impl(x)) if key else np.dtype(x.dtype).name
+        dtype = _key_impl(x) if key else np.dtype(x.dtype).name
         self.entries.append(
             Entry(path, KEY if key else ARRAY, tuple(x.shape), dtype, read, write, kind, sharding)
         )
@@ -218,6 +233,25 @@ class Container:
 def has_state(x: Any) -> bool:
     """Whether `x` says and takes its position, as iterators do."""
     return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")
+
+
+def _has_numbers(x: np.ndarray | np.generic) -> bool:
+    return jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool
+
+
+def _key_impl(x: Any) -> str:
+    if isinstance(x, jax.Array):
+        return str(jax.random.key_impl(x))
+    found: list[str] = []
+    # Of an abstract key too, which `key_impl` itself refuses.
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), x)
+    return found[0]
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    """What is wrong with names that are there several times: one would overwrite the other."""
+    counts = collections.Counter(names)
+    return [f"{name}: {n} objects of this name" for name, n in counts.items() if n > 1]
 
 
 def _is_object(x: Any) -> bool:
@@ -263,6 +297,12 @@ class _Writing:
     def __call__(self, value: Any) -> None:
         self.cell.leaves[self.index] = value
         self.cell.changed = True
+
+
+@dataclasses.dataclass
+class _WritingScalar(_Writing):
+    def __call__(self, value: Any) -> None:
+        super().__call__(np.asarray(value)[()])
 
 
 @dataclasses.dataclass

@@ -40,6 +40,22 @@ class History:
         (answer, *_) = self._channel.exchange(json.dumps(value), timeout_s=self._timeout_s)
         return json.loads(answer)
 
+    def require_alike(self, step: int) -> None:
+        """Makes sure that all processes are about to save the same step.
+
+        Raises:
+            CheckpointError: They are not; in all processes.
+        """
+        if jax.process_count() == 1:
+            return
+        numbers = self._channel.exchange(str(step), timeout_s=self._timeout_s)
+        if len(set(numbers)) > 1:
+            listed = ", ".join(f"process {i} step {number}" for i, number in enumerate(numbers))
+            raise CheckpointError(
+                f"Processes were to save different steps to {self._files}: {listed}. A checkpoint "
+                f"is made by all of them: give all the same checkpoint_number."
+            )
+
     # When they were saved, and their metrics.
 
     def remember(self, step: int, contents: Mapping[str, Any]) -> None:
@@ -110,6 +126,8 @@ class History:
                         stacklevel=_OUTSIDE,
                     )
                 return step, tuple(skipped)
+            if step not in self.agreed(self._files.steps()):  # its writer has removed it meanwhile
+                return self.choose(asked, verify=verify)
             self._damaged[step] = problems
             listed = "\n".join(f"  {problem}" for problem in problems)
             skipped.append(f"The checkpoint {self._files.step(step)} is damaged:\n{listed}")

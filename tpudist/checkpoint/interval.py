@@ -1,14 +1,27 @@
 """Counting steps: the number of a checkpoint, and whether it is time for one."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
+
+from tpudist.checkpoint.errors import CheckpointError
 
 
 def as_int(x: Any) -> int | None:
-    """A whole number of any kind, also an array or a Variable, as a Python int; else None."""
+    """A whole number of any kind, also an array or a Variable, as a Python int; else None.
+
+    Raises:
+        CheckpointError: It has been donated.
+    """
     if isinstance(x, bool) or x is None:
         return None
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise CheckpointError(
+            "The number of the step is an array that has been donated to a step or deleted. Give "
+            "the checkpoint the one that the step returned instead."
+        )
     try:
         value = np.asarray(x)
     except TypeError:
@@ -47,13 +60,13 @@ class Interval:
                 "checkpoint that has a `step`."
             )
 
-    def is_over(self, latest: int | None) -> bool:
-        """Whether it is time; `latest` is the newest step, for the first save of a program."""
+    def is_over(self, latest: Callable[[], int | None]) -> bool:
+        """Whether it is time; `latest` gives the newest step, for the first save of a program."""
         if self.num_steps is None:
             return True
         now, last = self._now(), self._last
         if last is None and self._counter is None:
-            last = latest
+            last = latest()
         return last is None or now is None or now - last >= self.num_steps
 
     def begin(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,7 +80,7 @@ class CheckpointManager:
             timeout_s: How long one save may take, waiting for other processes included.
 
         Raises:
-            TypeError: `checkpoint` is none.
+            TypeError: `checkpoint` is none, or `directory` no path.
             ValueError: A number is out of range, or `checkpoint_interval` has nothing to count.
             CheckpointError: `directory` is a file.
         """
@@ -95,7 +96,7 @@ class CheckpointManager:
         self.retention = Retention(
             max_to_keep,
             keep_period,
-            None if keep_checkpoint_every_n_hours is None else keep_checkpoint_every_n_hours * 3600,
+            _seconds(keep_checkpoint_every_n_hours),
             best,
         )
         self.checkpoint_interval = checkpoint_interval
@@ -123,6 +124,7 @@ class CheckpointManager:
         )
         self._is_clean = False
         self._is_open = True
+        self._lock = threading.RLock()  # for programs that save from a thread of theirs too
 
     # What there is.
 
@@ -207,21 +209,24 @@ class CheckpointManager:
         warn_if_given("CheckpointManager.save(options", options, "Orbax's defaults are used")
         context.require_cross_replica("CheckpointManager.save")
         self._require_open()
-        if check_interval and not force and not self._interval.is_over(self.latest_step):
+        if check_interval and not force and not self._interval.is_over(self._agreed_latest):
             return None
-        self.wait()
-        step = self._number(checkpoint_number)
-        found = self._found()
-        arrays, contents = gather(found, step, self._checked_metrics(metrics))
-        contents["notes"] = dict(self.notes)
-        if not allow_nan:
-            refuse_not_finite(found, arrays, step, self.latest_step)
-        self._prepare(step)
-        self._saver.begin(step, arrays, contents)
-        self._interval.begin()
-        if not self._asynchronous:
+        with self._lock:
             self.wait()
-        return str(self._files.step(step))
+            step = self._number(checkpoint_number)
+            found = self._found()
+            arrays, contents = gather(found, step, self.retention.checked(metrics))
+            contents["notes"] = dict(self.notes)
+            if not allow_nan:
+                refuse_not_finite(found, arrays, step, self.latest_step)
+            self._prepare(step)
+            self._is_clean = False  # until it has begun, or if that is broken off
+            self._saver.begin(step, arrays, contents)
+            self._is_clean = True
+            self._interval.begin()
+            if not self._asynchronous:
+                self.wait()
+            return str(self._files.step(step))
 
     def check(self) -> None:
         """Raises what went wrong in a save that has ended since; returns at once.
@@ -260,18 +265,9 @@ class CheckpointManager:
         except CheckpointError as failure:  # the error of the block is the one to see
             warnings.warn(str(failure), stacklevel=2)
 
-    def _checked_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
-        numbers = {str(name): float(x) for name, x in (metrics or {}).items()}
-        best = self.retention.best
-        if metrics is not None and best is not None and best[0] not in numbers:
-            raise ValueError(
-                f"The best checkpoint is to be found by {best[0]!r}, but metrics has "
-                f"{', '.join(map(repr, numbers)) or 'nothing'}. Give that one too."
-            )
-        return numbers
-
     def _prepare(self, step: int) -> None:
         """Makes room for a new step; in all processes the same comes of it."""
+        self._history.require_alike(step)
         finish_other(self.directory)
         problem = ""
         if jax.process_index() == 0:
@@ -289,11 +285,14 @@ class CheckpointManager:
         if problem:
             raise CheckpointError(problem)
 
+    def _agreed_latest(self) -> int | None:
+        return self._history.agreed(self.latest_step)
+
     def _number(self, asked: Any) -> int:
         if asked is None:
             asked = getattr(self.checkpoint, "step", None)
         if asked is None:
-            return self._history.agreed(self.latest_step or 0) + 1
+            return (self._agreed_latest() or 0) + 1
         number = as_int(asked)
         if number is None or number < 0:
             raise ValueError(f"checkpoint_number is {asked!r}. Give a whole number from 0.")
@@ -324,21 +323,23 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
-        only: Sequence[str | type] | None = None,
-        exclude: Sequence[str | type] = (),
+        only: str | type | Sequence[str | type] | None = None,
+        exclude: str | type | Sequence[str | type] = (),
         rename: Mapping[str, str] | None = None,
         cast: bool = False,
         verify: bool = True,
     ) -> RestoreReport:
         """Restores the objects from a checkpoint, in place; or a part of them.
 
-        Each array goes to where the object's present array is, or was before it was donated.
+        Each array goes to where the object's present array is, or was before it was donated; in
+        place of arrays there may be shapes, such as `nnx.eval_shape` gives. What another program
+        removes meanwhile, as one that trains does to one that evaluates, is left for a newer one.
 
         Args:
             step: Its number; by default the newest that is whole.
             only: What of the objects to restore: names such as `"model.layer"`, which stand for all
-                below, or types of NNX Variables such as `nnx.Param`. What else the checkpoint has
-                is left in it.
+                below, or types of NNX Variables such as `nnx.Param`; one or several. What else
+                the checkpoint has is left in it.
             exclude: What not to, likewise.
             rename: Other names: of what is in the checkpoint, the name here.
             cast: Whether to convert arrays to the dtypes that the objects have.
@@ -355,20 +356,20 @@ class CheckpointManager:
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()
         found = self._found()
-        step, skipped = self._history.choose(step, verify=verify)
-        report = restore(
-            found,
-            step,
-            self._files.step(step),
-            only=only,
-            exclude=exclude,
-            rename=rename,
-            cast=cast,
-        )
-        report = dataclasses.replace(report, skipped=skipped)
-        self.restored = report
-        self.notes = notes_of(self._files.step(step))
-        return report
+        parts = {"only": only, "exclude": exclude, "rename": rename, "cast": cast}
+        chosen, skipped = self._history.choose(step, verify=verify)
+        path = self._files.step(chosen)
+        try:
+            notes = notes_of(path)
+            report = restore(found, chosen, path, **parts)
+        except Exception:
+            if jax.process_count() > 1 or path.exists():
+                raise
+            # The program that trains has removed it meanwhile, and has newer ones.
+            return self.restore(step, verify=verify, **parts)
+        self.notes = notes
+        self.restored = dataclasses.replace(report, skipped=skipped)
+        return self.restored
 
     def _wait_for_all(self) -> None:
         self.wait()
@@ -383,3 +384,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"The CheckpointManager of {self._files} is closed. Make another."
             )
+
+
+def _seconds(hours: Any) -> Any:
+    return hours * 3600 if isinstance(hours, int | float) else hours

@@ -60,8 +60,8 @@ def match(
     aliases: Mapping[str, str],
     path: str,
     *,
-    only: Sequence[str | type] | None = None,
-    exclude: Sequence[str | type] = (),
+    only: str | type | Sequence[str | type] | None = None,
+    exclude: str | type | Sequence[str | type] = (),
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
 ) -> Match:
@@ -80,6 +80,8 @@ def match(
     Raises:
         CheckpointError: Something does not fit; lists all of it.
     """
+    only = [only] if isinstance(only, str | type) else only
+    exclude = [exclude] if isinstance(exclude, str | type) else exclude
     renaming = _Renaming(rename or {})
     # Under the name it has in the objects: what it is called in the checkpoint.
     by_name = {renaming(name): name for name in (*aliases, *saved)}

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,12 @@ class Retention:
             wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
             if value is not None and wrong:
                 raise ValueError(f"{name} is {value!r}. Give a whole number from 1, or None.")
-        if self.keep_every_s is not None and not self.keep_every_s > 0:
+        every = self.keep_every_s
+        if every is not None and not (isinstance(every, int | float) and every > 0):
+            hours = every / 3600 if isinstance(every, int | float) else every
             raise ValueError(
-                f"keep_checkpoint_every_n_hours is {self.keep_every_s / 3600!r}. Give a positive "
-                f"number of hours, or None."
+                f"keep_checkpoint_every_n_hours is {hours!r}. Give a positive number of hours, or "
+                f"None."
             )
         if self.best is not None:
             pair = isinstance(self.best, tuple | list) and len(self.best) == 2
@@ -42,6 +45,26 @@ class Retention:
                     f"best is {self.best!r}. Give the name of a metric and whether less or more is "
                     f"better: ('held_out_loss', 'min') or ('accuracy', 'max')."
                 )
+
+    def checked(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        """Metrics as Python numbers.
+
+        Raises:
+            TypeError: They are no numbers by name.
+            ValueError: That which `best` goes by is missing.
+        """
+        try:
+            numbers = {str(name): float(x) for name, x in (metrics or {}).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"metrics is {metrics!r}. Give a dict of numbers: metrics={{'loss': 0.5}}."
+            ) from error
+        if metrics is not None and self.best is not None and self.best[0] not in numbers:
+            raise ValueError(
+                f"The best checkpoint is to be found by {self.best[0]!r}, but metrics has "
+                f"{', '.join(map(repr, numbers)) or 'nothing'}. Give that one too."
+            )
+        return numbers
 
     def best_steps(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The best of these, best first; newer ones first among equals."""

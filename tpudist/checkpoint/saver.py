@@ -60,9 +60,13 @@ class Saver:
         self._history.remember(step, contents)
         try:
             self._writer.begin(self._files.step(step), arrays, contents)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too
+            self._abandon()
             self._after(step, error)
-            raise self._failure(step, error) from error
+            failure = self._failure(step, error)
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
         self._save = Save(step, self._writer.wait, lambda error: self._after(step, error))
         _in_flight[str(self._files)] = self._save
         if not self._is_listening:
@@ -88,6 +92,14 @@ class Saver:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
+
+    def _abandon(self) -> None:
+        """Lets go of a writer that was interrupted, which may go on with its step."""
+        writer, self._writer = self._writer, None
+        try:
+            writer.close()
+        except Exception:  # of the step that is given up
+            pass
 
     def _before_commit(self) -> None:
         """In the background, in process 0, when all files have been written."""

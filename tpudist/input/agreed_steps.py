@@ -49,9 +49,21 @@ def parts(
         RuntimeError: The dataset of another process failed.
         ValueError: No process has any batch, or they have batches that do not go together.
     """
+    with rounds.to_the_end():
+        yield from _parts(pipelines, mesh, steps, passes, position, rounds)
+
+
+def _parts(
+    pipelines: "Pipelines",
+    mesh: ReplicaMesh,
+    steps: Iterator["Step"],
+    passes: list[Any],
+    position: Position,
+    rounds: Rounds,
+) -> Iterator[tuple[Parts, Any]]:
     nothing: Any = [None] * len(mesh.local_replicas)
     step = rounds.told(lambda: next(steps, nothing))
-    _meet(pipelines, step, position, rounds)
+    plans = _meet(pipelines, step, position, rounds)
     rounds.told(lambda: pipelines.check_rows(step))
     number = rounds.step = position.step
     while True:
@@ -67,7 +79,7 @@ def parts(
         if not any(counts) or (drops and not all(counts)):
             return
         pipelines.fix_rows(max(counts))
-        yield pipelines.join(step, counts), pipelines.state([x["states"] for x in answers])
+        yield pipelines.join(step, counts), pipelines.state([x["states"] for x in answers], plans)
         number += 1
         rounds.step = number
         step = rounds.told(lambda: next(steps, nothing))
@@ -80,12 +92,19 @@ def count_rows(step: "Step") -> tuple[int, ...]:
     )
 
 
-def _meet(pipelines: "Pipelines", step: "Step", position: Position, rounds: Rounds) -> None:
-    """Sees that all processes have the same kind of batches, and the same sizes for all."""
+def _meet(
+    pipelines: "Pipelines", step: "Step", position: Position, rounds: Rounds
+) -> list[dict[str, Any]]:
+    """Sees that all processes have the same kind of batches, and the same sizes for all.
+
+    Returns:
+        What the states of each process's datasets are good for.
+    """
     first = pipelines.first
     answers = rounds.exchange(
         {
             "plan": [pipelines.plan, *position[:2]],
+            "own plan": pipelines.own_plan,
             "batch": None if first is None else first.description,
             "rows": pipelines.rows_per_replica,
             "digest": _digest(step) if pipelines.must_differ else None,
@@ -97,16 +116,18 @@ def _meet(pipelines: "Pipelines", step: "Step", position: Position, rounds: Roun
     if sizes:
         pipelines.fix_rows(max(sizes))
     _refuse_equal(rounds, [answer["digest"] for answer in answers])
+    plans = [answer["own plan"] for answer in answers]
     with_batch = [i for i, answer in enumerate(answers) if answer["batch"] is not None]
     if not with_batch:
         if position.step:
-            return
+            return plans
         raise ValueError(sources.NO_BATCHES)
     if len(with_batch) < len(answers):
         # Padding repeats a real row, and this process may have none of its own.
         giver = with_batch[0]
         given = rounds.exchange({"example": None if first is None else _as_text(first)})
         pipelines.first = first or _from_text(given[giver]["example"], rounds.processes[giver])
+    return plans
 
 
 def _require_one(

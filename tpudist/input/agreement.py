@@ -5,6 +5,7 @@ next collective for ever. So each tells what it has for a step before any of the
 the thread that makes batches ahead; no device takes part.
 """
 
+import contextlib
 import itertools
 import json
 import threading
@@ -54,6 +55,16 @@ class Rounds:
             )
         return messages
 
+    @contextlib.contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """If the `with` block is left before its end, tells the others not to wait."""
+        try:
+            yield
+        except BaseException:
+            if self._channel is not None:
+                self._channel.leave()
+            raise
+
     def told(self, act: Callable[[], T]) -> T:
         """What `act` returns; if it fails, the others are told, and so is the caller."""
         try:
@@ -94,21 +105,23 @@ def in_step(batches: Iterator[T], rounds: Rounds, rows: Callable[[T], int]) -> I
         ValueError: It gives one process other numbers of rows than another, or ends earlier.
         RuntimeError: It failed in another process.
     """
-    for step in itertools.count():
-        rounds.step = step
-        batch = rounds.told(lambda: next(batches, None))
-        message = {"rows": None if batch is None else rows(batch)}
-        found = [answer["rows"] for answer in rounds.exchange(message)]
-        if any(count != found[0] for count in found):
-            told = ", ".join(
-                f"process {i} {'is at its end' if count is None else f'has {count} rows'}"
-                for i, count in zip(rounds.processes, found, strict=True)
-            )
-            raise ValueError(
-                f"The processes differ in batch {step} of the dataset: {told}. All must be given "
-                f"the same batches, of which each takes its own rows. Where each has data of its "
-                f"own, use AutoShardPolicy.OFF, or distribute_datasets_from_function."
-            )
-        if batch is None:
-            return
-        yield batch
+    with rounds.to_the_end():
+        for step in itertools.count():
+            rounds.step = step
+            batch = rounds.told(lambda: next(batches, None))
+            message = {"rows": None if batch is None else rows(batch)}
+            found = [answer["rows"] for answer in rounds.exchange(message)]
+            if any(count != found[0] for count in found):
+                told = ", ".join(
+                    f"process {i} {'is at its end' if count is None else f'has {count} rows'}"
+                    for i, count in zip(rounds.processes, found, strict=True)
+                )
+                raise ValueError(
+                    f"The processes differ in batch {step} of the dataset: {told}. All must be "
+                    f"given the same batches, of which each takes its own rows. Where each has "
+                    f"data of its own, use AutoShardPolicy.OFF, or "
+                    f"distribute_datasets_from_function."
+                )
+            if batch is None:
+                return
+            yield batch

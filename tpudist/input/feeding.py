@@ -1,5 +1,6 @@
 """Runs the elements of one pass ahead of the loop: as far as the devices, or in host memory."""
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from tpudist.input.state import Position
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
+_stops: "weakref.WeakSet[threading.Event]" = weakref.WeakSet()
 
 
 class Element(NamedTuple):
@@ -64,6 +66,7 @@ class Elements(Iterator[Element]):
         """
         self.position = position
         stop = threading.Event()
+        _stops.add(stop)
         several = replica_mesh.num_processes > 1
         rounds = Rounds(name, stop, replica_mesh.processes) if several else None
         wait_on_host = prefetch > 0 and not fetch_to_device
@@ -117,3 +120,9 @@ class _Placed(Iterator[Element]):
         if isinstance(self._parts, Prefetcher):
             self._parts.close()
         self._parts = iter(())
+
+
+@atexit.register  # later than that of `prefetch`, and so called before it, which waits for threads
+def _stop_all() -> None:
+    for stop in list(_stops):
+        stop.set()

@@ -12,7 +12,7 @@ import numpy as np
 from tpudist.input import file_names, file_order
 from tpudist.input.file_formats.file import RecordFile
 from tpudist.input.open_files import OpenFiles
-from tpudist.input.records import RecordDataset
+from tpudist.input.records import RandomTransform, RecordDataset
 
 PyTree = Any
 
@@ -26,6 +26,7 @@ class FileDataset(RecordDataset):
         open_file: Callable[[Path], RecordFile],
         parse: Callable[[Any], PyTree] | None,
         *,
+        random_transform: RandomTransform | None,
         num_records: Sequence[int] | None,
         num_threads: int | None,
         format: str,
@@ -43,7 +44,7 @@ class FileDataset(RecordDataset):
             )
         self.num_files = len(paths)
         self._by_files = False
-        self._begin(parse, num_threads)
+        self._begin(parse, random_transform, num_threads)
 
     @property
     def files_read(self) -> tuple[str, ...]:
@@ -81,9 +82,9 @@ class FileDataset(RecordDataset):
             first = int(self._ends[file] - self._files.num_records[file])
             yield file, where, numbers[where] - first
 
-    def _read(self, rows: np.ndarray) -> list[np.ndarray]:
-        if self._format != "parquet" or self._transform is not None:
-            return super()._read(rows)
+    def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
+        if self._format != "parquet" or self._is_transformed:
+            return super()._read(rows, epoch)
         numbers = np.asarray(rows).reshape(-1)
         found = [np.empty((len(numbers), *x.shape), x.dtype) for x in self._leaf_specs]
         for file, where, within in self._by_file(numbers):
@@ -148,6 +149,7 @@ def from_files(
     *,
     format: str | None = None,
     parse: Callable[[Any], PyTree] | None = None,
+    random_transform: RandomTransform | None = None,
     columns: Sequence[str] | None = None,
     num_records: Sequence[int] | None = None,
     num_threads: int | None = None,
@@ -167,6 +169,8 @@ def from_files(
             files.
         parse: Makes a pytree of arrays of a record: bytes, a line of text as a string, or the dict
             of a row. Needed but for Parquet. The same each time, or runs cannot be resumed exactly.
+        random_transform: Makes another example of what `parse` has made, with random numbers that
+            are the same after resuming; see `from_records`.
         columns: Which columns of Parquet files are read; None for all.
         num_records: How many records each file has, if that is known: files are opened only when
             they are read then.
@@ -198,6 +202,7 @@ def from_files(
         paths,
         make if columns is None else lambda path: make(path, columns),
         parse,
+        random_transform=random_transform,
         num_records=num_records,
         num_threads=num_threads,
         format=format,

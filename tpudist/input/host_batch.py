@@ -118,7 +118,7 @@ def as_array(value: Any, what: str) -> np.ndarray:
             f"{what} is not an array: {error}. Every row must have the same shape; pad the rows to "
             f"one."
         ) from error
-    if _jax_dtype(array.dtype) is None:
+    if jax_dtype(array.dtype) is None:
         raise TypeError(
             f"{what} has dtype {array.dtype}, but devices hold numbers and booleans only. Convert "
             f"it, for example text to token ids, or leave it out of the dataset."
@@ -128,7 +128,7 @@ def as_array(value: Any, what: str) -> np.ndarray:
 
 def in_jax_dtype(array: np.ndarray, *, copy: bool) -> np.ndarray:
     """`array` in the dtype in which JAX holds it; not the same memory, if `copy`."""
-    dtype = _jax_dtype(array.dtype)
+    dtype = jax_dtype(array.dtype)
     assert dtype is not None, array.dtype
     if dtype != array.dtype:
         cast = memory.empty(array.shape, dtype)
@@ -178,7 +178,7 @@ def _is_list_of_numbers(value: Any) -> bool:
     )
 
 
-def _jax_dtype(dtype: np.dtype) -> np.dtype | None:
+def jax_dtype(dtype: np.dtype) -> np.dtype | None:
     """The dtype in which JAX holds `dtype` (float32 for float64), None if it cannot."""
     return _dtype_on_devices(dtype, jax.config.jax_enable_x64)  # type: ignore
 
@@ -188,4 +188,5 @@ def _dtype_on_devices(dtype: np.dtype, x64: bool) -> np.dtype | None:
     del x64  # which `canonicalize_dtype` reads for itself
     if not jnp.issubdtype(dtype, np.bool_) and not jnp.issubdtype(dtype, np.number):
         return None
-    return jax.dtypes.canonicalize_dtype(dtype)
+    # In the order of bytes of this machine: files such as MNIST's have the other one.
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))

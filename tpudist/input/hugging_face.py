@@ -8,7 +8,7 @@ import numpy as np
 
 from tpudist.input import sources
 from tpudist.input.indexed import IndexedDataset
-from tpudist.input.records import RecordDataset
+from tpudist.input.records import RandomTransform, RecordDataset
 
 PyTree = Any
 
@@ -17,6 +17,7 @@ def examples(
     dataset: Any,
     transform: Callable[[Any], PyTree] | None = None,
     *,
+    random_transform: RandomTransform | None = None,
     num_threads: int | None = None,
 ) -> IndexedDataset:
     """The examples of a `datasets.Dataset`; see `from_records`.
@@ -31,7 +32,9 @@ def examples(
             f"A Hugging Face {type(dataset).__name__} has no examples that can be read by number. "
             f"Load it without streaming, or distribute dataset.batch(global_batch_size)."
         )
-    return HuggingFaceDataset(_in_numpy(dataset), transform, num_threads=num_threads)
+    return HuggingFaceDataset(
+        _in_numpy(dataset), transform, random_transform=random_transform, num_threads=num_threads
+    )
 
 
 def batches(dataset: Any) -> "HuggingFaceBatches":
@@ -72,13 +75,13 @@ class HuggingFaceDataset(RecordDataset):
         columns = self._source[numbers]
         return [{name: column[i] for name, column in columns.items()} for i in range(len(numbers))]
 
-    def _read(self, rows: np.ndarray) -> list[np.ndarray]:
-        if self._transform is None:
+    def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
+        if not self._is_transformed:
             columns = self._source[np.asarray(rows).reshape(-1).tolist()]
             leaves, treedef = jax.tree_util.tree_flatten(columns)
             if treedef == self._treedef and self._are_as_said(leaves):
                 return [x.reshape(np.shape(rows) + x.shape[1:]) for x in leaves]
-        return super()._read(rows)  # also to find which example is not like the first
+        return super()._read(rows, epoch)  # also to find which example is not like the first
 
     def _are_as_said(self, leaves: list[Any]) -> bool:
         return all(

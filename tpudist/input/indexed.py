@@ -60,10 +60,11 @@ class IndexedDataset(abc.ABC):
     """Shapes and dtypes of the arrays of one example."""
 
     @abc.abstractmethod
-    def _read(self, rows: np.ndarray) -> list[np.ndarray]:
+    def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
         """The examples of these numbers: arrays `[*rows.shape, ...]` that nobody writes to later.
 
-        Called in the background, by one thread for each pass that is under way.
+        What is random in them is a function of the seed, the epoch and the number only. Called in
+        the background, by one thread for each pass that is under way.
         """
 
     def _order(self, epoch: int) -> np.ndarray | None:
@@ -72,9 +73,10 @@ class IndexedDataset(abc.ABC):
             return None
         return np.random.default_rng([self._plan.seed, epoch]).permutation(self.num_examples)
 
-    def _host_batch(self, num_rows: int, start: int, order: np.ndarray | None) -> Any:
+    def _host_batch(self, epoch: int, num_rows: int, start: int, order: np.ndarray | None) -> Any:
         """A batch, of which nothing is read before its `take` is called."""
-        return ReadBatch(self._read, self._treedef, self._numbers(num_rows, start, order))
+        numbers = self._numbers(num_rows, start, order)
+        return ReadBatch(self._read, self._treedef, numbers, epoch)
 
     # Hooks of what is read from files.
 
@@ -255,8 +257,9 @@ class IndexedDataset(abc.ABC):
         batched = self._plan.global_batch_size is not None
         examples = self.begin(0)
         while (place := examples.advance()) is not None:
-            numbers = self._numbers(*place)
-            yield self._treedef.unflatten(self._read(numbers if batched else numbers[0]))
+            epoch, num_rows, start, order = place
+            numbers = self._numbers(num_rows, start, order)
+            yield self._treedef.unflatten(self._read(numbers if batched else numbers[0], epoch))
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -37,17 +37,18 @@ class IndexedPass(Iterator[Any]):
             raise StopIteration
         return self._dataset._host_batch(*place)
 
-    def advance(self) -> tuple[int, int, np.ndarray | None] | None:
-        """Rows, start and order of the next batch, as `_host_batch` takes them; None at the end."""
+    def advance(self) -> tuple[int, int, int, np.ndarray | None] | None:
+        """Epoch, rows, start and order of the next batch, for `_host_batch`; None at the end."""
         if self._num_given == self._num_batches:
             return None
         epoch, index = divmod(self._num_given, len(self._numbers))
+        epoch += self._first_epoch
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._dataset._order(self._first_epoch + epoch))
+            self._order = (epoch, self._dataset._order(epoch))
         start = self._numbers[index] * self._batch_size
         num_rows = min(self._batch_size, self._num_examples - start)
         self._num_given += 1
-        return num_rows, start, self._order[1]
+        return epoch, num_rows, start, self._order[1]
 
     def get_state(self) -> dict[str, Any]:
         """Where the pass is."""
@@ -58,14 +59,16 @@ class ReadBatch(NamedTuple):
     """A batch whose rows are read when they are taken, as `HostBatch` has them in memory.
 
     Attributes:
-        read_examples: Gives the examples of some numbers.
+        read_examples: Gives the examples of some numbers in some epoch.
         treedef: Structure of the batch.
         numbers: Those of its examples, integers `[rows]`.
+        epoch: The one that it belongs to.
     """
 
-    read_examples: Callable[[np.ndarray], list[np.ndarray]]
+    read_examples: Callable[[np.ndarray, int], list[np.ndarray]]
     treedef: jax.tree_util.PyTreeDef
     numbers: np.ndarray
+    epoch: int
 
     @property
     def num_rows(self) -> int:
@@ -76,9 +79,10 @@ class ReadBatch(NamedTuple):
         """The rows at `positions`, for each leaf, in the dtypes that JAX will use."""
         flat = np.asarray(positions).reshape(-1)
         if np.all(np.diff(flat) > 0):
-            leaves = self.read_examples(self.numbers[positions])
+            leaves = self.read_examples(self.numbers[positions], self.epoch)
         else:  # padding repeats a row, which is read once
             unique, inverse = np.unique(flat, return_inverse=True)
             where = inverse.reshape(np.shape(positions))
-            leaves = [leaf[where] for leaf in self.read_examples(self.numbers[unique])]
+            leaves = self.read_examples(self.numbers[unique], self.epoch)
+            leaves = [leaf[where] for leaf in leaves]
         return [host_batch.in_jax_dtype(leaf, copy=copy) for leaf in leaves]

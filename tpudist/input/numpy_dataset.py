@@ -48,7 +48,7 @@ class NumpyDataset(IndexedDataset):
             jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in self._leaves
         ]
 
-    def _read(self, rows: np.ndarray) -> list[np.ndarray]:
+    def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
         """Views, if the rows are evenly spaced."""
         steps = np.diff(rows) if rows.ndim == 1 else np.zeros(1, int)
         if len(steps) and (steps[0] < 1 or np.any(steps != steps[0])):
@@ -56,7 +56,9 @@ class NumpyDataset(IndexedDataset):
         every = int(steps[0]) if len(steps) else 1
         return [leaf[int(rows[0]) : int(rows[-1]) + 1 : every] for leaf in self._leaves]
 
-    def _host_batch(self, num_rows: int, start: int, order: np.ndarray | None) -> HostBatch:
+    def _host_batch(
+        self, epoch: int, num_rows: int, start: int, order: np.ndarray | None
+    ) -> HostBatch:
         num_shards, index = self._plan.examples
         leaves = self._leaves
         if num_shards > 1:

@@ -19,7 +19,7 @@ from tpudist.input.indexed import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Ind
 from tpudist.input.numpy_dataset import NumpyDataset
 from tpudist.input.placing import Parts
 from tpudist.input.rebatched import Rebatched
-from tpudist.input.state import Position, count
+from tpudist.input.state import Position, count, require_plan
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -73,17 +73,24 @@ class Pipelines:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What a state is good for: every process is given the same."""
+        """What a state is good for, as far as all processes say the same of it."""
         plan: dict[str, Any] = {
             "kind": "batches of each replica",
             "number of processes": self._mesh.num_processes,
             "datasets in each process": len(self._sources),
         }
         if self._mesh.num_processes == 1:
-            for number, source in enumerate(self._sources):
-                of_source = sources.plan_of(source)
-                plan |= {f"{key} of dataset {number}": x for key, x in of_source.items()}
+            plan |= self.own_plan
         return plan
+
+    @property
+    def own_plan(self) -> dict[str, Any]:
+        """What the states of this process's datasets are good for."""
+        return {
+            f"{key} of dataset {number}": value
+            for number, source in enumerate(self._sources)
+            for key, value in sources.plan_of(source).items()
+        }
 
     @property
     def source(self) -> str:
@@ -171,6 +178,8 @@ class Pipelines:
             rows = count(position.source, "rows")
             several = self._mesh.num_processes > 1
             process = self._mesh.processes.index(jax.process_index()) if several else 0
+            if several:
+                require_plan(_of(process, position.source, "plans"), self.own_plan)
             given = _states_of(process, position.source, len(self._sources))
             self.fix_rows(rows)
         passes = []
@@ -214,9 +223,12 @@ class Pipelines:
         if not has_begun:
             raise ValueError(sources.NO_BATCHES)
 
-    def state(self, states: list[list[Any]]) -> dict[str, Any]:
+    def state(
+        self, states: list[list[Any]], plans: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """What is said of where the datasets of every process are."""
-        return {"rows": self.rows_per_replica, "datasets": states}
+        said: dict[str, Any] = {"rows": self.rows_per_replica, "datasets": states}
+        return said if plans is None else said | {"plans": plans}
 
     def fix_rows(self, rows: int) -> None:
         """Says how many rows all parts have from now on, if that was not said before."""
@@ -296,14 +308,19 @@ def _checked(dataset: Any) -> Any:
 
 
 def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[Any]:
-    states = said.get("datasets")
-    own = states[process] if isinstance(states, list) and process < len(states) else None
+    own = _of(process, said, "datasets")
     if not isinstance(own, list) or len(own) != num_datasets:
         raise ValueError(
-            f"The state is damaged: it says {states!r} of the datasets of all processes, but "
-            f"process {process} reads {num_datasets}. Take another one."
+            f"The state is damaged: it says {said.get('datasets')!r} of the datasets of all "
+            f"processes, but process {process} reads {num_datasets}. Take another one."
         )
     return own
+
+
+def _of(process: int, said: dict[str, Any], key: str) -> Any:
+    """What a state says of one process under `key`, None if nothing."""
+    of_all = said.get(key)
+    return of_all[process] if isinstance(of_all, list) and process < len(of_all) else None
 
 
 def _example(source: Any) -> Batch:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpudist.input import memory
+from tpudist.input import host_batch, memory
 from tpudist.values import PerReplica
 from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
@@ -65,7 +65,7 @@ def part_spec(
     mesh: ReplicaMesh, shape: tuple[int, ...], dtype: np.dtype, rows: tuple[int, ...] | None
 ) -> PerReplica | jax.ShapeDtypeStruct:
     """What `place` gives for parts of this shape."""
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    dtype = host_batch.jax_dtype(dtype) or dtype
     if mesh.num_replicas == 1 and rows is None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole_sharding(mesh, shape))
     shape = (mesh.num_replicas, *shape)

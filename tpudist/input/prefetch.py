@@ -22,6 +22,8 @@ _EXIT_TIMEOUT_S = 2.0
 # How long a loop that makes its items may be away before the thread goes on.
 _AWAY_S = 4e-3
 _live: "weakref.WeakSet[Prefetcher]" = weakref.WeakSet()
+# Of prefetchers that are gone too: a thread that is in JAX when the interpreter ends aborts it.
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 class Prefetcher(Iterator[T], Generic[T]):
@@ -51,6 +53,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         )
         weakref.finalize(self, self._buffer.close).atexit = False
         _live.add(self)
+        _threads.add(self._thread)
         self._thread.start()
 
     def __next__(self) -> T:
@@ -191,3 +194,5 @@ def _fill(buffer: _Buffer, make: Callable[[], Any]) -> None:
 def _close_all() -> None:
     for prefetcher in list(_live):
         prefetcher.close(_EXIT_TIMEOUT_S)
+    for thread in list(_threads):
+        thread.join(_EXIT_TIMEOUT_S)

@@ -12,6 +12,7 @@ from tpudist.input import host_batch, memory
 from tpudist.input.indexed import IndexedDataset
 
 PyTree = Any
+RandomTransform = Callable[[PyTree, np.random.Generator], PyTree]
 
 _MAX_THREADS = 8
 _MIN_CHUNK = 4  # examples for which it pays to ask another thread
@@ -28,15 +29,26 @@ class RecordDataset(IndexedDataset):
         source: Any,
         transform: Callable[[Any], PyTree] | None = None,
         *,
+        random_transform: RandomTransform | None = None,
         num_threads: int | None = None,
     ):
         """Reads the first example of `source`; see `from_records`."""
         self._source = source
         self._num_rows = _length(source)
-        self._begin(transform, num_threads)
+        self._begin(transform, random_transform, num_threads)
 
-    def _begin(self, transform: Callable[[Any], PyTree] | None, num_threads: int | None) -> None:
+    def _begin(
+        self,
+        transform: Callable[[Any], PyTree] | None,
+        random_transform: RandomTransform | None,
+        num_threads: int | None,
+    ) -> None:
         """Looks at the first example, once `_fetch` works."""
+        if random_transform is not None and not callable(random_transform):
+            raise TypeError(
+                f"random_transform is {random_transform!r}. Give a function of an example and a "
+                f"numpy.random.Generator that returns a pytree of arrays."
+            )
         if transform is not None and not callable(transform):
             raise TypeError(
                 f"A {type(transform).__name__} was given to make examples of records. Give a "
@@ -47,8 +59,9 @@ class RecordDataset(IndexedDataset):
         if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
             raise ValueError(f"num_threads is {num_threads!r}. Give a whole number of at least 1.")
         self._transform = transform
+        self._random_transform = random_transform
         self._threads = _Threads(num_threads)
-        (first,) = self._made([0], self._fetch([0]))
+        (first,) = self._made([0], self._fetch([0]), epoch=0)
         leaves, self._names, self._treedef = self._example(0, first)
         if not leaves:
             raise ValueError(f"{self._name(0)} holds no arrays. Give examples with at least one.")
@@ -69,13 +82,13 @@ class RecordDataset(IndexedDataset):
 
     # What all of them share.
 
-    def _read(self, rows: np.ndarray) -> list[np.ndarray]:
+    def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
         flat = np.asarray(rows).reshape(-1)
         stacked = [memory.empty((len(flat), *x.shape), x.dtype) for x in self._leaf_specs]
 
         def fill(start: int, end: int) -> None:
             numbers = flat[start:end].tolist()
-            records = self._made(numbers, self._fetch(numbers))
+            records = self._made(numbers, self._fetch(numbers), epoch)
             for row, number, record in zip(range(start, end), numbers, records, strict=True):
                 leaves = self._leaves_if_good(number, record)
                 for into, leaf in zip(stacked, leaves, strict=True):
@@ -84,18 +97,31 @@ class RecordDataset(IndexedDataset):
         self._threads.run(fill, len(flat))
         return [leaf.reshape(np.shape(rows) + leaf.shape[1:]) for leaf in stacked]
 
-    def _made(self, numbers: list[int], records: Sequence[Any]) -> Iterator[Any]:
-        """What the user's function makes of records."""
-        for number, record in zip(numbers, records, strict=True):
-            if self._transform is None:
-                yield record
-                continue
+    @property
+    def _is_transformed(self) -> bool:
+        """Whether examples are something else than records."""
+        return self._transform is not None or self._random_transform is not None
+
+    def _made(self, numbers: list[int], records: Sequence[Any], epoch: int) -> Iterator[Any]:
+        """What the user's functions make of records."""
+        if not self._is_transformed:
+            yield from records
+            return
+        for number, made in zip(numbers, records, strict=True):
             try:
-                made = self._transform(record)
+                if self._transform is not None:
+                    made = self._transform(made)
+                if self._random_transform is not None:
+                    made = self._random_transform(made, self._rng(epoch, number))
             except Exception as error:
                 error.add_note(f"This was raised for {self._name(number)}.")
                 raise
             yield made
+
+    def _rng(self, epoch: int, number: int) -> np.random.Generator:
+        # A spawn key, for [seed, epoch, 0] gives the numbers of [seed, epoch], the order's.
+        seeds = np.random.SeedSequence([self._plan.seed or 0, epoch], spawn_key=(number,))
+        return np.random.default_rng(seeds)
 
     def _leaves_if_good(self, number: int, made: Any) -> list[Any]:
         """The leaves of an example that is like the first one, or an error."""
@@ -149,6 +175,7 @@ def from_records(
     source: Any,
     transform: Callable[[Any], PyTree] | None = None,
     *,
+    random_transform: RandomTransform | None = None,
     num_threads: int | None = None,
 ) -> IndexedDataset:
     """A dataset of the examples that anything with `len(source)` and `source[i]` holds.
@@ -162,6 +189,11 @@ def from_records(
         source: Read by several threads at once.
         transform: Makes a pytree of arrays of a record; None if records are that already. The same
             each time, or runs cannot be resumed exactly.
+        random_transform: `f(example, rng)` makes another example of it, such as a random crop.
+            `rng` is a `numpy.random.Generator` that is a function of the shuffle's seed (0 without
+            one), the epoch and the number of the example: in any number of processes, and after
+            resuming, an example is changed alike. All randomness must come from it, and what
+            `f` is given is not to be written to.
         num_threads: How many threads read the examples of a batch; by default one for each
             processor, at most 8. More help where reading waits for a disk or a network; fewer where
             `transform` is Python that computes, which runs in one thread at a time.
@@ -173,12 +205,16 @@ def from_records(
     if type(source).__module__.split(".")[0] == "datasets":
         from tpudist.input import hugging_face
 
-        return hugging_face.examples(source, transform, num_threads=num_threads)
+        return hugging_face.examples(
+            source, transform, random_transform=random_transform, num_threads=num_threads
+        )
     if _has_tensors(source):
         from tpudist.input import torch_loader
 
         transform = torch_loader.without_tensors(transform)
-    return RecordDataset(source, transform, num_threads=num_threads)
+    return RecordDataset(
+        source, transform, random_transform=random_transform, num_threads=num_threads
+    )
 
 
 class _Threads:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input import agreement, placing, sources
+from tpudist.input import agreement, host_batch, placing, sources
 from tpudist.input.agreement import Rounds
 from tpudist.input.assignment import Assignment
 from tpudist.input.host_batch import HostBatch
@@ -224,7 +224,7 @@ def _shares(
 
 def _examples(batch: HostBatch) -> list[tuple[Any, ...]]:
     """Shapes and dtypes of one row of each leaf, as JAX will hold it."""
-    return [(leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in batch.leaves]
+    return [(leaf.shape[1:], host_batch.jax_dtype(leaf.dtype)) for leaf in batch.leaves]
 
 
 def _names(treedef: jax.tree_util.PyTreeDef) -> list[str]:

@@ -60,7 +60,23 @@ def read(state: Any, plan: dict[str, Any]) -> Position:
             f"The state has version {state['version']!r}, but this release of tpudist reads "
             f"version {VERSION}. Resume with the release that wrote it."
         )
-    found = state["plan"] if isinstance(state["plan"], dict) else {"kind": state["plan"]}
+    require_plan(state["plan"], plan)
+    step, source = count(state, "step"), state["source"]
+    if (source is None) != (step == 0):
+        raise ValueError(
+            f"The state is damaged: it is one after {step} elements, but what it says of the "
+            f"source is {source!r}. Take another one."
+        )
+    return Position(count(state, "pass"), step, source)
+
+
+def require_plan(said: Any, plan: dict[str, Any]) -> None:
+    """Sees that what a state says of its data is true of data of this `plan`.
+
+    Raises:
+        ValueError: It is not; names every difference.
+    """
+    found = said if isinstance(said, dict) else {"kind": said}
     wanted = json.loads(json.dumps(plan))
     different = [
         f"{key}: {found.get(key, 'nothing')!r} in the state, {wanted.get(key, 'nothing')!r} here"
@@ -73,13 +89,6 @@ def read(state: Any, plan: dict[str, Any]) -> Position:
             f"here: {'; '.join(different)}. Make the dataset as it was when the state was taken, "
             f"or begin anew without the state."
         )
-    step, source = count(state, "step"), state["source"]
-    if (source is None) != (step == 0):
-        raise ValueError(
-            f"The state is damaged: it is one after {step} elements, but what it says of the "
-            f"source is {source!r}. Take another one."
-        )
-    return Position(count(state, "pass"), step, source)
 
 
 def count(state: Any, key: str) -> int:

@@ -119,8 +119,7 @@ class PreemptionCheckpointHandler:
         if boundaries.num_polls() == self._polls_before:
             self._at_boundary()
         result = distributed_train_function(*args, **kwargs)
-        self._total_run_calls += 1
-        self._polls_before = boundaries.num_polls()
+        self._end_call()
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +130,11 @@ class PreemptionCheckpointHandler:
             **kwargs: Of the same.
         """
         self._at_boundary(*args, **kwargs)
+        self._end_call()
+
+    def _end_call(self) -> None:
         self._total_run_calls += 1
+        self._manager.notes[RUN_CALLS] = self._total_run_calls  # also for saves of the program
         self._polls_before = boundaries.num_polls()
 
     @contextlib.contextmanager

@@ -74,6 +74,12 @@ class Channel:
                         raise
                 if cancelled():
                     raise Cancelled(self._name)
+                if gone := self._gone(client):
+                    raise RuntimeError(
+                        f"Process {index} waits at '{self._name}', round {number}, but process "
+                        f"{gone} has left and comes to no more rounds. All processes must do the "
+                        f"same things in the same order: see why it left, perhaps by an error."
+                    )
                 if left_s <= 0:
                     raise RuntimeError(
                         f"Process {index} waited {timeout_s:g} s at '{self._name}', round "
@@ -96,6 +102,20 @@ class Channel:
         if number:  # all have come to this round, so all have read the one before
             client.key_value_delete(f"tpudist/{self._name}/{number - 1}/")
         return texts
+
+    def leave(self) -> None:
+        """Says that this process comes to no more rounds, so that nobody waits for it."""
+        client = distributed.global_state.client
+        if len(self._members) == 1 or client is None:
+            return
+        try:
+            client.key_value_set(f"tpudist/{self._name}/left/{jax.process_index()}", "")
+        except Exception:  # said before, or the others are gone too; the type varies
+            pass
+
+    def _gone(self, client: Any) -> str:
+        left = client.key_value_dir_get(f"tpudist/{self._name}/left/")
+        return ", ".join(sorted(key.rsplit("/", 1)[-1] for key, _ in left))
 
     def _missing(self, client: Any, folder: str) -> str:
         there = {key.rsplit("/", 1)[-1] for key, _ in client.key_value_dir_get(f"{folder}/")}
