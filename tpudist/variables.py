@@ -28,7 +28,7 @@ from tpudist.xla import collectives, placement
 from tpudist.xla.compile import at_once, is_traced, tracing_nothing
 
 _names = itertools.count()
-_NONE, _, _SUM, _FIRST = VariableAggregation
+_NONE, _SUM, _FIRST = (VariableAggregation[x] for x in ("NONE", "SUM", "ONLY_FIRST_REPLICA"))
 
 
 class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValues):
