@@ -26,6 +26,7 @@ from flax import nnx
 import tpudist
 from tpudist.models import ConvNet, ConvNetConfig, Transformer, TransformerConfig, next_token_nats
 from tpudist.models.convnet import label_nats
+from tpudist.preemption.termination import EXIT_CODE
 from tpudist.training import (
     arguments,
     folder,
@@ -46,7 +47,7 @@ from tpudist.training.display import Display, clock, make_display
 from tpudist.training.history import History
 from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.optimizers import clipped_adamw, warmup_cosine
-from tpudist.training.saves import EXIT_CODE, Saves
+from tpudist.training.saves import Saves
 from tpudist.training.text import held_out_windows, load_corpus
 
 NUM_EMULATED = 8

@@ -12,9 +12,6 @@ from tpudist.preemption import PreemptionCheckpointHandler, TerminationConfig
 from tpudist.train_state import TrainState
 from tpudist.training.history import History
 
-EXIT_CODE = 143
-"""What a supervisor expects of a program that SIGTERM ended, and that may be started again."""
-
 KEPT = 3
 """How many checkpoints are kept."""
 
