@@ -26,7 +26,7 @@ FLOORS = (
     ("values", "component", "colocation", "device_assignment"),
     ("findings", "records"),
     ("frame", "losses", "call", "indexed_slices", "logical_devices"),
-    ("signature", "scatter", "contents", "destinations", "communication", "on_mesh"),
+    ("signature", "flat_inputs", "scatter", "contents", "destinations", "communication", "on_mesh"),
     ("cross_device_ops", "saved"),
     ("reduction_algorithms",),
     ("variables", "replica_context", "inputs"),
@@ -38,16 +38,18 @@ FLOORS = (
     ("replicate",),
     # 3: where data come from, and who we are
     ("input", "cluster_resolver", "multi_step"),
+    ("planner",),  # is given a Strategy; Strategy.plan calls it
     # 4: the strategy, its two hooks, and the methods it keeps for library authors
     ("extended",),
     ("strategy_state",),
     ("strategy",),
     # 5: the state of a training run
-    ("optimizer",),
+    ("optimizer", "microbatches"),
     ("checkpoint",),
-    ("train_state",),
+    ("train_state", "ledger"),
+    ("testing",),
     # 6: are given a Strategy, never name one
-    ("coordinator", "planner", "preemption"),
+    ("coordinator", "preemption"),
     # 7: leaves that nothing of the library needs
     ("strategies", "training", "models"),
     # 8: what users see
@@ -65,7 +67,7 @@ ONLY_IN = {
     "jax.experimental": ("xla",),
     "jax.extend": ("xla",),
     "jaxlib": ("xla",),
-    "flax": ("nnx_state", "call", "strategy", "optimizer", "training", "models"),
+    "flax": ("nnx_state", "call", "strategy", "optimizer", "microbatches", "training", "models"),
 }
 
 # Never at the top of a module: `import tpudist` must not load them.

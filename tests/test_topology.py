@@ -1,3 +1,4 @@
+import importlib.machinery
 import subprocess
 import sys
 
@@ -17,21 +18,10 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("v5e", "'v5e' is not a TPU slice"),
-        ("v5e-8", "'v5e-8' is not a TPU slice"),
-        ("v7x:2x2x1", r"the generations and their largest slices are .*tpu7x:16x24x24"),
-        ("v5e:2x4x1", "not a shape of a v5e slice. It has 2 dimensions and at most 256 chips"),
-        ("v5p:4x4", "It has 3 dimensions"),
-        ("v5e:0x4", "not a shape"),
-        ("v5e:32x32", "For more chips, ask for several slices"),  # would abort the process
-        ("v5e:8x32", "not a shape of a v5e slice"),
-    ],
-)
-def test_a_slice_that_does_not_exist_is_refused(name, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("name", ["v5e", "v5e-7", "v8x:2x2x1", "v5e:32x32"])
+def test_a_slice_that_does_not_exist_is_refused(name):
+    """Its name, and the near ones, as `test_slices.py` says; libtpu would abort on the last."""
+    with pytest.raises(ValueError, match=r"v5e-8|v5e:16x16"):
         topology.devices(name)
 
 
@@ -41,11 +31,35 @@ def test_a_number_of_slices_is_a_whole_number(num_slices):
         topology.devices("v5e:2x4", num_slices=num_slices)
 
 
+def test_two_numbers_of_slices_are_one_too_many():
+    with pytest.raises(ValueError, match='"2xv5e-8" is 2 slices, but num_slices is 3'):
+        topology.devices("2xv5e-8", num_slices=3)
+
+
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(ImportError, match=r'"v5e:2x4" needs libtpu.*pip install "tpudist\[aot\]"'):
         topology.devices("v5e:2x4")
+
+
+def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
+    """A newer one cannot print some programs, and compiles no gradient for tpu7x."""
+    here = importlib.machinery.ModuleSpec("libtpu", None, origin="/here/libtpu/__init__.py")
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: here)
+    monkeypatch.setattr(topology, "_installed", lambda package: "0.0.420.1")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/here/libtpu/libtpu.so")  # as JAX sets it
+    with pytest.raises(
+        ImportError, match=r'0\.0\.\d+\.\*, but 0\.0\.420\.1 is installed.*"jax\[tpu\]=='
+    ):
+        topology.devices("v5e:2x4")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/nowhere/libtpu.so")
+    topology.require_libtpu("v5e:2x4")
+
+
+@needs_libtpu
+def test_the_libtpu_here_is_the_one_that_jax_pins():
+    assert f"{topology._installed('libtpu')}.".startswith(topology._pinned())
 
 
 @needs_libtpu
@@ -63,6 +77,10 @@ def test_a_shape_that_libtpu_refuses_is_a_value_error():
         ("v4:2x2x2", 8, "TPU v4"),
         ("v5e:1x1", 1, "TPU v5 lite"),
         ("v5e:2x4", 8, "TPU v5 lite"),
+        ("v5e-16", 16, "TPU v5 lite"),
+        ("2xv5e-4", 8, "TPU v5 lite"),
+        ("v5p-16", 8, "TPU v5"),
+        ("tpu7x-16", 16, "TPU7x"),
         ("v5e:16x16", 256, "TPU v5 lite"),
         ("v5p:4x4x8", 128, "TPU v5"),
         ("v6e:1x1", 1, "TPU v6 lite"),

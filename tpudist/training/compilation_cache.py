@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 import stat
 from pathlib import Path
 
 import jax
+
+from tpudist.xla import processor
 
 
 def cache_folder() -> Path:
@@ -18,7 +18,7 @@ def cache_folder() -> Path:
     machines: each kind of processor has a folder of its own.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "tpudist" / "xla" / _processor()
+    return Path(base).expanduser() / "tpudist" / "xla" / processor.name()
 
 
 def enable_compilation_cache(folder: Path | None = None) -> Path | None:
@@ -39,15 +39,3 @@ def enable_compilation_cache(folder: Path | None = None) -> Path | None:
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return folder
-
-
-def _processor() -> str:
-    """Names the processor by what it can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    wanted = ("flags", "Features", "model name")
-    facts = sorted({line for line in lines if line.startswith(wanted)})
-    digest = hashlib.sha256("\n".join([platform.processor(), *facts]).encode()).hexdigest()
-    return f"{platform.machine() or 'unknown'}-{digest[:12]}"

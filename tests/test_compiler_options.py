@@ -1,0 +1,83 @@
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpudist.xla import compiler_options, compiler_process, topology
+from tpudist.xla.chips import CHIPS
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+# The smallest slices that have every collective; the last is of two slices.
+SLICES = ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+
+
+def _train(devices):
+    """A scan over two layers, split and replicated: gathers, scatters and reduces gradients."""
+    grid = np.array(devices).reshape(2, -1)
+    mesh = Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def shape(dtype, spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    def step(weights, x):
+        def loss(weights):
+            def layer(hidden, weights):
+                return hidden + jax.nn.relu(hidden @ weights.astype(jnp.bfloat16)), None
+
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    weights = shape(jnp.float32, P(None, "fsdp"), 2, 512, 512)
+    x = shape(jnp.bfloat16, P(("data", "fsdp")), 1024, 512)
+    step = jax.jit(step, donate_argnums=0, out_shardings=weights.sharding)
+    return step.lower(weights, x), mesh
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [*SLICES, "2xv5e:2x1"])
+def test_the_compiler_takes_the_options_of_every_chip(name):
+    """What libtpu refuses on a chip must not be in the table."""
+    devices = topology.devices(name)
+    num_slices = 2 if name.startswith("2x") else 1
+    options = compiler_options.of(name.removeprefix("2x").split(":")[0], num_slices)
+    lowered, mesh = _train(devices)
+    program = compiler_process.compile_elsewhere(lowered, mesh.devices, options)
+    assert program.memory.peak_bytes > 0
+
+
+def test_every_option_says_why_and_for_which_chips():
+    names = [option.name for option in compiler_options.OPTIONS]
+    assert len(names) == len(set(names))
+    for option in compiler_options.OPTIONS:
+        assert option.reason.endswith(".")
+        assert option.generations
+        assert set(option.generations) <= set(CHIPS)
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_programs_of_several_slices_have_more_options(generation):
+    one, two = (compiler_options.of(generation, number) for number in (1, 2))
+    assert one.items() < two.items()
+    assert compiler_options.of(CHIPS[generation]) == one
+
+
+def test_what_is_no_tpu_has_no_options():
+    assert compiler_options.of(None) == {}
+    with pytest.raises(ValueError, match=r"'v8' is no generation of TPUs. These are: v2, v3"):
+        compiler_options.of("v8")
+
+
+def test_v6e_computes_in_larger_tiles_and_without_collective_matmul():
+    options = compiler_options.of("v6e")
+    assert options["xla_tpu_scoped_vmem_limit_kib"] * 1024 < 128 * 1024**2
+    assert math.isclose(options["xla_jf_spmd_threshold_for_windowed_einsum_mib"], 1e6)

@@ -1,0 +1,142 @@
+"""Options for the TPU compiler that are worth setting, per chip, each with its reason.
+
+They are passed as `compiler_options` (of `jax.jit`, `Lowered.compile`, `Strategy.plan`), never as
+environment variables. Published flags rot, so the table is short: what libtpu does by itself is not
+in it. With libtpu 0.0.42.1 these change no program that was tried, on v5e, v6e and v5p: the
+latency-hiding scheduler, asynchronous all-gathers, all-reduces and permutes, the whole family
+`xla_tpu_enable_async_collective_fusion*`, `xla_tpu_overlap_compute_collective_tc`. A test compiles
+a program with every chip's options: what libtpu refuses cannot stay.
+
+Sources: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py; apple/axlearn,
+common/compiler_options.py.
+"""
+
+import dataclasses
+from typing import Any
+
+from tpudist.xla.chips import CHIPS, Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: For the compiler.
+        value: Likewise.
+        generations: The chips that it is for.
+        reason: What it does there, and who says so.
+        across_slices: Whether it is only for programs of several slices.
+    """
+
+    name: str
+    value: bool | int | str
+    generations: tuple[str, ...]
+    reason: str
+    across_slices: bool = False
+
+
+_ALL = tuple(CHIPS)
+OPTIONS = (
+    Option(
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib",
+        1_000_000,
+        ("v4", "v5e", "v5p", "v6e"),
+        "No collective matmul: each all-gather or reduce-scatter stays one operation, instead of a "
+        "loop of permutes and small matmuls that runs at a fraction of the peak. Two layers of an "
+        "MLP with fsdp=16: XLA's own estimate of the computation falls from 2.7 to 1.2 ms on v4, "
+        "from 2.9 to 1.9 on v5e and from 1.7 to 0.8 on v5p; gathered weights take more memory (94 "
+        "-> 146 MiB). Off in maxtext's v6e recipes and in axlearn; v6e had no such loop there.",
+    ),
+    Option(
+        "xla_tpu_scoped_vmem_limit_kib",
+        98_304,
+        ("v6e",),
+        "Larger tiles for fused operations: 96 of the 128 MiB of VMEM. In maxtext (dense models) "
+        "and axlearn, who measured it; XLA's own estimate does not fall (0.4 -> 0.6 ms).",
+    ),
+    Option(
+        "xla_tpu_host_transfer_overlap_limit",
+        24,
+        ("v6e",),
+        "So many offloaded tensors may be on their way at a time. In maxtext's flags for host "
+        "offload, and in axlearn.",
+    ),
+    Option(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        False,
+        ("v6e", "tpu7x"),
+        "All-reduces not on SparseCores: axlearn found a discrepancy in quality on v6e and an "
+        "abnormal loss on tpu7x. Newer libtpus do not compile a gradient step for tpu7x otherwise.",
+    ),
+    Option(
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        False,
+        ("tpu7x",),
+        "Likewise for reduce-scatters.",
+    ),
+    Option(
+        "xla_enable_async_all_gather",
+        True,
+        ("v4",),
+        "Gathers weights while it computes; the default only since v5 (axlearn).",
+    ),
+    Option(
+        "xla_enable_async_collective_permute",
+        True,
+        ("v4",),
+        "Likewise for permutes.",
+    ),
+    Option(
+        "xla_tpu_enable_data_parallel_all_reduce_opt",
+        True,
+        _ALL,
+        "Reduces a layer's gradients over the data-center network while those of the next are "
+        "computed. In maxtext (DATA_PARALLEL_OVERLAP) and axlearn.",
+        across_slices=True,
+    ),
+    Option(
+        "xla_tpu_data_parallel_opt_different_sized_ops",
+        True,
+        _ALL,
+        "Likewise for gradients of different sizes: pipelines them over a loop's iterations.",
+        across_slices=True,
+    ),
+    Option(
+        "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction",
+        True,
+        _ALL,
+        "Waits for reductions over the data-center network in as few places as possible (axlearn).",
+        across_slices=True,
+    ),
+    Option(
+        "xla_tpu_host_dcn_reduce_max_sinking_limit",
+        64 * 1024**2,
+        _ALL,
+        "Only for those up to 64 MiB: their buffers are held until then (axlearn).",
+        across_slices=True,
+    ),
+)
+
+
+def of(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
+    """The options for programs on this chip, as `compiler_options`.
+
+    Args:
+        chip: A chip or its generation, such as "v5e"; None, as for devices that are no TPUs, has
+            no options.
+        num_slices: Of the program; several have more options.
+
+    Raises:
+        ValueError: No such generation.
+    """
+    if chip is None:
+        return {}
+    generation = chip if isinstance(chip, str) else chip.generation
+    if generation not in CHIPS:
+        raise ValueError(f"{generation!r} is no generation of TPUs. These are: {', '.join(CHIPS)}.")
+    return {
+        option.name: option.value
+        for option in OPTIONS
+        if generation in option.generations and (num_slices > 1 or not option.across_slices)
+    }
