@@ -8,15 +8,13 @@ Shapes and bytes are per device. Source: the text of `jax.stages.Compiled.as_tex
 """
 
 import dataclasses
-import itertools
-import math
-import pathlib
 import re
 from typing import Any
 
-import numpy as np
+from tpudist.xla import hlo_groups, hlo_shapes, hlo_sources
 
-_KINDS = (
+# The opcodes of transfers between devices, those that are started and awaited without "-start".
+KINDS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -30,12 +28,10 @@ _KINDS = (
 # never an operand (%) or an attribute's value ("), so the shape cannot swallow another opcode.
 _INSTRUCTION = re.compile(
     r'^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>\([^%"]*?\)|\S+) '
-    rf"(?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\("
+    rf"(?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\("
 )
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
-_ARRAY = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
 _METADATA_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_LIBRARY = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +63,7 @@ class Collective:
     @property
     def source(self) -> str | None:
         """The innermost line "file:line" that is not this library's, or None if nobody asked."""
-        for line in self.stack:
-            path = pathlib.Path(line.rpartition(":")[0])
-            # The reference models are written as a user would write them.
-            if not path.is_relative_to(_LIBRARY) or path.is_relative_to(_LIBRARY / "models"):
-                return line
-        return self.stack[0] if self.stack else None
+        return hlo_sources.users_line(self.stack)
 
 
 def collectives(text: str) -> list[Collective]:
@@ -92,39 +83,63 @@ def collectives(text: str) -> list[Collective]:
     found = []
     fused = set()
     computation = ""
-    num_devices = _num_devices(text)
-    stacks = _Stacks(text)
+    num_devices = hlo_groups.num_devices(text)
+    sources = hlo_sources.Sources(text)
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             computation = header["name"]
-        match = _INSTRUCTION.match(line)
-        if match is None:
+        collective = read(line, computation, num_devices, sources)
+        if collective is None:
             continue
-        if '"async_collective_fusion_config"' in line:
-            # The start, each overlapped step and the end are printed as whole instructions. The
-            # channel alone is no key: the parts of a multi-slice all-reduce share theirs.
-            key = (match["kind"], _attribute(line, "channel_id"), _attribute(line, "chain_id"))
-            if key in fused:
-                continue
-            fused.add(key)
-        kind, groups = match["kind"], _groups(line, num_devices)
-        shape = match["shape"]
-        if kind == "send":
-            kind, shape = _transfer_kind(line), _tuple_parts(shape)[0]
-            if kind is None:
-                continue
-        elif match["start"] and kind != "all-reduce":
-            shape = _tuple_parts(shape)[1]  # (operand, result, context...)
-        num_bytes = _num_bytes(shape)
-        if kind == "reduce-scatter":
-            num_bytes *= len(groups[0]) if groups else num_devices
-        elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"
-        op_name = _METADATA_NAME.search(line)
-        found.append(
-            Collective(kind, num_bytes, groups, op_name[1] if op_name else "", stacks.of(line))
-        )
+        piece = fused_piece(line)
+        if piece is None or piece not in fused:
+            found.append(collective)
+        fused.add(piece)
     return found
+
+
+def read(
+    line: str, computation: str, num_devices: int, sources: hlo_sources.Sources
+) -> Collective | None:
+    """The collective that one line of a program is, or None.
+
+    Args:
+        line: The line, as it stands in the text.
+        computation: Name of the computation it stands in.
+        num_devices: Number of devices that the program was compiled for.
+        sources: The program's tables of source lines.
+    """
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    kind, groups = match["kind"], hlo_groups.groups_of(line, num_devices)
+    shape = match["shape"]
+    if kind == "send":
+        kind, shape = _transfer_kind(line), hlo_shapes.tuple_parts(shape)[0]
+        if kind is None:
+            return None
+    elif match["start"] and kind != "all-reduce":
+        shape = hlo_shapes.tuple_parts(shape)[1]  # (operand, result, context...)
+    num_bytes = hlo_shapes.num_bytes(shape)
+    if kind == "reduce-scatter":
+        num_bytes *= len(groups[0]) if groups else num_devices
+    elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"
+    op_name = _METADATA_NAME.search(line)
+    return Collective(kind, num_bytes, groups, op_name[1] if op_name else "", sources.of(line))
+
+
+def fused_piece(line: str) -> tuple[str | None, ...] | None:
+    """What tells one asynchronous fusion of a TPU from another; None for any other collective.
+
+    The start, each overlapped step and the end are printed as whole instructions. The channel
+    alone is no key: the parts of a multi-slice all-reduce share theirs.
+    """
+    if '"async_collective_fusion_config"' not in line:
+        return None
+    match = _INSTRUCTION.match(line)
+    kind = match["kind"] if match else None
+    return kind, _attribute(line, "channel_id"), _attribute(line, "chain_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,151 +190,3 @@ def _transfer_kind(line: str) -> str | None:
 def _attribute(line: str, name: str) -> str | None:
     match = re.search(rf'\b{name}="?([\w-]+)', line)
     return match[1] if match else None
-
-
-# Shapes.
-
-
-def _num_bytes(shape: str) -> int:
-    """Bytes of a shape such as `f32[8,128]{1,0:T(8,128)}`, or of a tuple of them."""
-    total = 0
-    for array in _ARRAY.finditer(shape):
-        dims = [int(dim.lstrip("<=")) for dim in array["dims"].split(",") if dim]
-        total += -(-math.prod(dims) * _num_bits(array["dtype"]) // 8)
-    return total
-
-
-def _num_bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    bits = re.match(r"[a-z]+(\d+)", dtype)  # s4, bf16, c64, f8e4m3fn; not token, opaque
-    return int(bits[1]) if bits else 0
-
-
-def _tuple_parts(shape: str) -> list[str]:
-    """The elements of a tuple shape: `(f32[2,3], (u32[], u8[4]))` has two."""
-    parts, depth = [""], 0
-    for char in shape[1:-1]:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
-
-
-# Groups.
-
-
-def _num_devices(text: str) -> int:
-    header = text.partition("\n")[0]
-    counts = (re.search(rf"\b{name}=(\d+)", header) for name in ("replica_count", "num_partitions"))
-    return math.prod(int(count[1]) for count in counts if count)
-
-
-def _groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Decodes `replica_groups` in its three syntaxes, or `source_target_pairs`."""
-    match = re.search(r"\b(?:replica_groups|source_target_pairs)=", line)
-    if match is None:
-        return None
-    value = line[match.end() :]
-    if value.startswith("{{"):  # {{0,2},{1,3}}
-        groups = re.findall(r"[\d,]+(?=\})", value[: value.index("}}") + 1])
-        return tuple(tuple(map(int, group.split(","))) for group in groups)
-    if value.startswith("{}"):  # everybody
-        return (tuple(range(num_devices)),)
-    if value.startswith("mesh"):
-        ids = _mesh_groups(value)
-    else:  # [2,4]<=[4,2]T(1,0)
-        shape, iota = value.split("<=", 1)
-        ids = _iota(iota).reshape(_ints(shape))
-    return tuple(map(tuple, ids.tolist()))
-
-
-def _mesh_groups(value: str) -> np.ndarray:
-    """Decodes `mesh['a'=4,'b'=2] {'b'}`, perhaps with `, device_ids=(...)` and parts of axes.
-
-    In a part `'a':(2)4` of an axis, 2 is the product of the sizes before it and 4 its own size.
-    Syntax: openxla/xla, xla/hlo/ir/mesh_and_axis.cc.
-    """
-    match = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", value)
-    assert match, value
-    sizes = {axis: int(size) for axis, size in re.findall(r"'?([^',=]+)'?=(\d+)", match[1])}
-    grouped = [
-        (axis, int(before or 1), int(before or 1) * int(size or sizes[axis]))
-        for axis, before, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", match[3])
-    ]
-    # Cut every axis where a grouped part begins or ends: groups are then made of whole dims.
-    dims, inside = [], {part: [] for part in grouped}
-    for axis, size in sizes.items():
-        cuts = sorted({1, size} | {cut for name, *ends in grouped if name == axis for cut in ends})
-        for begin, end in itertools.pairwise(cuts):
-            for part in grouped:
-                if part[0] == axis and part[1] <= begin and end <= part[2]:
-                    inside[part].append(len(dims))
-            dims.append(end // begin)
-    inside = [dim for part in grouped for dim in inside[part]]
-    outside = [dim for dim in range(len(dims)) if dim not in inside]
-    ids = _device_ids(match[2], math.prod(dims)).reshape(dims).transpose(outside + inside)
-    return ids.reshape(-1, math.prod(dims[dim] for dim in inside))
-
-
-def _device_ids(value: str | None, num_devices: int) -> np.ndarray:
-    """Decodes the `device_ids` of a mesh: absent, `0,2,1,3` or `[4,16]T(1,0)`."""
-    if value is None:
-        return np.arange(num_devices)
-    return _iota(value) if value.startswith("[") else np.array(_ints(value))
-
-
-def _iota(value: str) -> np.ndarray:
-    """Decodes `[4,2]T(1,0)`: 0, 1, 2, ... in that shape, its dims then put in that order."""
-    match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", value)
-    assert match, value
-    shape = _ints(match[1])
-    order = _ints(match[2]) if match[2] else range(len(shape))
-    return np.arange(math.prod(shape)).reshape(shape).transpose(order)
-
-
-def _ints(value: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", value)]
-
-
-# Source lines.
-
-
-class _Stacks:
-    """The tables of source lines at the top of the text, to which instructions refer by number."""
-
-    def __init__(self, text: str):
-        tables: dict[str, dict[int, str]] = {}
-        table: dict[int, str] = {}
-        for line in text.partition("\nENTRY ")[0].splitlines():
-            if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-                table = tables.setdefault(line, {})
-            elif entry := re.match(r"(\d+) (.*)", line):
-                table[int(entry[1])] = entry[2]
-        self._files = tables.get("FileNames", {})
-        self._locations = tables.get("FileLocations", {})
-        self._frames = tables.get("StackFrames", {})
-
-    def of(self, instruction: str) -> tuple[str, ...]:
-        """The source lines of an instruction, innermost first."""
-        if inline := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction):
-            return (f"{inline[1]}:{inline[2]}",)
-        lines = []
-        frame = _number(instruction, "stack_frame_id")
-        while frame in self._frames:
-            location = self._locations[_number(self._frames[frame], "file_location_id")]
-            file = self._files[_number(location, "file_name_id")].strip('"')
-            line = f"{file}:{_number(location, 'line')}"
-            if line not in lines[-1:]:
-                lines.append(line)
-            # Parents are printed one too high: a frame without one prints 1, its child 2.
-            frame = _number(self._frames[frame], "parent_frame_id") - 1
-        return tuple(lines)
-
-
-def _number(text: str, name: str) -> int:
-    """The value of `name=value` in `text`, 0 where there is none."""
-    match = re.search(rf"\b{name}=(\d+)", text)
-    return int(match[1]) if match else 0
