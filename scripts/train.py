@@ -220,11 +220,17 @@ class Started:
 
 def start(config: Config, job: Job, strategy: tpudist.Strategy, begun: folder.Begun) -> Started:
     """Makes the state of a run, and takes up its newest checkpoint if it goes on."""
+    memory = config.optimizer.optimizer_memory
     with strategy.scope():
         model = strategy.create(job.make_model)
         optimizer = strategy.create(
-            lambda model: tpudist.Optimizer(clipped_adamw(config.optimizer, config.steps), model),
+            lambda model: tpudist.Optimizer(
+                clipped_adamw(config.optimizer, config.steps),
+                model,
+                reduce_dtype=config.optimizer.reduce_dtype,
+            ),
             model,
+            memory_kind=None if memory == "device" else memory,
         )
     batches = iter(strategy.experimental_distribute_dataset(job.batches))
     history = History()
@@ -291,7 +297,7 @@ def run(
         held_out = strategy.experimental_distribute_dataset(job.held_out)
         loop.train(
             strategy,
-            steps.make_train_step(job.nats),
+            steps.make_train_step(job.nats, config.microbatches),
             (model, optimizer),
             started.batches,
             num_steps=config.steps,
@@ -358,6 +364,8 @@ def main(args: Sequence[str] | None = None) -> int:
             job = text_job(config) if config.task == "text" else digits_job(config)
             strategy = make_strategy(config, axes)
             arguments.check_split(job.dims, strategy.logical_axis_rules, strategy.mesh.shape)
+            replicas = strategy.num_replicas_in_sync
+            arguments.check_microbatches(config.microbatches, config.batch_size, replicas)
             if config.compilation_cache:
                 enable_compilation_cache()
 

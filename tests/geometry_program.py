@@ -1,15 +1,49 @@
 """Trains the reference transformer for a few steps: one program for all geometries."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 import numpy as np
 import optax
 from flax import nnx
 
 import tpudist
-from tpudist.models import Transformer, TransformerConfig, next_token_nats
+from tpudist.models import Transformer, TransformerConfig, next_token_loss
+from tpudist.planner import GlobalBatch
+from tpudist.training.steps import make_train_step
 
 CONFIG = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, dtype="float32")
 GLOBAL_BATCH = 16
 LENGTH = 33
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a model is trained, beside where: what changes no loss, but for `experts`.
+
+    Attributes:
+        changes: Of the transformer's configuration.
+        experts: Whether it has experts, with room for every token.
+        annotated: Whether its parameters name their dims.
+        microbatches: Parts of a replica's batch.
+        reduce_dtype: What gradients travel in.
+        memory_kind: Where the optimizer's state lives.
+    """
+
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    experts: bool = False
+    annotated: bool = True
+    microbatches: int = 1
+    reduce_dtype: str | None = None
+    memory_kind: str | None = None
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Of the model."""
+        more = {"num_experts": 4, "expert_capacity": 4.0} if self.experts else {}
+        return dataclasses.replace(CONFIG, **more, **self.changes)
 
 
 def batches(num_steps: int) -> list[np.ndarray]:
@@ -23,24 +57,43 @@ def batches(num_steps: int) -> list[np.ndarray]:
     return made
 
 
-def train_step(model, optimizer, batch):
+def train_step(setup: Setup):
     """Written once, for one replica."""
-
-    def loss_of(model):
-        return tpudist.compute_average_loss(next_token_nats(model, batch))
-
-    loss, grads = nnx.value_and_grad(loss_of)(model)
-    optimizer.update(model, grads)
-    return tpudist.get_replica_context().all_reduce("sum", loss)
+    return make_train_step(
+        lambda model, tokens: next_token_loss(model, tokens).mean(axis=-1), setup.microbatches
+    )
 
 
-def train(strategy, num_steps: int = 20) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The loss of each step, and the final weights (whole) by path."""
-    model = strategy.create(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))
+def make_state(strategy, setup: Setup, create: str = "create"):
+    """The model and the optimizer, made by a method of the strategy."""
+
+    def make_model():
+        model = Transformer(setup.config, rngs=nnx.Rngs(0))
+        if not setup.annotated:
+            for _, variable in nnx.iter_graph(model):
+                if isinstance(variable, nnx.Param):
+                    variable.set_metadata(out_sharding=None)
+        return model
+
+    model = getattr(strategy, create)(make_model)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, b2=0.95))
-    optimizer = strategy.create(lambda model: tpudist.Optimizer(tx, model), model)
+    optimizer = getattr(strategy, create)(
+        lambda model: tpudist.Optimizer(tx, model, reduce_dtype=setup.reduce_dtype),
+        model,
+        memory_kind=setup.memory_kind,
+    )
+    return model, optimizer
+
+
+def train(
+    strategy, num_steps: int = 20, setup: Setup | None = None
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The loss of each step, and the final weights (whole) by path."""
+    setup = setup or Setup()
+    model, optimizer = make_state(strategy, setup)
+    step = train_step(setup)
     losses = [
-        strategy.run(train_step, args=(model, optimizer, batch))
+        strategy.run(step, args=(model, optimizer, batch))
         for batch in strategy.experimental_distribute_dataset(batches(num_steps))
     ]
     weights = {
@@ -48,3 +101,9 @@ def train(strategy, num_steps: int = 20) -> tuple[list[float], dict[str, np.ndar
         for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
     return [float(x) for x in losses], weights
+
+
+def abstract_args(strategy, setup: Setup):
+    """What the step takes, as shapes: the model, the optimizer and a global batch."""
+    batch = jax.ShapeDtypeStruct((GLOBAL_BATCH, LENGTH), np.uint8)
+    return *make_state(strategy, setup, "create_abstract"), GlobalBatch(batch)

@@ -1,42 +1,108 @@
 """The same training on every geometry: strategies change where things are, never what they are."""
 
+import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import tpudist
-from geometry_program import train
+from geometry_program import Setup, abstract_args, train, train_step
 from processes import run_processes
+from tpudist.partitioners import MinSizePartitioner
+from tpudist.testing import assert_collectives
 
-GEOMETRIES = {
-    "mirrored on 8 devices": lambda: tpudist.MirroredStrategy(),
-    "mirrored on 2 devices": lambda: tpudist.MirroredStrategy(jax.devices()[:2]),
-    "tpu with 8 replicas": lambda: tpudist.TPUStrategy(),
-    "2 replicas of fsdp=4": lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 4}),
-    "2 replicas of fsdp=2, tensor=2": lambda: tpudist.TPUStrategy(
-        replica_axes={"fsdp": 2, "tensor": 2}
-    ),
-    "1 replica of fsdp=8": lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 8}),
-    "1 replica of fsdp=4, tensor=2": lambda: tpudist.TPUStrategy(
-        replica_axes={"fsdp": 4, "tensor": 2}
-    ),
-    "1 replica of tensor=4": lambda: tpudist.TPUStrategy(
-        replica_axes={"tensor": 4}, devices=jax.devices()[:4]
-    ),
-}
-# float32 sums in another order differ in the last bits, and 20 steps of Adam add to it.
+LEDGER = Path(__file__).parent / "data" / "geometry_collectives.json"
+# float32 sums in another order differ in the last bits, and steps of Adam add to it.
 RELATIVE = 1e-4
 
 
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """A strategy for the emulated devices, and how a model is trained there."""
+
+    make: object
+    setup: Setup = Setup()
+    num_steps: int = 6
+
+
+def mirrored(num_devices=8, **setup):
+    return Geometry(lambda: tpudist.MirroredStrategy(jax.devices()[:num_devices]), Setup(**setup))
+
+
+def tpu(setup=Setup(), num_devices=8, partitioner=None, **axes):  # noqa: B008
+    def make():
+        return tpudist.TPUStrategy(
+            replica_axes=axes or None,
+            devices=jax.devices()[:num_devices],
+            variable_partitioner=partitioner,
+        )
+
+    return Geometry(make, setup)
+
+
+def changed(**changes):
+    return Setup(changes)
+
+
+RING = changed(attention="ring")
+STAGES = changed(pipeline_stages=2, pipeline_microbatches=4)
+EXPERTS = Setup(experts=True)
+UNNAMED = Setup(annotated=False)
+GEOMETRIES = {
+    # Replicas of one device.
+    "mirrored on 8 devices": mirrored(),
+    "mirrored on 2 devices": mirrored(2),
+    "tpu with 8 replicas": tpu(),
+    "8 replicas, 2 microbatches": mirrored(microbatches=2, reduce_dtype="float32"),
+    "8 replicas, remat full, state on the host": mirrored(
+        changes={"remat": "full"}, memory_kind="pinned_host"
+    ),
+    # Batches and parameters are split.
+    "2 replicas of fsdp=4": dataclasses.replace(tpu(fsdp=4), num_steps=20),
+    "1 replica of fsdp=8, remat dots": tpu(changed(remat="dots"), fsdp=8),
+    "1 replica of data=8": tpu(data=8),
+    "2 replicas of data=2, fsdp=2": tpu(data=2, fsdp=2),
+    "2 replicas of fsdp=4, 4 microbatches": tpu(Setup(microbatches=4), fsdp=4),
+    "2 replicas of fsdp=4, state on the host": tpu(Setup(memory_kind="pinned_host"), fsdp=4),
+    # Matrices are.
+    "2 replicas of fsdp=2, tensor=2": tpu(fsdp=2, tensor=2),
+    "1 replica of fsdp=4, tensor=2, remat save_qkv": tpu(
+        changed(remat="save_qkv"), fsdp=4, tensor=2
+    ),
+    "1 replica of tensor=4": tpu(num_devices=4, tensor=4),
+    "2 replicas of fsdp=2, tensor=2, 2 microbatches": tpu(
+        Setup({"remat": "full"}, microbatches=2), fsdp=2, tensor=2
+    ),
+    # Sequences are.
+    "2 replicas of sequence=4": tpu(RING, sequence=4),
+    "1 replica of fsdp=2, sequence=2, tensor=2": tpu(RING, fsdp=2, sequence=2, tensor=2),
+    # Layers are.
+    "2 replicas of stage=2, fsdp=2": tpu(STAGES, stage=2, fsdp=2),
+    "1 replica of stage=2, data=2, tensor=2": tpu(STAGES, stage=2, data=2, tensor=2),
+    # Experts are.
+    "mirrored on 8 devices, experts": mirrored(experts=True),
+    "2 replicas of expert=4": tpu(EXPERTS, expert=4),
+    "1 replica of fsdp=2, expert=2, tensor=2": tpu(EXPERTS, fsdp=2, expert=2, tensor=2),
+    # What nobody annotated is.
+    "2 replicas of fsdp=4, by a partitioner": tpu(
+        UNNAMED, partitioner=MinSizePartitioner(4096, max_shards=4), fsdp=4
+    ),
+    "2 replicas of tensor=4, by a partitioner": tpu(
+        UNNAMED, partitioner=MinSizePartitioner(4096, max_shards=8), tensor=4
+    ),
+}
+
+
 @functools.cache
-def on_one_device():
-    return train(tpudist.OneDeviceStrategy())
+def on_one_device(num_steps: int, experts: bool = False):
+    return train(tpudist.OneDeviceStrategy(), num_steps, Setup(experts=experts))
 
 
-def assert_same(trained):
-    losses, weights = on_one_device()
+def assert_same(trained, num_steps: int, experts: bool = False):
+    losses, weights = on_one_device(num_steps, experts)
     np.testing.assert_allclose(trained[0], losses, rtol=RELATIVE)
     assert trained[1].keys() == weights.keys()
     for name, weight in weights.items():
@@ -46,17 +112,32 @@ def assert_same(trained):
         )
 
 
-def test_one_device_learns():
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_device_learns(experts):
     """Otherwise equal losses would say nothing."""
-    losses, _ = on_one_device()
+    losses, _ = on_one_device(20, experts)
     assert losses[-1] < 0.6 * losses[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_transformer_trains_alike_on_every_geometry(name):
-    """Twenty steps with partial batches among them: every loss, and the weights at the end."""
-    assert_same(train(GEOMETRIES[name]()))
+    """With a partial batch among the steps: every loss, and the weights at the end."""
+    geometry = GEOMETRIES[name]
+    steps, setup = geometry.num_steps, geometry.setup
+    assert_same(train(geometry.make(), steps, setup), steps, setup.experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_geometry_communicates_what_its_ledger_says(name):
+    """Which collectives, along which axes, of how many bytes, how often, and who asks for them."""
+    geometry = GEOMETRIES[name]
+    strategy = geometry.make()
+    args = abstract_args(strategy, geometry.setup)
+    assert_collectives(
+        train_step(geometry.setup), args, strategy=strategy, ledger=LEDGER, name=name
+    )
 
 
 @pytest.mark.slow
@@ -75,4 +156,5 @@ def test_two_processes_of_four_devices_train_as_one_device_does():
     """)
     for process in finished:
         losses, weights = process.result
-        assert_same((losses, {name: np.asarray(w, np.float32) for name, w in weights.items()}))
+        weights = {name: np.asarray(w, np.float32) for name, w in weights.items()}
+        assert_same((losses, weights), 20)

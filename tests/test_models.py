@@ -91,7 +91,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_parameters():
 
 def test_a_plain_mlp_has_one_matrix_less():
     model = Transformer(dataclasses.replace(SMALL, gated=False), rngs=nnx.Rngs(0))
-    assert model.blocks.mlp_in.shape == (3, 16, 1, 24)
+    assert model.blocks.mlp_in.shape == (3, 1, 16, 24)
     assert jnp.isfinite(loss(model, tokens()))
 
 

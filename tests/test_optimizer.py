@@ -8,8 +8,12 @@ from flax import nnx
 import tpudist
 from compiles import NewCompiles
 from tpudist import VariableAggregation
+from tpudist.xla import hlo, topology
 
 N = 8
+needs_libtpu = pytest.mark.skipif(
+    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -376,3 +380,83 @@ def test_a_variable_is_constrained_after_it_was_updated(mirrored):
     for gradient, expected in ((-3.0, 1.0), (0.25 / 8, 0.75), (7.0, 0.0)):
         mirrored.run(lambda g: optimizer.apply_gradients([(g, v)]), (jnp.float32(gradient),))
         assert float(v) == expected
+
+
+# In which dtype gradients travel.
+
+
+def narrow_step(model, optimizer):
+    """A gradient that differs between replicas, of 1 + i / 1024 on replica i."""
+    mine = tpudist.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
+    state = nnx.state(model, nnx.Param)
+    return optimizer.update(model, jax.tree.map(lambda p: 0 * p + 1 + mine / 1024, state))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduce_op", "expected"),
+    [
+        (None, "sum", 8 + 28 / 1024),
+        ("float32", "sum", 8 + 28 / 1024),
+        # In 8 bits 1 + i / 1024 is 1 for i <= 4, else 1 + 1 / 128; and so is the sum of them 8.
+        ("bfloat16", "sum", 8),
+        (jnp.bfloat16, "mean", 1),
+        ("float16", "max", 1 + 7 / 1024),
+    ],
+)
+def test_gradients_travel_in_the_dtype_that_is_asked_for(mirrored, dtype, reduce_op, expected):
+    """On CPU they are rounded to it and added in float32, since XLA:CPU cannot do otherwise."""
+    model = mirrored.create(Layer)
+    optimizer = mirrored.create(
+        lambda: tpudist.Optimizer(optax.sgd(1.0), model, reduce_op=reduce_op, reduce_dtype=dtype)
+    )
+    updates = mirrored.run(narrow_step, (model, optimizer))
+    assert updates["bias"].dtype == jnp.float32
+    np.testing.assert_allclose(-updates["bias"], expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float99", 3, jnp.complex64])
+def test_gradients_do_not_travel_in_a_dtype_that_is_not_floating(dtype):
+    with pytest.raises(ValueError, match=r"reduce_dtype=.*such as 'bfloat16' or 'float32'"):
+        tpudist.Optimizer(optax.sgd(1.0), reduce_dtype=dtype)
+
+
+def test_gradients_that_are_not_reduced_have_no_dtype_to_travel_in():
+    with pytest.raises(ValueError, match=r"reduce_dtype='bfloat16' and reduce_op=None"):
+        tpudist.Optimizer(optax.sgd(1.0), reduce_op=None, reduce_dtype="bfloat16")
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
+def test_on_tpu_narrow_gradients_are_half_the_bytes(axes):
+    """Between replicas; the loss goes with them, in float32."""
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=topology.devices("v5e:2x2"))
+    mesh, width = strategy.replica_mesh, 512
+    shape = (mesh.num_replicas, 16, width)
+    batch = tpudist.PerReplica(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=mesh.stacked))
+    positions = np.arange(4).reshape(mesh.num_replicas, -1)
+    between = tuple(map(tuple, positions.T.tolist()))
+    sent = {}
+    for dtype in (None, "bfloat16"):
+        make = strategy.create_abstract
+        model = make(lambda: nnx.Linear(width, width, rngs=nnx.Rngs(0)))
+        optimizer = make(
+            lambda m, dtype=dtype: tpudist.Optimizer(optax.adam(0.1), m, reduce_dtype=dtype), model
+        )
+
+        def step(model, optimizer, x):
+            loss, grads = nnx.value_and_grad(
+                lambda m: tpudist.compute_average_loss((m(x) ** 2).mean(axis=1))
+            )(model)
+            optimizer.update(model, grads)
+            return tpudist.get_replica_context().all_reduce("sum", loss)
+
+        text = strategy.lower(step, (model, optimizer, batch)).compile().as_text()
+        sent[dtype] = sum(
+            c.num_bytes
+            for c in hlo.collectives(text)
+            if c.kind == "all-reduce" and c.groups == between
+        )
+    gradients = 4 * (width**2 + width) // mesh.devices_per_replica
+    assert sent[None] == pytest.approx(gradients, rel=0.01)
+    assert sent["bfloat16"] == pytest.approx(gradients / 2, rel=0.01)

@@ -17,6 +17,7 @@ from tpudist.input.context import InputContext
 from tpudist.input.dataset import DistributedDataset, DistributedIterator
 from tpudist.input.numpy_dataset import NumpyDataset
 from tpudist.losses import compute_average_loss, scale_regularization_loss
+from tpudist.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
 from tpudist.optimizer import Optimizer
 from tpudist.options import InputOptions, InputReplicationMode, RunOptions
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
@@ -84,5 +85,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "rows_of_microbatches",
     "scale_regularization_loss",
+    "value_and_grad_in_microbatches",
 ]

@@ -83,6 +83,17 @@ def get_strategy() -> Any:
     return current().strategy
 
 
+def acting_for(strategy: Any) -> Any:
+    """The twin of `strategy` whose function is being traced here; else `strategy` itself.
+
+    A function that is planned for other devices may name the strategy that it was written for; see
+    `Strategy.on`.
+    """
+    stack = _stack.get()
+    acting = stack[-1].strategy if stack else strategy
+    return acting if acting is not strategy and acting.twin_of is strategy else strategy
+
+
 def has_strategy() -> bool:
     """Whether the current strategy is another than the default one.
 
@@ -161,6 +172,24 @@ def require_cross_replica(what: str) -> None:
             f"once, so it would be taken once and for all. Call it before strategy.run, and pass "
             f"the result as an argument."
         )
+
+
+_num_parts: contextvars.ContextVar[int] = contextvars.ContextVar("tpudist.parts", default=1)
+
+
+def num_parts() -> int:
+    """In how many parts the batch is computed, one of which is seen: the number of microbatches."""
+    return _num_parts.get()
+
+
+@contextlib.contextmanager
+def in_parts(number: int) -> Iterator[None]:
+    """What is computed in the `with` block is one of `number` parts of what it was."""
+    token = _num_parts.set(number * _num_parts.get())
+    try:
+        yield
+    finally:
+        _num_parts.reset(token)
 
 
 _set_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("tpudist.set_scope", default=None)

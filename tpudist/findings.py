@@ -19,6 +19,10 @@ class NewVariable(BaseException):
         self.provide = provide
 
 
+class MakesVariables(BaseException):
+    """A function that is traced for devices that are not there makes Variables: elsewhere first."""
+
+
 class OtherStrategy(BaseException):
     """A function that was begun outside of every scope turns out to belong to a strategy."""
 
@@ -99,6 +103,8 @@ class Guest:
     @property
     def _value(self) -> jax.Array:
         value = self._variable._value
+        if self.strategy.twin_of is not None:
+            return value  # nothing is allocated on the devices of a plan
         if value is not self._seen:  # not moved at each call
             self._seen, self._copy = value, self.strategy.replicate(value)
         return self._copy
@@ -137,9 +143,10 @@ class Findings:
 
 def check_parts(value: Any, strategy: Any, capture: Capture) -> None:
     """Refuses to capture what was made for another number of replicas, and partial batches."""
-    if value.array.shape[0] != strategy.num_replicas_in_sync:
+    num_replicas = (strategy.twin_of or strategy).replica_mesh.num_replicas
+    if value.array.shape[0] != num_replicas:
         raise ValueError(
-            f"A function captures {value!r}, but runs on {strategy.num_replicas_in_sync} "
+            f"A function captures {value!r}, but runs on {num_replicas} "
             f"replica(s). It was made under another strategy: distribute it with the one that runs "
             f"the function."
         )

@@ -6,7 +6,9 @@ dropped. What the function is found to need beside them (a PerReplica that it ca
 that it makes) is noted in `Findings`, and the function traced once more with it.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from tpudist.findings import (
     Capture,
     Findings,
     Guest,
+    MakesVariables,
     NewVariable,
     NextElement,
     OtherStrategy,
@@ -39,6 +42,7 @@ class ReplicaFrame:
         made: The Variables that this trace has made; those with a value to compute, with it.
         incomplete: Whether something was needed that is no input: the trace is to be made again.
         elements: What was taken from the iterators that the function reads, still to be handed out.
+        row_multiple: By which numbers of rows the function divides: its microbatches.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class ReplicaFrame:
         self.whole = False
         self.made: dict[Any, Any] = {}
         self.incomplete = False
+        self.row_multiple = 1
         self.elements: list[tuple[Callable[[Any], bool], Any]] = []
         self.differing: dict[int, Any] = {}
         self.same: dict[int, Any] = {}
@@ -81,7 +86,7 @@ class ReplicaFrame:
 
     def get(self, variable: Any) -> jax.Array:
         """What `variable` holds now on this replica."""
-        if variable.strategy is not self.strategy and self._may_be_guest(variable):
+        if not self._owns(variable) and self._may_be_guest(variable):
             return self._guest(variable)
         self._check_owner(variable)
         self.read.add(variable)
@@ -189,6 +194,9 @@ class ReplicaFrame:
         assert root.findings is not None
         created = root.findings.created
         if root._num_created == len(created):
+            home = self.strategy.twin_of
+            if home is not None and home.replica_mesh != self.strategy.replica_mesh:
+                raise MakesVariables
             created.append(make())
         variable = created[root._num_created]
         root._num_created += 1
@@ -215,6 +223,29 @@ class ReplicaFrame:
         root.made.setdefault(variable, None)
         self.made[variable] = value if computed else None
         self.values[variable] = value
+
+    @contextlib.contextmanager
+    def in_part(self, part: Any, num_parts: int) -> Iterator[None]:
+        """Lets the function see one part of the batch: rows `part`, `part + num_parts`, and so on.
+
+        Over all replicas the real rows of all parts count.
+        """
+        before, root = self._rows, self.root
+        root.row_multiple = math.lcm(root.row_multiple, num_parts)
+
+        def of_part(rows, pair):
+            real = (pair[0] - part + num_parts - 1) // num_parts
+            return jnp.clip(real, 0, rows // num_parts), pair[1]
+
+        self._rows = {
+            rows // num_parts: None if pair is None else of_part(rows, pair)
+            for rows, pair in before.items()
+            if rows % num_parts == 0
+        }
+        try:
+            yield
+        finally:
+            self._rows = before
 
     def real_rows(self, rows: int) -> jax.Array | None:
         """How many of this replica's `rows` rows are real; None if nothing was padded."""
@@ -253,8 +284,11 @@ class ReplicaFrame:
             )
         return self._rows[rows]
 
+    def _owns(self, variable: Any) -> bool:
+        return variable.strategy in (self.strategy, self.strategy.twin_of)
+
     def _check_owner(self, variable: Any) -> None:
-        if variable.strategy is not self.strategy:
+        if not self._owns(variable):
             if self.root.whole:
                 self.leave_to(variable.strategy)
             raise RuntimeError(

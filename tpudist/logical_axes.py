@@ -13,6 +13,8 @@ from tpudist.xla.mesh import BATCH_AXES, ReplicaMesh
 Rule = tuple[str, Any]
 _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("batch", BATCH_AXES),
+    # Of tokens that are with their experts: the axis "expert" then splits those.
+    ("expert_batch", tuple(axis for axis in BATCH_AXES if axis != "expert")),
     ("embed", ("fsdp",)),
     ("conv_out", ("fsdp",)),
     ("mlp", ("tensor",)),
@@ -21,7 +23,7 @@ _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vocab", ("tensor",)),
     ("expert", ("expert",)),
     ("sequence", ("sequence",)),
-    ("layers", ()),
+    ("layers", ("stage",)),
     ("kv", ()),
     ("head_dim", ()),
     ("norm", ()),

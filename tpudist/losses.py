@@ -71,7 +71,8 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     """One replica's share of a loss that does not depend on the examples, such as weight decay.
 
-    It is divided by the number of replicas, since gradients are summed over them.
+    It is divided by the number of replicas (times that of microbatches), since gradients are summed
+    over them.
 
     Raises:
         RuntimeError: Called in cross-replica context.
@@ -84,7 +85,8 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
             "scale_regularization_loss was called in cross-replica context. It gives one replica's "
             "share of a loss: call it in the function that strategy.run runs."
         )
-    return jnp.sum(jnp.asarray(regularization_loss)) / replica.num_replicas_in_sync
+    shares = replica.num_replicas_in_sync * context.num_parts()
+    return jnp.sum(jnp.asarray(regularization_loss)) / shares
 
 
 def _from_the_left(x: jax.Array, like: jax.Array) -> jax.Array:

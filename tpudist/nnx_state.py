@@ -281,3 +281,23 @@ def _summed_metrics(nodes: Sequence[Any]) -> set[int]:
     """Ids of the Variables whose value is a sum over examples: those of NNX's averages."""
     averages = [x for x in nodes if isinstance(x, nnx.metrics.Average)]
     return {id(v) for x in averages for v in (x.total, x.count)}
+
+
+def role_of(variable: nnx.Variable | None) -> str:
+    """What a Variable is for: "parameters", "optimizer state" or "other"."""
+    if isinstance(variable, nnx.OptState):
+        return "optimizer state"
+    return "parameters" if isinstance(variable, nnx.Param) else "other"
+
+
+def variables_of_state(state: nnx.State) -> list[tuple[str, nnx.Variable | None]]:
+    """For each array of an `nnx.State`: its path, and the Variable that holds it."""
+    holders = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )[0]
+    found = []
+    for path, x in holders:
+        variable = x if isinstance(x, nnx.Variable) else None
+        name = "".join(f".{getattr(key, 'key', getattr(key, 'name', key))}" for key in path)
+        found += [(name, variable)] * len(jax.tree.leaves(x))
+    return found

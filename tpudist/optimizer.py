@@ -27,7 +27,8 @@ class Optimizer(nnx.Optimizer):
 
     Gradients are summed, as in `tf.keras.optimizers`: compute the loss with `compute_average_loss`,
     which divides by the examples of all replicas. With a loss that each replica averages by itself,
-    use `reduce_op="mean"`.
+    use `reduce_op="mean"`. They travel in their own dtype, float32 as a rule, unless
+    `reduce_dtype` says otherwise: bfloat16 is half the bytes, of sums that are rounded to 8 bits.
 
     Clipping, schedules and accumulation are Optax's.
     """
@@ -39,6 +40,7 @@ class Optimizer(nnx.Optimizer):
         *,
         wrt: Any = nnx.Param,
         reduce_op: ReduceOp | str | None = ReduceOp.SUM,
+        reduce_dtype: Any = None,
     ):
         """An optimizer of `model`, or of the Variables that it will be given.
 
@@ -47,9 +49,14 @@ class Optimizer(nnx.Optimizer):
             model: An NNX model whose state the optimizer keeps; None for Variables.
             wrt: Which of the model's Variables are trained.
             reduce_op: How gradients combine over replicas; None if they are reduced already.
+            reduce_dtype: In which floating dtype gradients travel between replicas and are added
+                up; afterwards they have the parameter's again. By default the gradient's own. What
+                goes on within a replica of several devices is not changed; 16-bit floats travel as
+                float32 on CPU.
 
         Raises:
             TypeError: `tx` is no Optax transformation.
+            ValueError: `reduce_dtype` is not a floating dtype, or `reduce_op` is None.
         """
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(
@@ -59,6 +66,7 @@ class Optimizer(nnx.Optimizer):
             )
         super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
         self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
+        self.reduce_dtype = _checked_dtype(reduce_dtype, self.reduce_op)
         self.has_model = model is not None
         self.slots = _Slots()
 
@@ -165,7 +173,15 @@ class Optimizer(nnx.Optimizer):
         replica = context.get_replica_context()
         if replica is None or self.reduce_op is None:
             return gradients
-        return replica.all_reduce(self.reduce_op, gradients)
+        if self.reduce_dtype is None:
+            return replica.all_reduce(self.reduce_op, gradients)
+        narrow = jax.tree.map(lambda g: jnp.asarray(g, self.reduce_dtype), gradients)
+        mean = self.reduce_op is ReduceOp.MEAN
+        reduced = replica.all_reduce(ReduceOp.SUM if mean else self.reduce_op, narrow)
+        reduced = jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, gradients)
+        # Divided in the parameter's dtype: one rounding less.
+        number = replica.num_replicas_in_sync
+        return jax.tree.map(lambda r: r / number, reduced) if mean else reduced
 
 
 class _Slots:
@@ -206,6 +222,27 @@ class _Slots:
             ]
         self._tree = jax.tree.unflatten(treedef, slots)
         self._names = names
+
+
+def _checked_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
+    """A dtype by its name or itself, for gradients to travel in; None if none was asked for."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            f"Optimizer was given reduce_dtype={dtype!r}. Gradients travel in a floating dtype, "
+            f"such as 'bfloat16' or 'float32'."
+        )
+    if reduce_op is None:
+        raise ValueError(
+            f"Optimizer was given reduce_dtype={dtype!r} and reduce_op=None, by which it reduces "
+            f"nothing. Leave one of them out."
+        )
+    return found
 
 
 def _set(variable: Variable, value: jax.Array) -> None:

@@ -176,11 +176,16 @@ class ReplicaContext(DeprecatedContextMethods):
         return rows // n if frame.may_hold_padding(rows // n) else rows
 
     def num_examples(self, batch: jax.Array) -> Any:
-        """How many real rows the batch has over all replicas, an int32; see `example_mask`."""
+        """How many real rows the batch has over all replicas, an int32; see `example_mask`.
+
+        Those of all microbatches count, where the batch is computed in several.
+        """
         self._check_current("num_examples")
         rows = self._rows_of_each(batch.shape[0])
         total = self._frame.total_rows(rows) if self._frame is not None else None
-        return rows * self.num_replicas_in_sync if total is None else total
+        if total is not None:
+            return total
+        return rows * self.num_replicas_in_sync * context.num_parts()
 
     def random_key(self, key: jax.Array | int) -> jax.Array:
         """A random key of this replica's own, made from one that all replicas share.

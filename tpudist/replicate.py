@@ -101,12 +101,28 @@ class Replicator:
         whole: bool = False,
     ) -> Any:
         """Traces and lowers what `run` would call, without running it."""
-        options = options or _DEFAULT_OPTIONS
         with self._one_at_a_time:
-            step, now = self._find(
-                self._function(fn, whole), fn, args, kwargs, options, careful=True
-            )
+            step, now = self.step_for(fn, args, kwargs, options, whole)
             return step.lower(now)
+
+    def step_for(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict,
+        options: RunOptions | None = None,
+        whole: bool = False,
+    ) -> tuple[Step, call.Call]:
+        """The step that `run` would call, and the call that it would make."""
+        with self._one_at_a_time:
+            function = self._function(fn, whole)
+            options = options or _DEFAULT_OPTIONS
+            return self._find(function, fn, args, kwargs, options, careful=True)
+
+    def adopt(self, fn: Callable, saved: Any) -> None:
+        """Lets the steps of `fn` that are still to be compiled use a program that is ready."""
+        with self._one_at_a_time:
+            self._function(fn).loaded.insert(0, saved)
 
     def _find(self, function: "_Function", fn, args, kwargs, options, *, careful: bool) -> Any:
         """The step for these arguments; None if it must be looked for with care."""
@@ -167,6 +183,10 @@ class Replicator:
             found = table.get(key)
         if found is None:
             found = _Function(fn, self._definitions, whole)
+            if self.strategy.twin_of is not None:
+                # What the function makes it makes once, for all devices that it is planned for.
+                home = self.strategy.twin_of._replicator._function(fn, whole)
+                found.findings.created = home.findings.created
             try:
                 table[key] = found
             except TypeError:
@@ -183,6 +203,8 @@ class _Function:
         self.forms: dict[Any, _Form] = {}
         self.findings = Findings()
         self.whole = whole
+        # Programs that were compiled elsewhere, as `planner.executables.Saved`.
+        self.loaded: list[Any] = []
         self._last: dict[str, str] | None = None
         self._num_compiles = 0
         code = getattr(fn, "__code__", None)

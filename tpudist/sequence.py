@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from tpudist import signature
 from tpudist.call import Call
-from tpudist.step import Step, pinned
+from tpudist.flat_inputs import pinned
+from tpudist.step import Step
 from tpudist.xla import compile
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist import call, context, nnx_state, signature
+from tpudist import call, context, flat_inputs, nnx_state, signature
 from tpudist.findings import NewVariable
 from tpudist.inputs import Inputs
 from tpudist.options import RunOptions
 from tpudist.traced import TracedStep
 from tpudist.tracing import trace_step
-from tpudist.xla import compile, placement
+from tpudist.xla import compile, executables, placement
 
 _is = operator.is_
 
@@ -62,6 +62,7 @@ class Step:
         self.groups, self.options = groups, options
         self._throttle, self._compiles = owner.throttle, compile.backend_compiles()
         self._storage = owner.strategy.storage
+        self._stands_in = owner.strategy.twin_of is not None
         self.captured: list[Any] = []
         self.written_variables: set[Any] = set()
         self.written_leaves: set[int] = set()
@@ -111,9 +112,24 @@ class Step:
 
     def lower(self, now: call.Call) -> Any:
         """The lowered program of this call, which is not made."""
+        return self.lowered(now)[0]
+
+    def lowered(
+        self, now: call.Call, traced: Callable[[], None] = lambda: None
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """The lowered program of this call, and its flat inputs: the overwritten, and the others.
+
+        `traced` is called between tracing and lowering.
+        """
+
+        def lower(donated, kept):
+            program = self._jitted.trace(donated, kept)  # type: ignore[union-attr]
+            traced()
+            return program.lower(), donated, kept
+
         self._lowering = True
         try:
-            return self.attempt(now, lambda *inputs: self._jitted.lower(*inputs))  # type: ignore
+            return self.attempt(now, lower)
         finally:
             self._lowering = False
 
@@ -140,6 +156,8 @@ class Step:
         values = self._values(now)
         if now.careful:
             values = self._placed(values)
+            if self._jitted is not None and flat_inputs.on_host(values) != self._elsewhere:
+                self._jitted = None  # state was moved to another memory, or from there
         if self._jitted is None:
             if not now.careful:
                 raise LookAgain
@@ -167,7 +185,7 @@ class Step:
 
     def _values(self, now: call.Call) -> list[Any]:
         """Captured Variables, then what `tracing.Inputs` orders, with plain pytrees whole."""
-        values = [v._value for v in self.captured]
+        values = [v._value for v in self.captured] if not self._stands_in else self._captured()
         if now.binding is not None:
             values += now.binding.values()
         if self._storage is not None:
@@ -187,9 +205,15 @@ class Step:
             return elements
         values = [elements[i].array if stacked else elements[i] for i, stacked in kinds.fed]
         for real in now.rows:
+            if self._lowering:
+                values += placement.abstract_counts(self.mesh)
+                continue
             values.append(placement.stacked_counts(self.mesh, real))
             values.append(placement.count(self.mesh, sum(real)))
         return values
+
+    def _captured(self) -> list[Any]:
+        return [self.owner.strategy.value_of(v) for v in self.captured]
 
     # For several calls in one program; see `sequence`.
 
@@ -302,7 +326,7 @@ class Step:
                 self.kinds_of_leaves, now.leaves(), now.binding, self.groups, now.rows
             )
             self._trace(jax.tree.leaves(values))
-            captured = [v._value for v in self.captured]
+            captured = self._captured()
             if self._storage is not None:
                 captured = self._storage.fetch(captured)
                 self._storage.take_in(now.binding)
@@ -314,8 +338,9 @@ class Step:
         self._written_captured = [v for _, v, _ in self._state]
         self._written_nnx = sorted(self.written_leaves)
         arrays, self._nesting = jax.tree.flatten(values)
+        self._elsewhere = flat_inputs.on_host(arrays)
         self._only_arrays = len(arrays) == len(values) and all(map(_is, arrays, values))
-        flat = _flat_positions(values)
+        flat = flat_inputs.positions(values)
         first_nnx = num_captured
         self._state += [
             ("nnx", (i, j), position)
@@ -335,7 +360,7 @@ class Step:
         donated = [k for i in overwritten for k in flat[i]]
         kept = sorted(set(range(len(arrays))) - set(donated))
         self._donated = donated
-        self._take_donated, self._take_kept = _taker(donated), _taker(kept)
+        self._take_donated, self._take_kept = flat_inputs.taker(donated), flat_inputs.taker(kept)
         order = np.argsort([*donated, *kept]).tolist()
 
         def step(donated_arrays, kept_arrays):
@@ -348,13 +373,25 @@ class Step:
         options: dict[str, Any] = {}
         if self.mesh.devices_per_replica == 1:
             stacked = [v.on_read for v in self.captured] + list(self.inputs.stacked)
-            where = [self.mesh.stacked if s else self.mesh.replicated for s in stacked]
+            where = [
+                placement.in_memory_of(x, self.mesh.stacked if s else self.mesh.replicated)
+                for x, s in zip(arrays, stacked, strict=True)
+            ]
             options["in_shardings"] = ([where[i] for i in donated], [where[i] for i in kept])
-        else:
-            written = [k for i in state for k in flat[i]]
-            options["out_shardings"] = ([pinned(arrays[k], self.mesh) for k in written], None)
+        written = [k for i in state for k in flat[i]]
+        if self.mesh.devices_per_replica > 1 or any(placement.on_host(arrays[k]) for k in written):
+            options["out_shardings"] = (
+                [flat_inputs.pinned(arrays[k], self.mesh) for k in written],
+                None,
+            )
         options |= self.compiler_options
         self._jitted = jax.jit(step, donate_argnums=0, **options)
+        if self.function.loaded:
+            both = [arrays[i] for i in donated], [arrays[i] for i in kept]
+            lowered = self._jitted.trace(*both).lower()  # type: ignore[attr-defined]
+            ready = [saved.compiled_for(lowered) for saved in self.function.loaded]
+            for compiled in filter(None, ready):
+                self._jitted = executables.Ahead(compiled, self._jitted)
         return values
 
     @property
@@ -456,31 +493,3 @@ class Step:
         self.function.record(
             signature.of_call(now.fn, now.args, now.kwargs, now.leaves(), self.options), seconds
         )
-
-
-def _flat_positions(values: Sequence[Any]) -> list[list[int]]:
-    """For each input, which may be a whole pytree, the positions of its arrays among all arrays."""
-    found, position = [], 0
-    for value in values:
-        size = 1 if hasattr(value, "shape") else len(jax.tree.leaves(value))
-        found.append(list(range(position, position + size)))
-        position += size
-    return found
-
-
-def _taker(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
-    """A fast way to take the elements at `indices`."""
-    if list(indices) == list(range(len(indices))):
-        end = len(indices)
-        return lambda values: values[:end]
-    if len(indices) > 1:
-        getter = operator.itemgetter(*indices)
-        return lambda values: list(getter(values))
-    return lambda values: [values[i] for i in indices]
-
-
-def pinned(value: Any, mesh: Any) -> Any:
-    """The sharding that new state must keep: its old one, so that the next call hits the cache."""
-    sharding = getattr(value, "sharding", None)
-    on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh.mesh
-    return sharding if on_mesh else None

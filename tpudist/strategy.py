@@ -18,6 +18,7 @@ from tpudist.extended import StrategyExtended
 from tpudist.indexed_slices import is_slices
 from tpudist.input.strategy_data import DataMethods
 from tpudist.options import RunOptions, ValueContext
+from tpudist.planner.methods import PlanMethods
 from tpudist.reduce_op import ReduceOp
 from tpudist.replica_context import ReplicaContext
 from tpudist.replicate import Replicator
@@ -31,11 +32,13 @@ from tpudist.xla.mesh import ReplicaMesh
 PyTree = Any
 
 
-class Strategy(StateMethods, DataMethods, DeprecatedStrategyMethods):
+class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods):
     """Where replicas, variables and data live, and how a function runs on all replicas.
 
     As `tf.distribute.Strategy`.
     """
+
+    extended: StrategyExtended
 
     def __init__(self, replica_mesh: ReplicaMesh, *, logical_axis_rules: Sequence[Any] = ()):
         """A strategy on a mesh.
@@ -46,9 +49,13 @@ class Strategy(StateMethods, DataMethods, DeprecatedStrategyMethods):
                 with, and a mesh axis (or a tuple of them, or None), as Flax has them. They go
                 before the default ones of `logical_axes`.
         """
+        self.logical_axis_rules = logical_axes.rules(replica_mesh, logical_axis_rules)
+        self._begin(replica_mesh)
+
+    def _begin(self, replica_mesh: ReplicaMesh) -> None:
+        """Without Variables and compiled functions."""
         super().__init__()
         self.replica_mesh = replica_mesh
-        self.logical_axis_rules = logical_axes.rules(replica_mesh, logical_axis_rules)
         self.extended = StrategyExtended(self)
         self._replicator = Replicator(self)
 
@@ -77,12 +84,12 @@ class Strategy(StateMethods, DataMethods, DeprecatedStrategyMethods):
     @property
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh: axis `replica`, and the axes inside a replica."""
-        return self.replica_mesh.mesh
+        return context.acting_for(self).replica_mesh.mesh
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over which gradients are aggregated."""
-        return self.replica_mesh.num_replicas
+        return context.acting_for(self).replica_mesh.num_replicas
 
     @property
     def cluster_resolver(self) -> Any:
@@ -421,6 +428,7 @@ class DefaultStrategy(Strategy):
     """What is in force outside of every scope: one replica on the first device."""
 
     keeps_datasets = True
+    has_one_device = True
 
     variables_have_components = False
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context, nnx_state
 from tpudist.identity import WeakIdentitySet
+from tpudist.planner.abstract import value_on
 from tpudist.variables import Variable
 from tpudist.xla import compile, placement
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
+# Arrays below this many elements are not worth a transfer of their own.
+MIN_ELSEWHERE = 1024
 
 
 class StateMethods:
@@ -25,6 +29,8 @@ class StateMethods:
     replica_mesh: ReplicaMesh
     # Where state lives between steps, as a `CentralStorage`, if that is not the mesh itself.
     storage: Any = None
+    # The strategy that this one stands for on other devices; see `Strategy.on`.
+    twin_of: Any = None
     mesh: jax.sharding.Mesh
     scope: Callable[[], contextlib.AbstractContextManager]
 
@@ -42,7 +48,7 @@ class StateMethods:
         """
         return PartitionSpec()
 
-    def create(self, init: Callable[..., Any], *args: Any) -> Any:
+    def create(self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None) -> Any:
         """Makes a model, an optimizer or any pytree on the mesh, never whole on one device.
 
         `init(*args)` is compiled, with each array made where it belongs: as its annotation says
@@ -52,28 +58,60 @@ class StateMethods:
         Args:
             init: Gives NNX objects or any pytree of arrays. It must not change its arguments.
             args: NNX objects or pytrees that it reads, such as the model for an optimizer's state.
+            memory_kind: Where the arrays live between steps: `pinned_host` is the host's memory,
+                from where `run` brings them to the devices in the course of the step, and back.
+                Arrays of fewer than 1024 elements, and random keys, stay on the devices. That frees
+                the devices' memory between steps. In a step, XLA (libtpu 0.0.42) holds the arrays
+                that come in beside those that go out, so that its peak may be higher: read
+                `memory_analysis()`. By default the devices' own memory.
 
         Returns:
             What `init` returns.
+
+        Raises:
+            ValueError: The devices have no such memory, or the strategy keeps its state elsewhere.
         """
         context.require_scope_or_default(self, "create")
         with self.scope():
-            return nnx_state.plan_creation(init, args, self._sharding_of).run()
+            return nnx_state.plan_creation(init, args, self._place_in(memory_kind)).run()
 
-    def create_abstract(self, init: Callable[..., Any], *args: Any) -> Any:
+    def create_abstract(
+        self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
+    ) -> Any:
         """What `create` would return, with `jax.ShapeDtypeStruct`s for arrays: nothing is computed.
 
         They know their shardings. `lower` takes such objects, also on devices that are not there.
         """
         context.require_scope_or_default(self, "create_abstract")
         with self.scope():
-            return nnx_state.plan_creation(init, args, self._sharding_of).unmade()
+            return nnx_state.plan_creation(init, args, self._place_in(memory_kind)).unmade()
 
-    def lower_create(self, init: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+    def lower_create(
+        self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
+    ) -> jax.stages.Lowered:
         """The lowered program of `create`, which is not run: compile it to read what it holds."""
         context.require_scope_or_default(self, "lower_create")
         with self.scope():
-            return nnx_state.plan_creation(init, args, self._sharding_of).lower()
+            return nnx_state.plan_creation(init, args, self._place_in(memory_kind)).lower()
+
+    def _place_in(self, memory_kind: str | None) -> Callable[..., jax.sharding.Sharding]:
+        """The placement rule, for state in one of the devices' memories."""
+        if memory_kind is None:
+            return self._sharding_of
+        if self.storage is not None:
+            raise ValueError(
+                f"memory_kind={memory_kind!r} was asked for, but {self!r} keeps all its state in "
+                f"one place. Say which memory when the strategy is made."
+            )
+        placement.check_memory_kind(self.replica_mesh, memory_kind)
+
+        def place(value: Any, *, variable: Any) -> jax.sharding.Sharding:
+            sharding = self._sharding_of(value, variable=variable)
+            is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+            stays = is_key or math.prod(value.shape) < MIN_ELSEWHERE
+            return sharding if stays else sharding.with_memory_kind(memory_kind)
+
+        return place
 
     def _sharding_of(self, value: Any, *, variable: Any) -> jax.sharding.Sharding:
         if self.storage is not None:
@@ -85,6 +123,16 @@ class StateMethods:
         if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             return self.replica_mesh.replicated
         return NamedSharding(self.mesh, self.partition(tuple(value.shape), value.dtype))
+
+    def spec_of(self, value: Any, *, variable: Any = None) -> PartitionSpec:
+        """Over which axes inside a replica `create` splits an array, or one that `variable` holds.
+
+        Args:
+            value: An array, or its shape and dtype.
+            variable: The NNX Variable that holds it, for its annotation.
+        """
+        sharding = self._sharding_of(value, variable=variable)
+        return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
     def place_variable(self, variable: Variable, value: Any) -> jax.Array:
         """Puts a Variable's value where it lives; its components, if it is ON_READ."""
@@ -114,7 +162,15 @@ class StateMethods:
 
     def owned_variables(self) -> list[Variable]:
         """The strategy's Variables that are still in use, in the order in which they were made."""
+        if self.twin_of is not None:
+            return self.twin_of.owned_variables()
         return [v for _, v in sorted(self._owned.items())]
+
+    def value_of(self, variable: Any) -> Any:
+        """The array of a Variable, or of what a function captures; for a twin, how it would be."""
+        if self.twin_of is None:
+            return variable._value
+        return value_on(self.replica_mesh, variable, self.twin_of.replica_mesh)
 
     def lend_variable(self, variable: Variable) -> None:
         """Notes that somebody holds the Variable's array, which must not be overwritten then."""

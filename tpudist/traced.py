@@ -16,7 +16,7 @@ from tpudist import combine, cross_device_ops, nnx_state
 from tpudist.reduce_op import ReduceOp
 from tpudist.values import PerReplica
 from tpudist.variables import Variable
-from tpudist.xla import collectives, compile
+from tpudist.xla import collectives, compile, placement
 
 
 @dataclasses.dataclass
@@ -35,6 +35,7 @@ class Found:
     incomplete: bool = False
     computed: list[Variable] = dataclasses.field(default_factory=list)
     interruption: BaseException | None = None
+    row_multiple: int = 1  # the rows of the batch must divide by it
 
 
 class Outcome:
@@ -134,6 +135,8 @@ class TracedStep:
             state: What is to be written back: ("variable", Variable, position of its input) or
                 ("nnx", (leaf, array of the leaf), position of its input).
         """
+        # State that lives in host memory is on the devices while the step runs.
+        given, values = values, [placement.on_device(x) for x in values]
         fed = dict(zip(captured, values, strict=False))
         at = {position: fed[v] for v, position in self.positions.items()}
         variables = [
@@ -145,7 +148,10 @@ class TracedStep:
         n = self.found.num_results
         new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
         new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
-        written = [new.get(key, values[position]) for _, key, position in state]
+        written = [
+            placement.as_before(new[key], given[position]) if key in new else given[position]
+            for _, key, position in state
+        ]
         results = list(outputs[:n])
         if self._plain:
             results = self.found.treedef.unflatten(results)

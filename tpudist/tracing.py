@@ -57,7 +57,8 @@ def trace_step(
     mesh = strategy.replica_mesh
     call.check_leaves(leaves, kinds, mesh.num_replicas, name)
     variables = [*strategy.owned_variables(), *findings.captures]
-    shapes = [jax.ShapeDtypeStruct(v._value.shape, v._value.dtype) for v in variables]
+    values = map(strategy.value_of, variables)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
     shapes += [
         jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
         for x in rest
@@ -80,7 +81,7 @@ def trace_step(
     found = Found()
     program = compile.trace(tracing.body(found, 0), mesh, shapes, stacked)
     if found.incomplete:
-        raise NewVariable(_starter(found, program, mesh, variables, name))
+        raise NewVariable(_starter(found, program, strategy, variables, name))
     refusals.check_constants(program, name)
     if found.structure_changed:
         raise ValueError(
@@ -134,7 +135,7 @@ def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:
     ]
 
 
-def _starter(found: Found, program, mesh, variables, name: str) -> Callable[..., None]:
+def _starter(found: Found, program, strategy, variables, name: str) -> Callable[..., None]:
     """Gives the Variables that a trace has made the initial values that it computes.
 
     Those are the last outputs of its program, which is run for them; all replicas begin with the
@@ -144,9 +145,9 @@ def _starter(found: Found, program, mesh, variables, name: str) -> Callable[...,
     def start(inputs: Callable[[], list[Any]]) -> None:
         if not found.computed:
             return
-        values = [*(v._value for v in variables), *inputs()]
+        values = [*map(strategy.value_of, variables), *inputs()]
         count = len(found.computed)
-        outputs = compile.last_outputs(program, mesh, count, values)
+        outputs = compile.last_outputs(program, strategy.replica_mesh, count, values)
         if outputs is None:
             raise ValueError(
                 f"'{name}' makes Variable '{found.computed[0].name}' from its arguments, which "
@@ -217,6 +218,7 @@ class Tracing:
             initial_values = [frame.made[v] for v in found.computed]
             if frame.incomplete:
                 return initial_values
+            found.row_multiple = frame.row_multiple
             outputs = self._results(found, result, arguments, copies)
             found.read, found.variables = frame.read, list(frame.written)
             outputs += [frame.values[v] for v in frame.written]
@@ -313,7 +315,7 @@ class Tracing:
         """Which results hold the batch's examples, and so its padding: the group, and in which dim.
 
         A result of as many rows may be something else (as many classes, say). So the function is
-        traced once more, with one row more: the examples are what grew.
+        traced once more, with one row more (in each microbatch): the examples are what grew.
 
         Also the groups whose rows must be as many on all replicas, since their values are gathered
         along another dim.
@@ -334,15 +336,16 @@ class Tracing:
         gathers = agreement.gathered(traced.program.closed.jaxpr)
         if not candidates and not gathers:
             return {}, frozenset()
+        more = traced.found.row_multiple
         offset = len(self.variables) + self.inputs.num_nnx
         grown = list(shapes)
         for k, group in enumerate(self.inputs.group_of_argument):
             if group is not None:
                 x, dim = grown[offset + k], 1 + groups.dims[group]
-                shape = (*x.shape[:dim], x.shape[dim] + 1, *x.shape[dim + 1 :])
+                shape = (*x.shape[:dim], x.shape[dim] + more, *x.shape[dim + 1 :])
                 grown[offset + k] = jax.ShapeDtypeStruct(shape, x.dtype)
         try:
-            closed = compile.trace(self.body(Found(), 1), mesh, grown, stacked).closed
+            closed = compile.trace(self.body(Found(), more), mesh, grown, stacked).closed
         except Exception:
             # The function has its batch size written into it: as many rows then are its rows.
             found = [(i, g, d) for i, g, d in candidates if parts[i] == 1 and d == groups.dims[g]]
@@ -351,7 +354,8 @@ class Tracing:
         found = [
             (i, group, dim)
             for i, group, dim in candidates
-            if again[i].ndim > dim and again[i].shape[dim] == outputs[i].shape[dim] + parts[i]
+            if again[i].ndim > dim
+            and again[i].shape[dim] == outputs[i].shape[dim] + more * parts[i]
         ]
         even = [
             groups.only_one_of(before)
@@ -359,7 +363,7 @@ class Tracing:
                 gathers, agreement.gathered(closed.jaxpr), strict=False
             )
             for dim, (before, after) in enumerate(zip(shape, larger, strict=False))
-            if dim != along and after == before + 1
+            if dim != along and after == before + more
         ]
         rows = {i: (group, dim) for i, group, dim in reversed(found)}  # the first dim, if several
         return rows, frozenset(group for group in even if group is not None)

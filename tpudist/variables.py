@@ -122,7 +122,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             lifting = experimental_enable_variable_lifting
             what = "Variable(experimental_enable_variable_lifting"
             warn_if_given(what, lifting, "variables made in a replica function are made once")
-        self.strategy = context.get_strategy()
+        strategy = context.get_strategy()
+        self.strategy = strategy.twin_of or strategy
         self.name = f"Variable_{next(_names)}" if name is None else name
         self.synchronization = contents.checked(
             VariableSynchronization, synchronization, "synchronization", self.name
@@ -399,7 +400,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     def _in_cross_replica_context(self, mode: context.Mode) -> bool:
         """Whether the replicas of this variable's strategy are seen from outside, as one."""
         # Out of all scopes one is in replica context, but in that of the default strategy.
-        inside = mode.replica_context is not None and mode.strategy is self.strategy
+        acting = context.acting_for(self.strategy)
+        inside = mode.replica_context is not None and mode.strategy is acting
         return not inside and not mode.updating
 
     def _aggregated_write(self, value: jax.Array) -> jax.Array:

@@ -2,6 +2,15 @@
 
 from tpudist.models.convnet import ConvNet, ConvNetConfig
 from tpudist.models.mlp import MLP
-from tpudist.models.transformer import Transformer, TransformerConfig, next_token_nats
+from tpudist.models.next_token import next_token_loss, next_token_nats
+from tpudist.models.transformer import Transformer, TransformerConfig
 
-__all__ = ["MLP", "ConvNet", "ConvNetConfig", "Transformer", "TransformerConfig", "next_token_nats"]
+__all__ = [
+    "MLP",
+    "ConvNet",
+    "ConvNetConfig",
+    "Transformer",
+    "TransformerConfig",
+    "next_token_loss",
+    "next_token_nats",
+]

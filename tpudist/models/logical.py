@@ -37,20 +37,34 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     left to XLA. Within `Strategy.run` the replica axis is manual and a value is already one
     replica's, so only axes inside a replica count; where there are none, `x` comes back as it is.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    inner = {axis for axis in kinds if kinds[axis] == AxisType.Auto and mesh.shape[axis] > 1}
-    if not inner:
+    if not inner_axes():
         return x
-    rules = dict(spmd.get_logical_axis_rules())
 
     def split(name: str | None, size: int) -> Any:
         if name is None:
             return None
-        target = rules.get(name) or ()
-        target = (target,) if isinstance(target, str) else target
-        found = tuple(axis for axis in target if axis in inner)
-        divides = size % math.prod(mesh.shape[axis] for axis in found) == 0
-        return found if found and divides else PartitionSpec.UNCONSTRAINED
+        return split_over(name, size) or PartitionSpec.UNCONSTRAINED
 
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(split, names, x.shape)))
+
+
+def inner_axes() -> dict[str, int]:
+    """Sizes of the mesh axes here that XLA splits work over: those inside a replica, above 1."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return {axis: shape[axis] for axis in automatic_axes() if shape[axis] > 1}
+
+
+def automatic_axes() -> tuple[str, ...]:
+    """The mesh axes here that are XLA's to split work over, those of one device too."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(str(axis) for axis, kind in kinds if kind == AxisType.Auto)
+
+
+def split_over(name: str, size: int) -> tuple[str, ...]:
+    """The mesh axes here that split a dim called `name`; none if they do not divide its `size`."""
+    inner = inner_axes()
+    target = dict(spmd.get_logical_axis_rules()).get(name) or ()
+    target = (target,) if isinstance(target, str) else target
+    found = tuple(axis for axis in target if axis in inner)
+    return found if size % math.prod(inner[axis] for axis in found) == 0 else ()

@@ -5,64 +5,24 @@ parameters are stacked `[layers, ...]` and applied by one `jax.lax.scan`, so tha
 not grow with depth. Parameters are float32; matrix products and activations use
 `TransformerConfig.dtype`; norms, softmax and loss are computed in float32.
 
-Every dim of every parameter has a logical name (`layers`, `embed`, `heads`, `head_dim`, `mlp`,
-`vocab`); activations are constrained by `batch`, `heads`, `mlp` and `vocab`. Which of them are
-split, if any, is the strategy's affair.
+Every dim of every parameter has a logical name (`layers`, `embed`, `heads`, `kv_heads`, `head_dim`,
+`mlp`, `vocab`, `expert`); activations are constrained by `batch`, `sequence`, `heads`, `mlp` and
+`vocab`. Which of them are split, if any, is the strategy's affair.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from tpudist.models.logical import axes, constrain
+from tpudist.models import attention, experts, pipeline, remat
+from tpudist.models.embedding import lookup
+from tpudist.models.logical import axes, constrain, split_over
+from tpudist.models.transformer_config import TransformerConfig
 
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """The size of a transformer, and how it computes."""
-
-    vocabulary: int = 256
-    """Number of distinct tokens: bytes, unless told otherwise."""
-    num_layers: int = 4
-    """Number of blocks, scanned over."""
-    embed_dim: int = 128
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Attention heads; each gets an equal and even share of `embed_dim`."""
-    mlp_dim: int = 384
-    """Hidden width of the MLPs."""
-    gated: bool = True
-    """Gate the MLPs (SwiGLU, three matrices) rather than not (GELU, two)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrix products and activations are computed in. Parameters are float32."""
-    remat: Literal["none", "full", "dots"] = "none"
-    """What the backward pass recomputes: nothing, blocks, or blocks but for matrix products."""
-    rotary_base: float = 10_000.0
-    """Ratio of the longest to the shortest wavelength of the rotary positions."""
-
-    def __post_init__(self):
-        """Refuses sizes that make no model."""
-        for name in ("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"A transformer needs {name} >= 1; got {getattr(self, name)}.")
-        multiple = 2 * self.num_heads
-        if self.embed_dim % multiple:
-            raise ValueError(
-                f"embed_dim={self.embed_dim} does not give each of num_heads={self.num_heads} "
-                f"heads an equal and even number of dims, which rotary positions need. Use a "
-                f"multiple of {multiple}, such as {-(-self.embed_dim // multiple) * multiple}."
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.embed_dim // self.num_heads
+__all__ = ["Blocks", "Transformer", "TransformerConfig"]
 
 
 class Transformer(nnx.Module):
@@ -75,17 +35,34 @@ class Transformer(nnx.Module):
         self.embedding = _weight(rngs, 1.0, vocab=vocab, embed=embed)
         self.blocks = Blocks(config, rngs=rngs)
         self.final_norm = _scale(embed=embed)
-        self.unembedding = _weight(rngs, embed**-0.5, embed=embed, vocab=vocab)
+        if not config.tied:
+            self.unembedding = _weight(rngs, embed**-0.5, embed=embed, vocab=vocab)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits in float32; `tokens` are integers in `[0, vocabulary)`, as many as you like."""
+        return unembed(self.hidden(tokens)[0], self.output_weight()).astype(jnp.float32)
+
+    def hidden(self, tokens: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
+        """What the last block leaves of each token, normalised: `[batch, length, embed]`.
+
+        Also gives how tokens were spread over experts, if there are any.
+        """
         # XLA aborts on a lookup (jaxlib 0.10.2) where one mesh axis splits both the table's rows
         # and the batch.
         table = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
-        x = self.blocks(constrain(table[tokens], "batch", None, None))
-        x = _rms_norm(x, self.final_norm[...])
-        logits = constrain(_project(x, self.unembedding[...]), "batch", None, "vocab")
-        return logits.astype(jnp.float32)
+        x, routing = self.blocks(constrain_residual(lookup(table, tokens)))
+        return _rms_norm(x, self.final_norm[...]), routing
+
+    def output_weight(self) -> jax.Array:
+        """What turns `hidden` into logits, `[embed, vocabulary]`, in float32."""
+        if self.config.tied:  # the embedding's rows have a length of sqrt(embed)
+            return self.embedding[...].T * self.config.embed_dim**-0.5
+        return self.unembedding[...]
+
+
+def unembed(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """Logits `[batch, length, vocabulary]`, in the dtype of `hidden`, `[batch, length, embed]`."""
+    return constrain(_project(hidden, weight), "batch", _sequence(hidden), "vocab")
 
 
 class Blocks(nnx.Module):
@@ -95,46 +72,71 @@ class Blocks(nnx.Module):
         """Draws the parameters: the deeper the model, the less each block adds at first."""
         self.config = config
         layers, embed, mlp = config.num_layers, config.embed_dim, config.mlp_dim
-        heads = {"heads": config.num_heads, "head_dim": config.head_dim}
+        query = {"heads": config.num_heads, "head_dim": config.head_dim}
+        key = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
         into, back = embed**-0.5, (2 * layers) ** -0.5
         self.attention_norm = _scale(layers=layers, embed=embed)
-        self.attention_in = _weight(
-            rngs, into, layers=layers, embed=embed, query_key_value=3, **heads
-        )
-        self.attention_out = _weight(rngs, back * embed**-0.5, layers=layers, **heads, embed=embed)
-        self.mlp_norm = _scale(layers=layers, embed=embed)
-        branches = 2 if config.gated else 1
-        self.mlp_in = _weight(rngs, into, layers=layers, embed=embed, branches=branches, mlp=mlp)
-        self.mlp_out = _weight(rngs, back * mlp**-0.5, layers=layers, mlp=mlp, embed=embed)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies every block in turn to the residual stream `[batch, length, embed]`."""
-        rotation = _rotation(x.shape[1], self.config)
-
-        def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-            x = x + _attention(_rms_norm(x, weights["attention_norm"]), weights, rotation)
-            x = x + _mlp(_rms_norm(x, weights["mlp_norm"]), weights)
-            return constrain(x, "batch", None, None), None
-
-        if self.config.remat != "none":
-            dots = jax.checkpoint_policies.checkpoint_dots
-            block = jax.checkpoint(
-                block,
-                policy=dots if self.config.remat == "dots" else None,
-                prevent_cse=False,  # the scan already keeps XLA from undoing it
+        if config.kv_heads == config.num_heads:
+            self.attention_in = _weight(
+                rngs, into, layers=layers, embed=embed, query_key_value=3, **query
             )
-        names = ("attention_norm", "attention_in", "attention_out", "mlp_norm", "mlp_in", "mlp_out")
-        x, _ = jax.lax.scan(block, x, {name: getattr(self, name)[...] for name in names})
-        return x
+        else:
+            self.query_in = _weight(rngs, into, layers=layers, embed=embed, **query)
+            self.key_value_in = _weight(rngs, into, layers=layers, embed=embed, key_value=2, **key)
+        gathered = (config.num_heads * config.head_dim) ** -0.5
+        self.attention_out = _weight(rngs, back * gathered, layers=layers, **query, embed=embed)
+        self.mlp_norm = _scale(layers=layers, embed=embed)
+        # Branches outside: TPUs waste much of a tile on a last dim but one of 2.
+        branches, outer = {"branches": 2 if config.gated else 1}, {"layers": layers}
+        if config.num_experts:
+            # Its dim of experts is small, and every device scores all of them for its own tokens.
+            self.router = _weight(rngs, into, **outer, embed=embed, router=config.num_experts)
+            outer["expert"] = config.num_experts
+            self.mlp_in = _weight(rngs, into, **outer, embed=embed, **branches, mlp=mlp)
+        else:
+            self.mlp_in = _weight(rngs, into, **outer, **branches, embed=embed, mlp=mlp)
+        self.mlp_out = _weight(rngs, back * mlp**-0.5, **outer, mlp=mlp, embed=embed)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
+        """Applies every block in turn to the residual stream `[batch, length, embed]`.
+
+        Also gives how tokens were spread over experts, the mean of all layers, if there are any.
+        """
+        config = self.config
+
+        def block(state, weights, rotation):
+            x, routing = state
+            x = checkpoint_name(x, "layer_input")
+            out = _attention(_rms_norm(x, weights["attention_norm"]), weights, rotation, config)
+            x = x + checkpoint_name(out, "attention_out")
+            out = _rms_norm(x, weights["mlp_norm"])
+            if config.num_experts:
+                out, found = experts.mlp(out, weights, config)
+                routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, found)
+            else:
+                out = _mlp(out, weights)
+            return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
+
+        block = remat.apply(block, config.remat, platform=attention.platform())
+        nothing = jnp.zeros(x.shape[:1], jnp.float32)
+        state = (x, experts.Routing(nothing, nothing) if config.num_experts else None)
+        weights = {name: value[...] for name, value in vars(self).items() if _is_param(value)}
+        rotation = _rotation(x.shape[1], config)
+        return pipeline.apply(block, state, weights, rotation, config)
 
 
-def next_token_nats(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """Nats of each token given those before it: `[batch, length + 1]` to `[batch, length]`."""
-    tokens = tokens.astype(jnp.int32)
-    logits = model(tokens[:, :-1])
-    # One-hot targets, which XLA fuses: picking a logit by index aborts the partitioner (jaxlib
-    # 0.10.2) where a mesh axis splits the vocabulary.
-    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(tokens[:, 1:], logits.shape[-1]))
+def constrain_residual(x: jax.Array) -> jax.Array:
+    """Splits the residual stream `[batch, length, embed]` over what splits batch and sequence."""
+    return constrain(x, "batch", _sequence(x), None)
+
+
+def _sequence(x: jax.Array) -> str | None:
+    """The name of the length of `x`, if any axis splits it; otherwise XLA is to keep it whole."""
+    return "sequence" if split_over("sequence", x.shape[1]) else None
+
+
+def _is_param(value: object) -> bool:
+    return isinstance(value, nnx.Param)
 
 
 def _weight(rngs: nnx.Rngs, std: float, **dims: int) -> nnx.Param:
@@ -163,21 +165,42 @@ def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1) -> jax.Array:
 
 
 def _attention(
-    x: jax.Array, weights: dict[str, jax.Array], rotation: tuple[jax.Array, jax.Array]
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    rotation: tuple[jax.Array, jax.Array],
+    config: TransformerConfig,
 ) -> jax.Array:
-    query_key_value = constrain(
-        _project(x, weights["attention_in"]), "batch", None, None, "heads", None
+    sequence = _sequence(x)
+    if "attention_in" in weights:
+        query_key_value = constrain(
+            _project(x, weights["attention_in"]), "batch", sequence, None, "heads", None
+        )
+        query, key, value = jnp.moveaxis(query_key_value, 2, 0)
+    else:
+        query = constrain(_project(x, weights["query_in"]), "batch", sequence, "heads", None)
+        key_value = constrain(
+            _project(x, weights["key_value_in"]), "batch", sequence, None, "kv_heads", None
+        )
+        key, value = jnp.moveaxis(key_value, 2, 0)
+    query = checkpoint_name(_rotate(query, rotation), "query")
+    key = checkpoint_name(_rotate(key, rotation), "key")
+    value = checkpoint_name(value, "value")
+    out = attention.attend(
+        query,
+        key,
+        value,
+        method=config.attention,
+        splash_block=config.splash_block,
+        splash_backward_block=config.splash_backward_block,
     )
-    query, key, value = jnp.moveaxis(query_key_value, 2, 0)
-    query, key = _rotate(query, rotation), _rotate(key, rotation)
-    out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return _project(out, weights["attention_out"], num_dims=2)
 
 
 def _mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    hidden = constrain(_project(x, weights["mlp_in"]), "batch", None, None, "mlp")
-    gate = hidden[:, :, 0]
-    hidden = jax.nn.silu(gate) * hidden[:, :, 1] if hidden.shape[2] == 2 else jax.nn.gelu(gate)
+    branches = [_project(x, weight) for weight in weights["mlp_in"]]
+    branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
+    gate, *up = (checkpoint_name(y, "mlp_in") for y in branches)
+    hidden = jax.nn.silu(gate) * up[0] if up else jax.nn.gelu(gate)
     return _project(hidden, weights["mlp_out"])
 
 

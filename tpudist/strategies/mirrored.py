@@ -42,8 +42,14 @@ class MirroredStrategy(Strategy):
                 f"{type(cross_device_ops).__name__}. It must be a tpudist.CrossDeviceOps, such as "
                 f"tpudist.HierarchicalCopyAllReduce(), or None, and XLA chooses."
             )
-        cross_device_ops.check_devices(list(self.mesh.devices.flat))
         self.cross_device_ops = cross_device_ops
-        if cross_device_ops.packing is not None:
-            platform = self.replica_mesh.platform
-            self.compiler_options = cross_device_ops.packing.compiler_options(platform)
+        self.adapt_to_devices()
+
+    def adapt_to_devices(self) -> None:
+        """Checks that the CrossDeviceOps are for these devices, and takes their options."""
+        chosen = self.cross_device_ops
+        if chosen is None:
+            return
+        chosen.check_devices(list(self.mesh.devices.flat))
+        if chosen.packing is not None:
+            self.compiler_options = chosen.packing.compiler_options(self.replica_mesh.platform)

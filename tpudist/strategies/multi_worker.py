@@ -54,11 +54,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         if len(workers) > 1 and not jax.distributed.is_initialized():
             runtime.connect(workers[0], len(workers), self._cluster_resolver.process_index())
         super().__init__(make_mesh(as_devices(None)))
+        self.communication_options = communication_options
+        self.adapt_to_devices()
+
+    def adapt_to_devices(self) -> None:
+        """Takes what the communication options say for these devices."""
         platform = self.replica_mesh.platform
         place = "MultiWorkerMirroredStrategy(communication_options"
-        self.communication_options = communication.checked(communication_options, place, platform)
-        if communication_options is not None and communication_options.packing is not None:
-            self.compiler_options = communication_options.packing.compiler_options(platform)
+        chosen = communication.checked(self.communication_options, place, platform)
+        if chosen is not None and chosen.packing is not None:
+            self.compiler_options = chosen.packing.compiler_options(platform)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

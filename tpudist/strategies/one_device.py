@@ -14,6 +14,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     variables_have_components = False
+    has_one_device = True
 
     def __init__(self, device: jax.Device | str | None = None):
         """On `device`: a JAX device or a name such as `cpu:0`; by default the first."""

@@ -7,13 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tpudist import logical_devices
+from tpudist import context, logical_devices
 from tpudist.cluster_resolver import TPUClusterResolver
 from tpudist.device_assignment import DeviceAssignment
 from tpudist.options import warn_if_given
-from tpudist.placement_rules import split_largest_dim
+from tpudist.placement_rules import Partitioner, split_as_partitioned, split_largest_dim
 from tpudist.strategy import Strategy
 from tpudist.tpu_topology import by_task
+from tpudist.xla import chips
+from tpudist.xla import compiler_options as chip_options
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import ReplicaMesh, make_mesh
 
@@ -27,8 +29,8 @@ class TPUStrategy(Strategy):
 
     `replica_axes={"fsdp": 8, "tensor": 4}` makes replicas of 32 chips. Inside a replica XLA splits
     the work as variables are split: as annotated (by logical axis names and the rules), else their
-    largest dim over `fsdp`. Where there is no TPU, it runs on the GPUs or CPU devices that there
-    are, and says so.
+    largest dim over `fsdp`, or as a `variable_partitioner` says. Where there is no TPU, it runs on
+    the GPUs or CPU devices that there are, and says so.
 
     A device assignment makes replicas of several cores too, as in TensorFlow: variables are
     mirrored on all of them, and values are split where the replica function says so, by
@@ -45,6 +47,8 @@ class TPUStrategy(Strategy):
         *,
         replica_axes: Mapping[str, int] | None = None,
         logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
+        variable_partitioner: Partitioner | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
         devices: Sequence[jax.Device | str] | None = None,
     ):
         """On all devices of the run, or on `devices`.
@@ -60,6 +64,14 @@ class TPUStrategy(Strategy):
             replica_axes: Sizes of the axes inside a replica, by name.
             logical_axis_rules: Pairs (logical axis, mesh axis or tuple of them or None); they go
                 before the default ones.
+            variable_partitioner: Which variables that nobody annotated are split, as one of
+                `tpudist.experimental.partitioners`: over `fsdp` if replicas have that axis, else
+                over all their axes together, of n devices. Along the largest dim that divides by n
+                and of which it wants n pieces or more; others stay whole. Where it wants fewer than
+                n but more than one, or nothing divides, that is logged once for each shape. By
+                default the largest dim of arrays of 1024 elements or more is split over `fsdp`.
+            compiler_options: For the compiler, for all programs of this strategy; an empty one for
+                none. By default those of `tpudist.xla.compiler_options` for these chips.
             devices: JAX devices or names such as `tpu:0`.
 
         Raises:
@@ -92,6 +104,31 @@ class TPUStrategy(Strategy):
                 mesh.platform,
             )
         super().__init__(mesh, logical_axis_rules=logical_axis_rules or ())
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise ValueError(
+                f"TPUStrategy was given variable_partitioner={variable_partitioner!r}. It must be "
+                f"a partitioner, such as tpudist.experimental.partitioners.MinSizePartitioner("
+                f"max_shards=8), or None."
+            )
+        if mesh.devices_per_replica == 1:
+            warn_if_given(
+                "TPUStrategy(variable_partitioner",
+                variable_partitioner,
+                "a replica is one device; give it more with replica_axes",
+            )
+        self._partitioner = variable_partitioner
+        self._own_compiler_options = compiler_options
+        self.adapt_to_devices()
+        self._told: set[tuple] = set()
+
+    def adapt_to_devices(self) -> None:
+        """Takes the compiler options of its chips, unless it was given others."""
+        options = self._own_compiler_options
+        if options is None:
+            devices = list(self.mesh.devices.flat)
+            num_slices = len({getattr(d, "slice_index", 0) for d in devices})
+            options = chip_options.of(chips.of_device(devices[0]), num_slices)
+        self.compiler_options = dict(options)
 
     @property
     def cluster_resolver(self) -> TPUClusterResolver:
@@ -99,10 +136,18 @@ class TPUStrategy(Strategy):
         return self._cluster_resolver
 
     def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
-        """Splits the largest dim over `fsdp`, if the mesh has it and the array is worth it."""
+        """Splits the largest dim over `fsdp`, or as the partitioner says; see `__init__`."""
         sizes = self.mesh.shape
         axes = {axis: sizes[axis] for axis in ("fsdp",) if axis in sizes}
-        return split_largest_dim(shape, axes, MIN_SPLIT_SIZE)
+        if self._partitioner is None:
+            return split_largest_dim(shape, axes, MIN_SPLIT_SIZE)
+        axes = axes or {axis: sizes[axis] for axis in self.replica_mesh.inner_axes}
+        spec, why_whole = split_as_partitioned(shape, dtype, self._partitioner, axes)
+        if why_whole and (shape, dtype) not in self._told:
+            self._told.add((shape, dtype))
+            name = jax.numpy.dtype(dtype).name
+            _log.warning("A variable %s%s stays whole: %s.", name, list(shape), why_whole)
+        return spec
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
@@ -123,14 +168,15 @@ class TPUStrategy(Strategy):
 
         As `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
         """
-        return logical_devices.split(self.replica_mesh, tensor, partition_dimensions)
+        mesh = context.acting_for(self).replica_mesh
+        return logical_devices.split(mesh, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
         """`tensor`, held whole by every device of a replica.
 
         As `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
         """
-        return logical_devices.whole(self.replica_mesh, tensor)
+        return logical_devices.whole(context.acting_for(self).replica_mesh, tensor)
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """`tensor` itself: XLA splits work over all devices of a replica, never to one of them.
@@ -149,8 +195,9 @@ class TPUStrategy(Strategy):
                 "TPUStrategy with `experimental_spmd_xla_partitioning=False`, or split the tensor "
                 "instead, with experimental_split_to_logical_devices."
             )
-        logical_devices.check_device(self.replica_mesh, logical_device_id)
-        if self.replica_mesh.devices_per_replica > 1:
+        mesh = context.acting_for(self).replica_mesh
+        logical_devices.check_device(mesh, logical_device_id)
+        if mesh.devices_per_replica > 1:
             warn_if_given(
                 "experimental_assign_to_logical_device(logical_device_id",
                 logical_device_id,

@@ -65,6 +65,18 @@ def check_split(
             )
 
 
+def check_microbatches(microbatches: int, batch_size: int, num_replicas: int) -> None:
+    """Refuses parts that the rows of a replica do not divide into."""
+    rows = -(-batch_size // num_replicas)
+    if rows % microbatches:
+        raise ValueError(
+            f"--microbatches is {microbatches}, but of --batch-size {batch_size} each of "
+            f"{num_replicas} replica(s) has {rows} examples, which do not divide into that many "
+            f"parts. Use --batch-size {num_replicas * microbatches * -(-rows // microbatches)}, "
+            f"or another number of microbatches."
+        )
+
+
 def check_folder(path: Path) -> Path:
     """Makes the folder `path` if need be, and makes sure that it can be written to."""
     try:

@@ -26,8 +26,9 @@ class ModelOptions:
     """Hidden width of the MLPs."""
     gated: bool = True
     """Gate the MLPs."""
-    remat: Literal["none", "full", "dots"] = "none"
-    """What the backward pass recomputes: nothing, whole blocks, or all but matrix products."""
+    remat: str = "none"
+    """What the backward pass recomputes: none, full, dots or another policy of
+    tpudist.models.remat, such as save_qkv."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What to compute in; auto is bfloat16, but float32 on CPU, where it is faster."""
 
@@ -42,6 +43,11 @@ class OptimizerOptions:
     """Decoupled weight decay."""
     clip_norm: float = 1.0
     """The largest norm of a gradient."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What gradients travel in between replicas: bfloat16 is half the bytes, and rounds."""
+    optimizer_memory: Literal["device", "pinned_host"] = "device"
+    """Where the optimizer's state lives between steps: pinned_host is the host's memory. The peak
+    within a step is not lower for it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class Config:
     batch_size: int | None = None
     """Examples in a global batch, all replicas together. By default 16 windows of text, or 128
     digits: BatchNorm takes its statistics from one replica's part of them."""
+    microbatches: int = 1
+    """Parts that each replica computes its examples in, one after the other, to save memory."""
     seed: int = 0
     """Decides the initial weights and the order of the data."""
     data: str | None = None
@@ -90,6 +98,7 @@ class Config:
 
 MAY_CHANGE = {
     *("strategy", "emulate", "replica_axes", "remat", "compilation_cache"),  # where and how fast
+    *("microbatches", "optimizer_memory"),
     *("out", "resume", "checkpoint_every", "evaluations", "prompt", "sample_bytes"),
     *("steps", "data"),  # judged by more than their values: see folder.begin and digest
 }
@@ -123,6 +132,7 @@ def check(config: Config) -> dict[str, int]:
         {
             "steps": config.steps,
             "batch-size": config.batch_size or 0,
+            "microbatches": config.microbatches,
             "evaluations": config.evaluations,
             "held-out-windows": config.held_out_windows,
             "sequence-length": config.model.sequence_length,

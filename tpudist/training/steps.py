@@ -11,23 +11,31 @@ import numpy as np
 from flax import nnx
 
 from tpudist import context, losses
+from tpudist.microbatches import value_and_grad_in_microbatches
 from tpudist.strategy import Strategy
 
 PyTree = Any
 
 
-def make_train_step(nats: Callable[[Any, PyTree], jax.Array]) -> Callable[..., jax.Array]:
+def make_train_step(
+    nats: Callable[[Any, PyTree], jax.Array], num_microbatches: int = 1
+) -> Callable[..., jax.Array]:
     """`step(model, optimizer, batch)`: one update; gives the loss of the global batch in nats.
 
     Args:
         nats: `nats(model, batch)`, the loss of each example of a replica's batch, `[batch]`.
+        num_microbatches: Parts that a replica's batch is computed in, one after the other.
     """
 
     def train_step(model: Any, optimizer: Any, batch: PyTree) -> jax.Array:
-        def loss_fn(model: Any) -> jax.Array:
+        def loss_fn(model: Any, batch: PyTree) -> jax.Array:
             return losses.compute_average_loss(nats(model, batch))
 
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        if num_microbatches == 1:
+            loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        else:
+            in_parts = value_and_grad_in_microbatches(loss_fn, num_microbatches)
+            loss, grads = in_parts(model, batch)
         optimizer.update(model, grads)  # sums the gradients over the replicas
         return context.get_replica_context().all_reduce("sum", loss)
 

@@ -16,8 +16,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 REPLICA_AXIS = "replica"
-# Axes inside a replica that split its batch, beside whatever else they split.
-BATCH_AXES = ("data", "fsdp")
+# Axes inside a replica that split its batch, beside whatever else they split, coarsest first:
+# stages take the batch apart before other axes do, and experts exchange rows of neighbours.
+BATCH_AXES = ("stage", "data", "fsdp", "expert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ReplicaMesh:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes inside a replica over which its rows are split."""
-        return tuple(name for name in self.inner_axes if name in BATCH_AXES)
+        return tuple(name for name in BATCH_AXES if name in self.inner_axes)
 
     def devices_of(self, replica: int) -> list[jax.Device]:
         """The devices of one replica."""
@@ -121,8 +122,9 @@ def make_mesh(
 ) -> ReplicaMesh:
     """A mesh of as many replicas as `devices` allow, each of `inner_axes` devices.
 
-    On TPU the axes are laid out along the torus; across slices, replicas are split over the slow
-    network and the inner axes stay inside a slice.
+    On TPU the axes are laid out along the torus. Across slices replicas are split over the slow
+    network, and the inner axes stay inside a slice; but for `data`, which communicates as replicas
+    do, once a step, and is split over it where there are fewer replicas than slices.
 
     Args:
         devices: The devices, without repetition.
@@ -130,15 +132,16 @@ def make_mesh(
         in_order: Whether to take the devices as they come, replica by replica, instead.
 
     Raises:
-        ValueError: No devices, repeated devices, a bad axis, or a number of devices that does not
-            split into such replicas.
+        ValueError: No devices, repeated devices, a bad axis, a number of devices that does not
+            split into such replicas, or axes that would go across slices.
     """
     inner_axes = dict(inner_axes or {})
     _check_axes(devices, inner_axes)
     num_replicas = len(devices) // math.prod(inner_axes.values())
     shape = (num_replicas, *inner_axes.values())
     names = (REPLICA_AXIS, *inner_axes)
-    grid = _row_by_row(devices, shape) if in_order else _arrange(devices, shape)
+    axes = dict(zip(names, shape, strict=True))
+    grid = _row_by_row(devices, shape) if in_order else _arrange(devices, axes)
     # Explicit axes, JAX's default, break ordinary models; mixed meshes lose shardings.
     return ReplicaMesh(Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names)))
 
@@ -170,14 +173,34 @@ def _row_by_row(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.nda
     return np.asarray(devices, dtype=object).reshape(shape)
 
 
-def _arrange(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarray:
+    shape = tuple(axes.values())
     if devices[0].platform != "tpu":
         return _row_by_row(devices, shape)
-    num_slices = len({getattr(d, "slice_index", 0) for d in devices})
-    if num_slices > 1 and shape[0] % num_slices == 0:
-        within = (shape[0] // num_slices, *shape[1:])
-        across = (num_slices, *(1 for _ in shape[1:]))
-        return mesh_utils.create_hybrid_device_mesh(
-            within, across, devices, allow_split_physical_axes=True
+    across = _across_slices(axes, len({getattr(d, "slice_index", 0) for d in devices}))
+    if math.prod(across) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    within = tuple(size // slices for size, slices in zip(shape, across, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
+
+
+def _across_slices(axes: Mapping[str, int], num_slices: int) -> tuple[int, ...]:
+    """Over how many slices each axis goes: replicas first, then `data`, and no other."""
+    across, left = [], num_slices
+    for name, size in axes.items():
+        across.append(math.gcd(size, left) if name in (REPLICA_AXIS, "data") else 1)
+        left //= across[-1]
+    if left > 1:
+        inner = {name: size for name, size in axes.items() if name != REPLICA_AXIS}
+        told = ", ".join(f"{name}={size}" for name, size in inner.items())
+        per_slice = math.prod(axes.values()) // num_slices
+        raise ValueError(
+            f"Replicas of {told} span {math.prod(inner.values())} devices each, but a slice has "
+            f"{per_slice}, and there are {num_slices} slices: some replica would span slices, and "
+            f"its devices would talk over the slow network in every layer. Choose axes whose "
+            f"product divides {per_slice}, or let one named data, whose size is a multiple of "
+            f"{left}, go across: it communicates once a step, as replicas do."
         )
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return tuple(across)

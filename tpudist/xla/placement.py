@@ -18,6 +18,7 @@ from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
 _NO_MESH = Mesh(np.empty((), object), ())
+_HOST = jax.memory.Space.Host
 
 
 def replicate(mesh: ReplicaMesh, value: PyTree, *, memory_kind: str | None = None) -> PyTree:
@@ -68,6 +69,29 @@ def check_memory_kind(mesh: ReplicaMesh, memory_kind: str) -> str:
             f"{', '.join(map(repr, known))}. Use one of these, or leave it out."
         )
     return memory_kind
+
+
+def on_host(value: Any) -> bool:
+    """Whether an array, or the shape of one, lives in another memory than its devices' own."""
+    kind = getattr(getattr(value, "sharding", None), "memory_kind", None)
+    return kind is not None and kind.endswith("host")
+
+
+def in_memory_of(value: Any, sharding: NamedSharding) -> NamedSharding:
+    """`sharding`, in the memory that an array lives in."""
+    return sharding.with_memory_kind(value.sharding.memory_kind) if on_host(value) else sharding
+
+
+def on_device(value: jax.Array) -> jax.Array:
+    """A traced array that lives in host memory, brought to its devices; any other one as it is."""
+    space = getattr(jax.typeof(value), "memory_space", None)
+    return jax.device_put(value, jax.memory.Space.Device) if space is _HOST else value
+
+
+def as_before(value: jax.Array, before: jax.Array) -> jax.Array:
+    """A traced array, brought to host memory if that is where the one lived that it replaces."""
+    space = getattr(jax.typeof(before), "memory_space", None)
+    return jax.device_put(value, _HOST) if space is _HOST else value
 
 
 def mesh_of(array: jax.Array) -> ReplicaMesh:
@@ -140,6 +164,12 @@ def stacked_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
 def count(mesh: ReplicaMesh, number: int) -> jax.Array:
     """`number` as an int32 scalar that every device holds."""
     return replicate(mesh, np.int32(number))
+
+
+def abstract_counts(mesh: ReplicaMesh) -> list[jax.ShapeDtypeStruct]:
+    """What `stacked_counts` and `count` give, without the numbers."""
+    stacked = jax.ShapeDtypeStruct((mesh.num_replicas,), np.int32, sharding=mesh.stacked)
+    return [stacked, jax.ShapeDtypeStruct((), np.int32, sharding=mesh.replicated)]
 
 
 def replicate_from_host(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:

@@ -1,0 +1,173 @@
+"""Pipeline parallelism: the layers are split into stages, and microbatches flow through them.
+
+Each place along the mesh axis `stage` holds an equal part of the layers. A batch enters in
+`pipeline_microbatches` parts; at each tick every stage computes one of them and hands it on. All
+stages compute at every tick, so of `microbatches + stages - 1` ticks a stage wastes `stages - 1`:
+the bubble, a share of `(stages - 1) / (microbatches + stages - 1)`.
+
+What is not pipelined (embedding, logits, loss) has the batch split over `stage`, as over `data`.
+Hence the parts that wait are spread over the stages as well: at each tick, waiting parts move one
+stage towards the first, and finished ones follow in their places. Two activations of one microbatch
+move per tick, each to a neighbour, and nothing else crosses stages. More microbatches shrink the
+bubble, but every tick gathers the stage's weights anew where another axis (`fsdp`) splits them.
+
+On a mesh without the axis the same layers are a plain scan, with the same results.
+
+Sources: GPipe (arXiv 1811.06965) for the schedule; MaxText (layers/pipeline.py) for letting the
+parts that wait circulate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+if TYPE_CHECKING:
+    from tpudist.models.transformer_config import TransformerConfig
+
+PyTree = Any
+AXIS = "stage"
+
+
+def apply(
+    block: Callable[[PyTree, PyTree, PyTree], PyTree],
+    x: PyTree,
+    weights: PyTree,
+    shared: PyTree,
+    config: TransformerConfig,
+) -> PyTree:
+    """`x` after all layers, a scan over them: computed in stages if the mesh has any.
+
+    Args:
+        block: `block(x, weights, shared)` is `x` after a layer; no row depends on another one. It
+            must not close over arrays, which would belong to another mesh than what it computes.
+        x: Pytree of arrays `[batch, ...]`.
+        weights: Pytree of arrays `[layers, ...]`.
+        shared: Pytree of arrays that all layers use, and that nothing is differentiated by.
+        config: Number of stages and of microbatches.
+
+    Raises:
+        ValueError: The mesh has another number of stages.
+
+    A batch that does not split equally into microbatches, such as the last one of an epoch, is
+    filled up with rows of zeros.
+    """
+    num_stages = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+    if num_stages == 1:
+        return _scan(block, x, weights, shared)
+    _check_mesh(num_stages, config)
+    num_microbatches = config.pipeline_microbatches or num_stages
+    num_rows = jax.tree.leaves(x)[0].shape[0]
+    num_missing = -num_rows % num_microbatches
+
+    def run_stage(place: jax.Array, x: PyTree, weights: PyTree, shared: PyTree) -> PyTree:
+        stage = functools.partial(_scan, block, weights=weights, shared=shared)
+        return _flow(stage, place[0], x, num_microbatches)
+
+    across = PartitionSpec(AXIS)
+    flow = jax.shard_map(
+        run_stage,
+        in_specs=(across, across, across, PartitionSpec()),
+        out_specs=across,
+        axis_names={AXIS},
+        check_vma=False,
+    )
+    if num_missing:
+        x = jax.tree.map(lambda a: jnp.pad(a, [(0, num_missing)] + [(0, 0)] * (a.ndim - 1)), x)
+    x = flow(jnp.arange(num_stages), x, weights, shared)
+    return jax.tree.map(lambda a: a[:num_rows], x) if num_missing else x
+
+
+def check(config: TransformerConfig) -> None:
+    """Refuses stages that the layers, or the microbatches, do not fill equally.
+
+    Raises:
+        ValueError: They do not.
+    """
+    stages, layers = config.pipeline_stages, config.num_layers
+    if layers % stages:
+        fits = [n for n in range(1, layers + 1) if layers % n == 0]
+        raise ValueError(
+            f"num_layers={layers} do not split equally into pipeline_stages={stages}: every stage "
+            f"has the same number of layers. Use one of {fits} stages, or "
+            f"{-(-layers // stages) * stages} layers."
+        )
+    microbatches = config.pipeline_microbatches or stages
+    if microbatches % stages:
+        raise ValueError(
+            f"pipeline_microbatches={microbatches} is not a multiple of pipeline_stages={stages}: "
+            f"every stage keeps the same number of those that wait. Use "
+            f"{-(-microbatches // stages) * stages}."
+        )
+
+
+def bubble(config: TransformerConfig) -> float:
+    """The share of a pipeline's time in which a stage has nothing of use to compute."""
+    wasted = config.pipeline_stages - 1
+    return wasted / ((config.pipeline_microbatches or config.pipeline_stages) + wasted)
+
+
+def _scan(block: Callable[..., PyTree], x: PyTree, weights: PyTree, shared: PyTree) -> PyTree:
+    return jax.lax.scan(lambda x, weights: (block(x, weights, shared), None), x, weights)[0]
+
+
+def _flow(
+    stage: Callable[[PyTree], PyTree], place: jax.Array, x: PyTree, num_microbatches: int
+) -> PyTree:
+    """Passes all microbatches through all stages; runs in every place along the axis.
+
+    Args:
+        stage: This place's layers.
+        place: Which of the stages this is.
+        x: This place's rows, `[batch / stages, ...]`.
+        num_microbatches: Of the whole batch.
+    """
+    num_stages = jax.lax.axis_size(AXIS)
+    num_waiting = num_microbatches // num_stages
+    to_next = [(i, i + 1) for i in range(num_stages - 1)]
+    to_previous = [(i + 1, i) for i in range(num_stages - 1)]
+
+    def tick(carry: tuple[PyTree, PyTree], t: jax.Array) -> tuple[tuple[PyTree, PyTree], None]:
+        waiting, arrived = carry
+        turn = t % num_waiting
+        front = jax.tree.map(lambda w: w[turn], waiting)
+        out = stage(_where(place == 0, front, arrived))
+        # The last stage puts what is finished where nothing waits any more. What the stages make of
+        # nothing, in the first ticks and the last, is overwritten or never read.
+        front = _where(place == num_stages - 1, out, _shift(front, to_previous))
+        waiting = jax.tree.map(lambda w, new: w.at[turn].set(new), waiting, front)
+        return (waiting, _shift(out, to_next)), None
+
+    # Neighbouring rows go to different microbatches, so that each has rows of every device that
+    # splits the batch.
+    waiting = jax.tree.map(lambda a: a.reshape(-1, num_waiting, *a.shape[1:]).swapaxes(0, 1), x)
+    arrived = jax.tree.map(lambda w: jnp.zeros_like(w[0]), waiting)
+    ticks = jnp.arange(num_microbatches + num_stages - 1)
+    (finished, _), _ = jax.lax.scan(tick, (waiting, arrived), ticks)
+    # A microbatch ends in the stage where it waited, `stages - 1` turns later.
+    return jax.tree.map(
+        lambda f: jnp.roll(f, 1 - num_stages, axis=0).swapaxes(0, 1).reshape(-1, *f.shape[2:]),
+        finished,
+    )
+
+
+def _where(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _shift(x: PyTree, pairs: list[tuple[int, int]]) -> PyTree:
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, AXIS, pairs), x)
+
+
+def _check_mesh(num_stages: int, config: TransformerConfig) -> None:
+    if num_stages != config.pipeline_stages:
+        raise ValueError(
+            f"The model has pipeline_stages={config.pipeline_stages}, but the mesh has "
+            f"{num_stages} places along the axis {AXIS!r}: each of them computes one stage. Use "
+            f"pipeline_stages={num_stages}, or replica_axes with {AXIS}={config.pipeline_stages}."
+        )

@@ -1,0 +1,92 @@
+"""The reference transformer in sizes that are widely known, and how long its sequences are.
+
+Only shapes are taken over, not weights: these are for planning and measuring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax import nnx
+
+from tpudist.models.transformer import Transformer
+from tpudist.models.transformer_config import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A model and how it is usually trained.
+
+    Attributes:
+        config: The model.
+        length: Tokens of a sequence.
+        batch_per_chip: Sequences per chip.
+        source: Where the sizes come from.
+    """
+
+    config: TransformerConfig
+    length: int
+    batch_per_chip: int
+    source: str
+
+
+_LLAMA_8B = TransformerConfig(
+    vocabulary=128_256,
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp_dim=14_336,
+    rotary_base=500_000.0,
+    dtype="bfloat16",
+    remat="full",
+)
+_MISTRAL_7B = dataclasses.replace(_LLAMA_8B, vocabulary=32_000, rotary_base=10_000.0)
+_MAXTEXT_16B = TransformerConfig(
+    vocabulary=32_000,
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=64,
+    head_width=128,
+    mlp_dim=28_672,
+    dtype="bfloat16",
+    remat="full",
+)
+
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(
+        TransformerConfig(dtype="bfloat16"), 128, 16, "what scripts/train.py trains by default"
+    ),
+    "llama-3.1-8b": Preset(
+        _LLAMA_8B, 8192, 3, "huggingface.co/meta-llama/Llama-3.1-8B, config.json"
+    ),
+    "llama-3.1-70b": Preset(
+        dataclasses.replace(_LLAMA_8B, num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672),
+        8192,
+        2,
+        "huggingface.co/meta-llama/Llama-3.1-70B, config.json",
+    ),
+    "mistral-7b": Preset(
+        _MISTRAL_7B, 8192, 4, "huggingface.co/mistralai/Mistral-7B-v0.1, config.json"
+    ),
+    "mixtral-8x7b": Preset(
+        dataclasses.replace(
+            _MISTRAL_7B, num_experts=8, experts_per_token=2, rotary_base=1_000_000.0
+        ),
+        4096,
+        2,
+        "huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json",
+    ),
+    "dense-16b": Preset(_MAXTEXT_16B, 2048, 6, "AI-Hypercomputer/maxtext, configs/tpu/v5e/16b.sh"),
+    "dense-32b": Preset(
+        dataclasses.replace(_MAXTEXT_16B, embed_dim=8192),
+        2048,
+        4,
+        "AI-Hypercomputer/maxtext, configs/tpu/v5e/32b.sh",
+    ),
+}
+
+
+def make_transformer(config: TransformerConfig, seed: int = 0) -> Transformer:
+    """The model, with parameters drawn from `seed`."""
+    return Transformer(config, rngs=nnx.Rngs(seed))

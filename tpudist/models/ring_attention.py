@@ -1,0 +1,203 @@
+"""Causal attention over a sequence that is split over devices: keys and values go around a ring.
+
+Each device keeps the queries of its part. In n - 1 turns it sees the keys and values of every other
+part, and folds each into a running softmax (Liu et al. 2023, arXiv 2310.01889). The backward pass
+goes around again, and the gradients of keys and values travel with them. All communication is
+permutes of neighbours. Scores exist for `_TILE` keys at a time, in float32, so that memory is in
+proportion to a device's part of the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+_TILE = 512  # keys whose scores are held at a time
+_MASKED = -1e30  # finite: a row that is masked out whole must not become NaN
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, axis: str | None
+) -> jax.Array:
+    """What each position gathers from itself and those before it, `[batch, part, heads, width]`.
+
+    To be called where `axis` is manual.
+
+    Args:
+        query: This device's part of the sequence, `[batch, part, heads, width]`.
+        key: `[batch, part, kv_heads, width]`; `heads` is a multiple of `kv_heads`.
+        value: As `key`.
+        axis: The mesh axis that splits the sequence, in order; None if nothing does.
+    """
+    return _forward(query, key, value, axis)[0]
+
+
+def _forward(query, key, value, axis):
+    """The result, and what the backward pass needs."""
+    grouped = _grouped(query, key.shape[2])
+    shape = grouped.shape
+    state = (
+        jnp.zeros(shape, jnp.float32),
+        jnp.full(shape[:-1], _MASKED, jnp.float32),
+        jnp.zeros(shape[:-1], jnp.float32),
+    )
+    here = _index(axis)
+
+    def fold(state, key, value, source):
+        def tile(state, tiled):
+            key, value, positions = tiled
+            scores = _scores(grouped, key, here * grouped.shape[3], positions)
+            total, most, weight = state
+            now = jnp.maximum(most, scores.max(axis=-1))
+            shrink = jnp.exp(most - now)
+            share = jnp.exp(scores - now[..., None])
+            new = jnp.einsum(
+                "bkgqs,bskd->bkgqd",
+                share.astype(value.dtype),
+                value,
+                preferred_element_type=jnp.float32,
+            )
+            total = total * shrink[..., None] + new
+            return (total, now, weight * shrink + share.sum(axis=-1)), None
+
+        return jax.lax.scan(tile, state, _tiles(key, value, source))[0]
+
+    def turn(carry, step):
+        state, key, value = carry
+        key, value = _pass_on((key, value), axis)
+        source = here - step  # what came from later positions is masked out whole
+        state = jax.lax.cond(source >= 0, fold, lambda state, *_: state, state, key, value, source)
+        return (state, key, value), None
+
+    state = fold(state, key, value, here)
+    turns = jnp.arange(1, _size(axis))
+    (total, most, weight), *_ = jax.lax.scan(turn, (state, key, value), turns)[0]
+    out = _ungrouped(total / weight[..., None]).astype(query.dtype)
+    log_weight = most + jnp.log(weight)
+    return out, (query, key, value, out, log_weight)
+
+
+def _backward(axis, saved, cotangent):
+    query, key, value, out, log_weight = saved
+    kv_heads = key.shape[2]
+    grouped, upstream = _grouped(query, kv_heads), _grouped(cotangent, kv_heads)
+    scale = query.shape[-1] ** -0.5
+    along = _grouped(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
+    here = _index(axis)
+
+    def fold(d_query, key, value, d_key, d_value, source):
+        def tile(d_query, tiled):
+            (key, value, positions) = tiled
+            scores = _scores(grouped, key, here * grouped.shape[3], positions)
+            share = jnp.exp(scores - log_weight[..., None])
+            d_value = _einsum("bkgqs,bkgqd->bskd", share.astype(query.dtype), upstream)
+            d_share = _einsum("bkgqd,bskd->bkgqs", upstream, value)
+            d_scores = (share * (d_share - along[..., None]) * scale).astype(query.dtype)
+            d_query = d_query + _einsum("bkgqs,bskd->bkgqd", d_scores, key)
+            return d_query, (_einsum("bkgqs,bkgqd->bskd", d_scores, grouped), d_value)
+
+        d_query, (new_key, new_value) = jax.lax.scan(tile, d_query, _tiles(key, value, source))
+        length = key.shape[1]
+        return d_query, d_key + _untiled(new_key, length), d_value + _untiled(new_value, length)
+
+    def turn(carry, step):
+        d_query, *travelling = carry
+        key, value, d_key, d_value = _pass_on(tuple(travelling), axis)
+        source = here - step
+        d_query, d_key, d_value = jax.lax.cond(
+            source >= 0,
+            fold,
+            lambda d_query, key, value, d_key, d_value, source: (d_query, d_key, d_value),
+            d_query,
+            key,
+            value,
+            d_key,
+            d_value,
+            source,
+        )
+        return (d_query, key, value, d_key, d_value), None
+
+    nothing = (jnp.zeros(x.shape, jnp.float32) for x in (grouped, key, value))
+    d_query, d_key, d_value = nothing
+    d_query, d_key, d_value = fold(d_query, key, value, d_key, d_value, here)
+    turns = jnp.arange(1, _size(axis))
+    carry = (d_query, key, value, d_key, d_value)
+    (d_query, _, _, d_key, d_value), _ = jax.lax.scan(turn, carry, turns)
+    d_key, d_value = _pass_on((d_key, d_value), axis)  # home
+    return (
+        _ungrouped(d_query).astype(query.dtype),
+        d_key.astype(key.dtype),
+        d_value.astype(value.dtype),
+    )
+
+
+causal_attention.defvjp(_forward, _backward)
+
+
+def _scores(query, key, first, positions):
+    """Scores `[batch, kv_heads, group, part, tile]`; those of later or padded keys masked out."""
+    scores = _einsum("bkgqd,bskd->bkgqs", query, key) * query.shape[-1] ** -0.5
+    rows = first + jnp.arange(query.shape[3])
+    return jnp.where(positions[None, :] <= rows[:, None], scores, _MASKED)
+
+
+def _tiles(key, value, source):
+    """Keys and values in tiles, `[tiles, batch, tile, ...]`, and their positions in the sequence.
+
+    Positions of padding are after all others.
+    """
+    length = key.shape[1]
+    tile = min(_TILE, length)
+    padding = -length % tile
+    positions = source * length + jnp.arange(length)
+    if padding:
+        pads = ((0, 0), (0, padding), (0, 0), (0, 0))
+        key, value = jnp.pad(key, pads), jnp.pad(value, pads)
+        positions = jnp.pad(positions, (0, padding), constant_values=jnp.iinfo(jnp.int32).max)
+    key, value = (
+        jnp.moveaxis(x.reshape(x.shape[0], -1, tile, *x.shape[2:]), 1, 0) for x in (key, value)
+    )
+    return key, value, positions.reshape(-1, tile)
+
+
+def _untiled(x, length):
+    """`[tiles, batch, tile, ...]` to `[batch, length, ...]`."""
+    tiles, batch, tile = x.shape[:3]
+    return jnp.moveaxis(x, 0, 1).reshape(batch, tiles * tile, *x.shape[3:])[:, :length]
+
+
+def _grouped(x, kv_heads):
+    """`[batch, part, heads, ...]` to `[batch, kv_heads, group, part, ...]`."""
+    batch, part, heads = x.shape[:3]
+    x = x.reshape(batch, part, kv_heads, heads // kv_heads, *x.shape[3:])
+    return jnp.moveaxis(x, 1, 3)
+
+
+def _ungrouped(x):
+    """The inverse of `_grouped`."""
+    batch, kv_heads, group, part = x.shape[:4]
+    return jnp.moveaxis(x, 3, 1).reshape(batch, part, kv_heads * group, *x.shape[4:])
+
+
+def _einsum(spec, a, b):
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _index(axis):
+    return jnp.int32(0) if axis is None else jax.lax.axis_index(axis)
+
+
+def _size(axis):
+    return 1 if axis is None else jax.lax.axis_size(axis)
+
+
+def _pass_on(values, axis):
+    """Each value from the device before, around the ring."""
+    if axis is None:
+        return values
+    size = jax.lax.axis_size(axis)
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), values)

@@ -1,0 +1,106 @@
+"""The size of a transformer, and how it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tpudist.models import experts, pipeline, remat
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes, and choices that change how something is computed, but not what."""
+
+    vocabulary: int = 256
+    """Number of distinct tokens: bytes, unless told otherwise."""
+    num_layers: int = 4
+    """Number of blocks, scanned over."""
+    embed_dim: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Attention heads, as many as queries."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each shared by equally many queries; None for one per query."""
+    head_width: int | None = None
+    """Width of one attention head; None for an equal and even share of `embed_dim`."""
+    mlp_dim: int = 384
+    """Hidden width of the MLPs."""
+    gated: bool = True
+    """Gate the MLPs (SwiGLU, three matrices) rather than not (GELU, two)."""
+    tied: bool = False
+    """Predict with the transpose of the embedding rather than with a matrix of its own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products and activations are computed in. Parameters are float32."""
+    attention: Literal["auto", "dot_product", "splash", "ring"] = "auto"
+    """How attention is computed (see `tpudist.models.attention`); results are the same."""
+    splash_block: int | None = None
+    """Rows and columns of the tiles of Splash attention; None for what suits the length."""
+    splash_backward_block: int | None = None
+    """Keys that its backward pass takes at a time, in tiles; None for what suits the length."""
+    remat: str = "none"
+    """What the backward pass recomputes, moves to the host or keeps: see `tpudist.models.remat`."""
+    loss_chunk: int | None = None
+    """Positions whose logits `next_token_nats` holds at a time; None for all of them."""
+    rotary_base: float = 10_000.0
+    """Ratio of the longest to the shortest wavelength of the rotary positions."""
+    num_experts: int = 0
+    """Experts per block (`tpudist.models.experts`) in place of its MLP; 0 for a plain MLP."""
+    experts_per_token: int = 2
+    """How many experts each token is sent to."""
+    expert_capacity: float = 1.25
+    """Tokens an expert has room for, as a multiple of its equal share."""
+    expert_balance: float = 0.01
+    """Weight of the experts' imbalance in `next_token_loss`."""
+    pipeline_stages: int = 1
+    """Stages that the layers are split into (`tpudist.models.pipeline`); 1 for none."""
+    pipeline_microbatches: int | None = None
+    """Parts that a batch passes the stages in, a multiple of them; None for one per stage."""
+
+    def __post_init__(self):
+        """Refuses sizes that make no model."""
+        counts = ("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim")
+        counts += (
+            "num_kv_heads",
+            "head_width",
+            "loss_chunk",
+            "splash_block",
+            "splash_backward_block",
+        )
+        counts += ("experts_per_token", "pipeline_stages", "pipeline_microbatches")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"A transformer needs {name} >= 1; got {value}.")
+        multiple = 2 * self.num_heads
+        if self.head_width is None and self.embed_dim % multiple:
+            raise ValueError(
+                f"embed_dim={self.embed_dim} does not give each of num_heads={self.num_heads} "
+                f"heads an equal and even number of dims, which rotary positions need. Use a "
+                f"multiple of {multiple}, such as {-(-self.embed_dim // multiple) * multiple}, or "
+                f"give head_width."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_width={self.head_width} is odd, but rotary positions turn pairs of dims. "
+                f"Use {self.head_dim + 1}."
+            )
+        if self.num_heads % self.kv_heads:
+            fits = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"num_heads={self.num_heads} queries do not share num_kv_heads="
+                f"{self.num_kv_heads} keys and values equally. Use one of {fits}."
+            )
+        remat.parse(self.remat)
+        experts.check(self)
+        pipeline.check(self)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.head_width or self.embed_dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.num_kv_heads or self.num_heads

@@ -1,0 +1,290 @@
+"""The arguments of a step without their data, as they would be on other devices.
+
+Every array becomes a `jax.ShapeDtypeStruct` with the same partition spec on the mesh of the twin of
+a strategy; see `Strategy.on`. NNX objects are copied, so that the user's own stay as they are.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpudist import call, nnx_state
+from tpudist.input.placing import part_spec
+from tpudist.values import PerReplica
+from tpudist.xla import placement
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalBatch:
+    """An argument of `Strategy.plan`: a batch to be split over however many replicas there will be.
+
+    Each replica gets its part, as of a distributed dataset. The global batch stays the same on all
+    slices; a PerReplica stays the same on each replica.
+
+    Attributes:
+        tree: Pytree of `jax.ShapeDtypeStruct`s (or arrays) `[global_batch, ...]`.
+    """
+
+    tree: PyTree
+
+    def on(self, mesh: ReplicaMesh, name: str = "the batch") -> PyTree:
+        """The same for the replicas of `mesh`: what a distributed dataset would give them.
+
+        Raises:
+            ValueError: A leaf has no rows, or the batch does not split evenly.
+            TypeError: A leaf is no array.
+        """
+        sizes = set()
+        for x in jax.tree.leaves(self.tree):
+            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+                raise TypeError(
+                    f"GlobalBatch for '{name}' holds a {type(x).__name__}. Give arrays or "
+                    f"jax.ShapeDtypeStructs [global_batch, ...]."
+                )
+            sizes.add(x.shape[0] if x.shape else None)
+        if len(sizes) != 1 or None in sizes:
+            shapes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(self.tree)) or "none"
+            raise ValueError(
+                f"GlobalBatch for '{name}' has arrays of shapes {shapes}. All must count the same "
+                f"examples along dim 0."
+            )
+        n = mesh.num_replicas
+        (size,) = sizes
+        each = _rows_of_each(size, n, name)
+        rows = None if n == 1 else (each,) * n
+        return jax.tree.map(
+            lambda x: part_spec(mesh, (each, *x.shape[1:]), x.dtype, rows), self.tree
+        )
+
+
+def _rows_of_each(global_batch: int, num_replicas: int, name: str) -> int:
+    each, left_over = divmod(global_batch, num_replicas)
+    if left_over or not each:
+        smaller, larger = each * num_replicas, (each + 1) * num_replicas
+        fits = f"{smaller} or {larger}" if smaller else f"{larger}"
+        raise ValueError(
+            f"'{name}' is a global batch of {global_batch} examples, which does not split evenly "
+            f"over {num_replicas} replicas: {left_over} would be left over. Use a multiple of "
+            f"{num_replicas}, such as {fits}."
+        )
+    return each
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Arguments as they are on other devices.
+
+    Attributes:
+        args: The positional ones.
+        kwargs: The others.
+        batches: Ids of the abstract arrays among them that are parts of a batch.
+        notes: What is not as it was, one sentence each.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    batches: frozenset[int]
+    notes: tuple[str, ...]
+
+
+def moved(
+    args: tuple,
+    kwargs: dict[str, Any],
+    names: Sequence[str],
+    strategy: Any,
+    twin: Any,
+    function_name: str = "fn",
+) -> Moved:
+    """The arguments of a call of `strategy.run`, as a call of its twin takes them.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        names: What each flat argument is called; see `signature.names_of_leaves`.
+        strategy: What they were made for.
+        twin: The strategy that they are wanted for.
+        function_name: Whose arguments they are, for messages.
+
+    Raises:
+        TypeError: An array that no device can hold, or one that JAX cannot see.
+        ValueError: A PerReplica of another number of replicas, a batch that does not divide, an
+            axis that replicas do not have.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=call.is_leaf)
+    looked_at = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
+    call.check_leaves(looked_at, call.Kinds.of(looked_at), 1, function_name)
+    mover = _Mover(strategy, twin)
+    made = [mover.leaf(x, name) for x, name in zip(leaves, names, strict=True)]
+    mover.copy_objects(made)
+    args, kwargs = treedef.unflatten(made)
+    return Moved(tuple(args), kwargs, frozenset(mover.batches), mover.notes)
+
+
+class _Mover:
+    """Moves one argument after the other."""
+
+    def __init__(self, strategy: Any, twin: Any):
+        self._strategy, self._mesh = strategy, twin.replica_mesh
+        self.batches: list[int] = []
+        self._notes: list[str] = []
+        self._whole: list[str] = []  # arguments of which every replica gets all
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not as it was."""
+        n = self._mesh.num_replicas
+        if not self._whole or not self._strategy.num_replicas_in_sync == 1 < n:
+            return tuple(self._notes)
+        names = ", ".join(self._whole[:3]) + (", ..." if len(self._whole) > 3 else "")
+        return (
+            *self._notes,
+            f"All {n} replicas get the whole of {names}. A batch is split over them if it is "
+            f"wrapped in tpudist.planner.GlobalBatch.",
+        )
+
+    def leaf(self, x: Any, name: str) -> Any:
+        if isinstance(x, GlobalBatch):
+            batch = x.on(self._mesh, name)
+            self._is_batch(batch)
+            rows = jax.tree.leaves(x.tree)[0].shape[0]
+            n = self._mesh.num_replicas
+            self._notes.append(f"{name}: {rows} rows in all, {rows // n} on each of {n} replicas.")
+            return batch
+        if isinstance(x, PerReplica):
+            return self._part(x, name)
+        if isinstance(x, nnx_state.OBJECT_TYPES):
+            return x  # all of them together, in `copy_objects`: they may share Variables
+        if isinstance(x, _ARRAYS):
+            self._whole += [name] if x.shape else []
+            return array_on(self._mesh, x, name, self._strategy.replica_mesh)
+        return jax.tree.map(self._maybe_array(name), x) if call.is_leaf(x) else x
+
+    def copy_objects(self, leaves: list[Any]) -> None:
+        """Replaces the NNX objects among `leaves` by abstract copies, in place."""
+        where = [i for i, x in enumerate(leaves) if isinstance(x, nnx_state.OBJECT_TYPES)]
+        if not where:
+            return
+        binding = nnx_state.Binding([leaves[i] for i in where])
+        values = [
+            jax.tree.map(self._maybe_array(binding.name(i)), x)
+            for i, x in enumerate(binding.values())
+        ]
+        for i, x in zip(where, binding.copy_with(values), strict=True):
+            leaves[i] = x
+
+    def _maybe_array(self, name: str) -> Any:
+        home = self._strategy.replica_mesh
+
+        def move(x: Any) -> Any:
+            return array_on(self._mesh, x, name, home) if isinstance(x, _ARRAYS) else x
+
+        return move
+
+    def _part(self, x: PerReplica, name: str) -> Any:
+        parts, old, n = (
+            x.array.shape[0],
+            self._strategy.num_replicas_in_sync,
+            self._mesh.num_replicas,
+        )
+        if parts not in (old, n):
+            raise ValueError(
+                f"'{name}' is {x!r}, but the strategy has {old} replica(s) and the devices that "
+                f"are planned for {n}. Distribute it with this strategy, or give a "
+                f"tpudist.planner.GlobalBatch."
+            )
+        if parts != n:
+            self._notes.append(
+                f"{name}: each of {n} replicas gets {list(x.shape)}, as each of {parts} had."
+            )
+        shape = (n, *x.shape)
+        sharding = getattr(x.array, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            where = sharding_on(self._mesh, sharding, name)
+        else:
+            where = placement.stacked_sharding(self._mesh, shape, split_rows=x.rows is not None)
+        if n == 1:  # as of a distributed dataset
+            whole = NamedSharding(self._mesh.mesh, PartitionSpec(*where.spec[1:]))
+            made = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+        else:
+            rows = None if x.rows is None else (x.shape[x.dim],) * n
+            array = jax.ShapeDtypeStruct(shape, x.dtype, sharding=where)
+            made = PerReplica(array, rows, x.dim)
+        self._is_batch(made)
+        return made
+
+    def _is_batch(self, tree: PyTree) -> None:
+        self.batches += [id(x) for x in jax.tree.leaves(tree)]
+
+
+def array_on(
+    mesh: ReplicaMesh, x: Any, name: str, home: ReplicaMesh | None = None
+) -> jax.ShapeDtypeStruct:
+    """An array without its data on `mesh`, split as it was; whole on all devices if it was not.
+
+    `run` copies an array that lives elsewhere than on the mesh `home` to all devices, whole.
+    """
+    weak = bool(getattr(x, "weak_type", False))
+    sharding = getattr(x, "sharding", None)
+    if isinstance(x, np.ndarray | np.generic):
+        # Where the program wants it: JAX moves it with the call.
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "biufc" else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    if isinstance(x, jax.Array) and home is not None:
+        if sharding.device_set not in (home.device_set, mesh.device_set):  # type: ignore[union-attr]
+            sharding = None
+    where = mesh.replicated
+    if isinstance(sharding, NamedSharding):
+        where = sharding_on(mesh, sharding, name)
+        _check_divides(where, x.shape, name)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=weak)
+
+
+def sharding_on(mesh: ReplicaMesh, sharding: NamedSharding, name: str) -> NamedSharding:
+    """The same partition spec on `mesh`, in the same kind of memory.
+
+    Raises:
+        ValueError: It names an axis that the mesh does not have.
+    """
+    named = {axis for part in sharding.spec if part for axis in np.atleast_1d(part)}
+    unknown = sorted(named - set(mesh.mesh.axis_names))
+    if unknown:
+        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.mesh.shape.items())
+        raise ValueError(
+            f"'{name}' is split over {', '.join(unknown)}, but the mesh that is planned for has "
+            f"the axes {axes}. Make it with this strategy, or with strategy.on(devices)."
+        )
+    # The devices' own memory has other names elsewhere.
+    own = sharding.mesh.devices.flat[0].default_memory().kind  # type: ignore[union-attr]
+    kind = None if sharding.memory_kind == own else sharding.memory_kind
+    return NamedSharding(mesh.mesh, sharding.spec, memory_kind=kind)
+
+
+def _check_divides(where: NamedSharding, shape: tuple[int, ...], name: str) -> None:
+    try:
+        where.shard_shape(tuple(shape))
+    except ValueError as error:
+        raise ValueError(
+            f"'{name}' of shape {list(shape)} does not split as {where.spec} on the mesh that is "
+            f"planned for, {dict(where.mesh.shape)}: {error}"
+        ) from error
+
+
+def value_on(mesh: ReplicaMesh, variable: Any, home: ReplicaMesh) -> jax.ShapeDtypeStruct:
+    """What a Variable (or a captured PerReplica) of `home` would hold on `mesh`."""
+    value, name = variable._value, variable.name
+    if not variable.on_read:
+        return array_on(mesh, value, name, home)
+    sharding = getattr(value, "sharding", None)
+    where = mesh.stacked
+    if isinstance(sharding, NamedSharding):
+        where = sharding_on(mesh, sharding, name)
+    shape = (mesh.num_replicas, *value.shape[1:])
+    return jax.ShapeDtypeStruct(shape, value.dtype, sharding=where)

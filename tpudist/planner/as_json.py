@@ -1,0 +1,71 @@
+"""Dataclasses as JSON and back, by the types of their fields; nothing else is read."""
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any
+
+import numpy as np
+
+
+def dumps(value: Any, version: int) -> str:
+    """A dataclass, and those in it, as JSON; fields that begin with an underscore stay out."""
+    return json.dumps({"kind": type(value).__name__, "version": version} | _plain(value), indent=1)
+
+
+def loads(cls: type, text: str, version: int) -> Any:
+    """The dataclass `cls` that `dumps` wrote.
+
+    Raises:
+        ValueError: The text is something else, or of another version.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"This text is no {cls.__name__}: it is no JSON ({error}).") from None
+    if not isinstance(found, dict) or found.pop("kind", None) != cls.__name__:
+        raise ValueError(f"This JSON is no {cls.__name__}: write one with to_json().")
+    if (other := found.pop("version", None)) != version:
+        raise ValueError(
+            f"This {cls.__name__} was written in version {other} of the format, and this tpudist "
+            f"reads version {version}. Make it anew, or use the tpudist that wrote it."
+        )
+    try:
+        return _typed(cls, found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"This JSON is no whole {cls.__name__}: {error!r}.") from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = [f.name for f in dataclasses.fields(value) if not f.name.startswith("_")]
+        return {name: _plain(getattr(value, name)) for name in fields}
+    if isinstance(value, dict | types.MappingProxyType):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        others = [x for x in arguments if x is not type(None)]
+        return _typed(others[0], value) if len(others) == 1 else value
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if unknown := set(value) - set(hints):
+            raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")  # type: ignore
+        return kind(**{name: _typed(hints[name], x) for name, x in value.items()})  # type: ignore
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_typed(arguments[0], x) for x in value)
+        return tuple(_typed(t, x) for t, x in zip(arguments, value, strict=True))
+    if origin is dict:
+        return {key: _typed(arguments[1], x) for key, x in value.items()}
+    if kind is tuple:
+        return tuple(value)
+    return kind(value) if kind is float and isinstance(value, int) else value

@@ -1,0 +1,136 @@
+"""Asks the compiler about a lowered step, or the cache about what it said."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpudist.planner.cache import Cache, Entry, key_of
+from tpudist.planner.progress import Progress
+from tpudist.xla import compiler_process
+from tpudist.xla.compiler_process import CompiledProgram, HbmExceeded
+
+# What the compilers read beside the options that they are given.
+_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the compiler said.
+
+    Attributes:
+        program: What it made; None if it does not fit.
+        refusal: The compiler's refusal, whole; None if it fits.
+        seconds: How long the compiler took.
+        key: A hash of the program and of what it was compiled for and with.
+        was_kept: Whether it was said before.
+        lines_moved: Whether it was said of source lines that are elsewhere now.
+        compiled: The executable, if it was made in this process.
+    """
+
+    program: CompiledProgram | None
+    refusal: str | None
+    seconds: float
+    key: str
+    was_kept: bool
+    lines_moved: bool
+    compiled: jax.stages.Compiled | None
+
+
+def versions() -> dict[str, str]:
+    """What compiles here: packages and their versions."""
+    found = {}
+    for package in ("jax", "jaxlib", "libtpu", "tpudist"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    library = os.environ.get("TPU_LIBRARY_PATH")  # which JAX sets too, to the installed one
+    if library and not _is_installed(Path(library)):
+        file = Path(library)
+        facts = (file.stat().st_size, file.stat().st_mtime_ns) if file.exists() else ()
+        found["libtpu"] = " ".join(map(str, (library, *facts)))
+    return found
+
+
+def _is_installed(library: Path) -> bool:
+    package = importlib.util.find_spec("libtpu")
+    return bool(package and package.origin and library.parent == Path(package.origin).parent)
+
+
+def is_elsewhere(mesh: jax.sharding.Mesh) -> bool:
+    """Whether the devices of a mesh are only described, and nothing can run on them."""
+    return not mesh.devices.flat[0].client.local_devices()
+
+
+def program_key(
+    lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, compiler_options: Mapping[str, Any]
+) -> str:
+    """A hash of a program and of all that decides what the compiler makes of it."""
+    devices = list(mesh.devices.flat)
+    client = devices[0].client
+    facts = {
+        "program": lowered.as_text(),
+        "devices": [d.id for d in devices],
+        "all devices": len(client.devices()),
+        "coords": [getattr(d, "coords", None) for d in (client.devices()[0], client.devices()[-1])],
+        "slices": sorted({getattr(d, "slice_index", 0) or 0 for d in client.devices()}),
+        "kind": devices[0].device_kind,
+        "machine": platform.machine(),
+        "options": {str(k): repr(v) for k, v in compiler_options.items()},
+        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        "versions": versions(),
+    }
+    return key_of(facts)
+
+
+def ask(
+    lowered: jax.stages.Lowered,
+    mesh: jax.sharding.Mesh,
+    compiler_options: Mapping[str, Any],
+    *,
+    cache: bool | str | Path,
+    in_process: bool,
+    tell: Progress,
+) -> Answer:
+    """What the compiler of the devices of `mesh` says of a program.
+
+    Args:
+        lowered: The program.
+        mesh: Its devices, which need not be there.
+        compiler_options: All options, those of `jax.jit` included.
+        cache: See `Cache.of`.
+        in_process: Whether to compile here in any case, for an executable.
+        tell: Where to tell progress.
+    """
+    key = program_key(lowered, mesh, compiler_options)
+    kept = Cache.of(cache)
+    lines = key_of({"program": lowered.as_text(debug_info=True)})
+    entry = None if in_process else kept.get(key)
+    if entry is not None:
+        moved = entry.lines != lines
+        return Answer(entry.program, entry.refusal, entry.seconds, key, True, moved, None)
+    compiled = None
+    started = time.monotonic()
+    try:
+        if in_process or not is_elsewhere(mesh):
+            tell("compiling", 0.0)
+            program, compiled = compiler_process.compile_here(lowered, compiler_options)
+        else:
+            devices = list(mesh.devices.flat)
+            program = compiler_process.compile_elsewhere(
+                lowered, devices, compiler_options, progress=tell
+            )
+    except HbmExceeded as error:
+        entry = Entry(None, error.text, time.monotonic() - started, lines)
+    else:
+        entry = Entry(program, None, program.seconds, lines)
+    kept.put(key, entry)
+    return Answer(entry.program, entry.refusal, entry.seconds, key, False, False, compiled)

@@ -1,0 +1,173 @@
+"""Makes a plan: traces and lowers a step, asks the compiler, and reads what it made."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpudist.options import RunOptions
+from tpudist.planner import compiling, executables, roles, work
+from tpudist.planner.abstract import Moved
+from tpudist.planner.plan import Plan
+from tpudist.planner.progress import Progress
+from tpudist.xla import chips, cost, hlo_module, memory, refusal, traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a caller of `Strategy.plan` asked for; see there."""
+
+    topology: str | None
+    compiler_options: dict[str, Any]
+    tokens_per_step: int | None
+    model_flops: float | None
+    cache: bool | str | Path
+    in_process: bool
+
+
+def plan(
+    twin: Any,
+    fn: Callable[..., Any],
+    call: Moved,
+    options: RunOptions | None,
+    request: Request,
+    tell: Progress,
+) -> Plan:
+    """The plan of a step on the devices of `twin`; see `Strategy.plan`."""
+    started = time.monotonic()
+    lowered = lower(twin, fn, call, options, request.compiler_options, tell)
+    trace_s = time.monotonic() - started
+    mesh = twin.mesh
+    answer = compiling.ask(
+        lowered.program,
+        mesh,
+        lowered.compiler_options,
+        cache=request.cache,
+        in_process=request.in_process,
+        tell=tell,
+    )
+    tell("reading", 0.0)
+    chip = chips.of_device(mesh.devices.flat[0])
+    per_chip = chip.devices_per_chip if chip else 1
+    notes = list(call.notes)
+    flops = request.model_flops
+    if flops is None:
+        flops, more = work.model_flops(lowered.closed, twin.replica_mesh.num_replicas)
+        notes += more
+    found = _read(answer, lowered, mesh, chip)
+    if answer.was_kept:
+        notes.append("The compiler was not asked again: what it said of this program was kept.")
+    if answer.lines_moved:
+        notes.append(
+            "Source lines are those of when it was asked: cache=False asks again, for today's."
+        )
+    return Plan(
+        name=lowered.name,
+        topology=request.topology or _named(mesh, chip),
+        chip=chip.generation if chip else "",
+        num_chips=mesh.size // per_chip,
+        num_devices=mesh.size,
+        mesh={str(name): size for name, size in mesh.shape.items()},
+        num_replicas=twin.replica_mesh.num_replicas,
+        fits=answer.refusal is None,
+        refusal=_refusal(answer, lowered),
+        tokens_per_step=request.tokens_per_step,
+        model_flops=flops,
+        trace_s=trace_s,
+        compile_s=answer.seconds,
+        versions=compiling.versions(),
+        program=answer.key,
+        notes=tuple(notes),
+        _source=executables.Source(
+            lowered.name, lowered.program, mesh, lowered.compiler_options, answer.compiled
+        ),
+        **found,
+    )
+
+
+def _named(mesh: Any, chip: chips.Chip | None) -> str:
+    """What the devices of a mesh are called: a slice, if they are whole ones."""
+    devices = list(mesh.devices.flat)
+    numbers = {getattr(d, "slice_index", None) or 0 for d in devices}
+    if chip is not None:
+        coords = np.array([d.coords[: chip.torus_dims] for d in devices])
+        shape = np.ptp(coords, axis=0) + 1
+        if shape.prod() * chip.devices_per_chip * len(numbers) == len(devices):
+            name = f"{chip.generation}:{'x'.join(map(str, shape))}"
+            return f"{len(numbers)}x{name}" if len(numbers) > 1 else name
+    return f"{len(devices)} x {devices[0].device_kind}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredStep:
+    """A step, lowered for devices that need not be there.
+
+    Attributes:
+        name: Of the function.
+        program: What the compiler is given.
+        inputs: What the flat inputs of the program are, those that it does not use included.
+        num_donated: How many of them are overwritten: the first.
+        closed: The jaxpr of one replica.
+        compiler_options: All of them.
+    """
+
+    name: str
+    program: Any
+    inputs: list[memory.InputLeaf]
+    num_donated: int
+    closed: Any
+    compiler_options: dict[str, Any]
+
+
+def lower(
+    twin: Any,
+    fn: Callable[..., Any],
+    call: Moved,
+    options: RunOptions | None,
+    compiler_options: dict[str, Any],
+    tell: Progress,
+) -> LoweredStep:
+    """The step that `twin.run` would compile for these arguments."""
+    started = time.monotonic()
+    with twin._in_mesh():
+        step, now = twin._replicator.step_for(fn, call.args, call.kwargs, options)
+
+        def traced() -> None:
+            tell("lowering", time.monotonic() - started)
+
+        program, donated, kept = step.lowered(now, traced)
+    own = step.compiler_options.get("compiler_options", {})
+    *_, found = step.traced.values()
+    return LoweredStep(
+        step.function.name,
+        program,
+        roles.inputs_of(step, now, donated, kept, call.batches),
+        len(donated),
+        found.program.closed,
+        {**own, **compiler_options},
+    )
+
+
+def _refusal(answer: compiling.Answer, lowered: LoweredStep) -> refusal.Refusal | None:
+    """Why it does not fit, in words of the user's."""
+    if answer.refusal is None:
+        return None
+    inputs = roles.used(answer.refusal, lowered.inputs, lowered.num_donated)
+    return refusal.explain(answer.refusal, [leaf.name for leaf in inputs])
+
+
+def _read(answer: compiling.Answer, lowered: LoweredStep, mesh: Any, chip: Any) -> dict[str, Any]:
+    """What the program holds, sends and takes."""
+    program = answer.program
+    if program is None:
+        return {"memory": None, "time": None, "collectives": ()}
+    module = hlo_module.parse(program.text)
+    inputs = roles.used(program.text, lowered.inputs, lowered.num_donated)
+    return {
+        "memory": memory.report(program, module, inputs, chip, mesh),
+        "time": None if chip is None else cost.price(module, mesh, chip),
+        "collectives": tuple(traffic.uses(module, mesh, chip)),
+    }

@@ -1,0 +1,170 @@
+"""A Plan: what the compiler says of a step on some devices, and what follows from it.
+
+Bytes are per device and step, seconds per step, FLOPs of the model per step on all chips.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tpudist.planner import as_json, executables
+from tpudist.xla.chips import CHIPS
+from tpudist.xla.cost import TimeEstimate
+from tpudist.xla.memory import MemoryReport
+from tpudist.xla.refusal import Refusal
+from tpudist.xla.traffic import CollectiveUse
+
+# Of the files that `to_json` writes.
+JSON_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step needs on some devices; `Strategy.plan` makes it.
+
+    Attributes:
+        name: Of the replica function.
+        topology: The slice, or the kind of the devices.
+        chip: The generation of its chips, such as "v5e"; empty for devices that are no TPUs.
+        num_chips: How many chips it has.
+        num_devices: How many devices; a chip of v2, v3 or tpu7x is two.
+        mesh: The sizes of the mesh's axes, `replica` first.
+        num_replicas: How many replicas there are.
+        fits: Whether the compiler found room for the program.
+        refusal: Why not, in its words; None if it fits.
+        memory: What is held on each device; None if it does not fit.
+        time: How long a step takes; None if it does not fit, or on devices without a price.
+        collectives: What a step communicates.
+        tokens_per_step: Of all replicas, if it was given.
+        model_flops: Of one step on all chips, without what is computed again; see `mfu`.
+        trace_s: How long tracing and lowering took.
+        compile_s: How long the compiler took when it compiled this program.
+        versions: Of jax, jaxlib, libtpu and tpudist.
+        program: A hash of the program and all that it was compiled for.
+        notes: What else there is to know, one sentence each.
+    """
+
+    name: str
+    topology: str
+    chip: str
+    num_chips: int
+    num_devices: int
+    mesh: dict[str, int]
+    num_replicas: int
+    fits: bool
+    refusal: Refusal | None
+    memory: MemoryReport | None
+    time: TimeEstimate | None
+    collectives: tuple[CollectiveUse, ...]
+    tokens_per_step: int | None
+    model_flops: float | None
+    trace_s: float
+    compile_s: float
+    versions: dict[str, str]
+    program: str
+    notes: tuple[str, ...] = ()
+    # Where `save` takes the program from.
+    _source: executables.Source | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    # What follows.
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs per second as a share of the chips' bf16 peak; None without a time.
+
+        What is computed again (rematerialised) does not count as work.
+        """
+        if self.model_flops is None or not self._step_s or self.chip not in CHIPS:
+            return None
+        return (
+            self.model_flops / self._step_s / (self.num_chips * CHIPS[self.chip].bf16_flops_per_s)
+        )
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of all chips; None without a time, or where nobody counted them."""
+        if self.tokens_per_step is None or not self._step_s:
+            return None
+        return self.tokens_per_step / self._step_s
+
+    def chip_hours(self, num_steps: int) -> float | None:
+        """Hours times chips of so many steps; None without a time."""
+        return self._step_s and self.num_chips * self._step_s * num_steps / 3600
+
+    def cost(self, num_steps: int, price_per_chip_hour: float) -> float | None:
+        """The price of so many steps, in the currency of the price; None without a time."""
+        hours = self.chip_hours(num_steps)
+        return hours and hours * price_per_chip_hour
+
+    @property
+    def ici_bytes(self) -> float:
+        """What a device sends to others of its slice in a step."""
+        return self._sent_over("ici")
+
+    @property
+    def dcn_bytes(self) -> float:
+        """What a device sends to other slices in a step."""
+        return self._sent_over("dcn")
+
+    def _sent_over(self, network: str) -> float:
+        return float(sum(x.sent_bytes for x in self.collectives if x.network == network))
+
+    @property
+    def _step_s(self) -> float | None:
+        return None if self.time is None else self.time.step_s
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan and the compiled program to a folder, for `Strategy.load_plan`.
+
+        The folder is made private to the user: who can write to it can run code as whoever loads
+        it. The program is compiled once more, unless the plan was made with `in_process=True`.
+
+        Raises:
+            ValueError: The step does not fit, the plan was read from JSON, or the program calls
+                back into Python.
+            PermissionError: The folder is somebody else's, or others may write to it.
+        """
+        if not self.fits:
+            raise ValueError(
+                f"The plan of '{self.name}' cannot be saved: the step does not fit "
+                f"{self.topology}, so there is no program."
+            )
+        if self._source is None:
+            raise ValueError(
+                f"The plan of '{self.name}' was read from JSON, which holds no program. Call "
+                f"strategy.plan(...), and save what it returns; to_json writes the figures alone."
+            )
+        executables.save(path, self.to_json(), self._source)
+
+    # As text.
+
+    def to_json(self) -> str:
+        """All of it as JSON; `from_json` reads it back."""
+        return as_json.dumps(self, JSON_VERSION)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is no plan, or one of another version of tpudist.
+        """
+        return as_json.loads(cls, text, JSON_VERSION)
+
+    # As a picture; see `table`, `html` and `chart`, which load what draws only when they are used.
+
+    def __rich__(self) -> Any:
+        from tpudist.planner import table
+
+        return table.table(self)
+
+    def _repr_html_(self) -> str:
+        from tpudist.planner import html
+
+        return html.html(self)
+
+    def chart(self, path: str | Path) -> None:
+        """Draws memory, time and traffic as a picture, in the format that the name ends in."""
+        from tpudist.planner import chart
+
+        chart.draw(self, path)

@@ -1,0 +1,106 @@
+"""Counts the work of a step: the FLOPs of its matrix multiplications, as its program was written.
+
+The count is of the jaxpr, before any compiler: multiplications and additions of `dot_general` and
+convolutions, loops by their lengths, of both halves of a gradient. What `jax.checkpoint` computes a
+second time is no work (JAX names such operations "rematted_computation"), so a step does not look
+busier for computing more again; what a custom derivative repeats by itself is counted. Attention
+counts what a causal mask throws away, as the usual formula 12 * layers * width * length does.
+
+A Pallas kernel counts what it says of itself (`cost_estimate`), else its body as often as its grid
+says. Its gradient is another kernel, which repeats parts of it at will: it counts twice the kernel.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def model_flops(closed: Any, num_replicas: int) -> tuple[float, tuple[str, ...]]:
+    """FLOPs of all replicas, and what could not be counted, one sentence each.
+
+    Args:
+        closed: The jaxpr of one replica, whole over the axes inside of it.
+        num_replicas: How many replicas there are.
+    """
+    counter = _Counter()
+    flops = counter.of(closed.jaxpr, "")
+    return flops * num_replicas, tuple(dict.fromkeys(counter.notes))
+
+
+class _Counter:
+    def __init__(self):
+        self.notes: list[str] = []
+
+    def of(self, jaxpr: Any, where: str) -> float:
+        """FLOPs of a jaxpr; `where` are the names of the transformations that it is in."""
+        return sum(self._of_equation(eqn, where) for eqn in jaxpr.eqns)
+
+    def _of_equation(self, eqn: Any, where: str) -> float:
+        where = f"{where}/{eqn.source_info.name_stack}"
+        if "rematted_computation" in where:
+            return 0.0
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            return _dot(eqn)
+        if name == "conv_general_dilated":
+            return _convolution(eqn)
+        if name == "pallas_call":
+            return self._of_kernel(params, where)
+        if name == "scan":
+            return params["length"] * self.of(params["jaxpr"].jaxpr, where)
+        if name == "while":
+            body = self.of(params["body_jaxpr"].jaxpr, where)
+            if body:
+                self.notes.append(
+                    "Model FLOPs count a while loop, whose length is not known, as one iteration."
+                )
+            return body
+        if name == "cond":
+            return max(self.of(branch.jaxpr, where) for branch in params["branches"])
+        inside = [self.of(jaxpr, where) for jaxpr in _jaxprs(params)]
+        if name == "shard_map":
+            sizes = params["mesh"].shape
+            return math.prod(sizes[axis] for axis in params["newly_manual_axes"]) * sum(inside)
+        # A function with a derivative of its own may hold the derivative's program too.
+        return inside[0] if name.startswith("custom_") and inside else sum(inside)
+
+    def _of_kernel(self, params: dict[str, Any], where: str) -> float:
+        if "transpose(" in where:
+            return 0.0  # counted with the kernel that it is the gradient of
+        estimate = params.get("cost_estimate")
+        if estimate is not None:
+            flops = float(estimate.flops)
+        else:
+            grid = params["grid_mapping"].grid
+            if not all(isinstance(size, int) for size in grid):
+                self.notes.append(
+                    "Model FLOPs leave out a Pallas kernel: its grid is known only when it runs."
+                )
+                return 0.0
+            flops = math.prod(grid) * self.of(params["jaxpr"], where)
+        return 3 * flops if "jvp(" in where else flops
+
+
+def _jaxprs(params: dict[str, Any]) -> list[Any]:
+    found = []
+    for value in params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(x, "jaxpr") and hasattr(x.jaxpr, "eqns"):
+                found.append(x.jaxpr)
+            elif hasattr(x, "eqns"):
+                found.append(x)
+    return found
+
+
+def _dot(eqn: Any) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution(eqn: Any) -> float:
+    # Each output adds up products over the window and the input features of its group.
+    numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
+    window = math.prod(np.take(kernel, numbers.rhs_spec[1:]).tolist())
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * window
