@@ -22,14 +22,15 @@ import tyro
 from rich.console import Console
 
 import tpudist
-from benchmarks import calls, checkpoint, emulation, input, programs
+from benchmarks import calls, checkpoint, emulation, input, programs, published, scale
 from benchmarks.figures import Figure, show
-from tpudist.xla import topology
 
 NUM_DEVICES = 8
-SLICE = "v5e:2x4"
+SLICES = ("v5e:4x4", "v6e:2x4")
 CHECKPOINT_REPEATS = 3
-Suite = Literal["calls", "programs", "tpu", "emulation", "checkpoint", "input"]
+Suite = Literal[
+    "calls", "programs", "tpu", "emulation", "checkpoint", "input", "published", "scale"
+]
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class Config:
 
     suites: tuple[Suite, ...] = ("calls", "programs", "emulation")
     """What to measure: Python time per call; the compiled programs; the programs that the TPU
-    compiler makes for v5e:2x4 (needs libtpu, takes minutes); loops that never wait; checkpoints;
-    the distributed iterator."""
+    compiler makes for v5e:4x4 and v6e:2x4 (needs libtpu, takes minutes); loops that never wait;
+    checkpoints; the distributed iterator; the planner's estimates against published training runs
+    (an hour) and its own time from 8 to 4096 chips."""
+    published: tuple[str, ...] = ()
+    """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
     """How often each variant of a call is timed."""
     small_steps: int = 20_000
@@ -91,7 +95,11 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
     if suite == "input":
         return input.figures(config.tensorflow_python)
     if suite == "tpu":
-        return programs.figures(topology.devices(SLICE), SLICE)
+        return [figure for name in SLICES for figure in programs.figures_on_slice(name)]
+    if suite == "published":
+        return published.figures(config.published)
+    if suite == "scale":
+        return scale.figures()
     return [
         figure
         for num_devices in config.devices

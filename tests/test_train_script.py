@@ -99,7 +99,9 @@ def test_what_is_not_installed_is_left_out_and_named(train, text, tmp_path, caps
 def test_a_model_split_inside_replicas_is_told_by_axes(train, text, tmp_path, capsys):
     args = [*SMALL, "--data", text, "--steps", "2", "--out", str(tmp_path / "out")]
     axes = ["--replica-axes", "fsdp=2,tensor=2", "--emulate", "8", "--remat", "full"]
-    assert train.main([*args, *axes, "--sample-bytes", "0"]) == 0
+    saving = ["--microbatches", "4", "--reduce-dtype", "bfloat16"]
+    saving += ["--optimizer-memory", "pinned_host"]
+    assert train.main([*args, *axes, *saving, "--sample-bytes", "0"]) == 0
     printed = capsys.readouterr().out
     assert "replica 2 x fsdp 2 x tensor 2" in printed
     assert "split over fsdp and tensor" in printed
@@ -137,6 +139,8 @@ def test_a_loss_that_is_no_number_ends_the_run(train, text, tmp_path, capsys):
         (["--seed", "-1"], "--seed is -1. It must be 0 or above"),
         (["--checkpoint-every", "-1"], "--checkpoint-every is -1. It must be 0 or above"),
         (["--resume", "must"], "has no checkpoint to go on from"),
+        (["--microbatches", "0"], "--microbatches is 0. It must be above 0"),
+        (["--microbatches", "4"], "16 each of 8 .* has 2 examples.* Use --batch-size 32"),
         (["--embed-dim", "30"], "Use a multiple of 8, such as 32"),
         (["--emulate", "5"], "JAX has already started with 8"),
     ],

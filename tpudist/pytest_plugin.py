@@ -12,10 +12,13 @@ of `jax.devices()` are then emulated; a test may ask for them by the fixture `em
 
 Not an entry point of pytest's: those are imported in every project of an environment, and importing
 JAX takes seconds. With the plugin but without a number nothing happens.
+
+`--tpudist-update-ledger` writes the ledgers of `tpudist.testing.assert_collectives` anew.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,12 +28,19 @@ if TYPE_CHECKING:
 
 OPTION = "--tpudist-devices"
 SETTING = "tpudist_devices"
+UPDATE_OPTION = "--tpudist-update-ledger"
+UPDATE_VARIABLE = "TPUDIST_UPDATE_LEDGER"  # as in tpudist.ledger, which would import JAX
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option and the setting."""
     parser.getgroup("tpudist").addoption(
         OPTION, type=int, metavar="N", help=f"emulate N devices; overrides the setting {SETTING}"
+    )
+    parser.getgroup("tpudist").addoption(
+        UPDATE_OPTION,
+        action="store_true",
+        help="let tpudist.testing write its ledgers anew, rather than compare with them",
     )
     parser.addini(SETTING, "number of devices to emulate; without it, the real ones are used")
 
@@ -41,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: The number is none, or JAX has devices already.
     """
+    if config.getoption(UPDATE_OPTION):
+        os.environ[UPDATE_VARIABLE] = "1"  # also in the processes of pytest-xdist
     asked = _asked_for(config)
     if asked is None:
         return

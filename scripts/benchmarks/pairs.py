@@ -26,6 +26,10 @@ from tpudist.xla import hlo, placement
 from tpudist.xla.mesh import ReplicaMesh
 
 GEOMETRIES: dict[str, dict[str, int] | None] = {"data parallel": None, "fsdp=4": {"fsdp": 4}}
+MORE_GEOMETRIES: dict[str, dict[str, int] | None] = {
+    "tensor=4": {"tensor": 4},
+    "fsdp=4, tensor=2": {"fsdp": 4, "tensor": 2},
+}
 LEARNING_RATE = 1e-3
 
 
@@ -76,7 +80,8 @@ class Pair:
 
 def lower_both(task: Task, geometry: str, devices: Sequence[jax.Device] | None = None) -> Pair:
     """Lowers both steps for `devices`, all that there are by default."""
-    strategy = tpudist.TPUStrategy(replica_axes=GEOMETRIES[geometry], devices=devices)
+    axes = (GEOMETRIES | MORE_GEOMETRIES)[geometry]
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=devices)
     tx = optax.adamw(LEARNING_RATE)
     model = strategy.create_abstract(task.make_model)
     optimizer = strategy.create_abstract(lambda model: tpudist.Optimizer(tx, model), model)
@@ -92,7 +97,9 @@ def lower_both(task: Task, geometry: str, devices: Sequence[jax.Device] | None =
         sharding=NamedSharding(strategy.mesh, batch_spec),
     )
     state = (parameters, opt_state)
-    by_hand = jit_by_hand(task, graphdef, tx, strategy.replica_mesh, state)
+    by_hand = jit_by_hand(
+        task, graphdef, tx, strategy.replica_mesh, state, dict(strategy.compiler_options)
+    )
     with jax.set_mesh(strategy.mesh), nnx.logical_axis_rules(strategy.logical_axis_rules):
         lowered = by_hand.lower(*state, batch)
     return Pair(ours, lowered, sum(map(_bytes_on_a_device, jax.tree.leaves(state))))
@@ -104,8 +111,11 @@ def jit_by_hand(
     tx: optax.GradientTransformation,
     mesh: ReplicaMesh,
     state: tuple[Any, Any],
+    compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """`jit(shard_map(step))` of `step(parameters, opt_state, batch)`, as a JAX user would write it.
+
+    On TPUs it is given the same options for the compiler.
 
     Returns:
         A jitted function that gives new parameters, a new optimizer state and the loss.
@@ -129,10 +139,11 @@ def jit_by_hand(
         axis_names=mesh.manual_axes,
         check_vma=False,
     )
+    options = {"compiler_options": compiler_options} if compiler_options else {}
     if mesh.devices_per_replica == 1:
-        return jax.jit(mapped, donate_argnums=(0, 1))
+        return jax.jit(mapped, donate_argnums=(0, 1), **options)
     where = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(*where, None))
+    return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(*where, None), **options)
 
 
 def _batch_of_replicas(task: Task, strategy: tpudist.Strategy) -> tpudist.PerReplica:

@@ -10,6 +10,7 @@ import jax
 
 from benchmarks import pairs
 from benchmarks.figures import Figure, equal_within
+from tpudist.xla import topology as slices
 
 SUITE = "compiled programs"
 TOLERANCE = 0.01
@@ -22,6 +23,15 @@ def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure
             pair = pairs.lower_both(task, geometry, devices)
             ours, by_hand = pairs.read(pair.ours), pairs.read(pair.by_hand)
             yield from compare(f"{name}, {geometry}, {where}", ours, by_hand)
+
+
+def figures_on_slice(topology: str) -> Iterator[Figure]:
+    """The figures of the reference transformer, compiled for a TPU slice that is not there."""
+    task, devices = pairs.transformer(), slices.devices(topology)
+    for geometry in pairs.GEOMETRIES | pairs.MORE_GEOMETRIES:
+        pair = pairs.lower_both(task, geometry, devices)
+        ours, by_hand = pairs.read(pair.ours), pairs.read(pair.by_hand)
+        yield from compare(f"transformer, {geometry}, {topology}", ours, by_hand)
 
 
 def compare(subject: str, ours: pairs.Program, by_hand: pairs.Program) -> Iterator[Figure]:

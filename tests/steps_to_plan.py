@@ -1,0 +1,59 @@
+"""Steps that the tests of the command line plan, as a user's module would define them."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import tpudist
+from tpudist.planner import GlobalBatch
+
+WIDTH = 256
+
+
+def make_step(candidate, width=WIDTH):
+    """Trains one layer, which fits anywhere."""
+    strategy = tpudist.TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)
+    model = strategy.create_abstract(lambda: nnx.Linear(width, width, rngs=nnx.Rngs(0)))
+    optimizer = strategy.create_abstract(
+        lambda model: tpudist.Optimizer(optax.adam(1e-3), model), model
+    )
+
+    def step(model, optimizer, batch):
+        def loss_fn(model):
+            return tpudist.compute_average_loss(((model(batch) - batch) ** 2).sum(-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    batch = GlobalBatch(jax.ShapeDtypeStruct((64, width), jnp.float32))
+    return strategy, step, (model, optimizer, batch), {"tokens_per_step": 64}
+
+
+def make_large_step(candidate):
+    """A layer of 4 GiB, with the state of Adam: 12 GiB, and its gradient."""
+    return make_step(candidate, width=32 * 1024)
+
+
+def make_diverging_step(candidate):
+    """A step that the strategy refuses: its gradients are not reduced."""
+    strategy, _, args, _ = make_step(candidate)
+
+    def step(model, optimizer, batch):
+        model.kernel[...] = model.kernel[...] + batch.sum()
+
+    return strategy, step, args
+
+
+def make_nothing(candidate):
+    """Gives no step."""
+    return "nothing"
+
+
+def make_mistake(candidate):
+    """A mistake of the user's."""
+    raise KeyError("mistaken")
+
+
+NOT_CALLABLE = 1

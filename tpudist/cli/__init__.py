@@ -1,0 +1,63 @@
+"""The command `tpudist`: one module per subcommand, each with its `Options` and `run`.
+
+Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use, 130 after Ctrl-C. Nothing here runs on a
+device: JAX is told to use the CPU unless `JAX_PLATFORMS` says something else.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from tpudist.cli import plan, topologies
+from tpudist.cli.errors import WrongUse
+
+WRONG_USE = 2
+INTERRUPTED = 130
+COMMANDS = {"plan": plan, "topologies": topologies}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Reads the command line (or `args`) and runs it; returns the exit code."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
+        jax.config.update("jax_platforms", "cpu")
+    options = read(args)
+    command = next(c for c in COMMANDS.values() if isinstance(options, c.Options))
+    try:
+        return command.run(options)
+    except WrongUse as error:
+        print(f"tpudist: {error}", file=sys.stderr)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        print("tpudist: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # as in `tpudist plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def read(args: Sequence[str] | None = None) -> Any:
+    """The options of the subcommand that a command line names; ends the process if it is wrong."""
+    return tyro.cli(
+        _subcommands(),
+        args=args,
+        prog="tpudist",
+        description="Plans training steps for TPU slices that nobody has rented.",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs),
+    )
+
+
+def _subcommands() -> Any:
+    """The options of all commands, as tyro takes them."""
+    options = (
+        Annotated[command.Options, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()
+    )
+    return functools.reduce(operator.or_, options)

@@ -1,0 +1,143 @@
+"""The reference transformer as a step to plan: sizes from options, shapes for arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpudist.cli.errors import WrongUse
+from tpudist.models import next_token_loss
+from tpudist.models.presets import PRESETS, make_transformer
+from tpudist.models.transformer_config import TransformerConfig
+from tpudist.optimizer import Optimizer
+from tpudist.planner import GlobalBatch
+from tpudist.strategies.tpu import TPUStrategy
+from tpudist.training import steps
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+    "sgd": lambda: optax.sgd(1e-3),
+}
+
+
+@dataclass(frozen=True)
+class ReferenceOptions:
+    """The reference transformer, planned where no STEP of your own is named. What is not given
+    comes from the preset."""
+
+    preset: Literal[
+        "tiny",
+        "llama-3.1-8b",
+        "llama-3.1-70b",
+        "mistral-7b",
+        "mixtral-8x7b",
+        "dense-16b",
+        "dense-32b",
+    ] = "tiny"
+    """Sizes to begin with; tiny is what scripts/train.py trains."""
+    batch_per_chip: int | None = None
+    """Sequences per chip."""
+    global_batch: int | None = None
+    """Sequences of all chips together, instead."""
+    sequence_length: int | None = None
+    """Tokens of a sequence."""
+    num_layers: int | None = None
+    """Blocks, scanned over."""
+    embed_dim: int | None = None
+    """Width of the residual stream."""
+    num_heads: int | None = None
+    """Attention heads."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, if fewer."""
+    head_width: int | None = None
+    """Width of a head, if not an equal share of embed-dim."""
+    mlp_dim: int | None = None
+    """Hidden width of the MLPs."""
+    vocabulary: int | None = None
+    """Number of distinct tokens."""
+    num_experts: int | None = None
+    """Experts per block; 0 for a plain MLP."""
+    pipeline_stages: int | None = None
+    """Stages that the layers are split into."""
+    attention: Literal["auto", "dot_product", "splash", "ring"] | None = None
+    """How attention is computed; auto is Splash attention on TPUs."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """What to compute in; parameters are float32."""
+    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
+    """What is kept for each parameter depends on it."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference transformer, sized.
+
+    Attributes:
+        config: The model; remat is the candidate's to choose.
+        global_batch: Sequences of a step.
+        length: Tokens of a sequence.
+        make_optimizer: Gives the Optax transformation.
+    """
+
+    config: TransformerConfig
+    global_batch: int
+    length: int
+    make_optimizer: Callable[[], optax.GradientTransformation]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all replicas in a step."""
+        return self.global_batch * self.length
+
+    def make_step(self, candidate: Any) -> tuple[Any, Any, Any]:
+        """The strategy, the step of one replica and its arguments, as shapes."""
+        config = dataclasses.replace(self.config, remat=candidate.remat)
+        strategy = TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)
+        model = strategy.create_abstract(lambda: make_transformer(config))
+        optimizer = strategy.create_abstract(
+            lambda model: Optimizer(self.make_optimizer(), model), model
+        )
+        tokens = jax.ShapeDtypeStruct((self.global_batch, self.length + 1), jnp.int32)
+        step = steps.make_train_step(
+            lambda model, tokens: next_token_loss(model, tokens).mean(axis=-1),
+            num_microbatches=candidate.microbatches,
+        )
+        return strategy, step, (model, optimizer, GlobalBatch(tokens))
+
+
+def sized(options: ReferenceOptions, num_chips: int) -> Reference:
+    """The reference transformer in the sizes that were asked for.
+
+    Raises:
+        WrongUse: They make no model or no batch.
+    """
+    preset = PRESETS[options.preset]
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    given = {
+        name: value
+        for name, value in dataclasses.asdict(options).items()
+        if name in names and value is not None
+    }
+    try:
+        config = dataclasses.replace(preset.config, **given)
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
+    if options.global_batch is not None and options.batch_per_chip is not None:
+        raise WrongUse(
+            f"--global-batch {options.global_batch} and --batch-per-chip {options.batch_per_chip} "
+            f"say the same thing twice. Give one of them."
+        )
+    batch = options.global_batch
+    if batch is None:
+        batch = num_chips * (options.batch_per_chip or preset.batch_per_chip)
+    length = options.sequence_length or preset.length
+    for name, value in (("batch", batch), ("sequence-length", length)):
+        if value < 1:
+            raise WrongUse(f"--{name} is {value}. It must be above 0.")
+    return Reference(config, batch, length, OPTIMIZERS[options.optimizer])
