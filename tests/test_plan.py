@@ -155,18 +155,19 @@ def test_planning_leaves_everything_as_it_is():
     step = make_step([total])
     arrays = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), batch, total._value))
     before = [np.asarray(x) for x in arrays]
-    log = len(compile.compile_log())
+    log = compile.compile_log()
     strategy.plan(step, (model, optimizer, batch))
     after = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), batch, total._value))
     assert all(x is y for x, y in zip(arrays, after, strict=True))
     assert all(not x.is_deleted() for x in after)
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(x, y)
-    assert len(compile.compile_log()) == log
+    assert compile.compile_log() == log
     strategy.run(step, (model, optimizer, batch))
     compiles = compile.backend_compiles().number
     strategy.run(step, (model, optimizer, batch))
-    assert len(compile.compile_log()) == log + 1
+    # The log keeps the last 1000 only, and may be full by now.
+    assert compile.compile_log()[:-1] == log[-999:]
     assert compile.backend_compiles().number == compiles
     strategy.plan(step, (model, optimizer, batch))
     compiles = compile.backend_compiles().number
