@@ -56,4 +56,30 @@ def make_mistake(candidate):
     raise KeyError("mistaken")
 
 
+def make_ending(candidate):
+    """Ends the process, as a script may that was given no work."""
+    raise SystemExit(0)
+
+
+def make_ending_step(candidate):
+    """A step that ends the process when it is traced."""
+    strategy, _, args, _ = make_step(candidate)
+
+    def step(model, optimizer, batch):
+        raise SystemExit(0)
+
+    return strategy, step, args
+
+
+def make_more(candidate):
+    """A step with a number in the place of more arguments."""
+    return *make_step(candidate)[:3], 64
+
+
+def make_odd_step(candidate):
+    """A step whose shapes do not fit."""
+    strategy, _, args, _ = make_step(candidate)
+    return strategy, lambda model, optimizer, batch: batch.reshape(7, -1), args
+
+
 NOT_CALLABLE = 1

@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -76,6 +77,41 @@ def test_an_interrupted_wait_ends_the_child(start):
     with pytest.raises(KeyboardInterrupt):
         one.ask({"do": "sleep", "seconds": 600}, tick=interrupt)
     assert not one.is_alive
+
+
+def test_what_lies_in_the_current_folder_is_not_taken_for_a_library(start, tmp_path, monkeypatch):
+    for library in ("selectors", "struct", "jax", "answering_program"):
+        (tmp_path / f"{library}.py").write_text("raise RuntimeError('the user has a file here')")
+    monkeypatch.chdir(tmp_path)
+    assert start().ask({"do": "sum", "numbers": [2]})[0]["sum"] == 2
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_package_is_found_last_and_never_before_the_standard_library(monkeypatch, installed):
+    root = str(Path(child.__file__).parents[2])
+    if installed:
+        monkeypatch.setattr(child.sysconfig, "get_path", lambda name: root)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/first", "", "/second"]))
+    assert child._paths() == ["/first", "/second", *([] if installed else [root])]
+
+
+def test_a_process_with_thousands_of_open_files_can_ask(start):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1200  # `select` knows the first 1024
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"no more than {hard} files can be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    opened = []
+    try:
+        while not opened or opened[-1] < 1100:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        one = start()
+        assert one._process.stdout.fileno() > 1024
+        assert one.ask({"do": "sum", "numbers": [3]})[0]["sum"] == 3
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, None])

@@ -107,6 +107,8 @@ def test_the_source_line_is_not_one_of_the_library():
     model = library.replace("xla/mesh.py", "models/transformer.py")
     assert Collective("all-reduce", 4, stack=(library, "train.py:7")).source == "train.py:7"
     assert Collective("all-reduce", 4, stack=(model, "train.py:7")).source == model
+    scan = model.replace("transformer", "pipeline")
+    assert Collective("all-reduce", 4, stack=(scan, model, "train.py:7")).source == model
     assert Collective("all-reduce", 4, stack=(library,)).source == library
     assert Collective("all-reduce", 4).source is None
 

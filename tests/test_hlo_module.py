@@ -241,6 +241,29 @@ def test_memory_spaces_are_read():
     assert spaces == [hlo_shapes.HBM, hlo_shapes.VMEM, hlo_shapes.HOST, hlo_shapes.HBM]
 
 
+def test_what_a_loop_hands_on_comes_from_the_iteration_before():
+    """Not from whatever else the loop hands on."""
+    module = hlo_module.parse(
+        "HloModule m\n\n%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {\n"
+        "  %s = (s32[], f32[8]{0}) parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%s), index=0\n"
+        "  %x = f32[8]{0} get-tuple-element(%s), index=1\n"
+        "  %b = f32[8]{0} bitcast(%x)\n"
+        '  %n = f32[8]{0} negate(%b), metadata={op_name="neg" source_file="a.py" source_line=3}\n'
+        "  ROOT %t = (s32[], f32[8]{0}) tuple(%i, %n)\n}\n\n"
+        "%condition (q: (s32[], f32[8])) -> pred[] {\n"
+        "  %q = (s32[], f32[8]{0}) parameter(0)\n  ROOT %c = pred[] constant(false)\n}\n\n"
+        "ENTRY %main (p: (s32[], f32[8])) -> f32[8] {\n"
+        "  %p = (s32[], f32[8]{0}) parameter(0)\n"
+        "  %w = (s32[], f32[8]{0}) while(%p), condition=%condition, body=%body\n"
+        "  ROOT %r = f32[8]{0} get-tuple-element(%w), index=1\n}\n"
+    )
+    body = module.computations["body"]
+    assert module.origin(module.entry.root).name == "n"
+    assert module.origin(body.instructions["b"]).name == "n"
+    assert module.origin(body.instructions["i"]).name == "i"  # goes around for ever
+
+
 def test_what_the_compiler_added_comes_from_what_it_works_on():
     module = hlo_module.parse(
         "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"

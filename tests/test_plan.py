@@ -1,5 +1,6 @@
 """`strategy.plan`: the step that `run` would run, compiled for other devices and read."""
 
+import dataclasses
 import gzip
 import json
 import logging
@@ -19,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import tpudist
 from tpudist import signature
-from tpudist.planner import GlobalBatch, Plan, abstract, cache, making, progress, work
-from tpudist.xla import compile, mesh, topology
+from tpudist.planner import GlobalBatch, Plan, abstract, cache, compiling, making, progress, work
+from tpudist.xla import chips, compile, flags, mesh, topology
 
 needs_libtpu = pytest.mark.skipif(
     not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
@@ -617,6 +618,33 @@ def test_what_the_compiler_said_is_kept_by_program_and_options(tmp_path):
     assert other.program != first.program
 
 
+def test_what_xla_has_read_already_decides_what_is_kept_of_this_process(monkeypatch):
+    """It reads XLA_FLAGS once: what they say later is not what a program was compiled with."""
+    strategy = sharded()
+    x = np.ones(8, np.float32)
+    first = strategy.plan(lambda x: x * 3, (x,))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_min_max=true")
+    again = strategy.plan(lambda x: x * 3, (x,))
+    assert again.program == first.program
+    assert flags.now()["XLA_FLAGS"] != flags.of_this_process()["XLA_FLAGS"]
+
+
+def test_an_answer_without_buffers_is_not_kept(monkeypatch):
+    """Its memory report is a poor one, and the next may be better."""
+    ask = compiling.compiler_process.compile_here
+
+    def without_buffers(*args):
+        program, compiled = ask(*args)
+        return dataclasses.replace(program, buffers=""), compiled
+
+    strategy = sharded()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling.compiler_process, "compile_here", without_buffers)
+        strategy.plan(lambda x: x * 2, (np.ones(8),))
+    assert not kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),)))
+    assert kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),)))
+
+
 def test_source_lines_that_have_moved_since_are_told():
     strategy = sharded()
     plan = [
@@ -763,6 +791,77 @@ def test_a_strategy_of_described_devices_is_planned_as_the_slice_that_they_are(n
     strategy = tpudist.TPUStrategy(devices=topology.devices(name))
     plan = strategy.plan(lambda x: x + 1, (np.ones(8, np.float32),), cache=tpu_cache)
     assert plan.topology == name
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "picked", "num_chips"),
+    [
+        ("tpu7x:2x2x1", slice(None), 4),
+        ("tpu7x:2x2x1", slice(1), 1),
+        ("tpu7x:2x2x1", slice(None, None, 2), 4),
+        ("v3:2x2", slice(2), 1),
+        ("2xv3:2x2", slice(None), 8),
+        ("2xv5e:2x2", slice(1, None, 2), 4),
+    ],
+)
+def test_chips_are_counted_also_where_a_strategy_has_one_of_their_two_devices(
+    name, picked, num_chips
+):
+    devices = topology.devices(name)[picked]
+    strategy = tpudist.TPUStrategy(devices=devices)
+    assert making._num_chips(strategy.mesh, chips.of_device(devices[0])) == num_chips
+
+
+@needs_libtpu
+@pytest.mark.parametrize("picked", [[3, 1, 2, 0], [1, 2]])
+def test_a_strategy_on_a_slice_that_is_named_stays_on_its_devices(picked, tpu_cache):
+    devices = topology.devices("v5e:2x2")
+    grid = np.array([devices[i] for i in picked])
+    of_all = jax.sharding.Mesh(grid, ("replica",), axis_types=(jax.sharding.AxisType.Auto,))
+    strategy = Own(mesh.ReplicaMesh(of_all))
+    twin = strategy._twin("v5e-4")
+    assert [d.id for d in twin.mesh.devices.flat] == picked
+    assert twin.mesh == strategy.mesh
+    plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e-4", cache=tpu_cache)
+    assert plan.num_devices == len(picked)
+    part = "The strategy is on 2 of the 4 devices of v5e-4, and stays so."
+    assert plan.notes == ((part,) if len(picked) == 2 else ())
+
+
+class Own(tpudist.Strategy):
+    """A strategy on whatever mesh a user has."""
+
+
+@needs_libtpu
+def test_a_strategy_that_is_moved_from_slice_to_slice_says_so(tpu_cache):
+    strategy = tpudist.TPUStrategy(devices=topology.devices("2xv5e:2x2"))
+    plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e:2x2", cache=tpu_cache)
+    assert plan.num_devices == 4
+    assert plan.notes == (
+        "The strategy is on 8 devices of 2xv5e:2x2: its mesh is made anew for v5e:2x2.",
+    )
+
+
+@needs_libtpu
+def test_what_counts_for_less_than_it_may_take_is_told(tpu_cache):
+    """A loop of unknown length, and a kernel that says nothing of its work."""
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def kernel(x, out):
+        out[...] = x[...] * 2
+
+    def step(x):
+        once = pallas.pallas_call(kernel, out_shape=x)(x)
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x) + once, once)
+
+    strategy = tpudist.OneDeviceStrategy()
+    plan = strategy.plan(step, (x,), topology="v5e:1x1", cache=tpu_cache)
+    loops, kernels = plan.notes[-2:]
+    assert "how often these loops run, and each counts once: " in loops
+    assert "how many operations these kernels run" in kernels
+    assert plan.time.unknown_trip_counts[0] in loops
+    assert plan.time.unknown_kernels[0] in kernels
 
 
 @needs_libtpu

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -88,11 +89,35 @@ def test_a_plan_without_an_executable_is_compiled_to_be_saved_and_says_so(tmp_pa
         plan = ours.plan(double, (X,))
     with caplog.at_level(logging.WARNING, "tpudist"):
         plan.save(tmp_path / "plan")
-    assert "double is compiled once more" in caplog.text or plan._source.compiled
+    assert "double is compiled once more" in caplog.text
     ours.load_plan(tmp_path / "plan", double, (X,))
     before = compile.backend_compiles().number
     np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
     assert compile.backend_compiles().number == before
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_loaded_step_writes_nothing_of_what_the_planner_read(tmp_path, monkeypatch, in_process):
+    """The planner has the compiler write its buffers to a temporary folder."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    plan = strategy().plan(double, (X,), in_process=in_process)
+    plan.save(tmp_path / "plan")
+    ours = strategy()
+    ours.load_plan(tmp_path / "plan", double, (X,))
+    np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_plan_that_was_kept_still_gets_its_executable(tmp_path, caplog):
+    ours = strategy()
+    first = ours.plan(double, (X,))
+    again = ours.plan(double, (X,), in_process=True)
+    assert again.memory == first.memory
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        again.save(tmp_path / "plan")
+    assert "once more" not in caplog.text
+    assert ours.load_plan(tmp_path / "plan", double, (X,)) == again
 
 
 def test_a_step_with_other_arguments_compiles_as_ever(saved):
@@ -196,7 +221,7 @@ def test_a_step_that_calls_back_into_python_cannot_be_saved(tmp_path):
 
 def test_a_plan_from_json_cannot_be_saved(tmp_path):
     plan = Plan.from_json(strategy().plan(double, (X,)).to_json())
-    with pytest.raises(ValueError, match="was read from JSON, which holds no program"):
+    with pytest.raises(ValueError, match="was read from JSON, .*holds no program"):
         plan.save(tmp_path / "plan")
 
 

@@ -156,7 +156,8 @@ class _Mover:
             self._is_batch(batch)
             rows = jax.tree.leaves(x.tree)[0].shape[0]
             n = self._mesh.num_replicas
-            self._notes.append(f"{name}: {rows} rows in all, {rows // n} on each of {n} replicas.")
+            each = f"in all, {rows // n} on each of {n} replicas" if n > 1 else "on one replica"
+            self._notes.append(f"{name}: {rows} rows {each}.")
             return batch
         if isinstance(x, PerReplica):
             return self._part(x, name)

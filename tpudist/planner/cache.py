@@ -19,8 +19,9 @@ from tpudist.xla.compiler_process import CompiledProgram
 
 _log = logging.getLogger("tpudist")
 # Of the format of entries, and of what is asked of the compiler.
-_VERSION = 1
+_VERSION = 2
 _MOST_ENTRIES = 500
+_ENDING = ".json.gz"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Cache:
         self._folder: Path | None = None
         if folder is not None:
             try:
-                self._folder = private.folder(folder)
+                self._folder = private.folder(folder, ours=(f"*{_ENDING}",))
             except OSError as error:
                 _log.warning("Plans are not kept: %s", error)
 
@@ -74,7 +75,7 @@ class Cache:
         """The entry of a key; None if there is none, or one that cannot be believed."""
         if self._folder is None:
             return None
-        path = self._folder / f"{key}.json.gz"
+        path = self._folder / f"{key}{_ENDING}"
         try:
             data = private.read(path)
             os.utime(path)  # the oldest go first
@@ -90,14 +91,14 @@ class Cache:
         if self._folder is None:
             return
         try:
-            private.write(self._folder / f"{key}.json.gz", _encoded(entry, key))
+            private.write(self._folder / f"{key}{_ENDING}", _encoded(entry, key))
             self._forget_the_oldest()
         except OSError as error:
             _log.warning("A plan is not kept: %s", error)
 
     def _forget_the_oldest(self) -> None:
         assert self._folder is not None
-        entries = sorted(self._folder.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
+        entries = sorted(self._folder.glob(f"*{_ENDING}"), key=lambda path: path.stat().st_mtime)
         for path in entries[:-_MOST_ENTRIES]:
             path.unlink(missing_ok=True)
 

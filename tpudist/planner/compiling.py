@@ -14,11 +14,8 @@ import jax
 
 from tpudist.planner.cache import Cache, Entry, key_of
 from tpudist.planner.progress import Progress
-from tpudist.xla import compiler_process
+from tpudist.xla import compiler_process, flags, program_text
 from tpudist.xla.compiler_process import CompiledProgram, HbmExceeded
-
-# What the compilers read beside the options that they are given.
-_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Answer:
         key: A hash of the program and of what it was compiled for and with.
         was_kept: Whether it was said before.
         lines_moved: Whether it was said of source lines that are elsewhere now.
-        compiled: The executable, if it was made in this process.
+        compiled: The executable, if it was asked for and the program fits.
     """
 
     program: CompiledProgram | None
@@ -77,7 +74,7 @@ def program_key(
     devices = list(mesh.devices.flat)
     client = devices[0].client
     facts = {
-        "program": lowered.as_text(),
+        "program": program_text.without_locations(lowered),
         "devices": [d.id for d in devices],
         "all devices": len(client.devices()),
         "coords": [getattr(d, "coords", None) for d in (client.devices()[0], client.devices()[-1])],
@@ -85,7 +82,7 @@ def program_key(
         "kind": devices[0].device_kind,
         "machine": platform.machine(),
         "options": {str(k): repr(v) for k, v in compiler_options.items()},
-        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        "environment": flags.now() if is_elsewhere(mesh) else flags.of_this_process(),
         "versions": versions(),
     }
     return key_of(facts)
@@ -107,30 +104,46 @@ def ask(
         mesh: Its devices, which need not be there.
         compiler_options: All options, those of `jax.jit` included.
         cache: See `Cache.of`.
-        in_process: Whether to compile here in any case, for an executable.
+        in_process: Whether to compile it here too, for an executable.
         tell: Where to tell progress.
     """
     key = program_key(lowered, mesh, compiler_options)
     kept = Cache.of(cache)
     lines = key_of({"program": lowered.as_text(debug_info=True)})
-    entry = None if in_process else kept.get(key)
-    if entry is not None:
-        moved = entry.lines != lines
-        return Answer(entry.program, entry.refusal, entry.seconds, key, True, moved, None)
+    entry = kept.get(key)
+    was_kept = entry is not None
+    if entry is None:
+        entry = _asked(lowered, mesh, compiler_options, lines, tell)
+        # Buffers are in what the compiler writes beside the program. Where it wrote nothing, it
+        # may do so the next time.
+        if entry.program is None or entry.program.buffers:
+            kept.put(key, entry)
     compiled = None
+    if in_process and entry.refusal is None:
+        tell("compiling the executable", 0.0)
+        compiled = lowered.compile(compiler_options=dict(compiler_options))
+    moved = was_kept and entry.lines != lines
+    return Answer(entry.program, entry.refusal, entry.seconds, key, was_kept, moved, compiled)
+
+
+def _asked(
+    lowered: jax.stages.Lowered,
+    mesh: jax.sharding.Mesh,
+    compiler_options: Mapping[str, Any],
+    lines: str,
+    tell: Progress,
+) -> Entry:
+    """What the compiler says now."""
     started = time.monotonic()
     try:
-        if in_process or not is_elsewhere(mesh):
-            tell("compiling", 0.0)
-            program, compiled = compiler_process.compile_here(lowered, compiler_options)
-        else:
+        if is_elsewhere(mesh):
             devices = list(mesh.devices.flat)
             program = compiler_process.compile_elsewhere(
                 lowered, devices, compiler_options, progress=tell
             )
+        else:
+            tell("compiling", 0.0)
+            program, _ = compiler_process.compile_here(lowered, compiler_options)
     except HbmExceeded as error:
-        entry = Entry(None, error.text, time.monotonic() - started, lines)
-    else:
-        entry = Entry(program, None, program.seconds, lines)
-    kept.put(key, entry)
-    return Answer(entry.program, entry.refusal, entry.seconds, key, False, False, compiled)
+        return Entry(None, error.text, time.monotonic() - started, lines)
+    return Entry(program, None, program.seconds, lines)

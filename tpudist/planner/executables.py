@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from tpudist.planner import compiling, private
-from tpudist.xla import executables, processor
+from tpudist.xla import executables, processor, program_text
 
 _log = logging.getLogger("tpudist")
 _FORMAT = 1
@@ -46,6 +46,7 @@ class Source:
 
 def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
     """Writes a plan and its executable; see `Plan.save`."""
+    folder = private.folder(path, ours=(_PLAN, _HEADER, _PROGRAM))  # before what takes minutes
     compiled = source.compiled
     if compiled is None:
         _log.warning(
@@ -59,20 +60,18 @@ def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
         "format": _FORMAT,
         "name": source.name,
         "program": hash_of(source.lowered),
-        "options": {name: str(value) for name, value in source.compiler_options.items()},
         "num_bytes": len(data),
         "checksum": hashlib.sha256(data).hexdigest(),
         **_place(source.mesh),
     }
-    folder = private.folder(path)
     private.write(folder / _PROGRAM, data)
     private.write(folder / _PLAN, plan_as_json.encode())
     private.write(folder / _HEADER, json.dumps(header).encode())
 
 
 def hash_of(lowered: jax.stages.Lowered) -> str:
-    """A hash of a program, without where it is for."""
-    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    """A hash of a program, without where it is for and where its source lies."""
+    return hashlib.sha256(program_text.without_locations(lowered).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from tpudist.planner import compiling, executables, roles, work
 from tpudist.planner.abstract import Moved
 from tpudist.planner.plan import Plan
 from tpudist.planner.progress import Progress
-from tpudist.xla import chips, cost, hlo_module, memory, refusal, traffic
+from tpudist.xla import chips, cost, hlo_module, memory, refusal, timeline, traffic
+from tpudist.xla.compiled_program import CompiledProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +52,14 @@ def plan(
     )
     tell("reading", 0.0)
     chip = chips.of_device(mesh.devices.flat[0])
-    per_chip = chip.devices_per_chip if chip else 1
     notes = list(call.notes)
     flops = request.model_flops
     if flops is None:
         flops, more = work.model_flops(lowered.closed, twin.replica_mesh.num_replicas)
         notes += more
-    found = _read(answer, lowered, mesh, chip)
+    module = hlo_module.parse(answer.program.text) if answer.program else None
+    found = _read(answer.program, module, lowered, mesh, chip)
+    notes += _unknown(module, found["time"])
     if answer.was_kept:
         notes.append("The compiler was not asked again: what it said of this program was kept.")
     if answer.lines_moved:
@@ -68,7 +70,7 @@ def plan(
         name=lowered.name,
         topology=request.topology or _named(mesh, chip),
         chip=chip.generation if chip else "",
-        num_chips=mesh.size // per_chip,
+        num_chips=_num_chips(mesh, chip),
         num_devices=mesh.size,
         mesh={str(name): size for name, size in mesh.shape.items()},
         num_replicas=twin.replica_mesh.num_replicas,
@@ -86,6 +88,33 @@ def plan(
         ),
         **found,
     )
+
+
+def _num_chips(mesh: Any, chip: chips.Chip | None) -> int:
+    """How many chips the devices of a mesh are of, of which some have two."""
+    if chip is None:
+        return mesh.size
+    return len({(getattr(d, "slice_index", None) or 0, *d.coords) for d in mesh.devices.flat})
+
+
+def _unknown(module: hlo_module.Module | None, time: cost.TimeEstimate | None) -> list[str]:
+    """Notes on what is counted for less than it may be."""
+    notes = []
+    if module and module.unknown_trip_counts:
+        notes.append(
+            f"The program does not say how often these loops run, and each counts once: "
+            f"{_few(module.unknown_trip_counts)}."
+        )
+    if time and time.unknown_kernels:
+        notes.append(
+            f"Nobody says how many operations these kernels run, and they count by their bytes "
+            f"alone: {_few(time.unknown_kernels)}. A cost_estimate of pl.pallas_call says it."
+        )
+    return notes
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _named(mesh: Any, chip: chips.Chip | None) -> str:
@@ -159,15 +188,20 @@ def _refusal(answer: compiling.Answer, lowered: LoweredStep) -> refusal.Refusal 
     return refusal.explain(answer.refusal, [leaf.name for leaf in inputs])
 
 
-def _read(answer: compiling.Answer, lowered: LoweredStep, mesh: Any, chip: Any) -> dict[str, Any]:
+def _read(
+    program: CompiledProgram | None,
+    module: hlo_module.Module | None,
+    lowered: LoweredStep,
+    mesh: Any,
+    chip: chips.Chip | None,
+) -> dict[str, Any]:
     """What the program holds, sends and takes."""
-    program = answer.program
-    if program is None:
+    if program is None or module is None:
         return {"memory": None, "time": None, "collectives": ()}
-    module = hlo_module.parse(program.text)
     inputs = roles.used(program.text, lowered.inputs, lowered.num_donated)
+    played = timeline.play(module, mesh, chip)
     return {
         "memory": memory.report(program, module, inputs, chip, mesh),
-        "time": None if chip is None else cost.price(module, mesh, chip),
-        "collectives": tuple(traffic.uses(module, mesh, chip)),
+        "time": None if chip is None else cost.of_timeline(module, chip, played),
+        "collectives": tuple(traffic.of_timeline(played)),
     }

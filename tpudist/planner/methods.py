@@ -1,5 +1,6 @@
 """The methods of a strategy that say what a step would cost, also on a slice that is not there."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ import jax
 from tpudist import context, signature
 from tpudist.findings import MakesVariables
 from tpudist.options import RunOptions
-from tpudist.planner import executables, making
+from tpudist.planner import executables, figures, making
 from tpudist.planner.abstract import Moved, moved
 from tpudist.planner.plan import Plan
 from tpudist.planner.progress import Progress, shown
-from tpudist.xla import compile, topology
+from tpudist.xla import compile, compiler_process, slices, topology
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, make_mesh
 
 
@@ -114,7 +115,7 @@ class PlanMethods:
             kwargs: Keyword arguments, alike.
             options: How to compile, as of `run`.
             topology: A slice, such as "v5e-256", "2xv5e-256" or "v5e:4x4"; None for the devices of
-                this strategy.
+                this strategy, which stay as they are too if they are described ones of that slice.
             compiler_options: More options for the compiler, which go before those of the strategy.
             tokens_per_step: In the global batch, to say tokens per second.
             model_flops: Of a step, on all chips, for the MFU. By default matrix multiplications and
@@ -122,8 +123,8 @@ class PlanMethods:
                 gradients (`jax.checkpoint`); see `planner.work`.
             cache: Whether to keep what the compiler said, and to believe what it said before of the
                 same program; or a folder to keep it in.
-            in_process: Whether to compile in this process, so that `Plan.save` has an executable.
-                An abort of the TPU compiler would then end it.
+            in_process: Whether to compile once more, in this process, so that `Plan.save` has an
+                executable. An abort of the TPU compiler would then end it.
             progress: Called with what is being done, and for how many seconds. By default a
                 terminal shows it.
 
@@ -139,6 +140,7 @@ class PlanMethods:
             raise RuntimeError(
                 "plan was called in a function that JAX traces. Call it outside of all functions."
             )
+        figures.check(tokens_per_step, model_flops)
         with shown(progress) as tell:
             tell("tracing", 0.0)
             twin = self._twin(topology)
@@ -152,6 +154,8 @@ class PlanMethods:
             )
             try:
                 call = self._moved(fn, args, kwargs, twin)
+                notes = (*_where(self.replica_mesh, topology), *call.notes)
+                call = dataclasses.replace(call, notes=notes)
                 return making.plan(twin, fn, call, options, request, tell)
             except MakesVariables:  # as the first `run` would: they live here
                 home = self._twin(None)
@@ -214,9 +218,33 @@ class PlanMethods:
 
     def _twin(self, name: str | None) -> Any:
         """This strategy on the devices of a slice, for as long as a plan takes."""
-        if name is None:
+        if name is None or _is_of(self.replica_mesh, name):
             twin = self._with(self.replica_mesh)
         else:
             twin = self.on(topology.devices(name))
         twin.twin_of = self.twin_of or self
         return twin
+
+
+def _is_of(mesh: ReplicaMesh, name: str) -> bool:
+    """Whether the devices of `mesh` are described ones of the slice: all or some, in any order."""
+    found = compiler_process.slice_of(list(mesh.mesh.devices.flat))
+    if found is None:
+        return False
+    asked = slices.parse(name)
+    return found == (asked.raw, asked.num_slices)
+
+
+def _where(mesh: ReplicaMesh, name: str | None) -> tuple[str, ...]:
+    """Notes on where a strategy of described devices is planned, if that may surprise."""
+    found = compiler_process.slice_of(list(mesh.mesh.devices.flat))
+    if name is None or found is None:
+        return ()
+    size, everything = mesh.mesh.size, len(mesh.mesh.devices.flat[0].client.devices())
+    if not _is_of(mesh, name):
+        raw, number = found
+        there = f"{number}x{raw}" if number > 1 else raw
+        return (f"The strategy is on {size} devices of {there}: its mesh is made anew for {name}.",)
+    if size < everything:
+        return (f"The strategy is on {size} of the {everything} devices of {name}, and stays so.",)
+    return ()

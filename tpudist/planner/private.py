@@ -4,25 +4,60 @@ What is read from them is trusted as the user's own work, and executables are ru
 belong to the user and be closed to others, and a file in it likewise.
 """
 
+import fnmatch
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def folder(path: str | os.PathLike) -> Path:
+def folder(path: str | os.PathLike, *, ours: Sequence[str]) -> Path:
     """A folder of the user's alone, made if it is not there.
 
+    One that is there is closed to others only if there is nothing else in it: what else somebody
+    keeps in a folder, and for whom it is open, is not for us to change.
+
+    Args:
+        path: The folder.
+        ours: Patterns of the names of what we keep there, such as "*.json.gz".
+
     Raises:
-        PermissionError: It belongs to somebody else, or others may write to it.
+        PermissionError: It belongs to somebody else, others may write to it, or it is open to
+            others and holds something else.
         OSError: It cannot be made.
     """
     path = Path(path).expanduser()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check(path, path.stat())
-    if stat.S_IMODE(path.stat().st_mode) != 0o700:
-        path.chmod(0o700)
+    is_new = _make(path)
+    found = path.stat()
+    check(path, found)
+    if (mode := stat.S_IMODE(found.st_mode)) == 0o700:
+        return path
+    others = [] if is_new else [name for name in os.listdir(path) if not _is_ours(name, ours)]
+    if others:
+        raise PermissionError(
+            f"{path} has mode {mode:o} and holds other files, such as {min(others)}. A folder for "
+            f"this is closed to all other users (mode 700), and what else is in it would be too. "
+            f"Name a new folder, such as {path / 'tpudist'}."
+        )
+    path.chmod(0o700)
     return path
+
+
+def _make(path: Path) -> bool:
+    """Makes a folder; whether it was not there."""
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return False
+    return True
+
+
+def _is_ours(name: str, ours: Sequence[str]) -> bool:
+    """Whether a file is one of ours, or of `write`, which was ended while it wrote one."""
+    return any(fnmatch.fnmatchcase(name, p) for own in ours for p in (own, f".{own}.*"))
 
 
 def check(path: Path, found: os.stat_result) -> None:

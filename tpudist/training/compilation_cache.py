@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import stat
 from pathlib import Path
 
 import jax
 
+from tpudist.planner import private
 from tpudist.xla import processor
+
+_log = logging.getLogger("tpudist")
+# What JAX keeps there.
+_NAMES = ("*-cache", "*-atime", ".lockfile", "xla_gpu_*")
 
 
 def cache_folder() -> Path:
@@ -27,15 +32,10 @@ def enable_compilation_cache(folder: Path | None = None) -> Path | None:
     What is in the folder is run as native code: it is made private to the user, and not used if it
     is not.
     """
-    folder = folder or cache_folder()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if hasattr(os, "getuid") and found.st_uid != os.getuid():
-            return None
-        if stat.S_IMODE(found.st_mode) != 0o700:
-            folder.chmod(0o700)
-    except OSError:
+        folder = private.folder(folder or cache_folder(), ours=_NAMES)
+    except OSError as error:
+        _log.warning("Compiled programs are not kept: %s", error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return folder

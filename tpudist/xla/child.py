@@ -11,11 +11,12 @@ keyboard does not reach it; whoever waits for an answer is interrupted, and ends
 import json
 import os
 import pathlib
-import select
+import selectors
 import signal
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -45,21 +46,25 @@ class NotSent(Died):
 
 
 class Child:
-    """A running Python process: the module `name`, which calls `serve`."""
+    """A running Python process: the module `name`, which calls `serve`.
+
+    Attributes:
+        environment: The variables that it was started with.
+    """
 
     def __init__(self, name: str, environment: Mapping[str, str]):
         """Starts it; `environment` is added to that of this process."""
-        root = str(pathlib.Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        own = {"PYTHONPATH": os.pathsep.join(paths), _PARENT: str(os.getpid())}
+        own = {"PYTHONPATH": os.pathsep.join(_paths()), _PARENT: str(os.getpid())}
+        self.environment = {**os.environ, **environment, **own}
         # A file and not a pipe: nobody has to read it for the process to go on.
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", name],
+            # -P: what lies in the current folder, such as a jax.py, is not meant.
+            [sys.executable, "-P", "-m", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
-            env={**os.environ, **environment, **own},
+            env=self.environment,
             process_group=0,  # Ctrl-C is for whoever waits, not for this one
         )
         self._owner = os.getpid()
@@ -132,6 +137,8 @@ class Child:
     ) -> Answer:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
+        waiting = selectors.PollSelector()  # of any number, where select ends at 1024
+        waiting.register(pipe, selectors.EVENT_READ)
 
         def read(num_bytes: int) -> bytes:
             parts, missing = [], num_bytes
@@ -142,7 +149,7 @@ class Child:
                     raise TimeoutError(f"no answer in {timeout_s:g} s")
                 if tick:
                     tick(waited)
-                if not select.select([pipe], [], [], left)[0]:
+                if not waiting.select(left):
                     continue
                 part = os.read(pipe, min(missing, 1 << 20))
                 if not part:
@@ -170,6 +177,16 @@ class Child:
         return "\n".join(lines[-num_lines:])
 
 
+def _paths() -> list[str]:
+    """Where a child looks for modules first: where its parent was told to, then at this package."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    # Installed packages are found anyway, and are not to go before the standard library.
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        paths.append(root)
+    return paths
+
+
 def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -> None:
     """Answers the requests of the process that started this one, until it ends.
 
@@ -183,7 +200,9 @@ def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -
     answers = os.fdopen(os.dup(1), "wb")
     # Libraries print to the standard output, which here is the pipe of the answers.
     os.dup2(2, 1)
-    while select.select([requests], [], [], idle_s)[0]:
+    waiting = selectors.PollSelector()
+    waiting.register(requests, selectors.EVENT_READ)
+    while waiting.select(idle_s):
         frame = requests.read(_FRAME.size)
         if len(frame) < _FRAME.size:
             return

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from tpudist.xla import child, chips, compiled_program, topology
+from tpudist.xla import child, chips, compiled_program, flags, jax_cache, topology
 from tpudist.xla.compiled_program import CompiledProgram, MemoryStats
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "close_compilers",
     "compile_elsewhere",
     "compile_here",
+    "slice_of",
 ]
 
 Progress = Callable[[str, float], None]
@@ -83,7 +84,13 @@ def compile_elsewhere(
         RuntimeError: It failed otherwise.
     """
     devices = list(np.asarray(devices, dtype=object).flat)
-    slice_name, num_slices = _described(devices)
+    described = slice_of(devices)
+    if described is None:
+        raise ValueError(
+            f"compile_elsewhere compiles for the devices of tpudist.xla.topology.devices, but got "
+            f"{devices[:2]}. Programs for devices that are here: compile_here."
+        )
+    slice_name, num_slices = described
     options = {**_options_of(lowered), **(compiler_options or {})}
     request = {
         "slice": slice_name,
@@ -108,6 +115,9 @@ def compile_here(
 ) -> tuple[CompiledProgram, jax.stages.Compiled]:
     """What the compiler of the program's own devices makes of it, and the executable.
 
+    The executable is not for keeping: wherever it is loaded, it writes again what was read here.
+    JAX's persistent cache is not asked: what comes from there says nothing of buffers.
+
     Raises:
         HbmExceeded: The program needs more memory than a device has.
         ValueError: The compiler refuses an option or the program.
@@ -117,7 +127,8 @@ def compile_here(
         options = {"xla_dump_to": folder, **(compiler_options or {})}
         started = time.monotonic()
         try:
-            compiled = lowered.compile(compiler_options=options)
+            with jax_cache.bypassed():
+                compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             wrote = compiled_program.of_refused(folder)
             _refuse(str(error), "JaxRuntimeError", wrote, error)
@@ -126,14 +137,14 @@ def compile_here(
         return compiled_program.described(executable, seconds, folder), compiled
 
 
-def _described(devices: list[jax.Device]) -> tuple[str, int]:
-    """The name of the slice that these devices are of, all or some, and the number of slices."""
+def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
+    """The slice that described devices are of, all or some, such as "v5e:4x4", and how many such.
+
+    None for devices that are no described ones: those of `topology.devices` are.
+    """
     chip = chips.of_device(devices[0]) if devices else None
     if chip is None or type(devices[0].client).__name__ != "CompileOnlyPyClient":
-        raise ValueError(
-            f"compile_elsewhere compiles for the devices of tpudist.xla.topology.devices, but got "
-            f"{devices[:2]}. Programs for devices that are here: compile_here."
-        )
+        return None
     everything = devices[0].client.devices()
     shape = [1 + max(device.coords[dim] for device in everything) for dim in range(chip.torus_dims)]
     numbers = {getattr(device, "slice_index", None) or 0 for device in everything}
@@ -215,10 +226,12 @@ def _death(error: child.Died, request: dict[str, Any]) -> str:
 
 
 def _take() -> child.Child | None:
+    """One that waits, with the compilers' settings of now; those with others are ended."""
+    wanted = flags.settings({**os.environ, **_ENVIRONMENT})
     with _lock:
         while _idle:
             compiler = _idle.pop()
-            if compiler.is_alive:
+            if compiler.is_alive and flags.settings(compiler.environment) == wanted:
                 return compiler
             compiler.close()
     return None

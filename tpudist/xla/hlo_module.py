@@ -206,11 +206,36 @@ class Module:
         for _ in range(_FARTHEST_ORIGIN):
             if found := next((i for i in self._inside(nearest) if i.stack), None):
                 return found
-            operands = self.operands_of(nearest)
-            if not operands:
+            before = self._made_from(nearest)
+            if before is None:
                 break
-            nearest = operands[0]
+            nearest = before
         return instruction
+
+    def _made_from(self, instruction: Instruction) -> Instruction | None:
+        """What an instruction works on: its first operand, in most cases.
+
+        It is what an update puts in, and the part of a tuple that is named.
+        """
+        operands = self.operands_of(instruction)
+        if instruction.opcode.removesuffix("-start") == "dynamic-update-slice":
+            operands = operands[1:]
+        operand = next(iter(operands), None)
+        index = instruction.attribute("index")
+        if operand is None or instruction.opcode != "get-tuple-element" or index is None:
+            return operand
+        maker = operand
+        if operand.opcode == "while":
+            maker = self.computations[operand.callee("body") or ""].root
+        elif operand.opcode == "parameter" and operand.computation in self._bodies:
+            maker = self.computations[operand.computation].root  # of the iteration before
+        if maker.opcode != "tuple":
+            return operand
+        return self.operands_of(maker)[int(index)]
+
+    @functools.cached_property
+    def _bodies(self) -> set[str]:
+        return {loop.callee("body") or "" for loop in self._loops.values()}
 
     def _inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instruction itself and, if it is a fusion, what it holds, the last one first."""

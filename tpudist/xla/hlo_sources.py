@@ -5,6 +5,7 @@ import pathlib
 import re
 
 _LIBRARY = pathlib.Path(__file__).parents[1]
+_MODELS = _LIBRARY / "models"
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -21,8 +22,10 @@ def users_line(stack: tuple[str, ...]) -> str | None:
 
 def _is_own(line: str) -> bool:
     path = pathlib.Path(line.rpartition(":")[0])
-    # The reference models are written as a user would write them.
-    return path.is_relative_to(_LIBRARY) and not path.is_relative_to(_LIBRARY / "models")
+    # The reference models are written as a user would write them, but for what lays out arrays and
+    # applies layers on their behalf.
+    is_models = path.is_relative_to(_MODELS) and path.name not in ("logical.py", "pipeline.py")
+    return path.is_relative_to(_LIBRARY) and not is_models
 
 
 class Sources:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tpudist.xla import hlo_module, liveness
 from tpudist.xla.buffers import Buffer
+from tpudist.xla.sizes import tell_bytes
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?\b"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -49,15 +50,16 @@ class Refusal:
             return f"The compiler refused the program: {self.text.strip()}"
         share = self.over_bytes / self.available_bytes
         said = [
-            f"The program needs {_tell(self.needed_bytes)} of each device, which has "
-            f"{_tell(self.available_bytes)}: {_tell(self.over_bytes)} ({share:.1%}) too much."
+            f"The program needs {tell_bytes(self.needed_bytes)} of each device, which has "
+            f"{tell_bytes(self.available_bytes)}: {tell_bytes(self.over_bytes)} ({share:.1%}) too "
+            f"much."
         ]
         if self.argument_bytes:
-            said.append(f"{_tell(self.argument_bytes)} of it are arguments and outputs.")
+            said.append(f"{tell_bytes(self.argument_bytes)} of it are arguments and outputs.")
         if self.largest:
             first = self.largest[0]
             what = " ".join(x for x in (first.op_name, first.source and f"({first.source})") if x)
-            said.append(f"The largest has {_tell(first.num_bytes)}: {what or first.name}.")
+            said.append(f"The largest has {tell_bytes(first.num_bytes)}: {what or first.name}.")
         return " ".join(said)
 
 
@@ -85,13 +87,6 @@ def explain(text: str, names: Sequence[str] = ()) -> Refusal:
         text,
         sum(x.num_bytes for x in arguments),
     )
-
-
-def _tell(num_bytes: float) -> str:
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if num_bytes >= _UNITS[unit[0]]:
-            return f"{num_bytes / _UNITS[unit[0]]:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def _figures(text: str) -> tuple[int, int, int]:
