@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -271,6 +272,20 @@ def test_a_ledger_has_one_collective_on_a_line_and_is_sorted(tmp_path):
     written = path.read_text()
     ledger.write(path, ledger.read(path))
     assert path.read_text() == written
+
+
+def test_tests_that_run_at_the_same_time_keep_each_others_records(tmp_path):
+    """As those of pytest-xdist do."""
+    path = tmp_path / "new" / "collectives.json"
+    names = [f"step {i}" for i in range(48)]
+
+    def add(name):
+        ledger.add(path, name, ledger.Record({"replica": 2}, {"jax": "1"}, {}))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, names))
+    assert set(ledger.read(path)) == set(names)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.multiprocess

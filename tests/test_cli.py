@@ -14,10 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import optax
 import pytest
 
 from tpudist import cli
-from tpudist.cli import reference
+from tpudist.cli import own_step, reference
 from tpudist.models import TransformerConfig
 from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.planner import Plan, SearchResult
@@ -86,11 +87,21 @@ def test_a_slice_that_does_not_exist_is_wrong_use(capsys, topology, message):
         (["--geometries", "fsdp=2"], "--geometries are compared with --search"),
         (["--price-per-chip-hour", "1.2"], "give its length too, as --steps 10000"),
         (["--steps", "-1"], "--steps is -1. It must be above 0"),
+        (["--steps", "0"], "--steps is 0. It must be above 0"),
+        (["--tokens-per-step", "0"], "--tokens-per-step is 0. It must be above 0"),
+        (["--tokens-per-step", "-64"], "--tokens-per-step is -64. It must be above 0"),
+        (["--time-budget", "60"], "--time-budget 60 ends a search, and this is one plan"),
         (["--steps", "1", "--price-per-chip-hour", "-1"], "--price-per-chip-hour is -1.0"),
         (["--search", "--replica-axes", "fsdp=2"], "--geometries fsdp=2 none"),
         (["--search", "--chart", "x.png"], "--chart is for one plan, but --search makes several"),
         (["--search", "--save", "x"], "--save is for one plan, but --search makes several"),
         (["--search", "--time-budget", "0"], "--time-budget is 0.0. It must be above 0"),
+        (["--search", "--time-budget", "inf"], "--time-budget is inf. Give a number of seconds"),
+        (["--search", "--price-per-chip-hour", "1"], "--price-per-chip-hour is for one plan, but"),
+        (
+            ["--search", "--steps", "9", "--price-per-chip-hour", "1"],
+            "--steps is for one plan, but",
+        ),
         (["--num-layers", "3"], "Sizes of the reference transformer were given with a step of"),
     ],
 )
@@ -104,7 +115,9 @@ def test_options_that_make_no_sense_are_wrong_use(capsys, options, message):
         (["--num-heads", "3"], "embed_dim=128 does not give each of num_heads=3 heads"),
         (["--num-layers", "0"], "A transformer needs num_layers >= 1; got 0"),
         (["--global-batch", "8", "--batch-per-chip", "2"], "say the same thing twice"),
-        (["--global-batch", "0"], "--batch is 0. It must be above 0"),
+        (["--global-batch", "0"], "--global-batch is 0. It must be above 0"),
+        (["--batch-per-chip", "0"], "--batch-per-chip is 0. It must be above 0"),
+        (["--sequence-length", "0"], "--sequence-length is 0. It must be above 0"),
         (["--sequence-length", "-1"], "--sequence-length is -1. It must be above 0"),
         (["--tokens-per-step", "1"], "--tokens-per-step is for a step of your own"),
     ],
@@ -138,10 +151,30 @@ def test_a_module_that_cannot_be_imported_is_told_with_the_line(capsys, tmp_path
     assert "needing_steps.py:1)" in message
 
 
+def test_a_file_that_ends_the_process_is_told_with_the_line(capsys, tmp_path):
+    """Without this, the exit code would say that the step fits."""
+    (tmp_path / "ending.py").write_text("import sys\nsys.exit(0)\n")
+    for step in ("ending:make_step", "ending.py:make_step"):
+        message = refusal(capsys, step=step)
+        assert "cannot be imported: SystemExit: 0 (" in message
+        assert "ending.py:2)" in message
+
+
+def test_an_own_file_may_have_the_name_of_a_module_that_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which the file's folder joins
+    (tmp_path / "optax.py").write_text("def make_step(candidate):\n    return 1, 2, 3\n")
+    assert own_step.load("optax.py:make_step")(None) == (1, 2, 3)
+    assert sys.modules["optax"] is optax
+
+
 @needs_libtpu
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        ("make_ending", "make_ending failed: SystemExit: 0 ({}:"),
+        ("make_ending_step", "make_ending_step failed: SystemExit: 0 ({}:"),
+        ("make_more", "make_more gave a int as its fourth element. It is for more arguments"),
+        ("make_odd_step", "make_odd_step failed: TypeError: cannot reshape array"),
         ("make_nothing", "make_nothing gave a str. Name a function make_step(candidate)"),
         ("make_mistake", "make_mistake failed: KeyError: 'mistaken' ({}:{})"),
         ("make_diverging_step", "make_diverging_step failed: ValueError"),
@@ -231,6 +264,79 @@ def test_a_search_ranks_what_fits(capsys):
     found = SearchResult.from_json(Path("search.json").read_text())
     assert [one.status for one in found.outcomes] == ["fits", "too large"]
     assert plan("--search", "--geometries", "none", step=step) == 1
+    assert "nothing that was tried fits v5e-4" in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_a_search_in_which_everything_fails_is_wrong_use(capsys):
+    """And no answer to whether anything fits."""
+    options = ["--search", "--geometries", "none", "fsdp=2", "--json", "search.json"]
+    assert plan(*options, step=f"{STEPS}:make_odd_step") == 2
+    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    assert "all that was tried for v5e-4 failed" in out
+    assert "tpudist: All 2 candidates that were tried failed. data parallel, remat none: " in err
+    assert "TypeError: cannot reshape array" in err
+    assert f"({STEPS}:" in err
+    assert SearchResult.from_json(Path("search.json").read_text()).best is None
+
+
+@needs_libtpu
+def test_a_search_that_reaches_nothing_says_to_give_it_more_time(capsys):
+    assert plan("--search", "--geometries", "none", "fsdp=2", "--time-budget", "1e-6") == 2
+    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    assert "nothing was compiled for v5e-4 within" in out
+    assert "Of 2 candidates none was compiled within" in err
+    assert "Raise --time-budget" in err
+
+
+@needs_libtpu
+@pytest.mark.parametrize("search", [[], ["--search", "--geometries", "none"]])
+def test_tokens_that_are_given_count_more_than_those_that_the_step_says(capsys, search):
+    assert plan("--tokens-per-step", "4096", "--json", "-", *search) == 0
+    found = json.loads(capsys.readouterr().out)
+    one = found["outcomes"][0]["plan"] if search else found
+    assert one["tokens_per_step"] == 4096
+
+
+class ClosedPipe:
+    """Standard output that nobody reads any more, as after `| head`."""
+
+    def __init__(self, monkeypatch):
+        reads, writes = os.pipe()
+        os.close(reads)
+        self.file = os.fdopen(writes, "w")
+        monkeypatch.setattr(sys, "stdout", self.file)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("options", "step", "code", "written"),
+    [
+        (["--chart", "plan.png", "--save", "program"], "make_step", 0, {"plan.png", "program"}),
+        (["--html", "plan.html", "--json", "plan.json"], "make_large_step", 1, {"plan.html"}),
+        (["--html", "plan.html", "--json", "-"], "make_step", 0, {"plan.html"}),
+        (
+            ["--search", "--geometries", "none", "--html", "found.html"],
+            "make_large_step",
+            1,
+            {"found.html"},
+        ),
+    ],
+)
+def test_who_stops_reading_gets_the_files_and_the_verdict(
+    monkeypatch, capsys, options, step, code, written
+):
+    closed = ClosedPipe(monkeypatch)
+    assert plan(*options, step=f"{STEPS}:{step}") == code
+    closed.file.close()  # as Python does in the end: nothing is left that could not be written
+    assert written <= set(os.listdir())
+    assert "Written: " in capsys.readouterr().err
+
+
+def test_a_list_of_which_only_the_head_is_read_is_no_error(monkeypatch):
+    closed = ClosedPipe(monkeypatch)
+    assert cli.main(["topologies", "--sources"]) == 0
+    closed.file.close()
 
 
 @needs_libtpu
@@ -244,7 +350,9 @@ def test_a_search_ranks_what_fits(capsys):
 )
 def test_a_file_that_cannot_be_written_is_wrong_use(capsys, option, message):
     assert plan(*option) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    out, err = capsys.readouterr()
+    assert message in " ".join(err.split())
+    assert "step fits v5e-4" in out  # what was found is not lost
 
 
 @needs_libtpu

@@ -1,7 +1,11 @@
 """What people see of a plan: in a terminal, in a notebook and as a picture."""
 
+import copy
 import dataclasses
 import io
+import json
+import math
+import pickle
 import re
 import subprocess
 import sys
@@ -11,10 +15,12 @@ from html.parser import HTMLParser
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from jupyter_client.manager import start_new_kernel
 from rich.console import Console
 
 import plans
-from tpudist.planner import advice, chart, html, telling_memory, telling_speed, wording
+from tpudist.planner import advice, chart, html, progress, telling_memory, telling_speed, wording
+from tpudist.planner.plan import Plan
 from tpudist.planner.table import table
 from tpudist.xla.chips import CHIPS
 from tpudist.xla.refusal import Refusal
@@ -310,6 +316,16 @@ def test_a_picture_is_drawn(plan, ending, begins, tmp_path):
     assert (tmp_path / f"plan.{ending}").read_bytes().startswith(begins)
 
 
+def test_a_step_that_takes_no_time_is_shown_and_drawn(tmp_path):
+    """One without any work; matplotlib warns of an axis of length 0."""
+    time = plans.fitting().time
+    nothing = {field.name: 0.0 for field in dataclasses.fields(time) if field.name != "top"}
+    for top in ((), (dataclasses.replace(time.top[0], seconds=0.0),)):
+        plan = plans.fitting(time=dataclasses.replace(time, **nothing, top=top), collectives=())
+        assert all("0 s" in text for text in everywhere(plan))
+        chart.draw(plan, tmp_path / "plan.png")
+
+
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
@@ -330,6 +346,83 @@ def test_a_plan_shows_itself():
     with console.capture() as captured:
         console.print(plan)
     assert captured.get() == shown(plan, 100)
+
+
+@pytest.mark.multiprocess
+def test_a_notebook_shows_what_is_done_while_it_is_done(tmp_path, monkeypatch):
+    """Below the cell, and no longer than it takes."""
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    manager, client = start_new_kernel(kernel_name="python3")
+    code = (
+        "from tpudist.planner.progress import shown\n"
+        "with shown(None) as tell:\n"
+        "    tell('lowering', 0.2)\n"
+        "    tell('compiling', 12.3)\n"
+    )
+    said = []
+    try:
+        reply = client.execute_interactive(code, timeout=120, output_hook=said.append)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok"
+    lines = [
+        one["content"]["data"]["text/plain"]
+        for one in said
+        if one["msg_type"] in ("display_data", "update_display_data")
+    ]
+    assert lines == ["planning", "planning: lowering", "planning: compiling, 12.3 s", ""]
+
+
+def test_where_nobody_watches_nothing_is_printed(capfd):
+    with progress.shown(None) as tell:
+        tell("compiling", 1.0)
+    assert capfd.readouterr() == ("", "")
+
+
+# As a value.
+
+
+@pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
+def test_a_plan_can_be_copied_sent_and_kept_in_sets(plan):
+    for again in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert again == plan
+        assert {again} == {plan}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": [1]},
+        {"memory": "much"},
+        {"mesh": [8]},
+        {"mesh": "8"},
+        {"collectives": 5},
+        {"collectives": ["all-gather"]},
+        {"collectives": {"kind": "all-gather"}},
+        {"num_chips": "many"},
+        {"fits": "yes"},
+        {"name": None},
+        {"versions": None},
+        {"notes": "one"},
+        {"_source": {}},
+        {"trace_s": math.nan},
+        {"trace_s": math.inf},
+    ],
+    ids=str,
+)
+def test_json_that_is_no_plan_is_refused(change):
+    fields = json.loads(plans.fitting().to_json()) | change
+    with pytest.raises(ValueError, match="is no (whole )?Plan"):
+        Plan.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_number_that_json_has_not_is_refused(number):
+    with pytest.raises(ValueError, match="This Plan has a number that is none in JSON"):
+        plans.fitting(model_flops=number).to_json()
 
 
 # Words.

@@ -1,9 +1,15 @@
 """Which layouts of a step are tried, in which order, and what is said of them."""
 
+import copy
 import dataclasses
 import importlib.util
+import inspect
 import io
+import math
+import pickle
 import re
+import threading
+import time
 from html import unescape
 from types import SimpleNamespace
 
@@ -112,6 +118,9 @@ def test_what_splits_and_recomputes_no_more_needs_no_less():
         ({"remat": "full"}, "remat one of names"),
         ({"microbatches": [0]}, "microbatches has 0. Give whole numbers of at least 1"),
         ({"time_budget_s": 0}, "time_budget_s is 0"),
+        ({"time_budget_s": math.inf}, "time_budget_s is inf. Give a number of seconds above 0"),
+        ({"tokens_per_step": -1}, "tokens_per_step is -1. .* give a whole number above 0"),
+        ({"model_flops": math.nan}, "model_flops is nan. .* give a number above 0"),
         ({"max_workers": 0}, "max_workers is 0"),
         ({"topology": "v5e-7"}, "not a v5e slice"),
     ],
@@ -119,6 +128,26 @@ def test_what_splits_and_recomputes_no_more_needs_no_less():
 def test_a_search_for_nothing_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         search(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokens_per_step": 0}, "tokens_per_step is 0. .* give a whole number above 0"),
+        ({"tokens_per_step": -1}, "tokens_per_step is -1"),
+        ({"tokens_per_step": math.nan}, "tokens_per_step is nan"),
+        ({"tokens_per_step": True}, "tokens_per_step is True"),
+        ({"model_flops": -5}, "model_flops is -5. .* give a number above 0"),
+        ({"model_flops": math.inf}, "model_flops is inf"),
+        ({"model_flops": "many"}, "model_flops is 'many'"),
+    ],
+)
+def test_figures_that_make_no_sense_are_refused_before_anything_is_traced(given, message):
+    def fails(x):
+        raise AssertionError("it was traced")
+
+    with pytest.raises(ValueError, match=message):
+        tpudist.MirroredStrategy().plan(fails, (jnp.ones(8),), **given)
 
 
 # What becomes of it.
@@ -148,6 +177,13 @@ def test_every_candidate_is_planned_on_the_devices_and_says_what_it_needs():
     assert any("2/4 fsdp=2, remat none: " in what for what, _ in progress)
 
 
+def test_a_plan_says_how_many_rows_a_replica_has():
+    result = search(geometries=[{"fsdp": 2}, {"fsdp": 8}])
+    notes = {one.candidate.geometry: one.plan.notes[0] for one in result.outcomes}
+    assert notes["fsdp=2"] == "x: 64 rows in all, 16 on each of 4 replicas."
+    assert notes["fsdp=8"] == "x: 64 rows on one replica."
+
+
 def test_two_candidates_with_the_same_program_are_compiled_once():
     result = search(lambda one: make_step(dataclasses.replace(one, remat="none")), remat=["a", "b"])
     assert [one.status for one in result.outcomes] == ["fits"] * 4
@@ -167,6 +203,56 @@ def test_what_a_candidate_raises_is_told_and_the_others_go_on():
     assert result.outcomes[1].reason.startswith("ValueError: ")
 
 
+def test_shapes_that_do_not_fit_are_told_with_the_line_and_the_others_go_on():
+    """JAX raises TypeError for them."""
+    result = search(geometries=[{}], microbatches=[1, 3])
+    assert [one.status for one in result.outcomes] == ["fits", "failed"]
+    assert result.outcomes[1].candidate.microbatches == 3
+    lines, first = inspect.getsourcelines(make_step)
+    line = first + next(i for i, line in enumerate(lines) if "x.reshape(" in line)
+    reason = result.outcomes[1].reason
+    assert reason.startswith("TypeError: cannot reshape array")
+    assert reason.endswith(f"({__file__}:{line})")
+
+
+def test_whatever_a_replica_function_raises_is_told():
+    def odd(candidate):
+        strategy, step, args = make_step(candidate)
+
+        def mistaken(*args):
+            raise KeyError("odd one") if candidate.replica_axes else LookupError("none")
+
+        return strategy, mistaken if candidate.geometry != "fsdp=4" else step, args
+
+    result = search(odd, geometries=[{}, {"fsdp": 2}, {"fsdp": 4}])
+    assert [one.status for one in result.outcomes] == ["fits", "failed", "failed"]
+    assert "KeyError: 'odd one'" in result.outcomes[2].reason
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
+def test_what_make_step_raises_of_shapes_is_told(error):
+    def sometimes(candidate):
+        if candidate.replica_axes:
+            raise error("too odd")
+        return make_step(candidate)
+
+    result = search(sometimes)
+    assert [one.status for one in result.outcomes] == ["fits", "failed"]
+    assert result.outcomes[1].reason.startswith(f"{error.__name__}: too odd ({__file__}:")
+
+
+def test_who_watches_can_end_a_search():
+    class Enough(Exception):
+        pass
+
+    def watch(doing, seconds):
+        if "lowering" in doing:
+            raise Enough
+
+    with pytest.raises(Enough):
+        search(progress=watch)
+
+
 def test_a_mistake_in_make_step_is_the_callers():
     def mistaken(candidate):
         return candidate.nothing_of_the_kind
@@ -175,6 +261,34 @@ def test_a_mistake_in_make_step_is_the_callers():
         search(mistaken)
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         search(mistaken, max_workers=2)
+
+
+def test_a_mistake_in_make_step_ends_what_others_do():
+    """One worker is in the midst of a candidate; it does not begin another."""
+    raised, asked = threading.Event(), []
+
+    def mistaken(candidate):
+        asked.append(candidate.geometry)
+        if candidate.geometry == "data parallel":
+            assert raised.wait(30)
+            time.sleep(0.3)  # until the other worker has ended
+            return make_step(candidate)
+        raised.set()
+        raise KeyError("mistaken")
+
+    with pytest.raises(KeyError, match="mistaken"):
+        search(mistaken, geometries=[{}, {"fsdp": 2}, {"fsdp": 4}], max_workers=2)
+    assert asked == ["data parallel", "fsdp=2"]
+
+
+@pytest.mark.parametrize("max_workers", [1, 2])
+def test_a_search_in_a_scope_is_refused(max_workers):
+    """Its candidates have strategies of their own."""
+    with (
+        tpudist.MirroredStrategy().scope(),
+        pytest.raises(RuntimeError, match="scope of .*MirroredStrategy.* Call it outside of"),
+    ):
+        search(max_workers=max_workers)
 
 
 def test_several_are_planned_at_a_time():
@@ -211,6 +325,17 @@ def test_plan_arguments_may_come_with_a_step():
 
     result = search(counted, geometries=[{}])
     assert result.best.plan.tokens_per_step == 64
+    result = search(counted, geometries=[{}], tokens_per_step=32)
+    assert result.best.plan.tokens_per_step == 64
+
+
+def test_as_many_are_planned_at_a_time_as_there_is_memory_for():
+    """What the file cache holds counts as free: a machine that is up for a day has little else."""
+    with open("/proc/meminfo") as file:
+        figures = dict(line.split(":") for line in file)
+    available = int(figures["MemAvailable"].split()[0]) * 1024
+    assert searching._available_bytes() == pytest.approx(available, rel=0.25)
+    assert searching._workers(1) == 1
 
 
 # What is made of it.
@@ -277,6 +402,18 @@ def test_a_result_is_what_its_json_says():
         SearchResult.from_json("{}")
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_result_can_be_copied_and_kept_in_sets_without_its_programs(copied):
+    result = search(geometries=[{}])
+    assert result.best.plan._source is None  # which holds a lowered module
+    again = copied(result)
+    assert again == result
+    assert {again} == {result}
+    assert again.best.candidate.devices == []
+    with pytest.raises(ValueError, match="made by a search, and holds no program. Call strategy"):
+        again.best.plan.save("nowhere")
+
+
 def _shown(result):
     page = io.StringIO()
     Console(file=page, width=160, color_system=None).print(result)
@@ -320,6 +457,45 @@ def test_a_result_without_anything_that_fits_says_so():
     for shown in _shown(_result(_outcome({}, over=5))):
         assert "nothing that was tried fits v5e-256" in shown
         assert "Nothing that was tried makes it fit." in shown
+
+
+def test_a_result_of_failures_does_not_say_that_anything_was_too_large():
+    failed = Outcome(Candidate("v5e-256", {}, "none", 1), "failed", reason="TypeError: odd")
+    late = Outcome(Candidate("v5e-256", {"fsdp": 2}, "none", 1), "not reached", reason="not begun")
+    for shown in _shown(_result(failed, late)):
+        assert "all that was tried for v5e-256 failed" in shown
+        assert "fits" not in shown
+    for shown in _shown(_result(late)):
+        assert "nothing was compiled for v5e-256 within 15.0 min" in shown
+
+
+@pytest.mark.parametrize(
+    ("best", "other", "told"),
+    [
+        ((2.0, 100), (3.0, 100), "3.00 s per step, 50% slower than the best"),
+        ((2.0, 100), (1.0, 40), "1.00 s per step, 25% slower per token than the best"),
+        ((2.0, 100), (1.0, 50), "1.00 s per step, as fast per token as the best"),
+        ((2.0, None), (3.0, 100), "3.00 s per step, 50% slower than the best"),
+        ((2.0, None), (2.0, None), "2.00 s per step, as fast as the best"),
+    ],
+)
+def test_what_a_change_costs_is_told_as_candidates_are_ranked(best, other, told):
+    result = _result(
+        _outcome({"fsdp": 4}, number=2, step_s=best[0], tokens=best[1]),
+        _outcome({"tensor": 8}, "full", step_s=other[0], tokens=other[1]),
+        _outcome({"tensor": 8}, over=1),
+    )
+    assert result.best.candidate.geometry == "fsdp=4"
+    for shown in _shown(result):
+        assert f"It fits with remat none -> full ({told})." in shown
+
+
+def test_a_step_that_takes_no_time_is_told_without_a_comparison():
+    result = _result(
+        _outcome({}, "full", step_s=0.0), _outcome({"fsdp": 2}, step_s=0.0), _outcome({}, over=1)
+    )
+    for shown in _shown(result):
+        assert "It fits with remat none -> full." in shown
 
 
 def test_names_of_operations_cannot_become_html():

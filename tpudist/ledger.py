@@ -7,16 +7,22 @@ are those of the program at hand.
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tpudist.xla.traffic import CollectiveUse
+
+try:
+    import fcntl
+except ImportError:  # not on every system
+    fcntl = None
 
 FORMAT = 1
 UPDATE = "TPUDIST_UPDATE_LEDGER"
@@ -101,6 +107,28 @@ def read(path: Path) -> dict[str, Record]:
             f"{path} is not a ledger that this version of tpudist wrote ({error}). It reads the "
             f"format {FORMAT}. Delete the file, and run the tests with {UPDATE}=1 to write it anew."
         ) from error
+
+
+def add(path: Path, name: str, record: Record) -> None:
+    """Writes one record to a ledger, which other tests may be doing at the same moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        write(path, {**read(path), name: record})
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps others who write ledgers in a folder waiting, processes and threads."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)  # of the folder itself: no file is left behind
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def write(path: Path, records: Mapping[str, Record]) -> None:

@@ -146,14 +146,13 @@ def _over_budget(plan: Plan, network: str, most: float | None) -> list[str]:
 
 def _compared(plan: Plan, name: str, path: Path) -> list[str]:
     """Compares a plan with its record in a ledger, or writes that."""
-    records = ledgers.read(path)
+    known = ledgers.read(path).get(name)
     counts = ledgers.count(plan.collectives, path.parent)
     versions = {x: plan.versions[x] for x in ("jax", "libtpu") if plan.versions.get(x)}
-    known = records.get(name)
     if known is not None and (known.counts, known.mesh) == (counts, plan.mesh):
         return []
     if os.environ.get(UPDATE) == "1" or (known is None and not os.environ.get("CI")):
-        ledgers.write(path, {**records, name: Record(plan.mesh, versions, counts)})
+        ledgers.add(path, name, Record(plan.mesh, versions, counts))
         return []
     if known is None:
         return [

@@ -1,7 +1,8 @@
 """The command `tpudist`: one module per subcommand, each with its `Options` and `run`.
 
-Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use, 130 after Ctrl-C. Nothing here runs on a
-device: JAX is told to use the CPU unless `JAX_PLATFORMS` says something else.
+Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use and where there is no answer, 130 after
+Ctrl-C. Nothing here runs on a device: JAX is told to use the CPU unless `JAX_PLATFORMS` says
+something else.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ import tyro
 
 from tpudist.cli import plan, topologies
 from tpudist.cli.errors import WrongUse
+from tpudist.cli.printing import say
 
 WRONG_USE = 2
 INTERRUPTED = 130
@@ -34,14 +35,11 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return command.run(options)
     except WrongUse as error:
-        print(f"tpudist: {error}", file=sys.stderr)
+        say(f"tpudist: {error}")
         return WRONG_USE
     except KeyboardInterrupt:
-        print("tpudist: interrupted.", file=sys.stderr)
+        say("tpudist: interrupted.")
         return INTERRUPTED
-    except BrokenPipeError:  # as in `tpudist plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def read(args: Sequence[str] | None = None) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tpudist.cli.errors import WrongUse
+from tpudist.planner.wording import tell_error
 
 RULE = (
     "Name a function make_step(candidate) that gives (strategy, fn, args), as my_module:make_step "
@@ -34,35 +34,28 @@ def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
         module = _from_file(Path(place)) if place.endswith(".py") else _module(place)
     except WrongUse:
         raise
-    except Exception as error:
-        raise WrongUse(f"{place} cannot be imported: {told(error)}") from error
+    except (Exception, SystemExit) as error:  # a script may end itself when it is imported
+        raise WrongUse(f"{place} cannot be imported: {tell_error(error)}") from error
     make_step = getattr(module, attribute, None)
     if not callable(make_step):
         raise WrongUse(f"{place} has no function {attribute!r}. {RULE}")
 
     def made(candidate: Any) -> tuple[Any, ...]:
-        step = make_step(candidate)
+        try:
+            step = make_step(candidate)
+        except SystemExit as error:
+            raise WrongUse(f"{name} failed: {tell_error(error)}") from error
         if not isinstance(step, tuple | list) or len(step) not in (3, 4):
             size = f" of {len(step)}" if isinstance(step, tuple | list) else ""
             raise WrongUse(f"{name} gave a {type(step).__name__}{size}. {RULE}")
+        if len(step) == 4 and not isinstance(step[3], Mapping):
+            raise WrongUse(
+                f"{name} gave a {type(step[3]).__name__} as its fourth element. It is for more "
+                f'arguments of Strategy.plan, by name, as {{"tokens_per_step": 4096}}.'
+            )
         return tuple(step)
 
     return made
-
-
-def told(error: BaseException) -> str:
-    """An error of the user's code: its kind, its message and the line that it came from."""
-    message = f"{type(error).__name__}: {error}"
-    here = Path(__file__).resolve().parent.parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if (
-            path.exists()
-            and here not in path.resolve().parents
-            and "site-packages" not in str(path)
-        ):
-            return f"{message} ({path}:{frame.lineno})"
-    return message
 
 
 def _module(name: str) -> Any:
@@ -79,11 +72,13 @@ def _module(name: str) -> Any:
 def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise WrongUse(f"There is no file {path}. {RULE}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name of its own: the file may be called like a module that is needed, such as optax.py.
+    name = f"_tpudist_own_step_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module

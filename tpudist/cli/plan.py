@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from tpudist import planner
 from tpudist.cli import own_step, reference
 from tpudist.cli.errors import WrongUse
-from tpudist.planner import html
+from tpudist.cli.printing import say, show, write
+from tpudist.planner import html, search_result
 from tpudist.planner.table import table
+from tpudist.planner.wording import plural, tell_error, tell_seconds
 from tpudist.training import arguments
 from tpudist.xla import topology
 from tpudist.xla.compiler_process import CompilerDied
 from tpudist.xla.slices import Slice, parse
 
 FITS, DOES_NOT_FIT = 0, 1
+TIME_BUDGET_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Options:
     """Compiles a training step for a TPU slice that is not there; no TPU is needed.
 
     Says whether it fits, how long it takes and what it sends. Exit code 0: it fits; 1: it does not;
-    2: wrong use.
+    2: wrong use, or nothing could be compiled.
     """
 
     topology: str
@@ -47,8 +49,8 @@ class Options:
     """Compile several candidates and rank them."""
     geometries: tuple[str, ...] = ()
     """With --search: axes to try, as fsdp=16 fsdp=8,tensor=2 none; else powers of two."""
-    time_budget: float = 600.0
-    """With --search: seconds after which it ends."""
+    time_budget: float | None = None
+    """With --search: seconds after which it ends; 600 by default."""
     steps: int | None = None
     """Length of a run, to say how many chip-hours it takes."""
     price_per_chip_hour: float | None = None
@@ -86,7 +88,7 @@ class _Work:
                     f"Sizes of the reference transformer were given with a step of your own "
                     f"({options.step}), which has its own. Leave one of them out."
                 )
-            self.make_step = own_step.load(options.step)
+            self.make_step = _counted(own_step.load(options.step), options.tokens_per_step)
             self.tokens_per_step = options.tokens_per_step
             self.remat = options.remat or ("none",)
             return
@@ -107,12 +109,25 @@ class _Work:
             raise
         except (ImportError, CompilerDied, TimeoutError) as error:
             raise WrongUse(str(error)) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._own is not None:
-                raise WrongUse(f"{self._own} failed: {own_step.told(error)}") from error
+                raise WrongUse(f"{self._own} failed: {tell_error(error)}") from error
             if isinstance(error, ValueError | RuntimeError):
                 raise WrongUse(str(error)) from error
             raise
+
+
+def _counted(make_step: Any, tokens_per_step: int | None) -> Any:
+    """A step whose tokens are those that were asked for, whatever it says itself."""
+    if tokens_per_step is None:
+        return make_step
+
+    def made(candidate: Any) -> tuple[Any, ...]:
+        strategy, fn, args, *more = make_step(candidate)
+        figures = {**(more[0] if more else {}), "tokens_per_step": tokens_per_step}
+        return strategy, fn, args, figures
+
+    return made
 
 
 def _plan(options: Options, work: _Work) -> int:
@@ -128,12 +143,14 @@ def _plan(options: Options, work: _Work) -> int:
         figures = {"tokens_per_step": work.tokens_per_step} | (more[0] if more else {})
         plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
     shown = {"num_steps": options.steps, "price_per_chip_hour": options.price_per_chip_hour}
-    if options.json != "-":
-        Console(highlight=False).print(table(plan, **shown))
+    try:
+        with _errors_of_writing():
+            _write_files(plan, html.page(plan, **shown), options)
+            if options.chart is not None:
+                plan.chart(options.chart)
+    finally:  # what was found is not lost for a file that cannot be written
+        _print(plan, table(plan, **shown), options)
     with _errors_of_writing():
-        _write(plan, html.page(plan, **shown), options)
-        if options.chart is not None:
-            plan.chart(options.chart)
         if options.save is not None and plan.fits:
             plan.save(options.save)
     _say_written(options, save=plan.fits)
@@ -151,23 +168,47 @@ def _search(options: Options, work: _Work) -> int:
             geometries=geometries or None,
             remat=work.remat,
             microbatches=options.microbatches,
-            time_budget_s=options.time_budget,
+            time_budget_s=TIME_BUDGET_S if options.time_budget is None else options.time_budget,
             tokens_per_step=work.tokens_per_step,
             cache=options.cache,
         )
-    if options.json != "-":
-        Console(highlight=False).print(found)
-    with _errors_of_writing():
-        _write(found, html.page(found), options)
+    try:
+        with _errors_of_writing():
+            _write_files(found, html.page(found), options)
+    finally:
+        _print(found, found, options)
     _say_written(options)
-    return FITS if found.best else DOES_NOT_FIT
+    return _verdict(found)
 
 
-def _write(found: Any, page: str, options: Options) -> None:
+def _verdict(found: planner.SearchResult) -> int:
+    """The exit code of a search: "no" only where something was too large.
+
+    Raises:
+        WrongUse: Nothing was compiled.
+    """
+    if found.best or found.of(search_result.TOO_LARGE):
+        return FITS if found.best else DOES_NOT_FIT
+    if failed := found.of(search_result.FAILED):
+        first, num = failed[0], len(failed)
+        all_ = f"All {num} candidates that were tried" if num > 1 else "What was tried"
+        raise WrongUse(f"{all_} failed. {first.candidate.name}: {first.reason}")
+    raise WrongUse(
+        f"Of {plural(len(found.outcomes), 'candidate')} none was compiled within "
+        f"{tell_seconds(found.time_budget_s)}. Raise --time-budget, or try fewer first."
+    )
+
+
+def _print(found: Any, shown: Any, options: Options) -> None:
     if options.json == "-":
-        print(found.to_json())
-    elif options.json is not None:
-        Path(options.json).write_text(found.to_json() + "\n")
+        write(found.to_json())
+    else:
+        show(shown)
+
+
+def _write_files(found: Any, page: str, options: Options) -> None:
+    if options.json not in (None, "-"):
+        Path(str(options.json)).write_text(found.to_json() + "\n")
     if options.html is not None:
         options.html.write_text(page)
 
@@ -176,15 +217,13 @@ def _say_written(options: Options, save: bool = False) -> None:
     json = None if options.json == "-" else options.json
     written = (json, options.html, options.chart, options.save if save else None)
     if names := [str(name) for name in written if name is not None]:
-        print(f"Written: {', '.join(names)}", file=sys.stderr)
+        say(f"Written: {', '.join(names)}")
 
 
 @contextmanager
 def _errors_of_writing() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
         where = f"{error.filename} cannot be written" if error.filename else "Writing failed"
         raise WrongUse(f"{where}: {error.strerror or error}. Name another file.") from error
@@ -199,18 +238,21 @@ def check(options: Options) -> Slice:
         arguments.parse_axes(",".join(options.replica_axes))
         arguments.check_positive(
             {
-                "steps": options.steps or 1,
-                "time-budget": options.time_budget,
-                "microbatches": min(options.microbatches, default=0),
+                name: value
+                for name, value in (
+                    ("steps", options.steps),
+                    ("tokens-per-step", options.tokens_per_step),
+                    ("time-budget", options.time_budget),
+                    ("microbatches", min(options.microbatches, default=0)),
+                )
+                if value is not None
             }
         )
         arguments.check_not_negative({"price-per-chip-hour": options.price_per_chip_hour or 0})
     except ValueError as error:
         raise WrongUse(str(error)) from error
-    if options.price_per_chip_hour is not None and options.steps is None:
-        raise WrongUse(
-            "--price-per-chip-hour says what a run costs: give its length too, as --steps 10000."
-        )
+    if math.isinf(options.time_budget or 0):
+        raise WrongUse("--time-budget is inf. Give a number of seconds, such as 86400 for a day.")
     (_check_search if options.search else _check_plan)(options)
     return slice_
 
@@ -222,11 +264,11 @@ def _check_search(options: Options) -> None:
             f"--replica-axes is one set of axes; a search compares several: --geometries {axes} "
             f"none."
         )
-    for name in ("chart", "save", "steps"):
+    for name in ("chart", "save", "steps", "price_per_chip_hour"):
         if getattr(options, name) is not None:
             raise WrongUse(
-                f"--{name} is for one plan, but --search makes several. Plan the best one again "
-                f"without --search: what the compiler said of it was kept."
+                f"--{name.replace('_', '-')} is for one plan, but --search makes several. Plan the "
+                f"best one again without --search: what the compiler said of it was kept."
             )
 
 
@@ -237,3 +279,12 @@ def _check_plan(options: Options) -> None:
             raise WrongUse(f"--{name} {told}: several are compared with --search. Add it.")
     if options.geometries:
         raise WrongUse("--geometries are compared with --search. Add it, or use --replica-axes.")
+    if options.time_budget is not None:
+        raise WrongUse(
+            f"--time-budget {options.time_budget:g} ends a search, and this is one plan, which "
+            f"takes as long as it takes. Leave it out, or add --search."
+        )
+    if options.price_per_chip_hour is not None and options.steps is None:
+        raise WrongUse(
+            "--price-per-chip-hour says what a run costs: give its length too, as --steps 10000."
+        )

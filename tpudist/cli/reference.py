@@ -133,11 +133,12 @@ def sized(options: ReferenceOptions, num_chips: int) -> Reference:
             f"--global-batch {options.global_batch} and --batch-per-chip {options.batch_per_chip} "
             f"say the same thing twice. Give one of them."
         )
+    for name in ("global_batch", "batch_per_chip", "sequence_length"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise WrongUse(f"--{name.replace('_', '-')} is {value}. It must be above 0.")
     batch = options.global_batch
     if batch is None:
-        batch = num_chips * (options.batch_per_chip or preset.batch_per_chip)
-    length = options.sequence_length or preset.length
-    for name, value in (("batch", batch), ("sequence-length", length)):
-        if value < 1:
-            raise WrongUse(f"--{name} is {value}. It must be above 0.")
+        per_chip = options.batch_per_chip
+        batch = num_chips * (preset.batch_per_chip if per_chip is None else per_chip)
+    length = preset.length if options.sequence_length is None else options.sequence_length
     return Reference(config, batch, length, OPTIMIZERS[options.optimizer])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tpudist.cli.errors import WrongUse
+from tpudist.cli.printing import show
 from tpudist.xla.chips import CHIPS, Chip
 
 
@@ -29,18 +29,12 @@ def run(options: Options) -> int:
         known = ", ".join(CHIPS)
         raise WrongUse(f"--only {options.only}: there is no such generation. Known are {known}.")
     chips = [chip for chip in CHIPS.values() if options.only in (None, chip.generation)]
-    console = Console(highlight=False)
-    console.print(_table(chips))
-    console.print(
-        Text(
-            "\nA slice is named by its size (v5e-256, v5p-128) or its shape in chips (v5e:16x16); "
-            "2xv5e-256 are two of them. * The number counts TensorCores, two per chip. ICI: links "
-            "and usable bytes of each, one way. Rates are per chip."
-        )
+    about = Text(
+        "\nA slice is named by its size (v5e-256, v5p-128) or its shape in chips (v5e:16x16); "
+        "2xv5e-256 are two of them. * The number counts TensorCores, two per chip. ICI: links "
+        "and usable bytes of each, one way. Rates are per chip."
     )
-    if options.sources:
-        for chip in chips:
-            console.print(_sources(chip))
+    show(_table(chips), about, *(_sources(chip) for chip in chips if options.sources))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import numbers
 import types
 import typing
 from typing import Any
@@ -10,8 +11,18 @@ import numpy as np
 
 
 def dumps(value: Any, version: int) -> str:
-    """A dataclass, and those in it, as JSON; fields that begin with an underscore stay out."""
-    return json.dumps({"kind": type(value).__name__, "version": version} | _plain(value), indent=1)
+    """A dataclass, and those in it, as JSON; fields that begin with an underscore stay out.
+
+    Raises:
+        ValueError: It has a number that JSON has not, such as nan.
+    """
+    found = {"kind": type(value).__name__, "version": version} | _plain(value)
+    try:
+        return json.dumps(found, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(
+            f"This {type(value).__name__} has a number that is none in JSON ({error}). Do without."
+        ) from None
 
 
 def loads(cls: type, text: str, version: int) -> Any:
@@ -21,8 +32,8 @@ def loads(cls: type, text: str, version: int) -> Any:
         ValueError: The text is something else, or of another version.
     """
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
+        found = json.loads(text, parse_constant=_refuse_number)
+    except ValueError as error:
         raise ValueError(f"This text is no {cls.__name__}: it is no JSON ({error}).") from None
     if not isinstance(found, dict) or found.pop("kind", None) != cls.__name__:
         raise ValueError(f"This JSON is no {cls.__name__}: write one with to_json().")
@@ -35,6 +46,10 @@ def loads(cls: type, text: str, version: int) -> Any:
         return _typed(cls, found)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"This JSON is no whole {cls.__name__}: {error!r}.") from error
+
+
+def _refuse_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def _plain(value: Any) -> Any:
@@ -56,16 +71,30 @@ def _typed(kind: Any, value: Any) -> Any:
         others = [x for x in arguments if x is not type(None)]
         return _typed(others[0], value) if len(others) == 1 else value
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        _check_kind(dict, value)
+        hints = {k: t for k, t in typing.get_type_hints(kind).items() if not k.startswith("_")}
         if unknown := set(value) - set(hints):
             raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")  # type: ignore
         return kind(**{name: _typed(hints[name], x) for name, x in value.items()})  # type: ignore
     if origin is tuple:
+        _check_kind(list, value)
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return tuple(_typed(arguments[0], x) for x in value)
         return tuple(_typed(t, x) for t, x in zip(arguments, value, strict=True))
     if origin is dict:
+        _check_kind(dict, value)
         return {key: _typed(arguments[1], x) for key, x in value.items()}
     if kind is tuple:
+        _check_kind(list, value)
         return tuple(value)
-    return kind(value) if kind is float and isinstance(value, int) else value
+    if kind in (bool, str):
+        _check_kind(kind, value)
+    if kind in (int, float):
+        _check_kind(numbers.Real, value)
+        return kind(value) if kind is float else value
+    return value
+
+
+def _check_kind(kind: type, value: Any) -> None:
+    if not isinstance(value, kind) or (kind is numbers.Real and isinstance(value, bool)):
+        raise TypeError(f"{value!r:.40} is no {kind.__name__}")

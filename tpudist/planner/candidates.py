@@ -34,9 +34,15 @@ class Candidate:
     microbatches: int
     _devices: Sequence[Any] = dataclasses.field(default=(), repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_devices": ()}  # which are of this process
+
+    def __hash__(self) -> int:
+        return hash((self.topology, self.name))
+
     @property
     def devices(self) -> list[Any]:
-        """The devices to plan for, which need not be there; empty for one read from JSON."""
+        """The devices to plan for, which need not be there; empty for a copy or one from JSON."""
         return list(self._devices)
 
     @property

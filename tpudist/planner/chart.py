@@ -80,8 +80,10 @@ def _draw_bar(axes: Any, bars: Bars) -> None:
     if bars.free:
         label = f"{bars.free.name} {bars.free.told}"
         axes.barh(0, bars.free.amount, left=begin, height=1, color="0.9", label=label)
-    axes.set_xlim(0, bars.whole)
+    axes.set_xlim(0, bars.whole or 1.0)
     axes.set_ylim(-0.5, 0.5)
+    if not bars.parts:
+        return
     axes.legend(
         loc="upper left",
         bbox_to_anchor=(0, -0.05),

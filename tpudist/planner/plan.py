@@ -66,6 +66,13 @@ class Plan:
     # Where `save` takes the program from.
     _source: executables.Source | None = dataclasses.field(default=None, repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A program is of this process: a plan that is pickled or copied has none.
+        return {**vars(self), "_source": None}
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.topology, self.program))
+
     # What follows.
 
     @property
@@ -120,8 +127,8 @@ class Plan:
         it. The program is compiled once more, unless the plan was made with `in_process=True`.
 
         Raises:
-            ValueError: The step does not fit, the plan was read from JSON, or the program calls
-                back into Python.
+            ValueError: The step does not fit, the plan is of a search, a copy or read from JSON, or
+                the program calls back into Python.
             PermissionError: The folder is somebody else's, or others may write to it.
         """
         if not self.fits:
@@ -131,8 +138,9 @@ class Plan:
             )
         if self._source is None:
             raise ValueError(
-                f"The plan of '{self.name}' was read from JSON, which holds no program. Call "
-                f"strategy.plan(...), and save what it returns; to_json writes the figures alone."
+                f"The plan of '{self.name}' was read from JSON, copied, or made by a search, and "
+                f"holds no program. Call strategy.plan(...), and save what it returns; to_json "
+                f"writes the figures alone."
             )
         executables.save(path, self.to_json(), self._source)
 

@@ -5,6 +5,8 @@ abort without harm. What was compiled before, in this search or another, is read
 """
 
 import dataclasses
+import logging
+import math
 import os
 import tempfile
 import threading
@@ -16,7 +18,9 @@ from typing import Any
 
 import jax
 
+from tpudist import context
 from tpudist.planner import candidates as trying
+from tpudist.planner import figures
 from tpudist.planner.candidates import Candidate
 from tpudist.planner.progress import Progress, shown
 from tpudist.planner.search_result import (
@@ -28,8 +32,10 @@ from tpudist.planner.search_result import (
     SearchResult,
     ranked,
 )
+from tpudist.planner.wording import tell_error
 from tpudist.xla import topology as slices
-from tpudist.xla.compiler_process import CompilerDied
+
+_log = logging.getLogger("tpudist")
 
 # What one compilation takes of a machine: libtpu works on about two cores, and was seen to need up
 # to 2 GB (FSDP of a 32-layer transformer), beside what tracing needs here.
@@ -65,7 +71,7 @@ def search(
             `(strategy, fn, args)`, with a strategy on `candidate.devices` with
             `candidate.replica_axes`, and a function and arguments (shapes, as of
             `create_abstract`) that honor `candidate.remat` and `candidate.microbatches`. A fourth
-            element may hold more arguments of `Strategy.plan`, by name.
+            element may hold more arguments of `Strategy.plan`, by name; they win over those below.
         topology: The slice, such as "v5e-256"; None for the devices of this process.
         geometries: Sets of axes inside a replica to try, such as `[{"fsdp": 8}, {}]`; None for
             replicas of all powers of two, split by "fsdp" and up to eight ways by "tensor".
@@ -83,12 +89,25 @@ def search(
             shows it.
 
     Raises:
-        ValueError: No such slice; nothing to try; or a number that makes no sense. What a
-            candidate raises (ValueError, RuntimeError) is in its outcome; other exceptions are
-            taken for mistakes in `make_step` and go on.
+        ValueError: No such slice; nothing to try; or a number that makes no sense.
+        RuntimeError: In the scope of a strategy, or in a replica function.
+
+    What goes wrong in planning a candidate is told in its outcome, and so are TypeError, ValueError
+    and RuntimeError of `make_step`, which are what shapes that do not fit raise. Its other
+    exceptions are taken for mistakes in it: they end the search.
     """
-    if not time_budget_s > 0:
-        raise ValueError(f"time_budget_s is {time_budget_s!r}. Give a number of seconds above 0.")
+    if context.depth():
+        raise RuntimeError(
+            f"search was called in the scope of {context.get_strategy()!r}, but each candidate has "
+            f"a strategy of its own. Call it outside of `with strategy.scope()` (after "
+            f"experimental_set_strategy(None), if that was used) and of replica functions."
+        )
+    if not 0 < time_budget_s < math.inf:
+        raise ValueError(
+            f"time_budget_s is {time_budget_s!r}. Give a number of seconds above 0, such as 86400 "
+            f"for a day."
+        )
+    figures.check(tokens_per_step, model_flops)
     if max_workers is not None and (not isinstance(max_workers, int) or max_workers < 1):
         raise ValueError(f"max_workers is {max_workers!r}. Give a whole number of at least 1.")
     devices = jax.devices() if topology is None else slices.devices(topology)
@@ -147,7 +166,7 @@ class _Search:
             try:
                 for worker in [pool.submit(self._work) for _ in range(num_workers)]:
                     worker.result()
-            except BaseException:
+            except BaseException:  # an interrupt, perhaps
                 self._stopped = True
                 raise
 
@@ -167,7 +186,11 @@ class _Search:
 
     def _work(self) -> None:
         while (candidate := self._next()) is not None:
-            outcome = self._outcome(candidate)
+            try:
+                outcome = self._outcome(candidate)
+            except BaseException:
+                self._stopped = True  # at once: the caller may be waiting for another worker
+                raise
             with self._lock:
                 self._found[candidate.name] = outcome
 
@@ -187,30 +210,56 @@ class _Search:
             return candidate
 
     def _outcome(self, candidate: Candidate) -> Outcome:
-        number = len(self._found) + 1
+        number = len(self._tried) - len(self._waiting)
         where = f"{number}/{len(self._tried)} {candidate.name}"
 
         def tell(doing: str, seconds: float) -> None:
             if self._stopped or time.monotonic() > self._deadline:
                 raise _OutOfTime(doing)
-            self._tell(f"{where}: {doing}", seconds)
+            try:
+                self._tell(f"{where}: {doing}", seconds)
+            except Exception as error:
+                callers.append(error)
+                raise
 
+        def failed(error: Exception) -> Outcome:
+            if error in callers:  # who watches may end the search
+                raise error
+            _log.debug("%s failed", candidate.name, exc_info=error)
+            return Outcome(candidate, FAILED, reason=tell_error(error))
+
+        callers: list[Exception] = []
         try:
             tell("making the step", 0.0)
             strategy, fn, args, *more = self._make_step(candidate)
             given = {**self._arguments, **(more[0] if more else {})}
+        except _OutOfTime as late:
+            return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")
+        except (TypeError, ValueError, RuntimeError) as error:
+            return failed(error)
+        try:
             plan = strategy.plan(
                 fn, args, topology=candidate.topology, cache=self._cache, progress=tell, **given
             )
         except _OutOfTime as late:
             return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")
-        except (ValueError, RuntimeError, CompilerDied, TimeoutError) as error:
-            return Outcome(candidate, FAILED, reason=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            return failed(error)
+        # Without the lowered program: of hundreds of candidates they would fill the memory.
+        plan = dataclasses.replace(plan, _source=None)
         return Outcome(candidate, FITS if plan.fits else TOO_LARGE, plan)
 
 
 def _workers(num_candidates: int) -> int:
     """One, or two where cores and memory are left for a second."""
     cores = len(os.sched_getaffinity(0)) // _CORES_EACH
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(2, cores, free // _BYTES_EACH, num_candidates))
+    return max(1, min(2, cores, _available_bytes() // _BYTES_EACH, num_candidates))
+
+
+def _available_bytes() -> int:
+    """What programs may still take, with what the system would give up of its file cache."""
+    told = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    for line in told.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

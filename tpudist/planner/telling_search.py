@@ -44,8 +44,16 @@ def told(result: SearchResult) -> Told:
         title = f"Not reached within {tell_seconds(result.time_budget_s)} ({len(late)} of {num})"
         sections.append(Lines(title, tuple(_together(late))))
     best = f"best on {result.topology}: {result.best.candidate.name}" if result.best else ""
-    title = best or f"nothing that was tried fits {result.topology}"
-    return Told(title, bool(fitting), tuple(_facts(result)), tuple(sections))
+    return Told(best or _in_vain(result), bool(fitting), tuple(_facts(result)), tuple(sections))
+
+
+def _in_vain(result: SearchResult) -> str:
+    """The title of a search that found nothing."""
+    if result.of(TOO_LARGE):
+        return f"nothing that was tried fits {result.topology}"
+    if result.of(FAILED):
+        return f"all that was tried for {result.topology} failed"
+    return f"nothing was compiled for {result.topology} within {tell_seconds(result.time_budget_s)}"
 
 
 def _facts(result: SearchResult) -> Iterable[tuple[str, str]]:
@@ -152,11 +160,23 @@ def _too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
 
 
 def _cost(name: str, fitting: tuple[Outcome, ...]) -> str:
-    """What one costs beside the best, as " (2.31 s per step, 4% slower than the best)"."""
+    """What one costs beside the best, as " (2.31 s per step, 4% slower than the best)".
+
+    Beside steps of other numbers of tokens it is slower per token, as they are ranked.
+    """
     best = fitting[0]
     found = next(one for one in fitting if one.candidate.name == name)
-    if found.step_s is None or best.step_s is None:
+    if not found.step_s or not best.step_s:
         return ""
-    slower = found.step_s / best.step_s - 1
-    beside = "the best" if found is best else f"{slower:.0%} slower than the best"
+    times, per = [found.step_s, best.step_s], ""
+    if all(one.plan and one.plan.tokens_per_s for one in fitting):  # as `ranked` has it
+        tokens = [one.plan.tokens_per_step or 1 for one in (found, best) if one.plan]
+        times = [time / number for time, number in zip(times, tokens, strict=True)]
+        per = " per token" if tokens[0] != tokens[1] else ""
+    slower = tell_share(times[0] / times[1] - 1)
+    beside = f"{slower} slower{per} than the best"
+    if found is best:
+        beside = "the best"
+    elif times[0] <= times[1]:
+        beside = f"as fast{per} as the best"
     return f" ({tell_seconds(found.step_s)} per step, {beside})"

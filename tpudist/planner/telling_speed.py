@@ -60,7 +60,7 @@ def time(plan: Plan) -> Iterable[Bars | Rows]:
             Column("line", is_line=True),
         )
         rows = tuple(
-            (tell_seconds(seconds), tell_share(seconds / spent.step_s), *what)
+            (tell_seconds(seconds), tell_share(seconds / (spent.step_s or 1.0)), *what)
             for what, seconds in _merged_ops(spent)[:NUM_ROWS]
         )
         yield Rows("What takes longest", columns, rows)

@@ -1,23 +1,19 @@
-"""Numbers, source lines and operations in words, as people read them."""
+"""Numbers, source lines, operations and errors in words, as people read them."""
 
 from __future__ import annotations
 
-import math
+import linecache
 import os
 import re
+import sysconfig
+import traceback
 from pathlib import Path
 
+from tpudist.xla.sizes import tell_bytes as tell_bytes
+from tpudist.xla.sizes import three_digits
 
-def tell_bytes(count: float) -> str:
-    """`9_846_000_000` as "9.17 GiB": what compilers and chips count in."""
-    if count < 1023.5:
-        return f"{count:.0f} B"
-    count /= 1024
-    for unit in ("KiB", "MiB"):
-        if count < 1023.5:
-            return f"{_three_digits(count)} {unit}"
-        count /= 1024
-    return f"{count:,.2f} GiB" if count < 1000 else f"{count / 1024:,.2f} TiB"
+_OURS = Path(__file__).resolve().parent.parent
+_PYTHONS = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 def tell_seconds(seconds: float) -> str:
@@ -26,11 +22,11 @@ def tell_seconds(seconds: float) -> str:
         return "0 s"
     for unit, size in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
         if seconds < 999.5 * size:
-            return f"{_three_digits(seconds / size)} {unit}"
+            return f"{three_digits(seconds / size)} {unit}"
     for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
         if seconds < 120 * size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 86400)} days"
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds / 86400)} days"
 
 
 def tell_count(count: float) -> str:
@@ -51,9 +47,9 @@ def tell_flops(flops: float) -> str:
     """`1.2e15` as "1.2 PFLOP"."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if flops < 999.5:
-            return f"{_three_digits(flops)} {unit}FLOP"
+            return f"{three_digits(flops)} {unit}FLOP"
         flops /= 1000
-    return f"{_three_digits(flops)} EFLOP"
+    return f"{three_digits(flops)} EFLOP"
 
 
 def tell_axes(sizes: dict[str, int]) -> str:
@@ -91,6 +87,24 @@ def tell_op(op_name: str) -> str:
     return op
 
 
+def tell_error(error: BaseException) -> str:
+    """An error of a user's code: its kind, its message and the innermost line that is theirs."""
+    message = f"{type(error).__name__}: {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        # A cell of a notebook has lines, and no file.
+        if linecache.getline(frame.filename, frame.lineno or 0) and _is_users(frame.filename):
+            return f"{message} ({frame.filename}:{frame.lineno})"
+    return message
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither ours nor installed."""
+    path = Path(file).resolve()
+    if file.startswith("<frozen ") or {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(path.is_relative_to(library) for library in (_OURS, _PYTHONS))
+
+
 def each(num_chips: int, num_devices: int) -> str:
     """What a device is called: a chip, but where a chip is two devices."""
     return "chip" if num_chips == num_devices else "device"
@@ -99,11 +113,3 @@ def each(num_chips: int, num_devices: int) -> str:
 def plural(count: int, noun: str) -> str:
     """`(1, "chip")` as "1 chip", `(2, "chip")` as "2 chips"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def _three_digits(number: float) -> str:
-    """Three significant digits, and all digits of what has more before the point."""
-    if number == 0:
-        return "0"
-    decimals = max(0, 2 - math.floor(math.log10(abs(number) * 1.0005)))
-    return f"{number:,.{decimals}f}"
