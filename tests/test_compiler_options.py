@@ -77,6 +77,44 @@ def test_what_is_no_tpu_has_no_options():
         compiler_options.of("v8")
 
 
+@needs_libtpu
+@pytest.mark.slow
+def test_v6e_gathers_weights_while_it_computes():
+    """As other chips do without being asked; the two options do nothing apart."""
+    mesh = Mesh(np.array(topology.devices("v6e-8")), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def shape(dtype, spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    def step(weights, x):
+        def layer(x, w):
+            up, down = (part.astype(jnp.bfloat16) for part in w)
+            return x + jax.nn.silu(x @ up) @ down, None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    split = P(None, "fsdp")
+    weights = (
+        shape(jnp.float32, split, 3, 4096, 14336),
+        shape(jnp.float32, split, 3, 14336, 4096),
+    )
+    x = shape(jnp.bfloat16, P("fsdp"), 8 * 8192, 4096)
+    lowered = jax.jit(step, out_shardings=x.sharding).lower(weights, x)
+    options = compiler_options.of("v6e")
+    del options["xla_tpu_scoped_vmem_limit_kib"]  # takes minutes
+
+    def beside(without=None):
+        chosen = {name: value for name, value in options.items() if name != without}
+        return lowered.compile(compiler_options=chosen).as_text().count("AsyncCollectiveStart")
+
+    assert beside() > 0
+    for name in (
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "xla_enable_async_all_gather",
+    ):
+        assert beside(without=name) == 0
+
+
 def test_v6e_computes_in_larger_tiles_and_without_collective_matmul():
     options = compiler_options.of("v6e")
     assert options["xla_tpu_scoped_vmem_limit_kib"] * 1024 < 128 * 1024**2

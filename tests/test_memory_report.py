@@ -1,5 +1,6 @@
 """What a program holds at its peak, by category: it adds up to what the compiler counts."""
 
+import dataclasses
 import functools
 import math
 
@@ -254,6 +255,52 @@ def test_what_is_in_the_hosts_memory_is_told_apart():
     assert report.host_bytes == 4 * 1024 * 1024
     assert report.categories["parameters"] == 4 * 1024 * 1024
     assert report.categories.get("optimizer state", 0) == 0
+    assert sum(report.categories.values()) == report.peak_bytes
+
+
+@functools.cache
+def a_step_with_state_on_the_host():
+    mesh = mesh_of()
+    there = NamedSharding(mesh, P(None, "fsdp"), memory_kind="pinned_host")
+    here = NamedSharding(mesh, P(None, "fsdp"), memory_kind="device")
+    inputs = [
+        leaf(
+            mesh,
+            "moments",
+            "optimizer state",
+            (4096, 4096),
+            P(None, "fsdp"),
+            donated=True,
+            kind="pinned_host",
+        ),
+        leaf(mesh, "w", "parameters", (1024, 4096), P(None, "fsdp")),
+    ]
+
+    def update(moments, w):
+        return 0.9 * jax.device_put(moments, here) + w.mean(), w.sum()
+
+    program, _ = compiled(update, mesh, inputs, out_shardings=(there, None))
+    return program, inputs, mesh
+
+
+@needs_libtpu
+def test_state_that_is_overwritten_in_the_hosts_memory_is_counted_once():
+    program, inputs, mesh = a_step_with_state_on_the_host()
+    report = memory.report(program, hlo_module.parse(program.text), inputs, CHIPS["v5e"], mesh)
+    assert report.not_donated == ()
+    assert report.host_bytes == 4 * 4096 * 2048
+
+
+@needs_libtpu
+def test_the_hosts_memory_is_not_taken_for_the_devices_where_the_compiler_says_little():
+    program, inputs, mesh = a_step_with_state_on_the_host()
+    little = dataclasses.replace(program, buffers="")
+    module = hlo_module.parse(program.text)
+    report = memory.report(little, module, inputs, CHIPS["v5e"], mesh)
+    stats = program.memory
+    held = stats.argument_bytes + stats.output_bytes - stats.alias_bytes
+    assert held <= report.peak_bytes <= held + stats.temp_bytes
+    assert min(report.categories.values()) >= 0
     assert sum(report.categories.values()) == report.peak_bytes
 
 

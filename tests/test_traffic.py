@@ -276,6 +276,25 @@ to_apply=%called
     assert (use.op_name, use.source) == ("made", "train.py:4")  # the program says no more
 
 
+def test_what_is_put_into_the_hosts_memory_says_where_it_comes_from():
+    """Rather than the memory that it is put into, which nobody asked for."""
+    host, part = "f32[4,128]{1,0:S(5)}", "f32[1,128]{1,0}"
+    text = f"""HloModule m, num_partitions=8
+
+ENTRY %main (h: f32[4,128], p: f32[1,128], i: s32[]) -> f32[4,128] {{
+  %h = {host} parameter(0), metadata={{op_name="zeros" source_file="zeros.py" source_line=1}}
+  %p = {part} parameter(1)
+  %i = s32[] parameter(2)
+  %n = {part} negate(%p), metadata={{op_name="made" source_file="train.py" source_line=4}}
+  %b = {part} bitcast(%n)
+  %s = (({host}, {part}, s32[], s32[]), {host}, u32[]) dynamic-update-slice-start(%h, %b, %i, %i)
+  ROOT %d = {host} dynamic-update-slice-done(%s)
+}}
+"""
+    (use,) = _uses(text, _grid(4, 2), replica=4, tensor=2)
+    assert (use.kind, use.num_bytes, use.source) == ("copy-to-host", 512, "train.py:4")
+
+
 def test_transfers_over_the_same_links_wait_for_each_other():
     line = "f32[1048576]{0} all-gather-start(%p), replica_groups=[4,2]<=[8], dimensions={0}"
     text = f"""HloModule m, num_partitions=8

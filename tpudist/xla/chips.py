@@ -6,7 +6,6 @@ does not say, the rule beside the figure does, and it is the same for all chips.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +17,9 @@ _RECIPES = "AI-Hypercomputer/tpu-recipes, microbenchmarks"
 
 # "50 GB/s, of which 45 are usable" (scaling-book, of v4): the same share for every generation.
 _USABLE_ICI = 0.9
-# The share of peak that a matmul of 8192^3 (v6e: 827 of 918 TFLOP/s) or 32768^3 (tpu7x: 2 x 956 of
-# 2307) reaches, and a copy of 32 MB (v6e: 1360 of 1638 GB/s). Source: tpu-recipes, microbenchmarks
-# and microbenchmarks/ironwood. Chips without a measurement get the mean of those that have one.
-_MATMUL = {"v6e": 827 / 918, "tpu7x": 2 * 956 / 2307}
-_HBM = {"v6e": 1360 / 1638}
+# The share of the peak that a copy of 32 MB reaches (v6e: 1360 of 1638 GB/s), the only measurement,
+# for every generation. Source: tpu-recipes, microbenchmarks. Matmuls: `pricing.MATMULS`.
+_HBM = 1360 / 1638
 _HOST_LINK = "PCIe: 15 GB/s per chip is typical, 32 for v6e (scaling-book)"
 
 
@@ -48,8 +45,6 @@ class Chip:
         wraps_from: From this length on, an axis of the grid wraps around (`wrapped` says which).
         dcn_bytes_per_s: To other slices, over the data-center network.
         host_bytes_per_s: Between a chip and its host's memory, one way.
-        chips_per_host: Of a slice with several hosts.
-        matmul_efficiency: Share of the peak that a large matrix multiplication reaches.
         hbm_efficiency: Share of the memory's peak bandwidth that a large copy reaches.
         cores_in_name: What the number of a name such as "v5p-128" counts per chip.
         sources: Where the figures come from, by attribute.
@@ -71,8 +66,6 @@ class Chip:
     wraps_from: int
     dcn_bytes_per_s: float
     host_bytes_per_s: float
-    chips_per_host: int
-    matmul_efficiency: float
     hbm_efficiency: float
     cores_in_name: int
     sources: Mapping[str, str]
@@ -100,12 +93,10 @@ def _chip(generation: str, *, sources: Mapping[str, str], **facts: Any) -> Chip:
     return Chip(
         generation=generation,
         ici_bytes_per_s=_USABLE_ICI * facts.pop("ici_link_bytes_per_s"),
-        matmul_efficiency=_MATMUL.get(generation, statistics.mean(_MATMUL.values())),
-        hbm_efficiency=_HBM.get(generation, statistics.mean(_HBM.values())),
+        hbm_efficiency=_HBM,
         sources={
             "ici_bytes_per_s": "as documented per chip / links / 2 ways, 90% usable (scaling-book)",
             "compiler_hbm_bytes": "the refusal of libtpu 0.0.42.1 for this chip",
-            "matmul_efficiency": f"{_RECIPES}: v6e and tpu7x; their mean for the others",
             "hbm_efficiency": f"{_RECIPES}: v6e, also for the others",
             "host_bytes_per_s": _HOST_LINK,
             **sources,
@@ -136,7 +127,6 @@ CHIPS: Mapping[str, Chip] = {
             wraps_from=16,
             dcn_bytes_per_s=25e9 / 4,
             host_bytes_per_s=15e9,
-            chips_per_host=4,
             sources={
                 "bf16_flops_per_s": f"{_PAPER}; {_DOCS}/v2",
                 "cycles_per_s": _PAPER,
@@ -164,7 +154,6 @@ CHIPS: Mapping[str, Chip] = {
             wraps_from=32,
             dcn_bytes_per_s=25e9 / 4,
             host_bytes_per_s=15e9,
-            chips_per_host=4,
             sources={
                 "bf16_flops_per_s": f"{_PAPER}; {_DOCS}/v3",
                 "cycles_per_s": _PAPER,
@@ -192,7 +181,6 @@ CHIPS: Mapping[str, Chip] = {
             wraps_from=4,
             dcn_bytes_per_s=25e9 / 4,
             host_bytes_per_s=16e9,
-            chips_per_host=4,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v4",
                 "int8_ops_per_s": f"{_DOCS}/v4",
@@ -221,7 +209,6 @@ CHIPS: Mapping[str, Chip] = {
             wraps_from=16,
             dcn_bytes_per_s=25e9 / 8,
             host_bytes_per_s=15e9,
-            chips_per_host=8,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v5e",
                 "int8_ops_per_s": f"{_DOCS}/v5e",
@@ -250,7 +237,6 @@ CHIPS: Mapping[str, Chip] = {
             wraps_from=4,
             dcn_bytes_per_s=50e9 / 8,
             host_bytes_per_s=15e9,
-            chips_per_host=4,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v5p",
                 "int8_ops_per_s": "jax, pallas/mosaic/tpu_info.py",
@@ -279,7 +265,6 @@ CHIPS: Mapping[str, Chip] = {
             wraps_from=16,
             dcn_bytes_per_s=100e9 / 8,
             host_bytes_per_s=32e9,
-            chips_per_host=8,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v6e",
                 "int8_ops_per_s": f"{_DOCS}/v6e",
@@ -308,7 +293,6 @@ CHIPS: Mapping[str, Chip] = {
             wraps_from=4,
             dcn_bytes_per_s=100e9 / 8,
             host_bytes_per_s=32e9,
-            chips_per_host=4,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/tpu7x",
                 "cycles_per_s": "2307e12 / (4 MXUs x 4 x 256 x 256)",

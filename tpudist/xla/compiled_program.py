@@ -19,6 +19,7 @@ class MemoryStats:
         host_argument_bytes: Arguments that stay in the host's memory.
         host_output_bytes: Results that do.
         host_temp_bytes: Temporaries that do.
+        host_alias_bytes: Of the host's results, those that take the place of a donated argument.
     """
 
     argument_bytes: int
@@ -30,6 +31,7 @@ class MemoryStats:
     host_argument_bytes: int
     host_output_bytes: int
     host_temp_bytes: int
+    host_alias_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,6 @@ class CompiledProgram:
         text: Its HLO, as `jax.stages.Compiled.as_text()` prints it.
         memory: What it needs on each device.
         flops: XLA's count per device; a loop's body is counted once.
-        bytes_accessed: Likewise.
         seconds: How long the compiler took.
         buffers: XLA's buffer assignment and, after it, its live ranges; "" if it gave none. Lines
             "allocation 11: size 16896, preallocated-temp:" (or "parameter 1, shape |...| at
@@ -55,7 +56,6 @@ class CompiledProgram:
     text: str
     memory: MemoryStats
     flops: float
-    bytes_accessed: float
     seconds: float
     buffers: str = ""
 
@@ -83,9 +83,9 @@ def described(executable: Any, seconds: float, folder: str) -> CompiledProgram:
             host_argument_bytes=stats.host_argument_size_in_bytes,
             host_output_bytes=stats.host_output_size_in_bytes,
             host_temp_bytes=stats.host_temp_size_in_bytes,
+            host_alias_bytes=stats.host_alias_size_in_bytes,
         ),
         flops=cost.get("flops", 0.0),
-        bytes_accessed=cost.get("bytes accessed", 0.0),
         seconds=seconds,
         buffers=_buffers(folder),
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from jax.sharding import Mesh
 
-from tpudist.xla import kernels, pricing, timeline
+from tpudist.xla import hbm_traffic, kernels, pricing, timeline
 from tpudist.xla.chips import Chip
 from tpudist.xla.hlo_module import Module
 from tpudist.xla.timeline import Event
@@ -65,7 +65,7 @@ class TimeEstimate:
         exposed_host_s: The part of `host_s` that no computation hides.
         exposed_hbm_s: What is waited for copies between HBM and VMEM.
         flops: Operations of matrix multiplications and kernels, loops multiplied.
-        hbm_bytes: Bytes to and from HBM, loops multiplied.
+        hbm_bytes: Bytes to and from HBM, those from and to the host included, loops multiplied.
         top: The instructions that take longest, longest first.
         unknown_trip_counts: Loops that count once, since the program does not say how often they
             run.
@@ -100,8 +100,10 @@ def of_timeline(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEs
     """What a step takes that was played through already."""
     events = played.events
     hbm_bytes = _total(events, lambda e: e.price.hbm_bytes if e.price else 0.0)
+    # What is copied beside the computation; of a copy from or to the host, one end.
     hbm_bytes += _total(
-        events, lambda e: e.transfer.sent_bytes if _network(e) == "hbm" and e.transfer else 0.0
+        tuple(e for e in events if e.is_async and _network(e) in ("hbm", "host")),
+        lambda e: hbm_traffic.num_bytes(module, e.instruction),
     )
     memory_bound_s = hbm_bytes / pricing.Rates.of(chip).hbm_bytes_per_s
     step_s = max(played.seconds, memory_bound_s)

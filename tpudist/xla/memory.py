@@ -63,7 +63,7 @@ class MemoryReport:
         capacity_bytes: What a device has for a program; None where the chip is not known.
         peak_bytes: The most that is held at once in the device's memory: arguments, outputs and, by
             the compiler's own live ranges, temporaries. Where it gives no ranges, its own peak,
-            which is that of whatever memory holds most, the host's and the chip's own included.
+            which is that of the fullest memory, or all that can be held at once if that is less.
         categories: What the peak is made of, bytes by category; they add up to `peak_bytes`.
             Donated arguments are counted where they are arguments, and the outputs that reuse their
             memory nowhere.
@@ -124,8 +124,8 @@ def report(
         peak = fixed + stats.temp_bytes
     elif program.buffers:
         peak = fixed + liveness.peak(liveness.temporaries(program.buffers))[0]
-    else:
-        peak = stats.peak_bytes
+    else:  # the compiler's peak is of the fullest memory, which may be the host's
+        peak = max(fixed, min(stats.peak_bytes, fixed + stats.temp_bytes))
     names = [leaf.name for leaf in inputs]
     largest = liveness.largest(program.buffers, module, names)
     categories, padding = _arguments(module, inputs)
@@ -142,7 +142,10 @@ def report(
         capacity_bytes=chip.compiler_hbm_bytes // chip.devices_per_chip if chip else None,
         peak_bytes=peak,
         categories=categories,
-        host_bytes=stats.host_argument_bytes + stats.host_output_bytes + stats.host_temp_bytes,
+        host_bytes=stats.host_argument_bytes
+        + stats.host_output_bytes
+        - stats.host_alias_bytes
+        + stats.host_temp_bytes,
         largest=tuple(largest[:_NUM_LARGEST]),
         replicated_share=share,
         replicated=replicated,

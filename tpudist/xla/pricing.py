@@ -108,14 +108,12 @@ class Price:
         kind: "matmul", "kernel" or "elementwise".
         flops: Its operations in matrix multiplications.
         hbm_bytes: Its bytes to and from HBM.
-        hbm_s: What its bytes alone would take.
     """
 
     seconds: float
     kind: str
     flops: float
     hbm_bytes: float
-    hbm_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,14 +161,14 @@ class Rates:
             width = kernels.narrowest_dim(module, instruction) or self.unit_width
             filled = min(1.0, width / self.unit_width)
             seconds = max(num_flops / (self.flops_per_s * filled), hbm_s)
-            return Price(seconds, "kernel", num_flops, num_bytes, hbm_s)
+            return Price(seconds, "kernel", num_flops, num_bytes)
         if num_flops:
             is_8_bit = flops.is_8_bit(module, instruction)
             peak = self.flops_8_bit_per_s if is_8_bit else self.flops_per_s
             seconds = max(cycles / self.matmul_cycles_per_s, num_flops / peak, hbm_s)
-            return Price(seconds, "matmul", num_flops, num_bytes, hbm_s)
+            return Price(seconds, "matmul", num_flops, num_bytes)
         seconds = max(cycles / self.other_cycles_per_s, hbm_s)
-        return Price(seconds, "elementwise", 0.0, num_bytes, hbm_s)
+        return Price(seconds, "elementwise", 0.0, num_bytes)
 
 
 def _speed(chip: Chip) -> float:

@@ -3,7 +3,8 @@
 A device computes one instruction after the other, in the order of the schedule. A transfer that an
 instruction starts goes on beside the next ones, until an instruction waits for it; what is left of
 it then is exposed. Transfers that use the same links wait for each other. A loop is played once,
-and counts as often as it runs.
+and counts as often as it runs; what an iteration starts and does not wait for is waited for at its
+end, though the next one could hide it.
 """
 
 import dataclasses
