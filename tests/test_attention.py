@@ -109,6 +109,32 @@ def test_ring_attention_communicates_by_permutes_of_neighbours_alone():
     assert kinds == {"collective-permute"}
 
 
+def jaxprs_in(jaxpr):
+    """It and all that its equations hold."""
+    yield jaxpr
+    for value in (x for eqn in jaxpr.eqns for x in jax.tree.leaves(tuple(eqn.params.values()))):
+        inner = getattr(value, "jaxpr", value)
+        if hasattr(inner, "eqns"):
+            yield from jaxprs_in(inner)
+
+
+def test_what_goes_around_the_ring_does_so_while_something_else_is_folded():
+    """A turn folds what the one before it sent, so no permute keeps it from computing."""
+    mesh = mesh_of(sequence=4)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        traced = jax.make_jaxpr(within(mesh, with_gradients("ring")))(*query_key_value(1, 16))
+    num_permutes = []
+    for jaxpr in jaxprs_in(traced.jaxpr):
+        permutes = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "ppermute"]
+        folds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+        arriving = {id(x) for eqn in permutes for x in eqn.outvars}
+        if permutes and folds and len(permutes) % 2 == 0:
+            num_permutes.append(len(permutes))
+            read = {id(x) for eqn in folds for x in eqn.invars}
+            assert not arriving & read
+    assert num_permutes
+
+
 def test_the_memory_of_ring_attention_grows_with_the_length_and_not_its_square():
     short, long = (ring_on(length).memory_analysis().temp_size_in_bytes for length in (8192, 16384))
     assert long < 2.2 * short

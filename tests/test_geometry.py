@@ -32,10 +32,11 @@ def mirrored(num_devices=8, **setup):
     return Geometry(lambda: tpudist.MirroredStrategy(jax.devices()[:num_devices]), Setup(**setup))
 
 
-def tpu(setup=Setup(), num_devices=8, partitioner=None, **axes):  # noqa: B008
+def tpu(setup=Setup(), num_devices=8, partitioner=None, rules=(), **axes):  # noqa: B008
     def make():
         return tpudist.TPUStrategy(
             replica_axes=axes or None,
+            logical_axis_rules=rules,
             devices=jax.devices()[:num_devices],
             variable_partitioner=partitioner,
         )
@@ -75,6 +76,9 @@ GEOMETRIES = {
     "1 replica of tensor=4": tpu(num_devices=4, tensor=4),
     "2 replicas of fsdp=2, tensor=2, 2 microbatches": tpu(
         Setup({"remat": "full"}, microbatches=2), fsdp=2, tensor=2
+    ),
+    "1 replica of fsdp=2, tensor=4, the residual stream split": tpu(
+        changed(loss_chunk=8), fsdp=2, tensor=4, rules=[("residual", "tensor")]
     ),
     # Sequences are.
     "2 replicas of sequence=4": tpu(RING, sequence=4),

@@ -12,7 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+import tpudist
 from tpudist.models import Transformer, TransformerConfig, next_token_loss, next_token_nats
+from tpudist.planner import GlobalBatch, work
 
 SMALL = TransformerConfig(
     vocabulary=64, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24
@@ -120,6 +122,35 @@ def test_a_loss_in_chunks_is_the_same_loss(chunk):
     assert_same(trained(make(loss_chunk=chunk)), plain())
 
 
+def test_a_loss_in_chunks_is_as_much_work():
+    """What its backward pass computes again is none."""
+
+    def flops(model):
+        graph, state = nnx.split(model)
+        loss = lambda state: next_token_nats(nnx.merge(graph, state), tokens()).mean()  # noqa: E731
+        return work.model_flops(jax.make_jaxpr(jax.grad(loss))(state), 1)
+
+    assert flops(make(loss_chunk=4)) == flops(make())
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):
+    """Its weight is gathered once, and its gradients are summed over devices once."""
+    sent = {}
+    for chunk in (None, 4):
+        strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:4])
+        config = dataclasses.replace(SMALL, vocabulary=512, num_layers=1, loss_chunk=chunk)
+        model = strategy.create_abstract(lambda c=config: Transformer(c, rngs=nnx.Rngs(0)))
+
+        def step(model, tokens):
+            return nnx.grad(lambda model: next_token_nats(model, tokens).mean())(model)
+
+        batch = GlobalBatch(jax.ShapeDtypeStruct((8, 17), jnp.int32))
+        plan = strategy.plan(step, (model, batch), cache=False)
+        sent[chunk] = sum(use.sent_bytes for use in plan.collectives)
+    assert 0 < sent[4] <= sent[None]
+
+
 def test_chunks_that_do_not_fill_the_sequence_are_refused():
     with pytest.raises(ValueError, match="loss_chunk=5 does not cut a sequence of 16 positions"):
         next_token_nats(make(loss_chunk=5), tokens())
@@ -152,6 +183,7 @@ def test_experts_are_asked_to_share_their_work_in_training_alone():
     [
         ({"sequence": 4}, {}),
         ({"sequence": 4}, {"loss_chunk": 8}),
+        ({"fsdp": 2, "tensor": 2}, {"loss_chunk": 4}),
         ({"fsdp": 2, "sequence": 2}, {"remat": "save_attention"}),
         ({"tensor": 4}, {}),
         ({"sequence": 2, "tensor": 2}, {"tied": True, "attention": "dot_product"}),

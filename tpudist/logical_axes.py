@@ -23,6 +23,9 @@ _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vocab", ("tensor",)),
     ("expert", ("expert",)),
     ("sequence", ("sequence",)),
+    # Of activations between blocks. Split over "tensor", they take less memory, and are gathered
+    # where they are used.
+    ("residual", ()),
     ("layers", ("stage",)),
     ("kv", ()),
     ("head_dim", ()),

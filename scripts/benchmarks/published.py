@@ -28,6 +28,7 @@ from flax import nnx
 import tpudist
 from benchmarks.figures import Figure, at_most
 from tpudist.models import Transformer, TransformerConfig, next_token_nats
+from tpudist.models.presets import PRESETS
 from tpudist.planner import GlobalBatch, Plan
 from tpudist.training.steps import make_train_step
 
@@ -52,6 +53,8 @@ class Run:
     """Seconds of a step, if those were published."""
     flops_per_s: float | None = None
     """Else FLOP/s per chip."""
+    rules: tuple[tuple[str, str], ...] = ()
+    """Logical-axis rules of the run."""
     max_hbm_bytes: float | None = None
     """The memory per chip that another program of this run was seen to need."""
 
@@ -74,36 +77,17 @@ def flops_per_chip(config: TransformerConfig, batch: int, length: int) -> float:
     return batch * (6.0 * parameters * length + attention)
 
 
-def _maxtext(scale: int, remat: str) -> TransformerConfig:
-    """The dense model that MaxText calls `global_parameter_scale`: base.yml and its doublings."""
-    third, rest = divmod(int(math.log2(scale)), 3)
-    return TransformerConfig(
-        vocabulary=32_000,
-        num_layers=16 * 2**third,
-        embed_dim=2048 * 2 ** (third + (rest > 1)),
-        num_heads=16 * 2 ** (third + (rest > 0)),
-        head_width=128,
-        mlp_dim=7168 * 2 ** (third + (rest > 0)),
-        dtype="bfloat16",
-        remat=remat,  # type: ignore[arg-type]
-    )
+def _config(preset: str, **options: Any) -> TransformerConfig:
+    return dataclasses.replace(PRESETS[preset].config, **options)
 
 
-_LLAMA_8B = TransformerConfig(
-    vocabulary=128_256,
-    num_layers=32,
-    embed_dim=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    mlp_dim=14_336,
-    dtype="bfloat16",
-    rotary_base=500_000.0,
-    remat="offload_projections",  # type: ignore[arg-type]
-)
-_LLAMA_70B = dataclasses.replace(
-    _LLAMA_8B, num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672
-)
-_MISTRAL_7B = dataclasses.replace(_LLAMA_8B, vocabulary=32_000, rotary_base=10_000.0)
+_16B = _config("dense-16b", loss_chunk=512)
+_32B = _config("dense-32b", loss_chunk=512)
+_64B = dataclasses.replace(_32B, num_layers=64)
+_LLAMA: dict[str, Any] = {"remat": "offload_projections", "loss_chunk": 1024}
+_LLAMA_8B = _config("llama-3.1-8b", **_LLAMA)
+_LLAMA_70B = _config("llama-3.1-70b", **_LLAMA)
+_MISTRAL_7B = _config("mistral-7b", **_LLAMA)
 
 RUNS: dict[str, Run] = {
     run.name: run
@@ -113,7 +97,7 @@ RUNS: dict[str, Run] = {
             _MAXTEXT.format("v5e", 16),
             "v5e-256",
             {"fsdp": 256},
-            _maxtext(16, "full"),
+            _16B,
             6,
             2048,
             flops_per_s=120e12,
@@ -124,7 +108,7 @@ RUNS: dict[str, Run] = {
             _MAXTEXT.format("v5e", 32),
             "v5e-256",
             {"fsdp": 256},
-            _maxtext(32, "full"),
+            _32B,
             4,
             2048,
             flops_per_s=132e12,
@@ -134,7 +118,7 @@ RUNS: dict[str, Run] = {
             _MAXTEXT.format("v5e", 64),
             "v5e-256",
             {"fsdp": 256},
-            _maxtext(64, "full"),
+            _64B,
             2,
             2048,
             flops_per_s=118e12,
@@ -144,7 +128,7 @@ RUNS: dict[str, Run] = {
             _MAXTEXT.format("v5e", 16),
             "2xv5e-256",
             {"fsdp": 256},
-            _maxtext(16, "full"),
+            _16B,
             6,
             2048,
             flops_per_s=117e12,
@@ -154,10 +138,11 @@ RUNS: dict[str, Run] = {
             _MAXTEXT.format("v5p", 32),
             "v5p-128",
             {"fsdp": 16, "tensor": 4},
-            _maxtext(32, "minimal"),
+            dataclasses.replace(_32B, remat="minimal"),
             6,
             2048,
             flops_per_s=328e12,
+            rules=(("residual", "tensor"),),
         ),
         Run(
             "Llama-3.1-8B, v6e-8",
@@ -206,7 +191,9 @@ RUNS: dict[str, Run] = {
 def plan(run: Run, **options: Any) -> Plan:
     """What the planner says of a run."""
     strategy = tpudist.TPUStrategy(
-        replica_axes=run.replica_axes, devices=tpudist.planner.devices(run.topology)
+        replica_axes=run.replica_axes,
+        logical_axis_rules=run.rules,
+        devices=tpudist.planner.devices(run.topology),
     )
     model = strategy.create_abstract(lambda: Transformer(run.config, rngs=nnx.Rngs(0)))
     tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-4, 100, 1000))

@@ -7,12 +7,12 @@ read in float32; with `TransformerConfig.loss_chunk`, only some positions' at a 
 
 from __future__ import annotations
 
-import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from tpudist.models.logical import inner_axes, split_over
+from tpudist.models.logical import constrain, inner_axes, split_over
 from tpudist.models.transformer import Transformer, unembed
 
 
@@ -53,10 +53,7 @@ def _by_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: 
     Where an axis splits the sequence, each of its devices has an equal part of every chunk.
     """
     batch, length = targets.shape
-    inner = inner_axes()
-    parts = 1
-    for axis in split_over("sequence", length):
-        parts *= inner[axis]
+    parts = _ways("sequence", length)
     if chunk % parts or length % chunk:
         raise ValueError(
             f"loss_chunk={chunk} does not cut a sequence of {length} positions"
@@ -69,16 +66,74 @@ def _by_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: 
         x = x.reshape(batch, parts, length // chunk, chunk // parts, *rest)
         return jnp.moveaxis(x, 2, 0).reshape(length // chunk, batch, chunk, *rest)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # the scan keeps XLA from undoing it
-    def of_chunk(weight, hidden, targets):
-        return _nats(unembed(hidden, weight), targets)
-
-    def body(_, piece):
-        return None, of_chunk(weight, *piece)
-
-    _, nats = jax.lax.scan(body, None, (cut(hidden), cut(targets)))
+    # Whole but for the vocabulary, so that it is gathered once and not for each chunk.
+    weight = constrain(weight.astype(hidden.dtype), None, "vocab")
+    nats = _of_chunks(weight, cut(hidden), cut(targets))
     nats = nats.reshape(length // chunk, batch, parts, chunk // parts)
     return jnp.moveaxis(nats, 0, 2).reshape(batch, length)
+
+
+@jax.custom_vjp
+def _of_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    """Nats `[chunks, batch, chunk]` of targets under `hidden @ weight`, a chunk at a time."""
+
+    def body(_, piece):
+        hidden, targets = piece
+        return None, _nats(unembed(hidden, weight), targets)
+
+    return jax.lax.scan(body, None, (hidden, targets))[1]
+
+
+def _of_chunks_forward(weight: jax.Array, hidden: jax.Array, targets: jax.Array):
+    return _of_chunks(weight, hidden, targets), (weight, hidden, targets)
+
+
+def _of_chunks_backward(saved, cotangent: jax.Array):
+    """Each device sums the weight's gradient over its own tokens of all chunks, in float32.
+
+    The sums of the devices stay apart, `[rows, parts, embed, vocabulary]`, until the last chunk is
+    done: added up earlier, they would be so for each chunk.
+    """
+    weight, hidden, targets = saved
+    _, batch, chunk, embed = hidden.shape
+    rows, parts = _ways("batch", batch), _ways("sequence", chunk)
+
+    def of_each(x: jax.Array) -> jax.Array:  # [rows, parts, tokens of a device, ...]
+        x = x.reshape(rows, batch // rows, parts, chunk // parts, x.shape[-1])
+        return jnp.moveaxis(x, 2, 1).reshape(rows, parts, -1, x.shape[-1])
+
+    def body(total, piece):
+        hidden, targets, cotangent = piece
+        with jax.named_scope("rematted_computation"):
+            logits = unembed(hidden, weight)
+            _, read = _nats_forward(logits, targets)
+        d_logits, _ = _nats_backward(read, cotangent)
+        d_hidden = jnp.einsum("blv,ev->ble", d_logits, weight)
+        new = jnp.einsum(
+            "rpte,rptv->rpev",
+            of_each(hidden),
+            of_each(d_logits),
+            preferred_element_type=jnp.float32,
+        )
+        return split(total + new), d_hidden
+
+    def split(x: jax.Array) -> jax.Array:
+        return constrain(x, "batch", "sequence", None, "vocab")
+
+    total = split(jnp.zeros((rows, parts, *weight.shape), jnp.float32))
+    total, d_hidden = jax.lax.scan(body, total, (hidden, targets, cotangent))
+    # In the weight's dtype, as other weights' gradients are (`jnp.sum` would send float32).
+    d_weight = jax.lax.reduce(total.astype(weight.dtype), weight.dtype.type(0), jax.lax.add, (0, 1))
+    return d_weight, d_hidden, None
+
+
+_of_chunks.defvjp(_of_chunks_forward, _of_chunks_backward)
+
+
+def _ways(name: str, size: int) -> int:
+    """In how many parts a dim called `name` of this size is split."""
+    inner = inner_axes()
+    return math.prod(inner[axis] for axis in split_over(name, size))
 
 
 @jax.custom_vjp

@@ -5,7 +5,8 @@ A transformer's block gives names to its tensors (`NAMES`); a policy says what b
 "save:query,key+offload:mlp_in"; what it does not mention is recomputed.
 
 Kept bytes per token and layer are the widths of the named tensors; recomputing costs the products
-that made them. Host memory costs the way there and back, which XLA overlaps with other work.
+that made them. Host memory costs the way there and back, of which XLA overlaps a part with
+other work: a plan says how much is waited for.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each device keeps the queries of its part. In n - 1 turns it sees the keys and values of every other
 part, and folds each into a running softmax (Liu et al. 2023, arXiv 2310.01889). The backward pass
-goes around again, and the gradients of keys and values travel with them. All communication is
-permutes of neighbours. Scores exist for `_TILE` keys at a time, in float32, so that memory is in
-proportion to a device's part of the sequence.
+goes around again, and the gradients of keys and values travel after them. All communication is
+permutes of neighbours, each under way while something else is folded. Scores exist for `_TILE` keys
+at a time, in float32, so that memory is in proportion to a device's part of the sequence.
 """
 
 from __future__ import annotations
@@ -65,16 +65,18 @@ def _forward(query, key, value, axis):
 
         return jax.lax.scan(tile, state, _tiles(key, value, source))[0]
 
+    def fold_if_earlier(state, key, value, step):
+        source = here - step  # what came from later positions is masked out whole
+        return jax.lax.cond(source >= 0, fold, lambda state, *_: state, state, key, value, source)
+
     def turn(carry, step):
         state, key, value = carry
-        key, value = _pass_on((key, value), axis)
-        source = here - step  # what came from later positions is masked out whole
-        state = jax.lax.cond(source >= 0, fold, lambda state, *_: state, state, key, value, source)
-        return (state, key, value), None
+        upcoming = _pass_on((key, value), axis)  # while these are folded
+        return (fold_if_earlier(state, key, value, step), *upcoming), None
 
-    state = fold(state, key, value, here)
-    turns = jnp.arange(1, _size(axis))
-    (total, most, weight), *_ = jax.lax.scan(turn, (state, key, value), turns)[0]
+    last = _size(axis) - 1
+    carry, _ = jax.lax.scan(turn, (state, key, value), jnp.arange(last))
+    total, most, weight = fold_if_earlier(*carry, last)
     out = _ungrouped(total / weight[..., None]).astype(query.dtype)
     log_weight = most + jnp.log(weight)
     return out, (query, key, value, out, log_weight)
@@ -88,7 +90,9 @@ def _backward(axis, saved, cotangent):
     along = _grouped(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
     here = _index(axis)
 
-    def fold(d_query, key, value, d_key, d_value, source):
+    def fold(d_query, key, value, source):
+        """With what these queries add to the gradients of keys and values."""
+
         def tile(d_query, tiled):
             (key, value, positions) = tiled
             scores = _scores(grouped, key, here * grouped.shape[3], positions)
@@ -99,34 +103,28 @@ def _backward(axis, saved, cotangent):
             d_query = d_query + _einsum("bkgqs,bskd->bkgqd", d_scores, key)
             return d_query, (_einsum("bkgqs,bkgqd->bskd", d_scores, grouped), d_value)
 
-        d_query, (new_key, new_value) = jax.lax.scan(tile, d_query, _tiles(key, value, source))
-        length = key.shape[1]
-        return d_query, d_key + _untiled(new_key, length), d_value + _untiled(new_value, length)
+        d_query, new = jax.lax.scan(tile, d_query, _tiles(key, value, source))
+        return d_query, *(_untiled(x, key.shape[1]) for x in new)
 
-    def turn(carry, step):
-        d_query, *travelling = carry
-        key, value, d_key, d_value = _pass_on(tuple(travelling), axis)
+    def nothing(d_query, key, value, source):
+        return d_query, *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+
+    def turn(carry, step, is_last=False):
+        d_query, key, value, *gradients = carry
+        # All that travels does so while these are folded.
+        upcoming = (key, value) if is_last else _pass_on((key, value), axis)
+        arrived = _pass_on(gradients, axis)
         source = here - step
-        d_query, d_key, d_value = jax.lax.cond(
-            source >= 0,
-            fold,
-            lambda d_query, key, value, d_key, d_value, source: (d_query, d_key, d_value),
-            d_query,
-            key,
-            value,
-            d_key,
-            d_value,
-            source,
-        )
-        return (d_query, key, value, d_key, d_value), None
+        d_query, *new = jax.lax.cond(source >= 0, fold, nothing, d_query, key, value, source)
+        return (d_query, *upcoming, *(a + b for a, b in zip(arrived, new, strict=True))), None
 
-    nothing = (jnp.zeros(x.shape, jnp.float32) for x in (grouped, key, value))
-    d_query, d_key, d_value = nothing
-    d_query, d_key, d_value = fold(d_query, key, value, d_key, d_value, here)
-    turns = jnp.arange(1, _size(axis))
-    carry = (d_query, key, value, d_key, d_value)
-    (d_query, _, _, d_key, d_value), _ = jax.lax.scan(turn, carry, turns)
-    d_key, d_value = _pass_on((d_key, d_value), axis)  # home
+    size = _size(axis)
+    d_query, *gradients = fold(jnp.zeros(grouped.shape, jnp.float32), key, value, here)
+    if size > 1:
+        carry = (d_query, *_pass_on((key, value), axis), *gradients)
+        carry, _ = jax.lax.scan(turn, carry, jnp.arange(1, size - 1))
+        (d_query, _, _, *gradients), _ = turn(carry, size - 1, is_last=True)
+    d_key, d_value = _pass_on(gradients, axis)  # home
     return (
         _ungrouped(d_query).astype(query.dtype),
         d_key.astype(key.dtype),

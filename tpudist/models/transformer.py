@@ -6,8 +6,9 @@ not grow with depth. Parameters are float32; matrix products and activations use
 `TransformerConfig.dtype`; norms, softmax and loss are computed in float32.
 
 Every dim of every parameter has a logical name (`layers`, `embed`, `heads`, `kv_heads`, `head_dim`,
-`mlp`, `vocab`, `expert`); activations are constrained by `batch`, `sequence`, `heads`, `mlp` and
-`vocab`. Which of them are split, if any, is the strategy's affair.
+`mlp`, `vocab`, `expert`); activations are constrained by `batch`, `sequence`, `heads`, `mlp`,
+`vocab` and `residual`, the width of what blocks hand on. Which of them are split, if any, is the
+strategy's affair.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Blocks(nnx.Module):
             x, routing = state
             x = checkpoint_name(x, "layer_input")
             out = _attention(_rms_norm(x, weights["attention_norm"]), weights, rotation, config)
-            x = x + checkpoint_name(out, "attention_out")
+            x = constrain_residual(x + checkpoint_name(out, "attention_out"))
             out = _rms_norm(x, weights["mlp_norm"])
             if config.num_experts:
                 out, found = experts.mlp(out, weights, config)
@@ -126,8 +127,9 @@ class Blocks(nnx.Module):
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
-    """Splits the residual stream `[batch, length, embed]` over what splits batch and sequence."""
-    return constrain(x, "batch", _sequence(x), None)
+    """Splits the residual stream `[batch, length, embed]` by the rules for its three dims."""
+    residual = "residual" if split_over("residual", x.shape[-1]) else None
+    return constrain(x, "batch", _sequence(x), residual)
 
 
 def _sequence(x: jax.Array) -> str | None:
@@ -156,11 +158,16 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1) -> jax.Array:
-    """Contracts the last `num_dims` dims of `x` with the first of `weight`, in the dtype of `x`."""
+    """Contracts the last `num_dims` dims of `x` with the first of `weight`, in the dtype of `x`.
+
+    `x` is `[batch, length, ...]`.
+    """
     leading, features = x.shape[:-num_dims], x.shape[-num_dims:]
-    # With batch and length as one dim, a weight's gradient contracts one dim: twice as fast on
-    # XLA:CPU.
-    out = jnp.tensordot(x.reshape(-1, *features), weight.astype(x.dtype), axes=num_dims)
+    if not _sequence(x):
+        # With batch and length as one dim, a weight's gradient contracts one dim: twice as fast on
+        # XLA:CPU. Where both are split, XLA would gather the sequence for it.
+        x = x.reshape(-1, *features)
+    out = jnp.tensordot(x, weight.astype(x.dtype), axes=num_dims)
     return out.reshape(*leading, *weight.shape[num_dims:])
 
 

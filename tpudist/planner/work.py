@@ -3,8 +3,9 @@
 The count is of the jaxpr, before any compiler: multiplications and additions of `dot_general` and
 convolutions, loops by their lengths, of both halves of a gradient. What `jax.checkpoint` computes a
 second time is no work (JAX names such operations "rematted_computation"), so a step does not look
-busier for computing more again; what a custom derivative repeats by itself is counted. Attention
-counts what a causal mask throws away, as the usual formula 12 * layers * width * length does.
+busier for computing more again; what a custom derivative repeats by itself is counted, unless it
+says so by the same name. Nor is a product that only stands in for a scatter. Attention counts what
+a causal mask throws away, as the usual formula 12 * layers * width * length does.
 
 A Pallas kernel counts what it says of itself (`cost_estimate`), else its body as often as its grid
 says. Its gradient is another kernel, which repeats parts of it at will: it counts twice the kernel.
@@ -14,6 +15,9 @@ import math
 from typing import Any
 
 import numpy as np
+
+# `jax.named_scope`s of products that are no work: JAX's own, and that of models/embedding.py.
+_NO_WORK = ("rematted_computation", "in_place_of_scatter")
 
 
 def model_flops(closed: Any, num_replicas: int) -> tuple[float, tuple[str, ...]]:
@@ -38,7 +42,7 @@ class _Counter:
 
     def _of_equation(self, eqn: Any, where: str) -> float:
         where = f"{where}/{eqn.source_info.name_stack}"
-        if "rematted_computation" in where:
+        if any(name in where for name in _NO_WORK):
             return 0.0
         name, params = eqn.primitive.name, eqn.params
         if name == "dot_general":
