@@ -18,7 +18,7 @@ from flax import nnx
 
 import bench
 import tpudist
-from benchmarks import figures, pairs, programs
+from benchmarks import figures, pairs, programs, published, scale
 from tpudist.models import TransformerConfig
 from tpudist.xla import topology
 
@@ -157,6 +157,31 @@ def test_the_benchmark_writes_every_figure_with_its_baseline(tmp_path, capsys, m
         "16 steps at once",
         "NNX model and optimizer",
     }
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, monkeypatch):
+    """Of a slice of 8 chips, of a small run, and of one that does not fit."""
+    file = tmp_path / "figures.json"
+    runs = {
+        name: published.Run(name, "nowhere", "v5e-4", {"fsdp": 4}, SMALL, batch, 32, step_s=1e-3)
+        for name, batch in {"small": 1, "large": 2**20}.items()
+    }
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(scale, "SLICES", scale.SLICES[:1])
+    monkeypatch.setattr(published, "RUNS", runs)
+    bench.main(["--suites", "scale", "published", "--out", str(file)])
+    printed = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    found = {(figure["subject"], figure["quantity"]): figure for figure in report["figures"]}
+    assert found["small", "step time, s"]["baseline"] == 1e-3
+    assert found["all", "median error"]["met"] is False  # a microsecond or so, not a millisecond
+    assert found["large", "fits"]["details"]["fits"] is False
+    assert found["v5e-8: 8 chips, data parallel", "compile, s"]["ratio"] is None
+    for subject, quantity in found:
+        assert subject in printed
+        assert quantity in printed
 
 
 def program_for_tpu(task: str, geometry: str) -> None:

@@ -25,8 +25,8 @@ class Figure:
     """Which quantity of it, with its unit."""
     ours: float
     """What tpudist takes."""
-    baseline: float
-    """What the hand-written program takes, or what `quantity` says."""
+    baseline: float | None
+    """What the hand-written program takes, or what `quantity` says; None if there is none."""
     target: str = ""
     """What is asked for, in words; empty if the figure only gives the scale."""
     met: bool | None = None
@@ -37,11 +37,21 @@ class Figure:
     """For the JSON only."""
 
     @property
-    def ratio(self) -> float:
-        """Ours over the baseline."""
+    def ratio(self) -> float | None:
+        """Ours over the baseline; None without one."""
+        if self.baseline is None:
+            return None
         if self.baseline:
             return self.ours / self.baseline
         return 1.0 if self.ours == 0 else float("inf")
+
+    @property
+    def against_baseline(self) -> str:
+        """The ratio or the difference, in words."""
+        if self.baseline is None:
+            return ""
+        by_difference = f"{self.ours - self.baseline:+.1f}"
+        return by_difference if self.by_difference else f"{self.ratio:.3f} x"
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the ratio."""
@@ -89,10 +99,8 @@ def show(console: Console, title: str, figures: Iterable[Figure]) -> None:
             table.add_row(
                 f"  {figure.quantity}",
                 _number(figure.ours),
-                _number(figure.baseline),
-                f"{figure.ours - figure.baseline:+.1f}"
-                if figure.by_difference
-                else f"{figure.ratio:.3f} x",
+                "" if figure.baseline is None else _number(figure.baseline),
+                figure.against_baseline,
                 figure.target,
                 {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[figure.met],
             )
