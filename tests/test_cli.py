@@ -392,10 +392,23 @@ def test_the_tiny_preset_is_what_the_training_script_trains():
     assert tiny.length == script.sequence_length
 
 
+def test_a_presets_loss_is_in_chunks_where_they_fill_the_sequence():
+    for given, chunk in (
+        ({}, 1024),
+        ({"sequence_length": 2048}, 1024),
+        ({"sequence_length": 1000}, None),
+        ({"loss_chunk": 512}, 512),
+        ({"loss_chunk": 0}, None),
+    ):
+        options = reference.ReferenceOptions(preset="llama-3.1-8b", **given)
+        assert reference.sized(options, 8).config.loss_chunk == chunk
+
+
 def test_every_preset_can_be_chosen_and_every_size_is_one_of_the_model():
     choices = reference.ReferenceOptions.__annotations__["preset"]
     assert set(re.findall(r"'([^']+)'", choices)) == set(PRESETS)
-    own = {"preset", "batch_per_chip", "global_batch", "sequence_length", "optimizer"}
+    own = {"preset", "batch_per_chip", "global_batch", "sequence_length"}
+    own |= {"optimizer", "optimizer_memory"}
     sizes = set(reference.ReferenceOptions.__annotations__) - own
     assert sizes <= set(TransformerConfig.__dataclass_fields__)
 

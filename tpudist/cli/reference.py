@@ -70,8 +70,12 @@ class ReferenceOptions:
     """How attention is computed; auto is Splash attention on TPUs."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What to compute in; parameters are float32."""
+    loss_chunk: int | None = None
+    """Positions whose logits are held at a time; 0 for all of them."""
     optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
     """What is kept for each parameter depends on it."""
+    optimizer_memory: Literal["device", "pinned_host"] = "device"
+    """Where that lives between steps: pinned_host is the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,14 @@ class Reference:
         global_batch: Sequences of a step.
         length: Tokens of a sequence.
         make_optimizer: Gives the Optax transformation.
+        optimizer_memory: Where its state lives; None for the devices' own.
     """
 
     config: TransformerConfig
     global_batch: int
     length: int
     make_optimizer: Callable[[], optax.GradientTransformation]
+    optimizer_memory: str | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,7 +107,9 @@ class Reference:
         strategy = TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)
         model = strategy.create_abstract(lambda: make_transformer(config))
         optimizer = strategy.create_abstract(
-            lambda model: Optimizer(self.make_optimizer(), model), model
+            lambda model: Optimizer(self.make_optimizer(), model),
+            model,
+            memory_kind=self.optimizer_memory,
         )
         tokens = jax.ShapeDtypeStruct((self.global_batch, self.length + 1), jnp.int32)
         step = steps.make_train_step(
@@ -124,6 +132,10 @@ def sized(options: ReferenceOptions, num_chips: int) -> Reference:
         for name, value in dataclasses.asdict(options).items()
         if name in names and value is not None
     }
+    length = preset.length if options.sequence_length is None else options.sequence_length
+    chunk = preset.config.loss_chunk
+    if options.loss_chunk == 0 or (options.loss_chunk is None and chunk and length % chunk):
+        given["loss_chunk"] = None
     try:
         config = dataclasses.replace(preset.config, **given)
     except ValueError as error:
@@ -140,5 +152,5 @@ def sized(options: ReferenceOptions, num_chips: int) -> Reference:
     if batch is None:
         per_chip = options.batch_per_chip
         batch = num_chips * (preset.batch_per_chip if per_chip is None else per_chip)
-    length = preset.length if options.sequence_length is None else options.sequence_length
-    return Reference(config, batch, length, OPTIMIZERS[options.optimizer])
+    memory = None if options.optimizer_memory == "device" else options.optimizer_memory
+    return Reference(config, batch, length, OPTIMIZERS[options.optimizer], memory)

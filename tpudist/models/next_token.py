@@ -66,6 +66,7 @@ def _by_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: 
         x = x.reshape(batch, parts, length // chunk, chunk // parts, *rest)
         return jnp.moveaxis(x, 2, 0).reshape(length // chunk, batch, chunk, *rest)
 
+    weight, hidden = _settled(weight, hidden)
     # Whole but for the vocabulary, so that it is gathered once and not for each chunk.
     weight = constrain(weight.astype(hidden.dtype), None, "vocab")
     nats = _of_chunks(weight, cut(hidden), cut(targets))
@@ -128,6 +129,23 @@ def _of_chunks_backward(saved, cotangent: jax.Array):
 
 
 _of_chunks.defvjp(_of_chunks_forward, _of_chunks_backward)
+
+
+@jax.custom_vjp
+def _settled(weight: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are; the blocks' backward pass begins when both have their gradients.
+
+    XLA reduces the weight's gradient when it likes, and until then holds all of it on every device.
+    """
+    return weight, hidden
+
+
+def _settled_backward(_: None, gradients: tuple[jax.Array, jax.Array]):
+    d_weight, d_hidden = gradients
+    return jax.lax.optimization_barrier((constrain(d_weight, "embed", "vocab"), d_hidden))
+
+
+_settled.defvjp(lambda weight, hidden: ((weight, hidden), None), _settled_backward)
 
 
 def _ways(name: str, size: int) -> int:

@@ -40,6 +40,7 @@ _LLAMA_8B = TransformerConfig(
     rotary_base=500_000.0,
     dtype="bfloat16",
     remat="full",
+    loss_chunk=1024,
 )
 _MISTRAL_7B = dataclasses.replace(_LLAMA_8B, vocabulary=32_000, rotary_base=10_000.0)
 _MAXTEXT_16B = TransformerConfig(
@@ -51,6 +52,7 @@ _MAXTEXT_16B = TransformerConfig(
     mlp_dim=28_672,
     dtype="bfloat16",
     remat="full",
+    loss_chunk=512,
 )
 
 PRESETS: dict[str, Preset] = {
