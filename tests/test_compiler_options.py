@@ -4,10 +4,16 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import tpudist
+from tpudist.models import Transformer, TransformerConfig, next_token_nats
+from tpudist.planner import GlobalBatch
+from tpudist.training.steps import make_train_step
 from tpudist.xla import compiler_options, compiler_process, topology
 from tpudist.xla.chips import CHIPS
 
@@ -53,6 +59,27 @@ def test_the_compiler_takes_the_options_of_every_chip(name):
     lowered, mesh = _train(devices)
     program = compiler_process.compile_elsewhere(lowered, mesh.devices, options)
     assert program.memory.peak_bytes > 0
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["v4-16", "v5e-8", "v5p-16", "v6e-8", "tpu7x-8"])
+def test_a_transformer_that_is_split_has_a_program_and_a_price_on_every_chip(name):
+    """Without its options, libtpu ends with a segmentation fault on TPU7x."""
+    strategy = tpudist.TPUStrategy(
+        replica_axes={"fsdp": 4, "tensor": 2}, devices=tpudist.planner.devices(name)
+    )
+    config = TransformerConfig(num_layers=2, dtype="bfloat16", remat="full", loss_chunk=128)
+    model = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    optimizer = strategy.create_abstract(lambda m: tpudist.Optimizer(optax.adamw(1e-3), m), model)
+    batch = GlobalBatch(jax.ShapeDtypeStruct((16, 513), jnp.int32))
+    step = make_train_step(lambda model, x: next_token_nats(model, x).mean(axis=-1))
+    plan = strategy.plan(step, (model, optimizer, batch), cache=False)
+    kinds = {use.kind for use in plan.collectives if use.num_bytes > 2**10}
+    assert "all-gather" in kinds
+    assert kinds & {"all-reduce", "reduce-scatter"}
+    assert 1e-5 < plan.time.step_s < 1e-1
 
 
 def test_every_option_says_why_and_for_which_chips():

@@ -107,6 +107,13 @@ def test_instructions_are_read_whole():
     assert sorted(module.entry.parameters) == [0, 1]
 
 
+def test_cycles_that_the_compiler_does_not_know_are_none():
+    """It writes the largest number there is, of what it leaves to SparseCores."""
+    text = LOOP.replace('"estimated_cycles":"90"', f'"estimated_cycles":"{2**63 - 1}"')
+    module = hlo_module.parse(text)
+    assert module.computations["body"].instructions["double"].cycles is None
+
+
 @pytest.mark.parametrize(
     ("loop", "trips"),
     [

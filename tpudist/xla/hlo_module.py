@@ -26,6 +26,7 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 2**63 - 1  # of what the TPU7x compiler leaves to SparseCores
 _FARTHEST_ORIGIN = 16
 # Opcodes whose called computation the device runs in the schedule, rather than per element.
 _CALLS = ("call", "call-start", "async-start", "while", "conditional")
@@ -100,7 +101,7 @@ class Instruction:
     def cycles(self) -> int | None:
         """The clock cycles that XLA expects one run of it to take; None where XLA says nothing."""
         match = _CYCLES.search(self.attributes)
-        return int(match[1]) if match else None
+        return int(match[1]) if match and int(match[1]) != _UNKNOWN_CYCLES else None
 
     def attribute(self, name: str) -> str | None:
         """The value of a plain attribute, such as "1" of `index=1`; None where there is none."""
