@@ -74,7 +74,8 @@ def main(args: list[str] | None = None) -> int:
         found += figures
     with_target = [figure for figure in found if figure.met is not None]
     missed = [figure for figure in with_target if not figure.met]
-    console.print(f"{len(with_target) - len(missed)} of {len(with_target)} targets met.")
+    if with_target:
+        console.print(f"{len(with_target) - len(missed)} of {len(with_target)} targets met.")
     for figure in missed:
         console.print(f"Missed: {figure.subject}, {figure.quantity}: {figure.target}.")
     if config.out is not None:

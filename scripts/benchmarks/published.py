@@ -85,7 +85,7 @@ _16B = _config("dense-16b")
 _32B = _config("dense-32b")
 _64B = _config("dense-32b", num_layers=64)
 _LLAMA_8B = _config("llama-3.1-8b", remat="offload_projections")
-_LLAMA_70B = _config("llama-3.1-70b", remat="offload_projections")
+_LLAMA_70B = _config("llama-3.1-70b", remat="save:query,key,value,attention")
 _MISTRAL_7B = _config("mistral-7b", remat="offload_projections")
 
 RUNS: dict[str, Run] = {
@@ -175,7 +175,7 @@ RUNS: dict[str, Run] = {
         ),
         Run(
             "Llama-3.1-70B, tpu7x, 64 chips",
-            _RECIPE.format("ironwood/README.md"),
+            _RECIPE.format("ironwood/llama3.1-70b/8k-bf16-tpu7x-4x4x4"),
             "tpu7x-128",
             {"fsdp": 128},
             _LLAMA_70B,
