@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,21 @@ def test_every_tensor_that_policies_know_is_one_of_a_block(attention):
     text = str(jax.make_jaxpr(lambda x: next_token_nats(model, x))(jnp.zeros((1, 9), jnp.int32)))
     for name in remat.NAMES:
         assert f"name[name={name}]" in text
+
+
+@pytest.mark.parametrize("attention", ["dot_product", "splash", "ring"])
+def test_what_attention_gathers_is_saved_once(attention):
+    """Not as its result and again as what its own backward pass needs."""
+    config = dataclasses.replace(
+        SMALL, num_kv_heads=None, head_width=8, attention=attention, remat="save_attention"
+    )
+    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    tokens = jnp.zeros((1, 129), jnp.int32)
+    grad = jax.grad(lambda state: next_token_nats(nnx.merge(graph, state), tokens).sum())
+    layers = next(x for x in jax.make_jaxpr(grad)(state).eqns if x.primitive.name == "scan")
+    kept = [x.aval.shape for x in layers.outvars[layers.params["num_carry"] :]]
+    size = config.num_layers * 128 * config.num_heads * config.head_dim
+    assert len([shape for shape in kept if math.prod(shape) == size]) == 1, kept
 
 
 def step_of(policy: str, devices, **changes):

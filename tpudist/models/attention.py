@@ -26,6 +26,7 @@ from tpudist.models.logical import automatic_axes, inner_axes, split_over
 from tpudist.xla import splash
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], Any]
+_NAME = "attention"  # for remat policies
 
 
 def attend(
@@ -55,16 +56,16 @@ def attend(
         method = automatic(length)
     if method == "dot_product":
         out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    elif method == "ring":
-        out = _ring(query, key, value)
-    elif method == "splash":
-        out = _splash(query, key, value, splash_block, splash_backward_block)
-    else:
-        raise ValueError(
-            f"attention={method!r} is not a way to compute attention. Use 'auto', 'dot_product', "
-            f"'splash' or 'ring'."
-        )
-    return checkpoint_name(out, "attention")
+        return checkpoint_name(out, _NAME)
+    # These name what their backward passes need. Named here, the result would be saved beside it.
+    if method == "ring":
+        return _ring(query, key, value)
+    if method == "splash":
+        return _splash(query, key, value, splash_block, splash_backward_block)
+    raise ValueError(
+        f"attention={method!r} is not a way to compute attention. Use 'auto', 'dot_product', "
+        f"'splash' or 'ring'."
+    )
 
 
 def automatic(length: int) -> str:
@@ -95,7 +96,7 @@ def _splash(
         splash.causal_attention,
         block=block,
         backward_block=backward_block,
-        name="attention",
+        name=_NAME,
         interpret=platform() != "tpu",
     )
     return _on_each_device(kernel, query, key, value, sequence=())
@@ -111,7 +112,7 @@ def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     axis = over[0] if over else None
 
     def kernel(query, key, value):
-        return ring_attention.causal_attention(query, key, value, axis)
+        return ring_attention.causal_attention(query, key, value, axis, _NAME)
 
     return _on_each_device(kernel, query, key, value, sequence=over)
 

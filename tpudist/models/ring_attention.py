@@ -13,14 +13,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 _TILE = 512  # keys whose scores are held at a time
 _MASKED = -1e30  # finite: a row that is masked out whole must not become NaN
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, axis: str | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis: str | None,
+    name: str | None = None,
 ) -> jax.Array:
     """What each position gathers from itself and those before it, `[batch, part, heads, width]`.
 
@@ -31,11 +36,13 @@ def causal_attention(
         key: `[batch, part, kv_heads, width]`; `heads` is a multiple of `kv_heads`.
         value: As `key`.
         axis: The mesh axis that splits the sequence, in order; None if nothing does.
+        name: What remat policies call what the backward pass needs: the result, and the sums of
+            the softmax.
     """
-    return _forward(query, key, value, axis)[0]
+    return _forward(query, key, value, axis, name)[0]
 
 
-def _forward(query, key, value, axis):
+def _forward(query, key, value, axis, name):
     """The result, and what the backward pass needs."""
     grouped = _grouped(query, key.shape[2])
     shape = grouped.shape
@@ -79,10 +86,12 @@ def _forward(query, key, value, axis):
     total, most, weight = fold_if_earlier(*carry, last)
     out = _ungrouped(total / weight[..., None]).astype(query.dtype)
     log_weight = most + jnp.log(weight)
+    if name is not None:
+        out, log_weight = (checkpoint_name(x, name) for x in (out, log_weight))
     return out, (query, key, value, out, log_weight)
 
 
-def _backward(axis, saved, cotangent):
+def _backward(axis, _name, saved, cotangent):
     query, key, value, out, log_weight = saved
     kv_heads = key.shape[2]
     grouped, upstream = _grouped(query, kv_heads), _grouped(cotangent, kv_heads)
