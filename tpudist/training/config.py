@@ -46,8 +46,8 @@ class OptimizerOptions:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """What gradients travel in between replicas: bfloat16 is half the bytes, and rounds."""
     optimizer_memory: Literal["device", "pinned_host"] = "device"
-    """Where the optimizer's state lives between steps: pinned_host is the host's memory. The peak
-    within a step is not lower for it."""
+    """Where the optimizer's state lives between steps: pinned_host is the host's memory, which
+    lowers the peak within a step where activations, not the state, make it."""
 
 
 @dataclass(frozen=True)
