@@ -38,6 +38,12 @@ def test_the_bandwidths_are_those_of_the_documents():
         assert usable == pytest.approx(0.9 * 1e9 * gigabytes)
 
 
+def test_a_host_of_v5e_has_two_network_cards_of_100_gbit_per_s():
+    """docs.cloud.google.com/tpu/docs/v5e."""
+    chip = CHIPS["v5e"]
+    assert 8 * chip.dcn_bytes_per_s * chip.chips_per_host == 2 * 100e9
+
+
 @pytest.mark.parametrize(
     ("generation", "shape", "wraps"),
     [

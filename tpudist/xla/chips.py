@@ -43,7 +43,9 @@ class Chip:
         torus_dims: Dimensions of the slice's grid.
         largest: Shape of the largest slice, in chips.
         wraps_from: From this length on, an axis of the grid wraps around (`wrapped` says which).
-        dcn_bytes_per_s: To other slices, over the data-center network.
+        chips_per_host: The most chips that a host of such slices has.
+        dcn_bytes_per_s: To other slices, over the data-center network: a chip's share of what its
+            host can send.
         host_bytes_per_s: Between a chip and its host's memory, one way.
         hbm_efficiency: Share of the memory's peak bandwidth that a large copy reaches.
         cores_in_name: What the number of a name such as "v5p-128" counts per chip.
@@ -64,6 +66,7 @@ class Chip:
     torus_dims: int
     largest: tuple[int, ...]
     wraps_from: int
+    chips_per_host: int
     dcn_bytes_per_s: float
     host_bytes_per_s: float
     hbm_efficiency: float
@@ -98,6 +101,7 @@ def _chip(generation: str, *, sources: Mapping[str, str], **facts: Any) -> Chip:
             "ici_bytes_per_s": "as documented per chip / links / 2 ways, 90% usable (scaling-book)",
             "compiler_hbm_bytes": "the refusal of libtpu 0.0.42.1 for this chip",
             "hbm_efficiency": f"{_RECIPES}: v6e, also for the others",
+            "chips_per_host": f"machine types: {_DOCS}",
             "host_bytes_per_s": _HOST_LINK,
             **sources,
         },
@@ -125,6 +129,7 @@ CHIPS: Mapping[str, Chip] = {
             torus_dims=2,
             largest=(16, 16),
             wraps_from=16,
+            chips_per_host=4,
             dcn_bytes_per_s=25e9 / 4,
             host_bytes_per_s=15e9,
             sources={
@@ -152,6 +157,7 @@ CHIPS: Mapping[str, Chip] = {
             torus_dims=2,
             largest=(32, 32),
             wraps_from=32,
+            chips_per_host=4,
             dcn_bytes_per_s=25e9 / 4,
             host_bytes_per_s=15e9,
             sources={
@@ -179,6 +185,7 @@ CHIPS: Mapping[str, Chip] = {
             torus_dims=3,
             largest=(16, 16, 16),
             wraps_from=4,
+            chips_per_host=4,
             dcn_bytes_per_s=25e9 / 4,
             host_bytes_per_s=16e9,
             sources={
@@ -207,6 +214,7 @@ CHIPS: Mapping[str, Chip] = {
             torus_dims=2,
             largest=(16, 16),
             wraps_from=16,
+            chips_per_host=8,
             dcn_bytes_per_s=25e9 / 8,
             host_bytes_per_s=15e9,
             sources={
@@ -235,6 +243,7 @@ CHIPS: Mapping[str, Chip] = {
             torus_dims=3,
             largest=(16, 20, 28),
             wraps_from=4,
+            chips_per_host=4,
             dcn_bytes_per_s=50e9 / 8,
             host_bytes_per_s=15e9,
             sources={
@@ -263,6 +272,7 @@ CHIPS: Mapping[str, Chip] = {
             torus_dims=2,
             largest=(16, 16),
             wraps_from=16,
+            chips_per_host=8,
             dcn_bytes_per_s=100e9 / 8,
             host_bytes_per_s=32e9,
             sources={
@@ -291,6 +301,7 @@ CHIPS: Mapping[str, Chip] = {
             torus_dims=3,
             largest=(16, 24, 24),
             wraps_from=4,
+            chips_per_host=4,
             dcn_bytes_per_s=100e9 / 8,
             host_bytes_per_s=32e9,
             sources={
