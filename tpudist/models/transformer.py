@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from tpudist.models import attention, experts, pipeline, remat
+from tpudist.models import attention, experts, pipeline, remat, rotary
 from tpudist.models.embedding import lookup
 from tpudist.models.logical import axes, constrain, split_over
 from tpudist.models.transformer_config import TransformerConfig
@@ -122,7 +122,7 @@ class Blocks(nnx.Module):
         nothing = jnp.zeros(x.shape[:1], jnp.float32)
         state = (x, experts.Routing(nothing, nothing) if config.num_experts else None)
         weights = {name: value[...] for name, value in vars(self).items() if _is_param(value)}
-        rotation = _rotation(x.shape[1], config)
+        rotation = rotary.rotation(x.shape[1], config.head_dim, config.rotary_base)
         return pipeline.apply(block, state, weights, rotation, config)
 
 
@@ -157,15 +157,16 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (x32 * inverse * scale).astype(x.dtype)
 
 
-def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1) -> jax.Array:
+def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1, heads: bool = False) -> jax.Array:
     """Contracts the last `num_dims` dims of `x` with the first of `weight`, in the dtype of `x`.
 
-    `x` is `[batch, length, ...]`.
+    `x` is `[batch, length, ...]`; `heads` says that it is projected to heads, or from them.
     """
     leading, features = x.shape[:-num_dims], x.shape[-num_dims:]
-    if not _sequence(x):
+    if not _sequence(x) and not (heads and attention.platform() == "tpu"):
         # With batch and length as one dim, a weight's gradient contracts one dim: twice as fast on
-        # XLA:CPU. Where both are split, XLA would gather the sequence for it.
+        # XLA:CPU. Where both are split, XLA would gather the sequence for it. On TPU heads are to
+        # come between batch and length, without a copy.
         x = x.reshape(-1, *features)
     out = jnp.tensordot(x, weight.astype(x.dtype), axes=num_dims)
     return out.reshape(*leading, *weight.shape[num_dims:])
@@ -180,17 +181,24 @@ def _attention(
     sequence = _sequence(x)
     if "attention_in" in weights:
         query_key_value = constrain(
-            _project(x, weights["attention_in"]), "batch", sequence, None, "heads", None
+            _project(x, weights["attention_in"], heads=True), "batch", sequence, None, "heads", None
         )
         query, key, value = jnp.moveaxis(query_key_value, 2, 0)
     else:
-        query = constrain(_project(x, weights["query_in"]), "batch", sequence, "heads", None)
+        query = constrain(
+            _project(x, weights["query_in"], heads=True), "batch", sequence, "heads", None
+        )
         key_value = constrain(
-            _project(x, weights["key_value_in"]), "batch", sequence, None, "kv_heads", None
+            _project(x, weights["key_value_in"], heads=True),
+            "batch",
+            sequence,
+            None,
+            "kv_heads",
+            None,
         )
         key, value = jnp.moveaxis(key_value, 2, 0)
-    query = checkpoint_name(_rotate(query, rotation), "query")
-    key = checkpoint_name(_rotate(key, rotation), "key")
+    query = checkpoint_name(rotary.rotate(query, rotation), "query")
+    key = checkpoint_name(rotary.rotate(key, rotation), "key")
     value = checkpoint_name(value, "value")
     out = attention.attend(
         query,
@@ -200,7 +208,7 @@ def _attention(
         splash_block=config.splash_block,
         splash_backward_block=config.splash_backward_block,
     )
-    return _project(out, weights["attention_out"], num_dims=2)
+    return _project(out, weights["attention_out"], num_dims=2, heads=True)
 
 
 def _mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
@@ -209,18 +217,3 @@ def _mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     gate, *up = (checkpoint_name(y, "mlp_in") for y in branches)
     hidden = jax.nn.silu(gate) * up[0] if up else jax.nn.gelu(gate)
     return _project(hidden, weights["mlp_out"])
-
-
-def _rotation(length: int, config: TransformerConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[length, 1, head_dim / 2]` of the angle at each position and frequency."""
-    half = config.head_dim // 2
-    frequencies = config.rotary_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return turned.astype(x.dtype)

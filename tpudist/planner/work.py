@@ -4,8 +4,8 @@ The count is of the jaxpr, before any compiler: multiplications and additions of
 convolutions, loops by their lengths, of both halves of a gradient. What `jax.checkpoint` computes a
 second time is no work (JAX names such operations "rematted_computation"), so a step does not look
 busier for computing more again; what a custom derivative repeats by itself is counted, unless it
-says so by the same name. Nor is a product that only stands in for a scatter. Attention counts what
-a causal mask throws away, as the usual formula 12 * layers * width * length does.
+says so by the same name. Nor is a product that only moves values. Attention counts what a causal
+mask throws away, as the usual formula 12 * layers * width * length does.
 
 A Pallas kernel counts what it says of itself (`cost_estimate`), else its body as often as its grid
 says. Its gradient is another kernel, which repeats parts of it at will: it counts twice the kernel.
@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-# `jax.named_scope`s of products that are no work: JAX's own, and that of models/embedding.py.
-_NO_WORK = ("rematted_computation", "in_place_of_scatter")
+# `jax.named_scope`s of products that are no work: JAX's own, and those of models/embedding.py and
+# models/rotary.py.
+_NO_WORK = ("rematted_computation", "in_place_of_")
 
 
 def model_flops(closed: Any, num_replicas: int) -> tuple[float, tuple[str, ...]]:
