@@ -279,7 +279,7 @@ def test_other_text_is_another_run(train, text, tmp_path, capsys):
     out.mkdir()
     (tmp_path / "run.json").rename(out / "run.json")
     (out / "checkpoints" / "1").mkdir(parents=True)
-    (tmp_path / "3.txt").write_text("one more file makes other text of it")
+    (tmp_path / "3.txt").write_text("one more file makes other text of it. " * 60)
     args = ["--data", text, "--out", str(out), "--emulate", "8", "--batch-size", "8"]
     assert train.main([*args, "--steps", "1"]) == 2
     refused = capsys.readouterr().err.splitlines()
