@@ -31,17 +31,23 @@ def test_ci_ends_with_the_four_commands_of_contributing():
     assert CI[-4:] == [re.sub(r"^ruff format", "ruff format --check", line) for line in four]
 
 
-def test_readme_has_two_commands_that_each_stand_alone():
-    train, test = (block for block in blocks("README.md") if any("-m venv" in c for c in block))
-    for commands in (train, test):
+def standing_alone() -> list[list[str]]:
+    """The blocks of README that make their own environment: training, the tests, a plan."""
+    return [block for block in blocks("README.md") if any("-m venv" in line for line in block)]
+
+
+def test_readme_has_two_commands_and_a_plan_that_each_stand_alone():
+    train, test, plan = standing_alone()
+    for commands in (train, test, plan):
         assert commands[0] == "python3 -m venv .venv"
         assert commands[1].startswith(".venv/bin/python -m pip install")
     assert train[-1] == ".venv/bin/python scripts/train.py"
     assert test[-1] == ".venv/bin/python -m pytest"
+    assert plan[-1].startswith(".venv/bin/tpudist plan ")
 
 
 def test_ci_installs_and_tests_as_readme_says():
-    *_, test = (block for block in blocks("README.md") if any("-m venv" in c for c in block))
+    _, test, _ = standing_alone()
     _, install, run = without_folder(test)
     assert install.replace("install", "install --quiet", 1) in CI
     assert run == CI[-1]
