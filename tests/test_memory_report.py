@@ -119,15 +119,18 @@ def leaf(mesh, name, role, shape, spec=None, donated=False, kind=None):
     return InputLeaf(name, role, shape, jnp.dtype(jnp.float32), sharding, donated)
 
 
-def compiled(function, mesh, inputs, **options):
+def lowered(function, mesh, inputs, **options):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in inputs]
     donated = tuple(i for i, x in enumerate(inputs) if x.donated)
-    lowered = jax.jit(function, donate_argnums=donated, **options).lower(*shapes)
-    return compiler_process.compile_here(lowered)
+    return jax.jit(function, donate_argnums=donated, **options).lower(*shapes)
+
+
+def compiled(function, mesh, inputs, **options):
+    return compiler_process.compile_here(lowered(function, mesh, inputs, **options))
 
 
 def reported(function, mesh, inputs, **options):
-    program, _ = compiled(function, mesh, inputs, **options)
+    program = compiled(function, mesh, inputs, **options)
     module = hlo_module.parse(program.text)
     return memory.report(program, module, inputs, chips.of_device(mesh.devices.flat[0]), mesh)
 
@@ -141,10 +144,11 @@ def a_large_step():
         leaf(mesh, "momentum", "optimizer state", stack, P(None, "fsdp"), donated=True),
         leaf(mesh, "x", "batch", (8192, 4096), P(("replica", "fsdp"))),
     ]
-    program, executable = compiled(momentum_step, mesh, inputs)
+    step = lowered(momentum_step, mesh, inputs)
+    program = compiler_process.compile_here(step)
     module = hlo_module.parse(program.text)
     report = memory.report(program, module, inputs, CHIPS["v5e"], mesh)
-    return program, executable, report
+    return program, step.compile(), report
 
 
 @needs_libtpu
@@ -279,7 +283,7 @@ def a_step_with_state_on_the_host():
     def update(moments, w):
         return 0.9 * jax.device_put(moments, here) + w.mean(), w.sum()
 
-    program, _ = compiled(update, mesh, inputs, out_shardings=(there, None))
+    program = compiled(update, mesh, inputs, out_shardings=(there, None))
     return program, inputs, mesh
 
 

@@ -143,7 +143,7 @@ def _asked(
             )
         else:
             tell("compiling", 0.0)
-            program, _ = compiler_process.compile_here(lowered, compiler_options)
+            program = compiler_process.compile_here(lowered, compiler_options)
     except HbmExceeded as error:
         return Entry(None, error.text, time.monotonic() - started, lines)
     return Entry(program, None, program.seconds, lines)

@@ -112,10 +112,10 @@ def compile_elsewhere(
 
 def compile_here(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None = None
-) -> tuple[CompiledProgram, jax.stages.Compiled]:
-    """What the compiler of the program's own devices makes of it, and the executable.
+) -> CompiledProgram:
+    """What the compiler of the program's own devices makes of it.
 
-    The executable is not for keeping: wherever it is loaded, it writes again what was read here.
+    The executable is not given: wherever it is loaded, it writes again what was read here.
     JAX's persistent cache is not asked: what comes from there says nothing of buffers.
 
     Raises:
@@ -133,8 +133,7 @@ def compile_here(
             wrote = compiled_program.of_refused(folder)
             _refuse(str(error), "JaxRuntimeError", wrote, error)
         seconds = time.monotonic() - started
-        executable = compiled.runtime_executable()
-        return compiled_program.described(executable, seconds, folder), compiled
+        return compiled_program.described(compiled.runtime_executable(), seconds, folder)
 
 
 def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
