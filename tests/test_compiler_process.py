@@ -10,7 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpudist.xla import child, compiler_process, jax_cache, topology
+from tpudist.xla import child, compiler_process, flags, jax_cache, topology
 from tpudist.xla.compiler_process import CompilerDied, HbmExceeded
 
 needs_libtpu = pytest.mark.skipif(
@@ -95,6 +95,35 @@ def test_the_options_that_jit_was_given_reach_the_other_process():
     options = {"xla_tpu_scoped_vmem_limit_kib": 20000}
     lowered, _ = _lowered(topology.devices("v5e:2x4"), compiler_options=options)
     assert compiler_process._options_of(lowered) == options
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("setting", "value", "changes_it"),
+    [
+        ("jax_optimization_level", "O1", True),
+        ("jax_exec_time_optimization_effort", -1.0, True),
+        ("jax_memory_fitting_level", "O0", False),
+        ("jax_compiler_enable_remat_pass", None, False),
+        ("jax_disable_most_optimizations", None, False),  # those of LLVM, for CPUs
+    ],
+)
+def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
+    setting, value, changes_it
+):
+    """A slice compiles with them too. None is for the other of two."""
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    usual, options = compiler_process.compile_elsewhere(lowered, mesh.devices), flags.of_jit()
+    before = jax.config.values[setting]
+    jax.config.update(setting, (not before) if value is None else value)
+    try:
+        there = compiler_process.compile_elsewhere(lowered, mesh.devices)
+        here = compiler_process.compile_here(lowered)
+        assert flags.of_jit() != options
+    finally:
+        jax.config.update(setting, before)
+    assert there.text == here.text
+    assert (there.text != usual.text) == changes_it
 
 
 @needs_libtpu

@@ -82,6 +82,7 @@ def program_key(
         "kind": devices[0].device_kind,
         "machine": platform.machine(),
         "options": {str(k): repr(v) for k, v in compiler_options.items()},
+        "jit": flags.of_jit(),
         "environment": flags.now() if is_elsewhere(mesh) else flags.of_this_process(),
         "versions": versions(),
     }

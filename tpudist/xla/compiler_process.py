@@ -91,7 +91,7 @@ def compile_elsewhere(
             f"{devices[:2]}. Programs for devices that are here: compile_here."
         )
     slice_name, num_slices = described
-    options = {**_options_of(lowered), **(compiler_options or {})}
+    options = {**flags.of_jit(), **_options_of(lowered), **(compiler_options or {})}
     request = {
         "slice": slice_name,
         "num_slices": num_slices,

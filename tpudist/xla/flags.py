@@ -1,18 +1,24 @@
-"""What compilers read from the environment, beside the options that they are given.
+"""What compilers read from the environment, and from JAX's settings, beside a program's options.
 
-XLA and libtpu read it once in a process. What is compiled in another process is compiled with the
-variables of the moment; what is compiled in this one, with those of when it began.
+XLA and libtpu read the environment once in a process. What is compiled in another process is
+compiled with the variables of the moment; what is compiled in this one, with those of when it
+began.
 """
 
 import functools
 import hashlib
 import os
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 from jaxlib import xla_client
 
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PREFIXES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")
+_EFFORTS = ("exec_time_optimization_effort", "memory_fitting_effort")
+_LEVELS = ("optimization_level", "memory_fitting_level")
+_NUMBER_OF_LEVEL = {"UNKNOWN": 0, "O0": 9, "O1": 19, "O2": 29, "O3": 39}  # XLA's EffortLevel
 
 
 def now() -> dict[str, str | None]:
@@ -28,6 +34,19 @@ def of_this_process() -> dict[str, str | None]:
     """
     options = xla_client.CompileOptions().SerializeAsString()
     return now() | {"XLA_FLAGS": hashlib.sha256(options).hexdigest()}
+
+
+def of_jit() -> dict[str, Any]:
+    """The options that `jax.jit` gives every program, from JAX's settings of the moment."""
+    options: dict[str, Any] = {name: getattr(jax.config, f"jax_{name}") for name in _EFFORTS}
+    for name in _LEVELS:
+        options[name] = _NUMBER_OF_LEVEL[getattr(jax.config, f"jax_{name}")]
+    if jax.config.read("jax_disable_most_optimizations"):
+        options["xla_backend_optimization_level"] = 0
+        options["xla_llvm_disable_expensive_passes"] = True
+    if not jax.config.jax_compiler_enable_remat_pass:  # type: ignore[attr-defined]
+        options["xla_disable_hlo_passes"] = "rematerialization"
+    return options
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
