@@ -19,6 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from tpudist.models import attention, experts, pipeline, remat, rotary
+from tpudist.models.activation import activated, activated_product
 from tpudist.models.embedding import lookup
 from tpudist.models.logical import axes, constrain, split_over
 from tpudist.models.transformer_config import TransformerConfig
@@ -214,6 +215,7 @@ def _attention(
 def _mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     branches = [_project(x, weight) for weight in weights["mlp_in"]]
     branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
-    gate, *up = (checkpoint_name(y, "mlp_in") for y in branches)
-    hidden = jax.nn.silu(gate) * up[0] if up else jax.nn.gelu(gate)
-    return _project(hidden, weights["mlp_out"])
+    branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
+    if attention.platform() == "tpu" and not _sequence(x):
+        return activated_product(branches, weights["mlp_out"].astype(x.dtype))
+    return _project(activated(*branches), weights["mlp_out"])
