@@ -9,8 +9,9 @@ import pytest
 # Tests compile much and compute little: without LLVM's optimizations XLA:CPU compiles in half the
 # time. Collectives and what libtpu makes of a program stay as they are. The variable is for the
 # processes that tests start; this one has imported JAX already, with the plugin.
-_fast = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-jax.config.update("jax_disable_most_optimizations", _fast == "1")
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
 
 # No deadline: the first example of a property compiles a program. In CI the same examples each
 # time, so that a failure there is one of the change; others are found on developers' machines.

@@ -40,8 +40,8 @@ def gradients(function, branches, weight):
 @pytest.mark.parametrize("length", [1, 16, 131, 150, 384])
 def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_branches):
     """For lengths of one piece, of several, and those that nothing divides."""
-    given_ = arguments(length, num_branches, dtype)
-    found, want = gradients(activated_product, *given_), gradients(plain, *given_)
+    args = arguments(length, num_branches, dtype)
+    found, want = gradients(activated_product, *args), gradients(plain, *args)
     for a, b in zip(found, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
@@ -49,11 +49,14 @@ def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
 
 
-def test_a_length_is_cut_into_pieces_whose_tensors_are_overwritten():
-    step = jax.make_jaxpr(lambda *args: gradients(activated_product, *args))
-    assert "f32[2,128,24]" in str(step(*arguments(2048)))
-    assert "f32[2,75,24]" in str(step(*arguments(150)))
-    assert "f32[2,131,24]" in str(step(*arguments(131)))  # a prime
+@pytest.mark.parametrize(("length", "num_pieces"), [(2048, 16), (150, 2), (131, 1)])  # a prime
+def test_a_length_is_cut_into_pieces_whose_tensors_are_overwritten(length, num_pieces):
+    step = jax.make_jaxpr(lambda *args: gradients(activated_product, *args))(*arguments(length))
+    (loop,) = (x for x in step.eqns if x.primitive.name == "scan")
+    assert loop.params["length"] == num_pieces
+    body = str(loop.params["jaxpr"])
+    assert body.count(f"f32[2,{length // num_pieces},24] = dynamic_slice") == 3
+    assert body.count(f"f32[2,{length},24] = dynamic_update_slice") == 3
 
 
 def of_blocks(product, x, weights):

@@ -17,7 +17,7 @@ _MOST, _LEAST = 128, 16
 
 
 def activated(gate: jax.Array, *up: jax.Array) -> jax.Array:
-    """SwiGLU of two branches, or GELU of one: `[batch, length, mlp]`, as each of them."""
+    """SwiGLU of two branches, or GELU of one: `[..., mlp]`, as each of them."""
     return jax.nn.silu(gate) * up[0] if up else jax.nn.gelu(gate)
 
 

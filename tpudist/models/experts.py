@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from tpudist.models.activation import activated
 from tpudist.models.logical import constrain
 
 if TYPE_CHECKING:
@@ -176,8 +177,7 @@ def _apply(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     hidden = jnp.einsum("xsce,sefm->xscfm", x, into)
     hidden = constrain(hidden, "expert_batch", "expert", "sequence", None, "mlp")
     hidden = checkpoint_name(hidden, "mlp_in")
-    gate = hidden[..., 0, :]
-    hidden = jax.nn.silu(gate) * hidden[..., 1, :] if hidden.shape[3] == 2 else jax.nn.gelu(gate)
+    hidden = activated(*(hidden[..., branch, :] for branch in range(hidden.shape[3])))
     return jnp.einsum("xscm,sme->xsce", hidden, back)
 
 

@@ -16,17 +16,10 @@ from jax.interpreters import mlir
 from jaxlib import xla_client
 from jaxlib.mlir import ir
 
-from tpudist.xla import child, compiled_program, topology
+from tpudist.xla import child, compiled_program, flags, topology
 
 # A compiler holds 0.5 to 2 GB; whoever plans again after this starts it anew, in seconds.
 _IDLE_S = 120.0
-# Options that are attributes of XLA's build options, and no overrides of its debug options.
-_BUILD_OPTIONS = (
-    "exec_time_optimization_effort",
-    "memory_fitting_effort",
-    "optimization_level",
-    "memory_fitting_level",
-)
 # Of Shardy, and of GSPMD before it.
 _SHARDINGS = ("sdy.sharding", "mhlo.sharding")
 # A TPU takes longer lists of arguments as one tuple (jax.jit does it so).
@@ -90,7 +83,7 @@ def _options(request: dict[str, Any], module: Any, folder: str) -> Any:
     build.allow_spmd_sharding_propagation_to_parameters = [_is_open(a) for a in arguments]
     build.allow_spmd_sharding_propagation_to_output = [_is_open(r) for r in results]
     overrides = dict(request["options"])
-    for name in _BUILD_OPTIONS:
+    for name in (*flags.EFFORTS, *flags.LEVELS):
         if name in overrides:
             setattr(build, name, overrides.pop(name))
     options.env_option_overrides = [("xla_dump_to", folder), *overrides.items()]

@@ -16,8 +16,9 @@ from jaxlib import xla_client
 
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PREFIXES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")
-_EFFORTS = ("exec_time_optimization_effort", "memory_fitting_effort")
-_LEVELS = ("optimization_level", "memory_fitting_level")
+# Options that are attributes of XLA's build options, and no overrides of its debug options.
+EFFORTS = ("exec_time_optimization_effort", "memory_fitting_effort")
+LEVELS = ("optimization_level", "memory_fitting_level")
 _NUMBER_OF_LEVEL = {"UNKNOWN": 0, "O0": 9, "O1": 19, "O2": 29, "O3": 39}  # XLA's EffortLevel
 
 
@@ -38,8 +39,8 @@ def of_this_process() -> dict[str, str | None]:
 
 def of_jit() -> dict[str, Any]:
     """The options that `jax.jit` gives every program, from JAX's settings of the moment."""
-    options: dict[str, Any] = {name: getattr(jax.config, f"jax_{name}") for name in _EFFORTS}
-    for name in _LEVELS:
+    options: dict[str, Any] = {name: getattr(jax.config, f"jax_{name}") for name in EFFORTS}
+    for name in LEVELS:
         options[name] = _NUMBER_OF_LEVEL[getattr(jax.config, f"jax_{name}")]
     if jax.config.read("jax_disable_most_optimizations"):
         options["xla_backend_optimization_level"] = 0
