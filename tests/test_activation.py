@@ -5,11 +5,16 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import tpudist
+from tpudist.models import Transformer, TransformerConfig, next_token_nats
 from tpudist.models.activation import activated, activated_product
+from tpudist.training.steps import make_train_step
 from tpudist.xla import topology
 
 needs_libtpu = pytest.mark.skipif(
@@ -97,3 +102,24 @@ def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     ]
     assert len(overwriting) == 1
     assert overwriting[0].split(" fusion(")[0].count(f"bf16[{batch // 4},{length},{mlp}]") == 3
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("axes", "num_overwritten"), [({"fsdp": 4}, 3), ({"sequence": 4}, 0)])
+def test_a_transformer_on_tpu_overwrites_unless_an_axis_splits_its_sequence(axes, num_overwritten):
+    """XLA would gather what is split to cut it into pieces."""
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=topology.devices("v5e:2x2"))
+    config = TransformerConfig(
+        vocabulary=256, num_layers=2, embed_dim=256, num_heads=2, mlp_dim=768, dtype="bfloat16"
+    )
+    model = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    optimizer = strategy.create_abstract(lambda m: tpudist.Optimizer(optax.sgd(0.5), m), model)
+    step = make_train_step(lambda model, batch: next_token_nats(model, batch).mean(axis=-1))
+    batch = tpudist.PerReplica(jax.ShapeDtypeStruct((1, 4, 1025), jnp.int32))
+    program = strategy.lower(step, args=(model, optimizer, batch)).as_text()
+    overwritten = [
+        line
+        for line in program.splitlines()
+        if "stablehlo.dynamic_update_slice" in line and "128x768xbf16" in line
+    ]
+    assert len(overwritten) == num_overwritten
