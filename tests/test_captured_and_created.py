@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tpudist
 
@@ -319,3 +320,17 @@ def test_lowering_makes_variables_that_do_not_depend_on_abstract_arguments(mirro
     assert mirrored.run(good, (jnp.ones(2),)).tolist() == [2, 2]
     with pytest.raises(ValueError, match="makes Variable 'from x' from its arguments, .* abstract"):
         mirrored.lower(bad, (abstract,))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, nnx.jit], ids=lambda f: f.__name__)
+def test_what_a_jit_inside_captures_is_a_constant_too(transform):
+    """It holds its own constants, which would never change either."""
+    strategy = tpudist.MirroredStrategy()
+    model = strategy.create(lambda: nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+    table = jnp.ones((1024, 512))
+    x = jnp.ones((2, 3))
+    of_model, of_table = transform(lambda x: model(x)), transform(lambda x: x + table.sum())
+    with pytest.raises(ValueError, match="uses an NNX object that it captures: the Param"):
+        strategy.run(lambda x: of_model(x), args=(x,))
+    with pytest.raises(ValueError, match=r"captures an array float32\[1024,512\] of 2.0 MiB"):
+        strategy.run(lambda x: of_table(x), args=(x,))

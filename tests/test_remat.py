@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tpudist
 from tpudist.models import Transformer, TransformerConfig, next_token_nats, remat
 from tpudist.training.steps import make_train_step
-from tpudist.xla import topology
+from tpudist.xla import jaxprs, topology
 
 SMALL = TransformerConfig(
     num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, remat="none"
@@ -70,7 +70,7 @@ def test_what_attention_gathers_is_saved_once(attention):
     tokens = jnp.zeros((1, 129), jnp.int32)
     grad = jax.grad(lambda state: next_token_nats(nnx.merge(graph, state), tokens).sum())
     layers = next(x for x in jax.make_jaxpr(grad)(state).eqns if x.primitive.name == "scan")
-    kept = [x.aval.shape for x in layers.outvars[layers.params["num_carry"] :]]
+    kept = [x.aval.shape for x in layers.outvars[jaxprs.structure_of(layers).num_carry :]]
     size = config.num_layers * 128 * config.num_heads * config.head_dim
     assert len([shape for shape in kept if math.prod(shape) == size]) == 1, kept
 

@@ -59,10 +59,7 @@ def trace_step(
     variables = [*strategy.owned_variables(), *findings.captures]
     values = map(strategy.value_of, variables)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
-    shapes += [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-        for x in rest
-    ]
+    shapes += map(compile.shape_of, rest)
     stacked = [v.on_read for v in variables] + list(inputs.stacked)
     tracing = Tracing(
         strategy,
@@ -323,7 +320,7 @@ class Tracing:
         groups = self.inputs.groups
         if groups is None:
             return {}, frozenset()
-        outputs = traced.program.closed.out_avals[: traced.found.num_results]
+        outputs: list[Any] = list(traced.program.closed.out_avals[: traced.found.num_results])
         n = mesh.num_replicas
         # An equal result may hold the rows of all replicas: what `all_gather` gave.
         parts = [1 if s or n == 1 else n for s in traced.stack_outputs[: len(outputs)]]
@@ -350,7 +347,7 @@ class Tracing:
             # The function has its batch size written into it: as many rows then are its rows.
             found = [(i, g, d) for i, g, d in candidates if parts[i] == 1 and d == groups.dims[g]]
             return {i: (group, dim) for i, group, dim in reversed(found)}, frozenset()
-        again = closed.out_avals
+        again: list[Any] = list(closed.out_avals)
         found = [
             (i, group, dim)
             for i, group, dim in candidates

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tpudist.xla import jaxprs
+
 # `jax.named_scope`s of products that are no work: JAX's own, and those of models/embedding.py and
 # models/rotary.py.
 _NO_WORK = ("rematted_computation", "in_place_of_")
@@ -45,57 +47,44 @@ class _Counter:
         where = f"{where}/{eqn.source_info.name_stack}"
         if any(name in where for name in _NO_WORK):
             return 0.0
-        name, params = eqn.primitive.name, eqn.params
-        if name == "dot_general":
+        if eqn.primitive.name == "dot_general":
             return _dot(eqn)
-        if name == "conv_general_dilated":
+        if eqn.primitive.name == "conv_general_dilated":
             return _convolution(eqn)
-        if name == "pallas_call":
-            return self._of_kernel(params, where)
-        if name == "scan":
-            return params["length"] * self.of(params["jaxpr"].jaxpr, where)
-        if name == "while":
-            body = self.of(params["body_jaxpr"].jaxpr, where)
+        structure = jaxprs.structure_of(eqn)
+        if structure is None:
+            return 0.0
+        if isinstance(structure, jaxprs.Kernel):
+            return self._of_kernel(structure, where)
+        if isinstance(structure, jaxprs.Scan):
+            return structure.length * self.of(structure.body, where)
+        if isinstance(structure, jaxprs.While):
+            body = self.of(structure.body, where)
             if body:
                 self.notes.append(
                     "Model FLOPs count a while loop, whose length is not known, as one iteration."
                 )
             return body
-        if name == "cond":
-            return max(self.of(branch.jaxpr, where) for branch in params["branches"])
-        inside = [self.of(jaxpr, where) for jaxpr in _jaxprs(params)]
-        if name == "shard_map":
-            sizes = params["mesh"].shape
-            return math.prod(sizes[axis] for axis in params["newly_manual_axes"]) * sum(inside)
-        # A function with a derivative of its own may hold the derivative's program too.
-        return inside[0] if name.startswith("custom_") and inside else sum(inside)
+        if isinstance(structure, jaxprs.Cond):
+            return max(self.of(branch, where) for branch in structure.branches)
+        if isinstance(structure, jaxprs.Call):
+            return structure.copies * self.of(structure.body, where)
+        if isinstance(structure, jaxprs.Unknown):
+            self.notes.append(f"Model FLOPs count once what is inside of {structure.reason}.")
+        return sum(self.of(body, where) for body in structure.bodies)
 
-    def _of_kernel(self, params: dict[str, Any], where: str) -> float:
+    def _of_kernel(self, kernel: jaxprs.Kernel, where: str) -> float:
         if "transpose(" in where:
             return 0.0  # counted with the kernel that it is the gradient of
-        estimate = params.get("cost_estimate")
-        if estimate is not None:
-            flops = float(estimate.flops)
-        else:
-            grid = params["grid_mapping"].grid
-            if not all(isinstance(size, int) for size in grid):
+        flops = kernel.flops
+        if flops is None:
+            if kernel.grid is None:
                 self.notes.append(
                     "Model FLOPs leave out a Pallas kernel: its grid is known only when it runs."
                 )
                 return 0.0
-            flops = math.prod(grid) * self.of(params["jaxpr"], where)
+            flops = math.prod(kernel.grid) * self.of(kernel.body, where)
         return 3 * flops if "jvp(" in where else flops
-
-
-def _jaxprs(params: dict[str, Any]) -> list[Any]:
-    found = []
-    for value in params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(x, "jaxpr") and hasattr(x.jaxpr, "eqns"):
-                found.append(x.jaxpr)
-            elif hasattr(x, "eqns"):
-                found.append(x)
-    return found
 
 
 def _dot(eqn: Any) -> float:

@@ -2,54 +2,48 @@
 
 A value may differ between replicas if it is computed from an input that differs, or from the
 replica's number. An all-reduce or all-gather over all replicas makes its results equal again.
-Everything else is
-deterministic: equal inputs give equal outputs. So equality is a matter of following the data,
-    through loops and branches, and needs no device and no run. What cannot be followed counts as
-    differing.
+Everything else is deterministic: equal inputs give equal outputs. So equality is a matter of
+following the data, through loops and branches, and needs no device and no run. What cannot be
+followed counts as differing: `jaxprs` says what an equation runs, and what it does not understand.
 
 The same pass finds replicas that could wait for each other for ever: a collective in a branch or
 loop on whose condition they may disagree.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
 
+from tpudist.xla import jaxprs
 from tpudist.xla.collectives import is_16_bit_float
 from tpudist.xla.mesh import REPLICA_AXIS
 
 # Why a value may differ: a few words for people. None means that it is equal everywhere.
 Cause = str | None
 
-_EQUALIZING = ("psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant")
+# What makes its results equal, and all parameters that it is known to have.
+_REDUCTION = (frozenset({"axes", "axis_index_groups"}),)
+_GATHER = frozenset({"all_gather_dimension", "axis_name", "axis_size", "tiled"})
+_EQUALIZING: Mapping[str, tuple[frozenset[str], ...]] = {
+    "psum": _REDUCTION,
+    "pmax": _REDUCTION,
+    "pmin": _REDUCTION,
+    "psum_invariant": (frozenset({"axes"}),),
+    "all_gather": (_GATHER | {"axis_index_groups"},),
+    "all_gather_invariant": (_GATHER, _GATHER | {"axis_index_groups"}),
+}
 # A jitted function of this name, and its transpose, all-reduce what they are given (`reductions`).
 EQUALIZING_FUNCTION = "tpudist_all_reduce"
-_UNEQUAL_BY_NATURE = ("axis_index", "io_callback")
-_COMMUNICATING = (
-    *_EQUALIZING,
-    "reduce_scatter",
-    "psum_scatter",
-    "all_to_all",
-    "ragged_all_to_all",
-    "ppermute",
-    "pbroadcast",
-)
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "shard_map": "jaxpr",
-    "custom_lin": "jaxpr",
+# What differs by itself, though its operands be equal.
+_UNEQUAL_BY_NATURE = {
+    "axis_index": "the replica id",
+    "io_callback": "what a host callback returned",
+    "rng_uniform": "random numbers of the device's own",
 }
+# These name the axis of the replicas, but send nothing over it.
+_SILENT = ("axis_index", "pvary", "reduced_vary_cast", "vary_unreduced_cast", "preduced")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +85,7 @@ class Agreement:
 
 
 def prove(
-    closed: core.ClosedJaxpr, causes: Sequence[Cause], of_consts: Sequence[Cause] = ()
+    closed: jaxprs.ClosedJaxpr, causes: Sequence[Cause], of_consts: Sequence[Cause] = ()
 ) -> Agreement:
     """Follows which values may differ between replicas.
 
@@ -110,14 +104,12 @@ def prove(
 
 def gathered(jaxpr: core.Jaxpr) -> list[tuple[tuple[int, ...], int]]:
     """The shape and the gathered dim of each all-gather over replicas, in their order."""
-    found = []
-    for eqn in _open(jaxpr).eqns:
-        if eqn.primitive.name == "all_gather" and REPLICA_AXIS in _axes(eqn.params):
-            dim = eqn.params["all_gather_dimension"]
-            found += [(tuple(x.aval.shape), dim) for x in eqn.invars]  # type: ignore
-        for inner in _jaxprs(eqn.params):
-            found += gathered(inner)
-    return found
+    return [
+        (tuple(x.aval.shape), eqn.params["all_gather_dimension"])  # type: ignore
+        for eqn in jaxprs.walk(jaxpr)
+        if eqn.primitive.name == "all_gather" and _is_over_replicas(eqn)
+        for x in eqn.invars
+    ]
 
 
 class _Walk:
@@ -144,83 +136,93 @@ class _Walk:
         return [read(x) for x in jaxpr.outvars]
 
     def equation(self, eqn: core.JaxprEqn, args: list[Cause]) -> list[Cause]:
-        name, params = eqn.primitive.name, eqn.params
-        if name == "scan":
-            return self._scan(params, args)
-        if name == "while":
-            return self._while(eqn, args)
-        if name == "cond":
-            return self._cond(eqn, args)
-        if name in _CALLS and _CALLS[name] in params:
-            causes = self._call(params[_CALLS[name]], args)
-            equal = params.get("name") == EQUALIZING_FUNCTION
+        structure = jaxprs.structure_of(eqn)
+        if isinstance(structure, jaxprs.Scan):
+            return self._scan(structure, args)
+        if isinstance(structure, jaxprs.While):
+            return self._while(eqn, structure, args)
+        if isinstance(structure, jaxprs.Cond):
+            return self._cond(eqn, structure, args)
+        if isinstance(structure, jaxprs.Call):
+            causes = self._call(structure.body, args)
+            equal = structure.name == EQUALIZING_FUNCTION
             return [None] * len(causes) if equal else causes
-        return [self._leaf(eqn, args)] * len(eqn.outvars)
+        if isinstance(structure, jaxprs.Unknown):
+            cause = self._unknown(eqn, structure, args)
+        elif structure is not None:
+            cause = _first(args) or self._inside(eqn, structure.bodies)
+        else:
+            cause = self._leaf(eqn, args)
+        return [cause] * len(eqn.outvars)
 
     def _leaf(self, eqn: core.JaxprEqn, args: list[Cause]) -> Cause:
         name = eqn.primitive.name
-        over_replicas = REPLICA_AXIS in _axes(eqn.params)
-        if over_replicas and name != "axis_index":
+        over_replicas = _is_over_replicas(eqn)
+        if over_replicas and name not in _SILENT:
             dtypes = [getattr(x.aval, "dtype", "int32") for x in eqn.invars]
             narrow = any(map(is_16_bit_float, dtypes))
             self.communication.append(Communication(name, narrow, line_of(eqn)))
         if name in _EQUALIZING and over_replicas and not eqn.params.get("axis_index_groups"):
-            return None
-        if name == "io_callback":
-            return "what a host callback returned"
-        if over_replicas:
-            return "the replica id" if name == "axis_index" else f"a {name} between replicas"
+            return jaxprs.unread_parameters(eqn, _EQUALIZING[name])
+        if name in _UNEQUAL_BY_NATURE and (over_replicas or name != "axis_index"):
+            return _UNEQUAL_BY_NATURE[name]
+        if over_replicas and name not in _SILENT:
+            return f"a {name} between replicas"
         if any(_is_reference(x) for x in eqn.invars):
             return "a mutable array reference, which is not followed"
-        inner = [_mentions(j, (*_UNEQUAL_BY_NATURE, *_COMMUNICATING)) for j in _jaxprs(eqn.params)]
-        return _first(args) or (f"what happens inside {name}" if any(inner) else None)
+        return _first(args)
 
-    def _call(self, jaxpr, args: list[Cause]) -> list[Cause]:
-        return self.jaxpr(_open(jaxpr), [None] * len(_open(jaxpr).constvars), args)
+    def _inside(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr]) -> Cause:
+        """Why equal operands of an operation may give unequal results, or None."""
+        unequal = any(_differs_by_itself(inner) for body in bodies for inner in jaxprs.walk(body))
+        return f"what happens inside {eqn.primitive.name}" if unequal else None
 
-    def _scan(self, params, args: list[Cause]) -> list[Cause]:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-        consts, carry, xs = (
-            args[:num_consts],
-            args[num_consts : num_consts + num_carry],
-            args[num_consts + num_carry :],
-        )
+    def _unknown(self, eqn: core.JaxprEqn, structure: jaxprs.Unknown, args: list[Cause]) -> Cause:
+        if any(cause is not None for cause in args):
+            self._hazard(eqn, structure.bodies, _first(args) or "")
+        return structure.reason
+
+    def _call(self, body: core.Jaxpr, args: list[Cause]) -> list[Cause]:
+        return self.jaxpr(body, [None] * len(body.constvars), args)
+
+    def _scan(self, scan: jaxprs.Scan, args: list[Cause]) -> list[Cause]:
+        consts = args[: scan.num_consts]
+        carry = args[scan.num_consts : scan.num_consts + scan.num_carry]
+        xs = args[scan.num_consts + scan.num_carry :]
 
         def body(carry):
-            return self._call(params["jaxpr"], [*consts, *carry, *xs])
+            return self._call(scan.body, [*consts, *carry, *xs])
 
         carry, out = _fixpoint(body, carry)
-        return [*carry, *out[num_carry:]]
+        return [*carry, *out[scan.num_carry :]]
 
-    def _while(self, eqn, args: list[Cause]) -> list[Cause]:
-        params = eqn.params
-        cond_n, body_n = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, body_consts = args[:cond_n], args[cond_n : cond_n + body_n]
+    def _while(self, eqn: core.JaxprEqn, loop: jaxprs.While, args: list[Cause]) -> list[Cause]:
+        num_consts = loop.num_cond_consts + loop.num_body_consts
+        cond_consts = args[: loop.num_cond_consts]
+        body_consts = args[loop.num_cond_consts : num_consts]
 
         def body(carry):
-            stop = _first(self._call(params["cond_jaxpr"], [*cond_consts, *carry]))
-            out = self._call(params["body_jaxpr"], [*body_consts, *carry])
+            stop = _first(self._call(loop.cond, [*cond_consts, *carry]))
+            out = self._call(loop.body, [*body_consts, *carry])
             return [x or stop for x in out]
 
-        carry, _ = _fixpoint(body, args[cond_n + body_n :])
-        stop = _first(self._call(params["cond_jaxpr"], [*cond_consts, *carry]))
+        carry, _ = _fixpoint(body, args[num_consts:])
+        stop = _first(self._call(loop.cond, [*cond_consts, *carry]))
         if stop is not None:
-            self._hazard(eqn, [params["cond_jaxpr"], params["body_jaxpr"]], stop)
+            self._hazard(eqn, loop.bodies, stop)
         return carry
 
-    def _cond(self, eqn, args: list[Cause]) -> list[Cause]:
+    def _cond(self, eqn: core.JaxprEqn, choice: jaxprs.Cond, args: list[Cause]) -> list[Cause]:
         which, operands = args[0], args[1:]
-        branches = eqn.params["branches"]
         if which is not None:
-            self._hazard(eqn, branches, which)
-        results = [self._call(branch, operands) for branch in branches]
+            self._hazard(eqn, choice.branches, which)
+        results = [self._call(branch, operands) for branch in choice.branches]
         return [which or _first(outs) for outs in zip(*results, strict=True)]
 
-    def _hazard(self, eqn, jaxprs, cause: str) -> None:
-        for jaxpr in jaxprs:
-            found = _mentions(jaxpr, _COMMUNICATING)
-            if found:
-                self.hazards.append(Hazard(found, cause, line_of(eqn)))
+    def _hazard(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr], cause: str) -> None:
+        for inner in (inner for body in bodies for inner in jaxprs.walk(body)):
+            if _communicates(inner):
+                self.hazards.append(Hazard(inner.primitive.name, cause, line_of(eqn)))
                 return
 
 
@@ -248,35 +250,35 @@ def _first(causes: Sequence[Cause]) -> Cause:
     return next((cause for cause in causes if cause is not None), None)
 
 
-def _axes(params: dict[str, Any]) -> tuple:
-    axes = params.get("axes", params.get("axis_name", ()))
-    return axes if isinstance(axes, tuple) else (axes,)
+def _is_over_replicas(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation names the axis of the replicas, under whatever name of a parameter."""
+    return any(_names_replicas(value) for name, value in eqn.params.items() if "ax" in name.lower())
+
+
+def _names_replicas(value: Any) -> bool:
+    if isinstance(value, tuple | list | set | frozenset):
+        return any(map(_names_replicas, value))
+    return isinstance(value, str) and value == REPLICA_AXIS
+
+
+def _communicates(eqn: core.JaxprEqn) -> bool:
+    return (
+        eqn.primitive.name not in _SILENT
+        and _is_over_replicas(eqn)
+        and jaxprs.structure_of(eqn) is None
+    )
+
+
+def _differs_by_itself(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation inside of an operation may give other results on other replicas."""
+    name = eqn.primitive.name
+    if name in _UNEQUAL_BY_NATURE and name != "axis_index":
+        return True
+    structure = jaxprs.structure_of(eqn)
+    if isinstance(structure, jaxprs.Unknown):
+        return True
+    return structure is None and _is_over_replicas(eqn)
 
 
 def _is_reference(atom) -> bool:
     return "Ref" in type(getattr(atom, "aval", None)).__name__
-
-
-def _open(jaxpr) -> core.Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-
-
-def _jaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
-    found = []
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, core.Jaxpr | core.ClosedJaxpr):
-                found.append(_open(item))
-    return found
-
-
-def _mentions(jaxpr, names: Sequence[str]) -> str:
-    """The first primitive over replicas in `jaxpr` (or in what it calls) that is in `names`."""
-    for eqn in _open(jaxpr).eqns:
-        name = eqn.primitive.name
-        if name in names and (REPLICA_AXIS in _axes(eqn.params) or name == "io_callback"):
-            return name
-        for inner in _jaxprs(eqn.params):
-            if found := _mentions(inner, names):
-                return found
-    return ""

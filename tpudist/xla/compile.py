@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from tpudist.xla import agreement, collectives
+from tpudist.xla import agreement, collectives, jaxprs
 from tpudist.xla.mesh import ReplicaMesh
 
 _log = logging.getLogger("tpudist.compile")
@@ -39,7 +40,7 @@ class ReplicaProgram:
         stacked: For each input, whether it is a stacked array, of which a replica sees its part.
     """
 
-    closed: core.ClosedJaxpr
+    closed: jaxprs.ClosedJaxpr
     stacked: tuple[bool, ...]
 
 
@@ -56,6 +57,9 @@ def trace(
         mesh: The replicas.
         inputs: Global shapes and dtypes; stacked ones have a leading replica dim.
         stacked: Which inputs are stacked.
+
+    Raises:
+        ValueError: It captures an array of a mesh with Explicit axes.
     """
     found = []
 
@@ -63,17 +67,26 @@ def trace(
         local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
         found.append(jax.make_jaxpr(function)(*local))
 
-    jax.eval_shape(
-        jax.shard_map(
-            body,
-            mesh=mesh.mesh,
-            in_specs=_specs(mesh, stacked),
-            out_specs=PartitionSpec(),
-            axis_names=mesh.manual_axes,
-            check_vma=False,
-        ),
-        *inputs,
+    replicas = jax.shard_map(
+        body,
+        mesh=mesh.mesh,
+        in_specs=_specs(mesh, stacked),
+        out_specs=PartitionSpec(),
+        axis_names=mesh.manual_axes,
+        check_vma=False,
     )
+    try:
+        jax.eval_shape(replicas, *inputs)
+    except NotImplementedError as error:
+        if "sharded on `Explicit` axes" not in str(error):
+            raise
+        captured = str(error).rpartition("with shape ")[2]
+        raise ValueError(
+            f"A replica function captures an array of a mesh with Explicit axes, {captured}. Such "
+            f"an array belongs to that mesh, and replicas run on another. Pass it as an argument, "
+            f"which is moved: strategy.run(function, args=(array, ...)); or make the mesh with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) for each of its axes."
+        ) from error
     return ReplicaProgram(found[0], tuple(stacked))
 
 
@@ -93,7 +106,7 @@ def spread(
         finish: What each replica does to its outputs at the end; it may communicate.
     """
     closed = program.closed
-    evaluate = closed if callable(closed) else core.jaxpr_as_fun(closed)
+    evaluate: Any = closed if callable(closed) else core.jaxpr_as_fun(closed)
 
     def body(*values):
         local = [_part(x) if s else x for x, s in zip(values, program.stacked, strict=True)]
@@ -110,7 +123,7 @@ def spread(
     )
 
 
-def evaluated(closed: core.ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
+def evaluated(closed: jaxprs.ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
     """The outputs of a jaxpr, as a part of the trace that is under way."""
     return core.jaxpr_as_fun(closed)(*values)
 
@@ -143,7 +156,7 @@ def _with_consts_first(program: ReplicaProgram) -> ReplicaProgram:
     jaxpr, consts = program.closed.jaxpr, program.closed.consts
 
     def evaluate(*values):
-        closed = core.ClosedJaxpr(jaxpr, list(values[: len(consts)]))
+        closed = jaxprs.ClosedJaxpr(jaxpr, list(values[: len(consts)]))
         return core.jaxpr_as_fun(closed)(*values[len(consts) :])
 
     return ReplicaProgram(evaluate, (*[False] * len(consts), *program.stacked))  # type: ignore
@@ -182,19 +195,36 @@ def is_traced(value: Any) -> bool:
 
 
 def large_constants(program: ReplicaProgram) -> list[jax.Array | np.ndarray]:
-    """The arrays above `MAX_CONSTANT_BYTES` that a program would carry as constants."""
+    """The arrays above `MAX_CONSTANT_BYTES` that a program, or a jit in it, has as constants."""
     return [
         x
-        for x in program.closed.consts
+        for x in jaxprs.constants_of(program.closed)
         if not isinstance(x, Tracer) and getattr(x, "nbytes", 0) > MAX_CONSTANT_BYTES
     ]
 
 
 def constant_arrays(program: ReplicaProgram) -> list[jax.Array]:
-    """The `jax.Array`s that a program carries as constants."""
+    """The `jax.Array`s that a program, or a jit in it, has as constants."""
     return [
-        x for x in program.closed.consts if isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        x
+        for x in jaxprs.constants_of(program.closed)
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer)
     ]
+
+
+def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that an array has in a program: a float64 of NumPy's is a float32 there.
+
+    Unless 64-bit numbers are enabled. JAX itself would do the same with a warning.
+    """
+    if isinstance(value, jax.Array):
+        weak = getattr(value, "weak_type", False)
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
+    dtype = value.dtype
+    if jnp.issubdtype(dtype, np.number) or dtype == np.bool_:
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    weak = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(value.shape, dtype, weak_type=weak)
 
 
 def _part(stacked: jax.Array) -> jax.Array:
