@@ -65,6 +65,31 @@ class RunOptions:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MutualTLS:
+    """Certificates with which the processes of a run prove to each other who they are.
+
+    For what they tell each other through the first process (who is there, who has left, the keys of
+    checkpoints): without it that service trusts whoever reaches its port. What devices send each
+    other goes its own way, and is not encrypted by this.
+
+    Needs jax 0.12. The files are read again from time to time, so certificates may be renewed.
+
+    Attributes:
+        cert_file: This process' chain of certificates, PEM.
+        key_file: Its private key, PEM.
+        ca_file: The certificates of the authorities that others' must be signed by, PEM.
+        peer_uri_prefix: What a URI in the others' certificates must begin with, such as
+            "spiffe://example.org/" (with the slash). None compares the name of the host in the
+            first process' certificate with its address.
+    """
+
+    cert_file: str
+    key_file: str
+    ca_file: str
+    peer_uri_prefix: str | None = None
+
+
 class InputReplicationMode(enum.Enum):
     """How often a dataset function is called. As `tf.distribute.InputReplicationMode`.
 

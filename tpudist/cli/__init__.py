@@ -13,12 +13,12 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import jax
 import tyro
 
 from tpudist.cli import plan, topologies
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.printing import say
+from tpudist.xla.settings import Setting
 
 WRONG_USE = 2
 INTERRUPTED = 130
@@ -29,7 +29,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
-        jax.config.update("jax_platforms", "cpu")
+        Setting.PLATFORMS.set("cpu")
     options = read(args)
     command = next(c for c in COMMANDS.values() if isinstance(options, c.Options))
     try:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.input import memory
+from tpudist.xla.settings import Setting
 
 PyTree = Any
 
@@ -180,7 +181,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 def jax_dtype(dtype: np.dtype) -> np.dtype | None:
     """The dtype in which JAX holds `dtype` (float32 for float64), None if it cannot."""
-    return _dtype_on_devices(dtype, jax.config.jax_enable_x64)  # type: ignore
+    return _dtype_on_devices(dtype, Setting.ENABLE_X64.read())
 
 
 @functools.lru_cache(maxsize=64)

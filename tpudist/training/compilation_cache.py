@@ -6,10 +6,9 @@ import logging
 import os
 from pathlib import Path
 
-import jax
-
 from tpudist.planner import private
 from tpudist.xla import processor
+from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
 # What JAX keeps there.
@@ -37,5 +36,5 @@ def enable_compilation_cache(folder: Path | None = None) -> Path | None:
     except OSError as error:
         _log.warning("Compiled programs are not kept: %s", error)
         return None
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    Setting.COMPILATION_CACHE_DIR.set(str(folder))
     return folder

@@ -83,7 +83,7 @@ def _options(request: dict[str, Any], module: Any, folder: str) -> Any:
     build.allow_spmd_sharding_propagation_to_parameters = [_is_open(a) for a in arguments]
     build.allow_spmd_sharding_propagation_to_output = [_is_open(r) for r in results]
     overrides = dict(request["options"])
-    for name in (*flags.EFFORTS, *flags.LEVELS):
+    for name in flags.BUILD_OPTIONS:
         if name in overrides:
             setattr(build, name, overrides.pop(name))
     options.env_option_overrides = [("xla_dump_to", folder), *overrides.items()]

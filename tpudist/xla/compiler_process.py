@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from tpudist.xla import child, chips, compiled_program, flags, jax_cache, topology
+from tpudist.xla import child, chips, compiled_program, flags, internals, jax_cache, topology
 from tpudist.xla.compiled_program import CompiledProgram, MemoryStats
+from tpudist.xla.settings import Setting
 
 __all__ = [
     "CompiledProgram",
@@ -91,13 +92,17 @@ def compile_elsewhere(
             f"{devices[:2]}. Programs for devices that are here: compile_here."
         )
     slice_name, num_slices = described
-    options = {**flags.of_jit(), **_options_of(lowered), **(compiler_options or {})}
+    options = {
+        **flags.of_jit(),
+        **internals.compiler_options_of(lowered),
+        **(compiler_options or {}),
+    }
     request = {
         "slice": slice_name,
         "num_slices": num_slices,
         "ids": [device.id for device in devices],
         "options": list(options.items()),
-        "shardy": bool(jax.config.jax_use_shardy_partitioner),  # type: ignore[attr-defined]
+        "shardy": bool(Setting.USE_SHARDY_PARTITIONER.read()),
     }
     program = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(program)  # type: ignore[union-attr]
@@ -142,18 +147,12 @@ def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
     None for devices that are no described ones: those of `topology.devices` are.
     """
     chip = chips.of_device(devices[0]) if devices else None
-    if chip is None or type(devices[0].client).__name__ != "CompileOnlyPyClient":
+    if chip is None or not internals.is_described(devices[0]):
         return None
     everything = devices[0].client.devices()
     shape = [1 + max(device.coords[dim] for device in everything) for dim in range(chip.torus_dims)]
     numbers = {getattr(device, "slice_index", None) or 0 for device in everything}
     return f"{chip.generation}:{'x'.join(map(str, shape))}", len(numbers)
-
-
-def _options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """The options that `jax.jit` was given; JAX shows them nowhere else (a test guards it)."""
-    lowering = getattr(lowered, "_lowering", None)
-    return dict(getattr(lowering, "_compiler_options_kvs", ()))
 
 
 def _refuse(

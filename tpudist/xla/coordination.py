@@ -2,9 +2,6 @@
 
 No device takes part, so any thread may wait here while steps run, in any order relative to them.
 Every wait has a name and an end: who is missing is part of the error.
-
-The key-value store of the coordination service has no public door in jax 0.10. This is the one
-place that reaches for it, as Orbax does; `tests/test_coordination.py` fails when JAX moves it.
 """
 
 import json
@@ -13,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed
+
+from tpudist.xla import internals
 
 TIMEOUT_S = 600.0
 _SLICE_S = 0.5  # how long one wait in C++ lasts, which neither Ctrl-C nor a closing thread ends
@@ -105,7 +103,7 @@ class Channel:
 
     def leave(self) -> None:
         """Says that this process comes to no more rounds, so that nobody waits for it."""
-        client = distributed.global_state.client
+        client = internals.coordination_client()
         if len(self._members) == 1 or client is None:
             return
         try:
@@ -188,13 +186,13 @@ class Board:
             raise ConnectionError(str(error)) from error
 
     def _client(self) -> Any:
-        client = distributed.global_state.client
+        client = internals.coordination_client()
         if client is None:
             raise ConnectionError("This process has left the others.")
         return client
 
 
 def _client() -> Any:
-    client = distributed.global_state.client
+    client = internals.coordination_client()
     assert client is not None, "several processes without a coordination service"
     return client

@@ -11,14 +11,22 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jaxlib import xla_client
+
+from tpudist.xla.settings import Setting
 
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PREFIXES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")
 # Options that are attributes of XLA's build options, and no overrides of its debug options.
-EFFORTS = ("exec_time_optimization_effort", "memory_fitting_effort")
-LEVELS = ("optimization_level", "memory_fitting_level")
+_EFFORTS = {
+    "exec_time_optimization_effort": Setting.EXEC_TIME_OPTIMIZATION_EFFORT,
+    "memory_fitting_effort": Setting.MEMORY_FITTING_EFFORT,
+}
+_LEVELS = {
+    "optimization_level": Setting.OPTIMIZATION_LEVEL,
+    "memory_fitting_level": Setting.MEMORY_FITTING_LEVEL,
+}
+BUILD_OPTIONS = (*_EFFORTS, *_LEVELS)
 _NUMBER_OF_LEVEL = {"UNKNOWN": 0, "O0": 9, "O1": 19, "O2": 29, "O3": 39}  # XLA's EffortLevel
 
 
@@ -39,13 +47,15 @@ def of_this_process() -> dict[str, str | None]:
 
 def of_jit() -> dict[str, Any]:
     """The options that `jax.jit` gives every program, from JAX's settings of the moment."""
-    options: dict[str, Any] = {name: getattr(jax.config, f"jax_{name}") for name in EFFORTS}
-    for name in LEVELS:
-        options[name] = _NUMBER_OF_LEVEL[getattr(jax.config, f"jax_{name}")]
-    if jax.config.read("jax_disable_most_optimizations"):
+    options: dict[str, Any] = {
+        name: setting.read() for name, setting in _EFFORTS.items() if setting.is_known
+    }
+    for name, setting in _LEVELS.items():
+        options[name] = _NUMBER_OF_LEVEL[setting.read()]
+    if Setting.DISABLE_MOST_OPTIMIZATIONS.read():
         options["xla_backend_optimization_level"] = 0
         options["xla_llvm_disable_expensive_passes"] = True
-    if not jax.config.jax_compiler_enable_remat_pass:  # type: ignore[attr-defined]
+    if not Setting.COMPILER_ENABLE_REMAT_PASS.read():
         options["xla_disable_hlo_passes"] = "rematerialization"
     return options
 

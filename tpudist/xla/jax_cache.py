@@ -4,8 +4,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from tpudist.xla.settings import Setting
 
 _lock = threading.Lock()
 _num_inside = 0
@@ -29,7 +30,7 @@ def _enter() -> None:
     global _num_inside, _was_enabled
     with _lock:
         if not _num_inside:
-            _was_enabled = bool(jax.config.jax_enable_compilation_cache)  # type: ignore
+            _was_enabled = bool(Setting.ENABLE_COMPILATION_CACHE.read())
             _enable(False)
         _num_inside += 1
 
@@ -43,5 +44,5 @@ def _leave() -> None:
 
 
 def _enable(enabled: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", enabled)
+    Setting.ENABLE_COMPILATION_CACHE.set(enabled)
     compilation_cache.reset_cache()  # or JAX goes by what it found at its first compile

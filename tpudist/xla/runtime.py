@@ -11,11 +11,16 @@ on a laptop. Two things make it dependable (both measured on jax 0.10, two cores
 """
 
 import collections
+import inspect
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.core import Tracer
+
+from tpudist.options import MutualTLS
+from tpudist.xla.settings import Setting
 
 ENVIRONMENT_VARIABLE = "TPUDIST_EMULATE"
 MAX_STEPS_IN_FLIGHT = 2
@@ -23,14 +28,14 @@ MAX_STEPS_IN_FLIGHT = 2
 
 def backend_started() -> bool:
     """Whether this process already has devices, so that it is too late to choose them."""
-    number = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    number = Setting.NUM_CPU_DEVICES.read()
     # JAX itself refuses another number of CPU devices once a backend runs; asking it to is the
     # public way to know without starting one.
     try:
-        jax.config.update("jax_num_cpu_devices", max(number, 1) + 1)
+        Setting.NUM_CPU_DEVICES.set(max(number, 1) + 1)
     except RuntimeError:
         return True
-    jax.config.update("jax_num_cpu_devices", number)
+    Setting.NUM_CPU_DEVICES.set(number)
     return False
 
 
@@ -50,8 +55,8 @@ def emulate(num_devices: int | None = None) -> None:
     os.environ["NPROC"] = str(max(32, 4 * num_devices, int(os.environ.get("NPROC", "0") or 0)))
     if not backend_started():
         # Not started here: several emulated processes must connect first.
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", num_devices)
+        Setting.PLATFORMS.set("cpu")
+        Setting.NUM_CPU_DEVICES.set(num_devices)
         return
     devices = jax.local_devices()
     if len(devices) != num_devices or devices[0].platform != "cpu":
@@ -80,13 +85,27 @@ def _num_devices_asked_for(num_devices: int | None) -> int:
     return number
 
 
-def connect(coordinator_address: str, num_processes: int, process_id: int) -> None:
+def connect(
+    coordinator_address: str,
+    num_processes: int,
+    process_id: int,
+    mutual_tls: MutualTLS | None = None,
+) -> None:
     """Joins this process to the others of a run; returns when all are there.
 
     Blocks until every process has called it. A process that is connected already stays so.
 
+    Args:
+        coordinator_address: `host:port` of the first process.
+        num_processes: How many there are.
+        process_id: Which of them this is.
+        mutual_tls: Certificates; None for those that JAX's own variables name (JAX_MTLS_...), or
+            none.
+
     Raises:
-        RuntimeError: JAX already started its devices without the other processes.
+        RuntimeError: JAX already started its devices without the other processes, or certificates
+            are asked for, and this JAX cannot use them.
+        FileNotFoundError: A certificate or key is not there.
     """
     if jax.distributed.is_initialized():
         return
@@ -101,7 +120,37 @@ def connect(coordinator_address: str, num_processes: int, process_id: int) -> No
         process_id=process_id,
         # The default is to listen on every interface, without authentication.
         coordinator_bind_address=coordinator_address,
+        **_arguments_of(mutual_tls),
     )
+
+
+def _arguments_of(mutual_tls: MutualTLS | None) -> dict[str, Any]:
+    """Those of `jax.distributed.initialize` that ask for mutual TLS."""
+    variables = sorted(name for name in os.environ if name.startswith("JAX_MTLS_"))
+    if mutual_tls is None and not variables:
+        return {}
+    if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
+        asked = "MutualTLS" if mutual_tls else ", ".join(variables)
+        raise RuntimeError(
+            f"Processes were to connect with mutual TLS ({asked}), which jax {jax.__version__} "
+            f"does not have: they would trust whoever reaches their port. Use jax 0.12 or newer "
+            f"(Python 3.12 or newer), or connect without it."
+        )
+    if mutual_tls is None:
+        return {}  # JAX reads its variables itself
+    for name in ("cert_file", "key_file", "ca_file"):
+        file = getattr(mutual_tls, name)
+        if not os.path.isfile(file):
+            raise FileNotFoundError(
+                f"MutualTLS({name}={str(file)!r}) was asked for, and there is no such file on "
+                f"this host. Every process needs its own certificate, its key and the authority's."
+            )
+    return {
+        "mtls_cert_file": os.fspath(mutual_tls.cert_file),
+        "mtls_key_file": os.fspath(mutual_tls.key_file),
+        "mtls_ca_file": os.fspath(mutual_tls.ca_file),
+        "mtls_peer_uri_prefix": mutual_tls.peer_uri_prefix,
+    }
 
 
 class Throttle:

@@ -1,0 +1,59 @@
+"""JAX's settings: the one place that knows their names.
+
+JAX loses and gains settings between versions, and `jax.config.jax_something` of a lost one is an
+AttributeError in the midst of a run. Everything that tpudist reads or sets goes by `Setting` here,
+which says what holds where JAX has none of that name. `tests/test_jax_versions.py` asks for each of
+them, and names the version that lost one.
+"""
+
+import enum
+from typing import Any
+
+import jax
+
+
+class Setting(enum.Enum):
+    """A setting of JAX that tpudist reads or sets: its name, and what holds where it is gone."""
+
+    PLATFORMS = "jax_platforms", None
+    NUM_CPU_DEVICES = "jax_num_cpu_devices", -1
+    ENABLE_X64 = "jax_enable_x64", False
+    ENABLE_COMPILATION_CACHE = "jax_enable_compilation_cache", True
+    COMPILATION_CACHE_DIR = "jax_compilation_cache_dir", None
+    USE_SHARDY_PARTITIONER = "jax_use_shardy_partitioner", True
+    DISABLE_MOST_OPTIMIZATIONS = "jax_disable_most_optimizations", False
+    COMPILER_ENABLE_REMAT_PASS = "jax_compiler_enable_remat_pass", True
+    OPTIMIZATION_LEVEL = "jax_optimization_level", "UNKNOWN"
+    MEMORY_FITTING_LEVEL = "jax_memory_fitting_level", "UNKNOWN"
+    # Gone since jax 0.11.1, with what they told the compiler.
+    EXEC_TIME_OPTIMIZATION_EFFORT = "jax_exec_time_optimization_effort", 0.0
+    MEMORY_FITTING_EFFORT = "jax_memory_fitting_effort", 0.0
+
+    @property
+    def jax_name(self) -> str:
+        """What JAX calls it: `jax_platforms`."""
+        return self.value[0]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this JAX has it."""
+        return self.jax_name in jax.config.values
+
+    def read(self) -> Any:
+        """What it is; where this JAX does not have it, what holds there."""
+        if hasattr(jax.config, self.jax_name):  # what a context manager says, in this thread
+            return getattr(jax.config, self.jax_name)
+        return jax.config.read(self.jax_name) if self.is_known else self.value[1]
+
+    def set(self, value: Any) -> None:
+        """Changes it, for the whole process.
+
+        Raises:
+            RuntimeError: It is too late for it, or this JAX does not have it.
+        """
+        if not self.is_known:
+            raise RuntimeError(
+                f"Setting {self.jax_name} = {value!r} was asked for, which jax {jax.__version__} "
+                f"does not have. Install a jax that tpudist supports: see CONTRIBUTING.md."
+            )
+        jax.config.update(self.jax_name, value)
