@@ -731,7 +731,7 @@ def test_connecting_joins_the_hosts_of_a_slice(tpu_hosts, monkeypatch):
     assert joined == []
     tpu_hosts("t-0,t-1", "1")
     TPUClusterResolver.connect("")
-    assert joined == [("t-0:8476", 2, 1)]
+    assert joined == [("t-0:8476", 2, 1, None)]
 
 
 @pytest.mark.parametrize("make", [TPUClusterResolver, TPUClusterResolver.connect])

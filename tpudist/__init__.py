@@ -19,7 +19,7 @@ from tpudist.input.numpy_dataset import NumpyDataset
 from tpudist.losses import compute_average_loss, scale_regularization_loss
 from tpudist.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
 from tpudist.optimizer import Optimizer
-from tpudist.options import InputOptions, InputReplicationMode, RunOptions
+from tpudist.options import InputOptions, InputReplicationMode, MutualTLS, RunOptions
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from tpudist.reduction_algorithms import (
     HierarchicalCopyAllReduce,
@@ -54,6 +54,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "MutualTLS",
     "NcclAllReduce",
     "NumpyDataset",
     "OneDeviceStrategy",

@@ -12,7 +12,7 @@ import jax
 from tpudist import topology_proto
 from tpudist.cluster_resolver.base import ClusterResolver, format_master_url
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
-from tpudist.options import warn_if_given
+from tpudist.options import MutualTLS, warn_if_given
 from tpudist.topology_proto import HardwareFeature
 from tpudist.tpu_topology import Topology, by_task
 from tpudist.xla import runtime
@@ -102,21 +102,28 @@ class TPUClusterResolver(ClusterResolver):
 
     @staticmethod
     def connect(
-        tpu: str | None = None, zone: str | None = None, project: str | None = None
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        *,
+        mutual_tls: MutualTLS | None = None,
     ) -> "TPUClusterResolver":
         """Joins the processes of the slice's hosts, and gives their resolver.
 
         Every host calls it, before any array; it returns when all have. On one host it does
-        nothing more than to make the resolver.
+        nothing more than to make the resolver. With `mutual_tls` they know each other by their
+        certificates (not in tf.distribute).
 
         Raises:
             ValueError: A TPU is named; see the class.
-            RuntimeError: JAX already started its devices without the other hosts.
+            RuntimeError: JAX already started its devices without the other hosts, or has no mutual
+                TLS.
+            FileNotFoundError: A certificate or key is not there.
         """
         resolver = TPUClusterResolver(tpu, zone, project)
         hosts = resolver.processes()
         if len(hosts) > 1:
-            runtime.connect(hosts[0], len(hosts), resolver.process_index())
+            runtime.connect(hosts[0], len(hosts), resolver.process_index(), mutual_tls)
         return resolver
 
     def cluster_spec(self) -> ClusterSpec:

@@ -5,6 +5,7 @@ import jax
 from tpudist import communication
 from tpudist.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from tpudist.communication import CommunicationOptions
+from tpudist.options import MutualTLS
 from tpudist.strategy import Strategy
 from tpudist.xla import runtime
 from tpudist.xla.devices import as_devices
@@ -24,6 +25,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        mutual_tls: MutualTLS | None = None,
     ):
         """Connects the workers.
 
@@ -33,10 +36,13 @@ class MultiWorkerMirroredStrategy(Strategy):
                 stays as it is; without either this is the only worker.
             communication_options: How reductions communicate that are given no options; by default
                 as XLA chooses.
+            mutual_tls: Certificates by which the workers know each other; not in tf.distribute.
 
         Raises:
             ValueError: An argument of another type, or a cluster without this task in it.
-            RuntimeError: JAX already started its devices without the other workers.
+            RuntimeError: JAX already started its devices without the other workers, or has no
+                mutual TLS.
+            FileNotFoundError: A certificate or key is not there.
         """
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
@@ -49,10 +55,16 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{communication_options!r} of type {type(communication_options).__name__}. It "
                 f"must be a tpudist.experimental.CommunicationOptions, or None."
             )
+        if not isinstance(mutual_tls, MutualTLS | None):
+            raise ValueError(
+                f"MultiWorkerMirroredStrategy was given mutual_tls={mutual_tls!r} of type "
+                f"{type(mutual_tls).__name__}. It must be a tpudist.MutualTLS, or None."
+            )
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         workers = self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():
-            runtime.connect(workers[0], len(workers), self._cluster_resolver.process_index())
+            place = self._cluster_resolver.process_index()
+            runtime.connect(workers[0], len(workers), place, mutual_tls)
         super().__init__(make_mesh(as_devices(None)))
         self.communication_options = communication_options
         self.adapt_to_devices()
