@@ -1,6 +1,7 @@
 """The backward pass of an MLP in place: the same gradients, in less memory."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,8 @@ def arguments(length, num_branches=2, dtype="float32", batch=2, embed=8, mlp=24)
 def gradients(function, branches, weight):
     """The value, and the gradients by each branch and by the weight."""
     out, back = jax.vjp(function, branches, weight)
-    d_branches, d_weight = back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+    upstream = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).astype(jnp.bfloat16)
+    d_branches, d_weight = back(upstream.astype(out.dtype).reshape(out.shape))
     return [out, *d_branches, d_weight]
 
 
@@ -44,11 +46,15 @@ def gradients(function, branches, weight):
 @pytest.mark.parametrize("num_branches", [1, 2])
 @pytest.mark.parametrize("length", [1, 16, 131, 150, 384])
 def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_branches):
-    """For lengths of one piece, of several, and those that nothing divides."""
+    """For lengths of one piece, of several, and those that nothing divides.
+
+    In float32: JAX's own gradients in bfloat16 are rounded more than once (jaxlib 0.12 on CPU).
+    """
     args = arguments(length, num_branches, dtype)
-    found, want = gradients(activated_product, *args), gradients(plain, *args)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+    found, want = gradients(activated_product, *args), gradients(plain, *wide)
     for a, b in zip(found, want, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert (a.shape, a.dtype) == (b.shape, dtype)
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
@@ -98,7 +104,8 @@ def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     overwriting = [
         line
         for line in here.as_text().splitlines()
-        if "fusion(" in line and "/while/body/closed_call/dynamic_update_slice" in line
+        if "fusion(" in line
+        and re.search("/while/body/(closed_call|eval_jaxpr)/dynamic_update_slice", line)
     ]
     assert len(overwriting) == 1
     assert overwriting[0].split(" fusion(")[0].count(f"bf16[{batch // 4},{length},{mlp}]") == 3

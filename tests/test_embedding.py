@@ -90,3 +90,28 @@ def test_a_tpu_whose_rows_are_split_gathers_none_of_them():
 @needs_libtpu
 def test_one_tpu_scatters():
     assert "in_place_of_scatter" not in compiled(topology.devices("v5e:1x1")).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4), (1, 4, 2)])
+def test_a_table_whose_rows_are_split_gives_the_rows_of_the_whole_one(shape, dtype):
+    """Left to XLA's partitioner, it ends the process (jaxlib 0.12)."""
+    mesh = jax.make_mesh(shape, ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    table = jax.random.normal(jax.random.key(0), (16, 8)).astype(dtype)
+    tokens = jax.random.randint(jax.random.key(1), (8, 5), -2, 18).astype(jnp.int32)
+    split = P(("replica", "fsdp"))
+
+    def both(table, tokens):
+        rows = lookup(constrain(table, "vocab", None), tokens)
+        return rows, gradient(table, tokens)
+
+    with jax.set_mesh(mesh), nnx.logical_axis_rules((("batch", "fsdp"), ("vocab", "tensor"))):
+        placed = jax.device_put(table, NamedSharding(mesh, P("tensor", "fsdp")))
+        given = jax.device_put(tokens, NamedSharding(mesh, split))
+        rows, found = jax.jit(both)(placed, given)
+    np.testing.assert_array_equal(rows, lookup(table, tokens))
+    np.testing.assert_allclose(
+        found.astype(jnp.float32),
+        gradient(table, tokens).astype(jnp.float32),
+        rtol=1e-6 if dtype == jnp.float32 else 0.02,  # one unit of bfloat16
+    )

@@ -5,15 +5,21 @@ every device that they are split over (25 GB for 1536 sequences of 2048 tokens a
 As the product with one-hot rows, which a TPU's compiler never holds, each device sums over its own
 tokens and only the table's gradient is reduced. Other compilers would hold these rows, and one
 device has nothing to gather: there it is a scatter.
+
+Where the rows of the table are split over one mesh axis and the tokens over another, XLA's
+partitioner ends the process (jaxlib 0.12 on CPU and TPU, on some meshes 0.10 too). There the lookup
+is written as the partitioner would write it: each device looks among its own rows, and the devices
+that share out a table add up what they found.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from tpudist.models.attention import platform
-from tpudist.models.logical import inner_axes
+from tpudist.models.logical import automatic_axes, inner_axes, split_over
 
 
 @jax.custom_vjp
@@ -23,7 +29,41 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     A token that is no row, below 0 or from `vocabulary` on, gets the nearest row, and none of what
     it asks for in the gradient.
     """
+    axes = split_over("vocab", table.shape[0])
+    return _among_parts(table, tokens, axes) if axes else _rows(table, tokens)
+
+
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return table.at[tokens].get(mode="clip", wrap_negative_indices=False)
+
+
+def _among_parts(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The same, where the rows of `table` are split over mesh axes."""
+    vocabulary = table.shape[0]
+    # XLA:CPU ends the process on sums of 16-bit floats in partly manual functions.
+    wide = platform() == "cpu" and table.dtype.itemsize < 4
+
+    def find(part: jax.Array, tokens: jax.Array) -> jax.Array:
+        first = jax.lax.axis_index(axes) * part.shape[0]
+        place = jnp.clip(tokens.astype(jnp.int32), 0, vocabulary - 1) - first
+        is_here = (place >= 0) & (place < part.shape[0])
+        found = jnp.where(is_here[..., None], _rows(part, place), 0)
+        found = found.astype(jnp.float32) if wide else found
+        return jax.lax.psum(found, axes).astype(part.dtype)
+
+    # Each device looks for its own tokens, but for those that other parts of the table want too.
+    dims = zip(("batch", "sequence"), tokens.shape, strict=False)
+    split = [tuple(a for a in split_over(name, size) if a not in axes) for name, size in dims]
+    spec = PartitionSpec(*(names or None for names in split))
+    # All axes are manual: `axis_index` makes them so, and XLA ends the process unless axes become
+    # manual in the order of the mesh (jaxlib 0.12).
+    return jax.shard_map(
+        find,
+        in_specs=(PartitionSpec(axes), spec),
+        out_specs=spec,
+        axis_names=frozenset(automatic_axes()),
+        check_vma=False,
+    )(table, tokens)
 
 
 def _forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:

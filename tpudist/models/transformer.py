@@ -49,8 +49,7 @@ class Transformer(nnx.Module):
 
         Also gives how tokens were spread over experts, if there are any.
         """
-        # XLA aborts on a lookup (jaxlib 0.10.2) where one mesh axis splits both the table's rows
-        # and the batch.
+        # XLA aborts on a lookup where one mesh axis splits both the table's rows and the batch.
         table = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
         x, routing = self.blocks(constrain_residual(lookup(table, tokens)))
         return _rms_norm(x, self.final_norm[...]), routing

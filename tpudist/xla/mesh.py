@@ -129,6 +129,7 @@ def make_mesh(
     Args:
         devices: The devices, without repetition.
         inner_axes: Sizes of the axes inside a replica by name; none for one device per replica.
+            Their order is that of the mesh, but for `stage`, which comes first.
         in_order: Whether to take the devices as they come, replica by replica, instead.
 
     Raises:
@@ -136,6 +137,10 @@ def make_mesh(
             split into such replicas, or axes that would go across slices.
     """
     inner_axes = dict(inner_axes or {})
+    if "stage" in inner_axes:
+        # A pipeline's stages run functions that are manual over other axes: since jaxlib 0.12 XLA
+        # ends the process unless axes become manual in the order of the mesh.
+        inner_axes = {"stage": inner_axes.pop("stage"), **inner_axes}
     _check_axes(devices, inner_axes)
     num_replicas = len(devices) // math.prod(inner_axes.values())
     shape = (num_replicas, *inner_axes.values())
