@@ -155,7 +155,7 @@ class Step:
         """The inputs: those that are overwritten, and the others."""
         values = self._values(now)
         if now.careful:
-            values = self._placed(values)
+            values = self._placed(values, self._are_stacked(now))
             if self._jitted is not None and flat_inputs.on_host(values) != self._elsewhere:
                 self._jitted = None  # state was moved to another memory, or from there
         if self._jitted is None:
@@ -260,22 +260,37 @@ class Step:
 
     def _rest(self, now: call.Call) -> list[Any]:
         """The arrays that are fed beside the captured Variables."""
-        return jax.tree.leaves(self._placed(self._values(now)[len(self.captured) :]))
+        first = len(self.captured)
+        values, stacked = self._values(now)[first:], self._are_stacked(now)[first:]
+        return jax.tree.leaves(self._placed(values, stacked))
 
-    def _placed(self, values: list[Any]) -> list[Any]:
+    def _are_stacked(self, now: call.Call) -> list[bool]:
+        """For each of `_values`, whether it holds one part per replica."""
+        num_nnx = len(now.binding.variables) if now.binding is not None else 0
+        stacked = [v.on_read for v in self.captured] + [False] * num_nnx
+        if self.kinds.only_arrays and not now.rows:
+            return stacked + [False] * len(now.elements)
+        return stacked + [s for _, s in self.kinds.fed] + [True, False] * len(now.rows)
+
+    def _placed(self, values: list[Any], stacked: Sequence[bool] | None = None) -> list[Any]:
         """Moves to the mesh what is elsewhere, to compile once and not per origin."""
         devices = self.mesh.device_set
 
-        def place(value):
+        def place(value, is_stacked=True):
             # numpy values have no sharding: JAX moves them with the call.
             if isinstance(value, jax.Array) and not compile.is_traced(value):
                 if value.sharding.device_set != devices:
                     if self._lowering:
                         return jax.ShapeDtypeStruct(value.shape, value.dtype)
                     return placement.replicate_from_host(self.mesh, value)
+                if not is_stacked:
+                    return placement.as_steps_take_it(self.mesh, value)
             return value
 
-        return jax.tree.map(place, values)
+        if stacked is None:
+            return jax.tree.map(place, values)
+        pairs = zip(values, stacked, strict=True)
+        return [jax.tree.map(lambda x, s=s: place(x, s), value) for value, s in pairs]
 
     def _unshare(self, donated: list[Any], kept: list[Any]) -> None:
         """Copies what must not be overwritten: values in two places, or read by the user."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -92,6 +92,28 @@ def as_before(value: jax.Array, before: jax.Array) -> jax.Array:
     """A traced array, brought to host memory if that is where the one lived that it replaces."""
     space = getattr(jax.typeof(before), "memory_space", None)
     return jax.device_put(value, _HOST) if space is _HOST else value
+
+
+def as_steps_take_it(mesh: ReplicaMesh, value: jax.Array) -> jax.Array:
+    """An array that was placed on the mesh's devices by the user, as a step needs it.
+
+    In a mesh with Explicit axes, JAX's default, the type of an array says how it is split, and a
+    replica function would be traced for that: the array keeps its place, and loses the type. Where
+    a replica is one device, it has all of what is not its own part of something: an array that is
+    split over devices is copied to each.
+    """
+    sharding = value.sharding
+    if not isinstance(sharding, NamedSharding):
+        return value
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        names = sharding.mesh.axis_names
+        kinds = (AxisType.Auto,) * len(names)
+        same = Mesh(sharding.mesh.devices, names, axis_types=kinds)  # type: ignore[attr-defined]
+        sharding = NamedSharding(same, sharding.spec, memory_kind=sharding.memory_kind)
+        value = jax.device_put(value, sharding)
+    if mesh.devices_per_replica == 1 and not sharding.is_fully_replicated:
+        value = jax.device_put(value, in_memory_of(value, mesh.replicated))
+    return value
 
 
 def mesh_of(array: jax.Array) -> ReplicaMesh:
@@ -250,7 +272,7 @@ def _inner_mesh(mesh: ReplicaMesh, replica: int) -> Mesh:
     return jax.sharding.Mesh(
         np.asarray(mesh.devices_of(replica)).reshape([mesh.mesh.shape[name] for name in names]),
         names,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(names),
+        axis_types=(AxisType.Auto,) * len(names),
     )
 
 

@@ -1,0 +1,108 @@
+"""Arrays and models of a mesh of the user's own, with Auto or Explicit axes (JAX's default)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tpudist
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+SHAPES = {
+    "4x2": {"x": 4, "y": 2},
+    "8": {"replica": 8},
+    "2x2x2": {"replica": 2, "fsdp": 2, "tensor": 2},
+}
+STRATEGIES = {
+    "one device per replica": tpudist.MirroredStrategy,
+    "four": lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2}),
+}
+
+pytestmark = [
+    pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name),
+    pytest.mark.parametrize("shape", SHAPES),
+    pytest.mark.parametrize("name", STRATEGIES),
+]
+
+
+def mesh_of(shape, kind):
+    axes = SHAPES[shape]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def rows(shape, kind):
+    """An array that is split over the first axis of such a mesh."""
+    mesh = mesh_of(shape, kind)
+    values = np.arange(32, dtype=np.float32).reshape(8, 4)
+    return jax.device_put(values, NamedSharding(mesh, P(mesh.axis_names[0])))
+
+
+def test_an_argument_is_moved_and_is_what_it_was(name, shape, kind):
+    strategy = STRATEGIES[name]()
+    x = rows(shape, kind)
+    for given in (x, x, np.asarray(x), x):  # with and without a program that is there already
+        result = strategy.run(lambda x: ((x @ x.T).sum(), x), args=(given,))
+        np.testing.assert_array_equal(result[0], (np.asarray(x) @ np.asarray(x).T).sum())
+        np.testing.assert_array_equal(result[1], np.asarray(x))
+
+
+def test_a_variable_takes_its_value(name, shape, kind):
+    strategy = STRATEGIES[name]()
+    x = rows(shape, kind)
+    with strategy.scope():
+        variable = tpudist.Variable(x)
+    strategy.run(lambda: variable.assign_add(jnp.ones_like(variable.value()), read_value=False))
+    np.testing.assert_array_equal(variable.numpy(), np.asarray(x) + 1)
+
+
+def test_a_captured_array_is_refused_in_words_or_frozen_as_any_other(name, shape, kind):
+    strategy = STRATEGIES[name]()
+    x = rows(shape, kind)
+    if kind is AxisType.Explicit:
+        with pytest.raises(
+            ValueError, match=r"captures an array of a mesh with Explicit axes, f32"
+        ):
+            strategy.run(lambda: x.sum())
+    else:
+        assert strategy.run(lambda: x.sum()) == np.asarray(x).sum()
+
+
+def test_a_strategy_runs_on_its_own_mesh_whichever_is_in_force(name, shape, kind):
+    strategy = STRATEGIES[name]()
+    data = strategy.experimental_make_numpy_dataset(np.ones((16, 4), np.float32)).batch(8)
+    with jax.set_mesh(mesh_of(shape, kind)):
+        model = strategy.create(lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+        optimizer = strategy.create(lambda: tpudist.Optimizer(optax.sgd(0.1), model))
+
+        def step(model, optimizer, batch):
+            def loss(model):
+                return tpudist.compute_average_loss(model(batch).sum(-1))
+
+            optimizer.update(model, nnx.grad(loss)(model))
+            return batch.sum()
+
+        for batch in strategy.experimental_distribute_dataset(data):
+            total = strategy.run(step, args=(model, optimizer, batch))
+            assert float(strategy.reduce("sum", total, axis=None)) == 32
+    np.testing.assert_allclose(model.bias[...], -0.2, rtol=1e-6)
+
+
+def test_a_model_that_was_made_on_it_trains_on_the_mesh_of_the_strategy(name, shape, kind):
+    strategy = STRATEGIES[name]()
+    mesh = mesh_of(shape, kind)
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, mesh.axis_names[-1]))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+
+    def step(model, x):
+        grads = nnx.grad(lambda model: model(x).sum())(model)
+        grads = tpudist.get_replica_context().all_reduce("mean", grads)
+        nnx.update(model, jax.tree.map(lambda w, g: w - g, nnx.state(model), grads))
+
+    for _ in range(2):
+        strategy.run(step, args=(model, jnp.ones((2, 4))))
+    np.testing.assert_array_equal(model.kernel[...], np.full((4, 8), 1 - 2 * 2))
