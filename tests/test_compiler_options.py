@@ -105,6 +105,9 @@ def test_what_is_no_tpu_has_no_options():
 
 
 @needs_libtpu
+@pytest.mark.skipif(
+    compiler_options._libtpu() > (0, 0, 42), reason="libtpu refuses the option since 0.0.50"
+)
 @pytest.mark.slow
 def test_v6e_gathers_weights_while_it_computes():
     """As other chips do without being asked; the two options do nothing apart."""
@@ -146,3 +149,13 @@ def test_v6e_computes_in_larger_tiles_and_without_collective_matmul():
     options = compiler_options.of("v6e")
     assert options["xla_tpu_scoped_vmem_limit_kib"] * 1024 < 128 * 1024**2
     assert math.isclose(options["xla_jf_spmd_threshold_for_windowed_einsum_mib"], 1e6)
+
+
+@pytest.mark.parametrize(("libtpu", "has"), [((0, 0, 42), True), ((0, 0, 50), False)])
+def test_an_option_that_newer_libtpus_refuse_is_for_older_ones(libtpu, has, monkeypatch):
+    monkeypatch.setattr(compiler_options, "_libtpu", lambda: libtpu)
+    gathers = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+    sinks = "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction"
+    assert (gathers in compiler_options.of("v6e")) == has
+    assert (sinks in compiler_options.of("v5e", 2)) == has
+    assert "xla_tpu_data_parallel_opt_different_sized_ops" in compiler_options.of("v5e", 2)

@@ -1,5 +1,6 @@
 """The same training on every geometry: strategies change where things are, never what they are."""
 
+import collections
 import dataclasses
 import functools
 from pathlib import Path
@@ -11,10 +12,17 @@ import pytest
 import tpudist
 from geometry_program import Setup, abstract_args, train, train_step
 from processes import run_processes
+from tpudist import ledger
 from tpudist.partitioners import MinSizePartitioner
 from tpudist.testing import assert_collectives
 
-LEDGER = Path(__file__).parent / "data" / "geometry_collectives.json"
+DATA = Path(__file__).parent / "data"
+# What the compilers of these versions of JAX make of the geometries, newest first.
+LEDGERS = {
+    (0, 12): DATA / "geometry_collectives_jax_0_12.json",
+    (0, 10): DATA / "geometry_collectives_jax_0_10.json",
+}
+LEDGER = next(file for version, file in LEDGERS.items() if jax.__version_info__ >= version)
 # float32 sums in another order differ in the last bits, and steps of Adam add to it.
 RELATIVE = 1e-4
 
@@ -142,6 +150,31 @@ def test_a_geometry_communicates_what_its_ledger_says(name):
     assert_collectives(
         train_step(geometry.setup), args, strategy=strategy, ledger=LEDGER, name=name
     )
+
+
+# jaxlib 0.12 gathers the embeddings that 0.10 turned by an all-to-all.
+GATHERS_ONE_MORE = "1 replica of fsdp=2, tensor=4, the residual stream split on 8 x cpu"
+
+
+def test_compilers_of_all_versions_send_the_same():
+    """They may name another line that asks for it, and combine what is small as they like."""
+    sent = {}
+    for version, file in LEDGERS.items():
+        for name, record in ledger.read(file).items():
+            counts = sent.setdefault(name, {}).setdefault(version, collections.Counter())
+            for entry, count in record.counts.items():
+                if entry.num_bytes > 1024:
+                    counts[dataclasses.replace(entry, source="")] += count
+    assert {name.rpartition(" on ")[0] for name in sent} == set(GEOMETRIES)
+    for name, by_version in sent.items():
+        newest, oldest = (by_version[version] for version in LEDGERS)
+        more, less = newest - oldest, oldest - newest
+        if name == GATHERS_ONE_MORE:
+            assert [(x.kind, x.num_bytes, n) for x, n in more.items()] == [("all-gather", 32768, 1)]
+            assert [(x.kind, x.num_bytes, n) for x, n in less.items()] == [("all-to-all", 8192, 1)]
+        else:
+            assert not more, name
+            assert not less, name
 
 
 @pytest.mark.slow

@@ -283,3 +283,15 @@ def test_what_the_compiler_added_comes_from_what_it_works_on():
     assert module.origin(copy).name == "n"
     assert module.origin(module.entry.instructions["p"]).name == "p"
     assert copy.source is None
+
+
+def test_the_gather_of_a_parameter_is_for_what_works_on_it():
+    module = hlo_module.parse(
+        "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[64] {\n"
+        "  %p = f32[8]{0} parameter(0)\n"
+        '  %g = f32[64]{0} all-gather(%p), dimensions={0}, metadata={op_name="args[0]"}\n'
+        "  %b = f32[64]{0} bitcast(%g)\n"
+        '  ROOT %n = f32[64]{0} negate(%b), metadata={op_name="neg" source_file="a.py" '
+        "source_line=3}\n}\n"
+    )
+    assert module.origin(module.entry.instructions["g"]).name == "n"

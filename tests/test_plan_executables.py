@@ -1,6 +1,7 @@
 """A compiled step is saved where it was planned, and run elsewhere without a compiler."""
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import tpudist
 from tpudist.planner import Plan, executables
@@ -244,3 +246,29 @@ def test_what_does_not_fit_cannot_be_saved(tmp_path):
     plan = tpudist.OneDeviceStrategy().plan(lambda x: x @ x @ x, (x,), topology="v5e:1x1")
     with pytest.raises(ValueError, match="does not fit v5e:1x1, so there is no program"):
         plan.save(tmp_path / "plan")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_a_program_for_a_slice_is_saved_though_jax_keeps_programs(tmp_path):
+    """As scripts/train.py has it: jax 0.12 cannot load what it has kept for a slice."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path / "kept"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    try:
+        strategy = tpudist.MirroredStrategy()
+        x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        for name in ("first", "second"):
+            plan = strategy.plan(
+                lambda x: x @ x, (x,), topology="v5e:2x4", in_process=True, cache=False
+            )
+            plan.save(tmp_path / name)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

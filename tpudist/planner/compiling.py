@@ -14,7 +14,7 @@ import jax
 
 from tpudist.planner.cache import Cache, Entry, key_of
 from tpudist.planner.progress import Progress
-from tpudist.xla import compiler_process, flags, program_text
+from tpudist.xla import compiler_process, executables, flags, program_text
 from tpudist.xla.compiler_process import CompiledProgram, HbmExceeded
 
 
@@ -122,7 +122,7 @@ def ask(
     compiled = None
     if in_process and entry.refusal is None:
         tell("compiling the executable", 0.0)
-        compiled = lowered.compile(compiler_options=dict(compiler_options))
+        compiled = executables.compiled_anew(lowered, compiler_options)
     moved = was_kept and entry.lines != lines
     return Answer(entry.program, entry.refusal, entry.seconds, key, was_kept, moved, compiled)
 

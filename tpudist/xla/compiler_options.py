@@ -6,13 +6,17 @@ in it. With libtpu 0.0.42.1 these change no program that was tried, on v5e and v
 latency-hiding scheduler, asynchronous all-gathers, all-reduces and permutes, the whole family
 `xla_tpu_enable_async_collective_fusion*`, `xla_tpu_overlap_compute_collective_tc`. Nor do they on
 v6e, but for the two below, which do nothing apart. A test compiles a program with every chip's
-options: what libtpu refuses cannot stay.
+options: what libtpu refuses cannot stay, and what it refuses since some version says until which
+one it is for.
 
 Sources: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py; apple/axlearn,
 common/compiler_options.py.
 """
 
 import dataclasses
+import functools
+import importlib.metadata
+import re
 from typing import Any
 
 from tpudist.xla.chips import CHIPS, Chip
@@ -28,6 +32,7 @@ class Option:
         generations: The chips that it is for.
         reason: What it does there, and who says so.
         across_slices: Whether it is only for programs of several slices.
+        until_libtpu: The last libtpu that is known to take it, such as (0, 0, 42); None for all.
     """
 
     name: str
@@ -35,6 +40,7 @@ class Option:
     generations: tuple[str, ...]
     reason: str
     across_slices: bool = False
+    until_libtpu: tuple[int, int, int] | None = None
 
 
 _ALL = tuple(CHIPS)
@@ -80,7 +86,8 @@ OPTIONS = (
         "With the next one, weights are gathered beside the computation, as on v5e and v5p without "
         "asking; else v6e gathers nothing so. Three layers as of Llama-3.1-8B with fsdp=8: of 24 "
         "ms on ICI, 15 are waited for rather than 24. In maxtext's v6e recipes "
-        "(CF_FOR_ALL_GATHER).",
+        "(CF_FOR_ALL_GATHER). libtpu 0.0.50 refuses it on v6e, as a source of wrong results.",
+        until_libtpu=(0, 0, 42),
     ),
     Option(
         "xla_enable_async_all_gather",
@@ -134,8 +141,10 @@ OPTIONS = (
         "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction",
         True,
         _ALL,
-        "Waits for reductions over the data-center network in as few places as possible (axlearn).",
+        "Waits for reductions over the data-center network in as few places as possible (axlearn). "
+        'libtpu 0.0.50 refuses programs with it: "Custom emitter for SinkAnchor not found".',
         across_slices=True,
+        until_libtpu=(0, 0, 42),
     ),
     Option(
         "xla_tpu_host_dcn_reduce_max_sinking_limit",
@@ -143,6 +152,7 @@ OPTIONS = (
         _ALL,
         "Only for those up to 64 MiB: their buffers are held until then (axlearn).",
         across_slices=True,
+        until_libtpu=(0, 0, 42),
     ),
 )
 
@@ -166,5 +176,17 @@ def of(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
     return {
         option.name: option.value
         for option in OPTIONS
-        if generation in option.generations and (num_slices > 1 or not option.across_slices)
+        if generation in option.generations
+        and (num_slices > 1 or not option.across_slices)
+        and (option.until_libtpu is None or _libtpu() <= option.until_libtpu)
     }
+
+
+@functools.cache
+def _libtpu() -> tuple[int, ...]:
+    """The version of libtpu that is installed, to its third number; later than all if none."""
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:  # the user's own, whose version nobody says
+        return (1 << 30,)
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -4,10 +4,24 @@ JAX pickles what it knows of a program around the compiler's own format. To read
 run code of whoever wrote them: callers check who that was before.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+
+from tpudist.xla import jax_cache
+
+
+def compiled_anew(
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any]
+) -> jax.stages.Compiled:
+    """A compiled program for `to_bytes`, which JAX's persistent cache is not asked for.
+
+    It keeps programs for described devices, and cannot load them again (jax 0.12).
+    """
+    with jax_cache.bypassed():
+        return lowered.compile(compiler_options=dict(compiler_options))
 
 
 def to_bytes(compiled: jax.stages.Compiled) -> bytes:

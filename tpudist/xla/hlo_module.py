@@ -200,18 +200,25 @@ class Module:
     def origin(self, instruction: Instruction) -> Instruction:
         """The instruction that says which source lines `instruction` comes from.
 
-        What the compiler added says nothing, but works on the result of something that does. It
-        is `instruction` itself where nothing does.
+        What the compiler added says nothing, but works on the result of something that does; or,
+        as the gather of a parameter since libtpu 0.0.50, is there for something that does. It is
+        `instruction` itself where nothing does.
         """
-        nearest = instruction
-        for _ in range(_FARTHEST_ORIGIN):
-            if found := next((i for i in self._inside(nearest) if i.stack), None):
-                return found
-            before = self._made_from(nearest)
-            if before is None:
-                break
-            nearest = before
+        forward = () if instruction.opcode == "parameter" else (self._first_user,)
+        for nearby in (self._made_from, *forward):
+            nearest: Instruction | None = instruction
+            for _ in range(_FARTHEST_ORIGIN):
+                if found := next((i for i in self._inside(nearest) if i.stack), None):
+                    return found
+                nearest = nearby(nearest)
+                if nearest is None:
+                    break
         return instruction
+
+    def _first_user(self, instruction: Instruction) -> Instruction | None:
+        """The first instruction that works on the result of one."""
+        siblings = self.computations[instruction.computation].instructions.values()
+        return next((user for user in siblings if instruction.name in user.operands), None)
 
     def _made_from(self, instruction: Instruction) -> Instruction | None:
         """What an instruction works on: its first operand, in most cases.

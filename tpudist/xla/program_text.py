@@ -1,7 +1,8 @@
 """The text of a lowered program that is the same wherever its source lies.
 
 JAX leaves source locations out of what it prints, but a Pallas kernel for TPUs is in the program as
-bytecode that holds its own: the paths and lines of JAX's kernels, and of the user's.
+bytecode that holds its own: the paths and lines of JAX's kernels, and of the user's. Since jax 0.12
+they may also stand beside it.
 """
 
 import base64
@@ -14,6 +15,7 @@ from jaxlib.mosaic.python import tpu
 
 # As StableHLO prints the configuration of a kernel, which is JSON with its quotes escaped.
 _BYTECODE = re.compile(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+")
+_LOCATIONS = re.compile(r"(?<=\\22debug_locations\\22: \\22)[A-Za-z0-9+/=]+")
 
 
 def without_locations(lowered: jax.stages.Lowered) -> str:
@@ -21,7 +23,8 @@ def without_locations(lowered: jax.stages.Lowered) -> str:
 
     Two programs with the same text compute the same, from whichever file and line they came.
     """
-    return _BYTECODE.sub(lambda body: _kernel(body[0]), lowered.as_text())
+    text = _LOCATIONS.sub("", lowered.as_text())
+    return _BYTECODE.sub(lambda body: _kernel(body[0]), text)
 
 
 def _kernel(body: str) -> str:
