@@ -1,10 +1,11 @@
+import dataclasses
 import math
 
 import jax
 import pytest
 
 from tpudist.xla import chips
-from tpudist.xla.chips import CHIPS
+from tpudist.xla.chips import ANNOUNCED, CHIPS
 
 RATES = ["bf16_flops_per_s", "cycles_per_s", "hbm_bytes", "hbm_bytes_per_s", "dcn_bytes_per_s"]
 
@@ -78,3 +79,14 @@ def test_the_largest_slices_have_the_published_numbers_of_chips():
         "v6e": 256,
         "tpu7x": 9216,
     }
+
+
+@pytest.mark.parametrize("chip", ANNOUNCED.values(), ids=ANNOUNCED)
+def test_an_announced_chip_says_where_each_figure_comes_from(chip):
+    assert chip.generation not in CHIPS
+    given = {
+        field.name
+        for field in dataclasses.fields(chip)
+        if isinstance(getattr(chip, field.name), int | float)
+    }
+    assert given == set(chip.sources)

@@ -24,7 +24,7 @@ from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.planner import Plan, SearchResult
 from tpudist.training.config import ModelOptions
 from tpudist.xla import topology
-from tpudist.xla.chips import CHIPS
+from tpudist.xla.chips import ANNOUNCED, CHIPS
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = str(ROOT / "tests" / "steps_to_plan.py")
@@ -374,6 +374,15 @@ def test_topologies_lists_all_chips_and_their_sources(capsys):
     for name in CHIPS:
         assert name in table
     assert "v5e-256 (16x16)" in table
+    known, announced = table.split("Announced; libtpu does not know them yet")
+    for name in ANNOUNCED:
+        assert name in announced
+        assert name not in known
+    assert cli.main(["topologies", "--only", "tpu8t", "--sources"]) == 0
+    one = capsys.readouterr().out
+    assert "9,600" in one
+    assert "tpu_info.py" in one
+    assert "tpu7x" not in one
     assert cli.main(["topologies", "--only", "v5p", "--sources"]) == 0
     one = capsys.readouterr().out
     assert "v5e-" not in one.partition("A slice is named")[0]

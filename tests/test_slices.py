@@ -85,6 +85,12 @@ def test_the_raw_name_of_a_slice_is_a_name_of_it(generation, num_slices, data):
     assert (again.shape, again.num_slices) == (shape, 1)
 
 
+@pytest.mark.parametrize("name", ["tpu8t-8", "TPU8i-16", "8t:4x4x4", "2xv8i:2x2"])
+def test_a_slice_of_an_announced_chip_is_refused_as_not_known_yet(name):
+    with pytest.raises(ValueError, match=r"slice of TPU8., .*this libtpu does not know it yet \("):
+        slices.parse(name)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

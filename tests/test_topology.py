@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpudist.xla import hlo, topology
+from tpudist.xla.chips import ANNOUNCED
 from tpudist.xla.hlo import Collective
 
 # Without libtpu these are the errors of a user who has not installed it.
@@ -93,6 +94,25 @@ def test_a_slice_has_the_devices_of_a_real_one(name, num_devices, kind):
     assert len(devices) == num_devices
     assert {device.device_kind for device in devices} == {kind}
     assert jax.default_backend() != "tpu"  # the process goes on with what it has
+
+
+@needs_libtpu
+@pytest.mark.parametrize("generation", ANNOUNCED)
+def test_libtpu_does_not_know_an_announced_chip_yet(generation):
+    """Where this fails, libtpu has learned it: make its row in tpudist/xla/chips.py a `Chip`."""
+    asks = f"""
+import jax
+jax.config.update("jax_platforms", "cpu")
+from tpudist.xla import topology
+topology.require_libtpu("{generation}:2x2x1")
+topology.os.environ.update(topology.NO_TPU_HERE)
+topology.topologies.get_topology_desc(platform="tpu", topology_name="{generation}:2x2x1")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", asks], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode != 0
+    assert "Invalid TPU external name" in ended.stderr
 
 
 @needs_libtpu

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.printing import show
-from tpudist.xla.chips import CHIPS, Chip
+from tpudist.xla.chips import ANNOUNCED, CHIPS, AnnouncedChip, Chip
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Options:
 
 def run(options: Options) -> int:
     """Prints the table; returns the exit code."""
-    if options.only is not None and options.only not in CHIPS:
-        known = ", ".join(CHIPS)
+    if options.only is not None and options.only not in {**CHIPS, **ANNOUNCED}:
+        known = ", ".join([*CHIPS, *ANNOUNCED])
         raise WrongUse(f"--only {options.only}: there is no such generation. Known are {known}.")
     chips = [chip for chip in CHIPS.values() if options.only in (None, chip.generation)]
     about = Text(
@@ -34,7 +34,15 @@ def run(options: Options) -> int:
         "2xv5e-256 are two of them. * The number counts TensorCores, two per chip. ICI: links "
         "and usable bytes of each, one way. Rates are per chip."
     )
-    show(_table(chips), about, *(_sources(chip) for chip in chips if options.sources))
+    announced = [c for c in ANNOUNCED.values() if options.only in (None, c.generation)]
+    if chips:
+        show(_table(chips), about)
+    if announced:
+        show(
+            Text("\nAnnounced; libtpu does not know them yet, so nothing can be planned for them:")
+        )
+        show(_table_of_announced(announced))
+    show(*(_sources(chip) for chip in [*chips, *announced] if options.sources))
     return 0
 
 
@@ -59,7 +67,24 @@ def _table(chips: list[Chip]) -> Table:
     return table
 
 
-def _sources(chip: Chip) -> Table:
+def _table_of_announced(chips: list[AnnouncedChip]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("chip", style="bold", no_wrap=True)
+    for name in ("chips", "HBM GiB", "GB/s", "bf16 TFLOP/s", "fp8 TFLOP/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for chip in chips:
+        table.add_row(
+            chip.generation,
+            "?" if chip.num_chips is None else f"{chip.num_chips:,}",
+            f"{chip.hbm_bytes / 1024**3:.0f}",
+            f"{chip.hbm_bytes_per_s / 1e9:,.0f}",
+            f"{chip.bf16_flops_per_s / 1e12:,.0f}",
+            f"{chip.fp8_flops_per_s / 1e12:,.0f}",
+        )
+    return table
+
+
+def _sources(chip: Chip | AnnouncedChip) -> Table:
     table = Table(
         title=f"\n{chip.generation}",
         title_justify="left",

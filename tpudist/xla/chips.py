@@ -86,6 +86,36 @@ class Chip:
         return tuple(size >= self.wraps_from for size in shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class AnnouncedChip:
+    """A chip whose figures are published and which no libtpu compiles for yet.
+
+    Its row is kept ready: when libtpu has learned it (a test tells), what is not published today,
+    links, clock, hosts and what the compiler leaves of the memory, makes it a `Chip`.
+
+    Attributes:
+        generation: As libtpu and Cloud are expected to call it, such as "tpu8t".
+        device_kind: What `jax.Device.device_kind` says.
+        devices_per_chip: How many JAX devices a chip is.
+        bf16_flops_per_s: Peak of matrix multiplication in bfloat16.
+        fp8_flops_per_s: Likewise in 8-bit floats.
+        hbm_bytes: Memory.
+        hbm_bytes_per_s: Its peak bandwidth.
+        num_chips: Of the largest slice, if published.
+        sources: Where the figures come from, by attribute.
+    """
+
+    generation: str
+    device_kind: str
+    devices_per_chip: int
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    num_chips: int | None
+    sources: Mapping[str, str]
+
+
 def of_device(device: Any) -> Chip | None:
     """The chip that a JAX device is on; None if it is not a TPU, or one that is not known."""
     kind = getattr(device, "device_kind", None)
@@ -313,6 +343,45 @@ CHIPS: Mapping[str, Chip] = {
                 "dcn_bytes_per_s": f"100 Gbit/s per chip: {_DOCS}/tpu7x",
                 "host_bytes_per_s": "not published; as v6e",
             },
+        ),
+    )
+}
+
+_JAX_0_12 = "jax 0.12, tpu_info.py"
+_NEXT_26 = "Google Cloud Next, April 2026"
+_ANNOUNCED_SOURCES = {
+    "devices_per_chip": f"TensorCores per chip: {_JAX_0_12}",
+    "bf16_flops_per_s": _JAX_0_12,
+    "fp8_flops_per_s": _JAX_0_12,
+    "hbm_bytes": f"{_JAX_0_12}; 216 and 288 GiB: {_NEXT_26}",
+    "hbm_bytes_per_s": _JAX_0_12,
+}
+
+# libtpu 0.0.50.1 says "Invalid TPU external name" of both; tests/test_topology.py asks it.
+ANNOUNCED: Mapping[str, AnnouncedChip] = {
+    chip.generation: chip
+    for chip in (
+        AnnouncedChip(
+            generation="tpu8t",
+            device_kind="TPU8t",
+            devices_per_chip=1,
+            bf16_flops_per_s=996.1e12,
+            fp8_flops_per_s=5976.9e12,
+            hbm_bytes=216 * _GI,
+            hbm_bytes_per_s=6400e9,
+            num_chips=9600,
+            sources={**_ANNOUNCED_SOURCES, "num_chips": f"9,600 in a superpod: {_NEXT_26}"},
+        ),
+        AnnouncedChip(
+            generation="tpu8i",
+            device_kind="TPU8i",
+            devices_per_chip=2,
+            bf16_flops_per_s=1101e12,
+            fp8_flops_per_s=8808e12,
+            hbm_bytes=288 * _GI,
+            hbm_bytes_per_s=8600e9,
+            num_chips=None,
+            sources=_ANNOUNCED_SOURCES,
         ),
     )
 }

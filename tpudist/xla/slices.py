@@ -15,14 +15,16 @@ sides equal or 1:2. After a colon, any shape can be given.
 
 import dataclasses
 import difflib
+import importlib.metadata
 import itertools
 import math
 import re
 
-from tpudist.xla.chips import CHIPS, Chip
+from tpudist.xla.chips import ANNOUNCED, CHIPS, Chip
 
 # Cloud says "v5litepod", libtpu also "v5" for v5p; the others are what people say.
 _ALIASES = {"v5litepod": "v5e", "v5": "v5p", "v7x": "tpu7x", "trillium": "v6e", "ironwood": "tpu7x"}
+_ANNOUNCED_ALIASES = {alias: f"tpu{alias[-2:]}" for alias in ("8t", "v8t", "8i", "v8i")}
 _EXAMPLES = '"v5e-8", "v5p-128", "2xv5e-256" or, with the shape in chips, "v5e:2x4"'
 _SMALL_3D = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 _CUBE = 4
@@ -81,6 +83,7 @@ def parse(name: str) -> Slice:
         r"(?:-(?P<number>\d+)|:(?P<shape>\d+(?:x\d+)*))",
         name.strip() if isinstance(name, str) else "",
     )
+    _check_not_announced(name)
     generation = _generation(match["generation"]) if match else None
     if match is None or generation is None:
         raise ValueError(
@@ -96,6 +99,24 @@ def parse(name: str) -> Slice:
         shape = tuple(map(int, match["shape"].split("x")))
     _check(shape, CHIPS[generation], name)
     return Slice(name=name, generation=generation, shape=shape, num_slices=num_slices)
+
+
+def _check_not_announced(name: str) -> None:
+    """Says of a slice of a chip that is announced why nothing can be compiled for it."""
+    word = re.split(r"[-:]", str(name).strip().lower())[0]
+    word = re.sub(r"^\d+x", "", word)
+    chip = ANNOUNCED.get(_ANNOUNCED_ALIASES.get(word, word))
+    if chip is None:
+        return
+    try:
+        here = f"the one here is {importlib.metadata.version('libtpu')}"
+    except importlib.metadata.PackageNotFoundError:
+        here = "none is installed here"
+    raise ValueError(
+        f"{name!r} is a slice of {chip.device_kind}, a chip that is announced: this libtpu does "
+        f"not know it yet ({here}), so no program can be compiled for it. What is published of the "
+        f"chip: `tpudist topologies`. Plan for one of {', '.join(CHIPS)} meanwhile."
+    )
 
 
 def _generation(word: str) -> str | None:
