@@ -19,8 +19,41 @@ hypothesis.settings.register_profile("tpudist", deadline=None, derandomize=bool(
 hypothesis.settings.load_profile("tpudist")
 
 
+# A worker emulates 8 devices and holds 2 to 3 GB; more of them than this gain little.
+_MOST_WORKERS = 4
+# Tests that watch the clock, or whose processes do: beside each other they would be late.
+_WATCH_THE_CLOCK = (
+    "test_child test_coordination test_exact_resume test_input_ends test_input_processes "
+    "test_preemption test_preemption_processes test_prefetch test_processes test_train_script"
+).split()
+# The longest ones first, so that no worker is left with one of them at the end.
+_LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_search")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Workers for the whole suite: one per core. A few files or tests run in this process."""
+    if any("::" in x or x.endswith(".py") for x in config.invocation_params.args):
+        return 0
+    return min(os.cpu_count() or 1, _MOST_WORKERS)
+
+
+def _in_groups(items: list[pytest.Item]) -> None:
+    """Says which tests share a worker: those of one file, which share what they have compiled.
+
+    Those that watch the clock are one group, so that they run one after the other.
+    """
+    for item in items:
+        name = item.path.stem
+        group = "the clock" if name in _WATCH_THE_CLOCK else name
+        item.add_marker(pytest.mark.xdist_group(group))
+    rank = {name: i for i, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests that need TensorFlow itself, unless they are asked for."""
+    """Groups the tests, and leaves out those that need TensorFlow itself unless asked for."""
+    _in_groups(items)
     if "parity" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("parity")]

@@ -22,7 +22,7 @@ def without_folder(commands: list[str]) -> list[str]:
     return [command.removeprefix(".venv/bin/") for command in commands]
 
 
-CI = (ROOT / ".ci" / "run").read_text().splitlines()
+CI = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
 
 
 def test_ci_ends_with_the_four_commands_of_contributing():
@@ -51,6 +51,68 @@ def test_ci_installs_and_tests_as_readme_says():
     _, install, run = without_folder(test)
     assert install.replace("install", "install --quiet", 1) in CI
     assert run == CI[-1]
+
+
+def test_ci_trains_and_has_the_quick_tests_as_readme_and_contributing_say():
+    train, test, _ = (without_folder(commands) for commands in standing_alone())
+    assert train[-1] in CI
+    assert f'{test[-1]} -m "not slow"' in CI
+    assert '`python -m pytest -m "not slow"`' in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def interpreters(folder: Path, *, on_path=(), in_pyenv=()) -> dict[str, str]:
+    """The environment of a machine with some Pythons: each answers with its version only."""
+    (folder / "bin").mkdir()
+    tools = {
+        "pyenv": f'[ $1 = root ] && echo {folder}/pyenv || printf "%s\\n" {" ".join(in_pyenv)}'
+    }
+    if not in_pyenv:
+        tools = {}
+    for version in on_path:
+        tools[f"python{version}"] = f"case $2 in *{version}*) exit 0; esac; exit 1"
+    for version in in_pyenv:
+        minor = version.rpartition(".")[0]
+        tools[f"python{minor}"] = "exit 127"  # what its shims answer for one that is not chosen
+        tools[f"../pyenv/versions/{version}/bin/python"] = (
+            f"case $2 in *{minor}*) exit 0; esac; exit 1"
+        )
+    for name, body in tools.items():
+        file = folder / "bin" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{body}\n")
+        file.chmod(0o755)
+    return {"PATH": f"{folder}/bin:/bin:/usr/bin", "CI": "true"}
+
+
+def ask_ci(command: str, environment: dict[str, str]):
+    """Runs a command with the functions of .ci/run."""
+    text = (ROOT / ".ci" / "run").read_text()
+    functions = re.findall(r"^\w+\(\) \{.*?^\}$", text, re.M | re.S)
+    script = "\n".join(["set -euo pipefail", *functions, command])
+    return subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_ci_finds_interpreters_on_the_path_and_by_pyenv(tmp_path):
+    environment = interpreters(tmp_path, on_path=["3.19"], in_pyenv=["3.17.1", "3.18.0"])
+    assert ask_ci("find_python 3.19", environment).stdout == "python3.19\n"
+    found = ask_ci("find_python 3.20 3.18 3.17", environment).stdout
+    assert found == f"{tmp_path}/pyenv/versions/3.18.0/bin/python\n"
+    assert ask_ci("find_python 3.20", environment).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("in_pyenv", "ci", "code"), [([], "true", 0), (["3.18.0"], "true", 1), (["3.18.0"], "", 0)]
+)
+def test_a_missing_interpreter_is_said_loudly_and_fails_ci_where_pyenv_has_it(
+    tmp_path, in_pyenv, ci, code
+):
+    environment = interpreters(tmp_path, in_pyenv=in_pyenv) | {"CI": ci}
+    (tmp_path / "pyenv/versions/3.18.0/bin/python").unlink(missing_ok=True)
+    done = ask_ci("x=$(find_python 3.18 3.17) || missing 3.18 3.17", environment)
+    assert done.returncode == code
+    assert "#### NOT TESTED: no Python 3.18/3.17 was found" in done.stderr
 
 
 @pytest.mark.multiprocess

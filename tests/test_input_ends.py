@@ -27,8 +27,21 @@ def two():
     return MirroredStrategy(jax.devices()[:2])
 
 
+_of_others = set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests():
+    """A test that failed keeps its iterators, and their threads, for its traceback."""
+    _of_others.update(threading.enumerate())
+
+
 def _threads():
-    return [thread for thread in threading.enumerate() if thread.name == "tpudist-prefetch"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "tpudist-prefetch" and thread not in _of_others
+    ]
 
 
 def _wait_until(condition, timeout_s=10):
