@@ -574,13 +574,22 @@ def test_each_process_feeds_its_own_replicas():
 # Prefetching.
 
 
+_of_others = set()
+
+
 def _prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "tpudist-prefetch"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "tpudist-prefetch" and thread.ident not in _of_others
+    ]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
-    """Whatever a test does to an iterator, its thread must end."""
+    """Whatever a test does to an iterator, its thread must end; those of other files may stay."""
+    _of_others.clear()
+    _of_others.update(thread.ident for thread in threading.enumerate())
     yield
     if _prefetch_threads():
         gc.collect()  # slow, and needed only where a traceback holds an iterator

@@ -32,15 +32,16 @@ _of_others = set()
 
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests():
-    """A test that failed keeps its iterators, and their threads, for its traceback."""
-    _of_others.update(threading.enumerate())
+    """Whatever else ran in this process may still hold an iterator, and so its thread."""
+    _of_others.clear()
+    _of_others.update(thread.ident for thread in threading.enumerate())
 
 
 def _threads():
     return [
         thread
         for thread in threading.enumerate()
-        if thread.name == "tpudist-prefetch" and thread not in _of_others
+        if thread.name == "tpudist-prefetch" and thread.ident not in _of_others
     ]
 
 
