@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpudist.xla import hlo, topology
+from tpudist.xla import hlo, topology, versions
 from tpudist.xla.chips import ANNOUNCED
 from tpudist.xla.hlo import Collective
 
@@ -48,7 +48,7 @@ def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
     """A newer one cannot print some programs, and compiles no gradient for tpu7x."""
     here = importlib.machinery.ModuleSpec("libtpu", None, origin="/here/libtpu/__init__.py")
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: here)
-    monkeypatch.setattr(topology, "_installed", lambda package: "0.0.420.1")
+    monkeypatch.setattr(versions, "installed", lambda package: "0.0.420.1")
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/here/libtpu/libtpu.so")  # as JAX sets it
     with pytest.raises(
         ImportError, match=r'0\.0\.\d+\.\*, but 0\.0\.420\.1 is installed.*"jax\[tpu\]=='
@@ -60,7 +60,7 @@ def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
 
 @needs_libtpu
 def test_the_libtpu_here_is_the_one_that_jax_pins():
-    assert f"{topology._installed('libtpu')}.".startswith(topology._pinned())
+    assert f"{versions.installed('libtpu')}.".startswith(topology._pinned())
 
 
 @needs_libtpu

@@ -1,9 +1,6 @@
 """Asks the compiler about a lowered step, or the cache about what it said."""
 
 import dataclasses
-import importlib.metadata
-import importlib.util
-import os
 import platform
 import time
 from collections.abc import Mapping
@@ -16,6 +13,7 @@ from tpudist.planner.cache import Cache, Entry, key_of
 from tpudist.planner.progress import Progress
 from tpudist.xla import compiler_process, executables, flags, program_text
 from tpudist.xla.compiler_process import CompiledProgram, HbmExceeded
+from tpudist.xla.versions import installed, users_libtpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,23 +41,14 @@ class Answer:
 
 def versions() -> dict[str, str]:
     """What compiles here: packages and their versions."""
-    found = {}
-    for package in ("jax", "jaxlib", "libtpu", "tpudist"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    library = os.environ.get("TPU_LIBRARY_PATH")  # which JAX sets too, to the installed one
-    if library and not _is_installed(Path(library)):
-        file = Path(library)
-        facts = (file.stat().st_size, file.stat().st_mtime_ns) if file.exists() else ()
+    packages = ("jax", "jaxlib", "libtpu", "tpudist")
+    found = {package: version for package in packages if (version := installed(package))}
+    library = users_libtpu()
+    if library is not None:
+        stat = library.stat() if library.exists() else None
+        facts = (stat.st_size, stat.st_mtime_ns) if stat else ()
         found["libtpu"] = " ".join(map(str, (library, *facts)))
     return found
-
-
-def _is_installed(library: Path) -> bool:
-    package = importlib.util.find_spec("libtpu")
-    return bool(package and package.origin and library.parent == Path(package.origin).parent)
 
 
 def is_elsewhere(mesh: jax.sharding.Mesh) -> bool:

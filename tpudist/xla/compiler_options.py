@@ -14,11 +14,11 @@ common/compiler_options.py.
 """
 
 import dataclasses
-import functools
-import importlib.metadata
 import re
+import sys
 from typing import Any
 
+from tpudist.xla import versions
 from tpudist.xla.chips import CHIPS, Chip
 
 
@@ -182,11 +182,7 @@ def of(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
     }
 
 
-@functools.cache
 def _libtpu() -> tuple[int, ...]:
-    """The version of libtpu that is installed, to its third number; later than all if none."""
-    try:
-        version = importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:  # the user's own, whose version nobody says
-        return (1 << 30,)
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    """The version of the libtpu that compiles, to its third number; later than all if unknown."""
+    version = versions.installed("libtpu") if versions.users_libtpu() is None else ""
+    return tuple(map(int, re.findall(r"\d+", version)[:3])) or (sys.maxsize,)

@@ -15,11 +15,11 @@ sides equal or 1:2. After a colon, any shape can be given.
 
 import dataclasses
 import difflib
-import importlib.metadata
 import itertools
 import math
 import re
 
+from tpudist.xla import versions
 from tpudist.xla.chips import ANNOUNCED, CHIPS, Chip
 
 # Cloud says "v5litepod", libtpu also "v5" for v5p; the others are what people say.
@@ -108,10 +108,8 @@ def _check_not_announced(name: str) -> None:
     chip = ANNOUNCED.get(_ANNOUNCED_ALIASES.get(word, word))
     if chip is None:
         return
-    try:
-        here = f"the one here is {importlib.metadata.version('libtpu')}"
-    except importlib.metadata.PackageNotFoundError:
-        here = "none is installed here"
+    installed = versions.installed("libtpu")
+    here = f"the one here is {installed}" if installed else "none is installed here"
     raise ValueError(
         f"{name!r} is a slice of {chip.device_kind}, a chip that is announced: this libtpu does "
         f"not know it yet ({here}), so no program can be compiled for it. What is published of the "

@@ -7,14 +7,13 @@ is what the slice would run: the same collectives, FLOPs and memory. Nothing can
 import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import re
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from tpudist.xla import slices
+from tpudist.xla import slices, versions
 
 # A v4 chip is one device, as on a real slice, only in its megacore configuration.
 _OPTIONS: dict[str, dict[str, Any]] = {"v4": {"chip_config_name": "megacore"}}
@@ -79,17 +78,14 @@ def require_libtpu(name: str) -> None:
         ImportError: It is not installed, or another one is. With a newer one, some programs cannot
             be printed and others do not compile.
     """
-    installed = importlib.util.find_spec("libtpu")
-    library = os.environ.get("TPU_LIBRARY_PATH")
-    folder = pathlib.Path(installed.origin or "").parent if installed else None
-    if library and pathlib.Path(library).parent != folder:
-        return  # the user's own (JAX sets the variable too, to the installed one): trusted
-    if installed is None:
+    if versions.users_libtpu() is not None:
+        return  # trusted
+    if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f'Compiling for "{name}" needs libtpu, the TPU compiler, which is not installed. It '
             f'runs on any x86-64 Linux machine: pip install "tpudist[aot]".'
         )
-    wanted, found = _pinned(), _installed("libtpu")
+    wanted, found = _pinned(), versions.installed("libtpu")
     if wanted and found and not f"{found}.".startswith(wanted):
         raise ImportError(
             f'Compiling for "{name}" needs the libtpu that jax {jax.__version__} was built for, '
@@ -105,10 +101,3 @@ def _pinned() -> str:
         if match := re.match(r"libtpu\s*==\s*([\d.]+)(\*?)", requirement):
             return match[1] if match[2] else f"{match[1]}."
     return ""
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # put there by other means than an installer
-        return ""
