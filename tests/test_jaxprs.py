@@ -303,6 +303,42 @@ def test_a_collective_in_what_is_not_understood_is_a_hazard_if_replicas_may_disa
     assert hazard.collective == "psum"
 
 
+def test_a_program_that_is_hidden_may_wait_for_others():
+    """Under a condition on which replicas disagree, nobody can say that it does not."""
+    hidden = equation("sin", jnp.sin).replace(primitive=core.Primitive("call_exported"))
+    plain = equation("cos", jnp.cos)
+    eqn = equation("cond", UNDERSTOOD["cond"][0])
+    eqn = doctored(eqn, branches=(program_of(plain), program_of(hidden)))
+    (hazard,) = agreement.prove(program_of(eqn), ["argument", "argument"]).hazards
+    assert hazard.collective == "call_exported"
+    assert agreement.prove(program_of(eqn), [None, None]).hazards == ()
+
+
+def test_constants_that_are_computed_outside_of_a_program_are_not_taken_for_equal():
+    def function(x):
+        inner = jax.make_jaxpr(lambda y: y + x)(x)  # which holds a value of the outer trace
+        found.append(doctored(equation("jit", jax.jit(jnp.sin)), jaxpr=inner))
+        return x
+
+    found = []
+    traced(function)
+    structure = jaxprs.structure_of(found[0])
+    assert isinstance(structure, jaxprs.Unknown)
+    assert "whose constants are computed outside of it" in structure.reason
+
+
+def test_flops_of_a_solver_are_those_of_the_program_that_solves():
+    matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    vector = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+    def function(a, b):
+        return jax.lax.custom_linear_solve(
+            lambda x: a @ (a @ x), b, lambda _, b: a @ b, transpose_solve=lambda _, b: a.T @ b
+        )
+
+    assert work.model_flops(traced(function, matrix, vector), 1) == (2 * 8 * 8, ())
+
+
 def test_flops_of_what_is_not_understood_are_a_note():
     matrix = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     eqn = equation("jit", jax.jit(lambda x: x @ x), matrix)

@@ -66,7 +66,7 @@ class _Counter:
                 )
             return body
         if isinstance(structure, jaxprs.Cond):
-            return max(self.of(branch, where) for branch in structure.branches)
+            return max(self.of(branch, where) for branch in structure.bodies)
         if isinstance(structure, jaxprs.Call):
             return structure.copies * self.of(structure.body, where)
         if isinstance(structure, jaxprs.Unknown):

@@ -215,8 +215,8 @@ class _Walk:
     def _cond(self, eqn: core.JaxprEqn, choice: jaxprs.Cond, args: list[Cause]) -> list[Cause]:
         which, operands = args[0], args[1:]
         if which is not None:
-            self._hazard(eqn, choice.branches, which)
-        results = [self._call(branch, operands) for branch in choice.branches]
+            self._hazard(eqn, choice.bodies, which)
+        results = [self._call(branch, operands) for branch in choice.bodies]
         return [which or _first(outs) for outs in zip(*results, strict=True)]
 
     def _hazard(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr], cause: str) -> None:
@@ -262,11 +262,11 @@ def _names_replicas(value: Any) -> bool:
 
 
 def _communicates(eqn: core.JaxprEqn) -> bool:
-    return (
-        eqn.primitive.name not in _SILENT
-        and _is_over_replicas(eqn)
-        and jaxprs.structure_of(eqn) is None
-    )
+    """Whether replicas wait for each other at an equation, or may: in a program that it hides."""
+    structure = jaxprs.structure_of(eqn)
+    if isinstance(structure, jaxprs.Unknown):
+        return not structure.bodies
+    return structure is None and eqn.primitive.name not in _SILENT and _is_over_replicas(eqn)
 
 
 def _differs_by_itself(eqn: core.JaxprEqn) -> bool:

@@ -1,4 +1,4 @@
-"""What an equation of a jaxpr runs inside of it: the one reader of how JAX lays out loops.
+"""Reads what an equation of a jaxpr runs inside of it: the one place that knows JAX's layouts.
 
 JAX changes the parameters of its primitives between versions: the operands of a `scan` were counted
 by `num_consts` and `num_carry` up to jax 0.10, and are grouped by `ft_in` since 0.11. So nothing is
@@ -17,140 +17,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
+
+from tpudist.xla.jaxpr_structure import (
+    Call,
+    Cond,
+    Elementary,
+    Kernel,
+    Scan,
+    Structure,
+    Unknown,
+    While,
+)
 
 # Since jax 0.11 a jaxpr holds its constants itself, and the two are one class.
 ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 _log = logging.getLogger("tpudist.compile")
-
-
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    """A loop of known length over `[*consts, *carry, *xs]`, to `[*carry, *ys]`.
-
-    Attributes:
-        body: Takes the constants, the carry and one of each of `xs`.
-        num_consts: Operands that every turn sees alike.
-        num_carry: Operands that a turn hands to the next one.
-        length: How many turns.
-    """
-
-    body: core.Jaxpr
-    num_consts: int
-    num_carry: int
-    length: int
-
-    @property
-    def bodies(self) -> tuple[core.Jaxpr, ...]:
-        """All programs inside."""
-        return (self.body,)
-
-
-@dataclasses.dataclass(frozen=True)
-class While:
-    """A loop of unknown length over `[*cond_consts, *body_consts, *carry]`, to `carry`.
-
-    Attributes:
-        cond: Takes its constants and the carry, and says whether to go on.
-        body: Takes its constants and the carry.
-        num_cond_consts: Operands of `cond` alone.
-        num_body_consts: Operands of `body` alone.
-    """
-
-    cond: core.Jaxpr
-    body: core.Jaxpr
-    num_cond_consts: int
-    num_body_consts: int
-
-    @property
-    def bodies(self) -> tuple[core.Jaxpr, ...]:
-        """All programs inside."""
-        return (self.cond, self.body)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cond:
-    """A choice: the first operand is the number of the branch, the others are given to it.
-
-    Attributes:
-        branches: What may run.
-    """
-
-    branches: tuple[core.Jaxpr, ...]
-
-    @property
-    def bodies(self) -> tuple[core.Jaxpr, ...]:
-        """All programs inside."""
-        return self.branches
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A program that runs once, on all operands: of `jit`, `remat`, a custom derivative.
-
-    Attributes:
-        body: Takes the operands, gives the results.
-        name: What the user calls it; empty if nothing.
-        copies: How many devices run it, each on its part: more than one for a `shard_map`.
-    """
-
-    body: core.Jaxpr
-    name: str = ""
-    copies: int = 1
-
-    @property
-    def bodies(self) -> tuple[core.Jaxpr, ...]:
-        """All programs inside."""
-        return (self.body,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Elementary:
-    """One operation, told in part by programs: how a scatter combines numbers, a solver's steps.
-
-    Its results are a function of its operands, if those of the programs are functions of theirs.
-
-    Attributes:
-        bodies: The programs.
-    """
-
-    bodies: tuple[core.Jaxpr, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A Pallas kernel: a function of its operands, like `Elementary`.
-
-    Attributes:
-        body: What it runs at each place of its grid.
-        grid: Sizes of the grid; None where one is known only when it runs.
-        flops: What the kernel says of itself, or None.
-    """
-
-    body: core.Jaxpr
-    grid: tuple[int, ...] | None
-    flops: float | None
-
-    @property
-    def bodies(self) -> tuple[core.Jaxpr, ...]:
-        """All programs inside."""
-        return (self.body,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unknown:
-    """An equation that holds programs, and how it runs them is not known.
-
-    Attributes:
-        reason: What was not understood, for people.
-        bodies: The programs that were found in its parameters.
-    """
-
-    reason: str
-    bodies: tuple[core.Jaxpr, ...]
-
-
-Structure = Scan | While | Cond | Call | Elementary | Kernel | Unknown
 
 
 class _NotUnderstood(Exception):
@@ -246,6 +129,8 @@ def _programs_of(value: Any) -> Iterator[Any]:
 def _program(value: Any) -> core.Jaxpr:
     if not isinstance(value, core.Jaxpr | ClosedJaxpr):
         raise _NotUnderstood(f"with a {type(value).__name__} where its program was")
+    if any(isinstance(x, Tracer) for x in getattr(value, "consts", ())):
+        raise _NotUnderstood("with a program whose constants are computed outside of it")
     return opened(value)
 
 
@@ -359,6 +244,11 @@ def _read_elementary(eqn: core.JaxprEqn) -> Elementary:
     return Elementary(tuple(_jaxprs_in(eqn.params)))
 
 
+def _read_linear_solve(eqn: core.JaxprEqn) -> Elementary:
+    # The other programs are for its derivatives, whose equations have them in its place.
+    return Elementary((_program(eqn.params["jaxprs"].solve),))
+
+
 def _read_kernel(eqn: core.JaxprEqn) -> Kernel:
     grid = tuple(eqn.params["grid_mapping"].grid)
     known = all(isinstance(size, int) for size in grid)
@@ -427,7 +317,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "shard_map": _layout(
         _read_shard_map, "jaxpr mesh in_specs out_specs newly_manual_axes check_vma"
     ),
-    "custom_linear_solve": _layout(_read_elementary, "const_lengths jaxprs"),
+    "custom_linear_solve": _layout(_read_linear_solve, "const_lengths jaxprs"),
     "scatter": _SCATTER,
     "scatter-add": _SCATTER,
     "scatter-sub": _SCATTER,
