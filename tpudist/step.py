@@ -6,6 +6,7 @@ replica, and spreads the jaxpr over the mesh. A call that hits the cache feeds, 
 writes back.
 """
 
+import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -273,24 +274,13 @@ class Step:
         return stacked + [s for _, s in self.kinds.fed] + [True, False] * len(now.rows)
 
     def _placed(self, values: list[Any], stacked: Sequence[bool] | None = None) -> list[Any]:
-        """Moves to the mesh what is elsewhere, to compile once and not per origin."""
-        devices = self.mesh.device_set
+        """Moves to the mesh what is elsewhere, to compile once and not per origin.
 
-        def place(value, is_stacked=True):
-            # numpy values have no sharding: JAX moves them with the call.
-            if isinstance(value, jax.Array) and not compile.is_traced(value):
-                if value.sharding.device_set != devices:
-                    if self._lowering:
-                        return jax.ShapeDtypeStruct(value.shape, value.dtype)
-                    return placement.replicate_from_host(self.mesh, value)
-                if not is_stacked:
-                    return placement.as_steps_take_it(self.mesh, value)
-            return value
-
-        if stacked is None:
-            return jax.tree.map(place, values)
-        pairs = zip(values, stacked, strict=True)
-        return [jax.tree.map(lambda x, s=s: place(x, s), value) for value, s in pairs]
+        Without `stacked`, which may be one part per replica, what is on its devices stays.
+        """
+        how = functools.partial(placement.as_steps_take_it, self.mesh, abstract=self._lowering)
+        pairs = zip(values, stacked or [True] * len(values), strict=True)
+        return [jax.tree.map(functools.partial(how, is_stacked=s), value) for value, s in pairs]
 
     def _unshare(self, donated: list[Any], kept: list[Any]) -> None:
         """Copies what must not be overwritten: values in two places, or read by the user."""

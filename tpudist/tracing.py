@@ -76,7 +76,7 @@ def trace_step(
         whole,
     )
     found = Found()
-    program = compile.trace(tracing.body(found, 0), mesh, shapes, stacked)
+    program = compile.trace(tracing.body(found, 0), mesh, shapes, stacked, name)
     if found.incomplete:
         raise NewVariable(_starter(found, program, strategy, variables, name))
     refusals.check_constants(program, name)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from tpudist.models.attention import platform
 from tpudist.models.logical import automatic_axes, inner_axes, split_over
+from tpudist.xla.collectives import is_16_bit_float
 
 
 @jax.custom_vjp
@@ -41,7 +42,7 @@ def _among_parts(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...]) -> 
     """The same, where the rows of `table` are split over mesh axes."""
     vocabulary = table.shape[0]
     # XLA:CPU ends the process on sums of 16-bit floats in partly manual functions.
-    wide = platform() == "cpu" and table.dtype.itemsize < 4
+    wide = platform() == "cpu" and is_16_bit_float(table.dtype)
 
     def find(part: jax.Array, tokens: jax.Array) -> jax.Array:
         first = jax.lax.axis_index(axes) * part.shape[0]

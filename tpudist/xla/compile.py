@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
@@ -49,6 +48,7 @@ def trace(
     mesh: ReplicaMesh,
     inputs: Sequence[jax.ShapeDtypeStruct],
     stacked: Sequence[bool],
+    name: str = "a replica function",
 ) -> ReplicaProgram:
     """Calls `function` once, as one replica: axis names and meshes are real, values abstract.
 
@@ -57,6 +57,7 @@ def trace(
         mesh: The replicas.
         inputs: Global shapes and dtypes; stacked ones have a leading replica dim.
         stacked: Which inputs are stacked.
+        name: What the user calls the function, for errors.
 
     Raises:
         ValueError: It captures an array of a mesh with Explicit axes.
@@ -82,9 +83,9 @@ def trace(
             raise
         captured = str(error).rpartition("with shape ")[2]
         raise ValueError(
-            f"A replica function captures an array of a mesh with Explicit axes, {captured}. Such "
-            f"an array belongs to that mesh, and replicas run on another. Pass it as an argument, "
-            f"which is moved: strategy.run(function, args=(array, ...)); or make the mesh with "
+            f"'{name}' captures an array of a mesh with Explicit axes, {captured}. Such an array "
+            f"belongs to that mesh, and replicas run on another. Pass it as an argument, which is "
+            f"moved: strategy.run({name}, args=(array, ...)); or make the mesh with "
             f"axis_types=(jax.sharding.AxisType.Auto,) for each of its axes."
         ) from error
     return ReplicaProgram(found[0], tuple(stacked))
@@ -217,14 +218,9 @@ def shape_of(value: Any) -> jax.ShapeDtypeStruct:
 
     Unless 64-bit numbers are enabled. JAX itself would do the same with a warning.
     """
-    if isinstance(value, jax.Array):
-        weak = getattr(value, "weak_type", False)
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
-    dtype = value.dtype
-    if jnp.issubdtype(dtype, np.number) or dtype == np.bool_:
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    weak = getattr(value, "weak_type", False)
-    return jax.ShapeDtypeStruct(value.shape, dtype, weak_type=weak)
+    aval: Any = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def _part(stacked: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpudist.xla.mesh import ReplicaMesh
@@ -94,16 +95,29 @@ def as_before(value: jax.Array, before: jax.Array) -> jax.Array:
     return jax.device_put(value, _HOST) if space is _HOST else value
 
 
-def as_steps_take_it(mesh: ReplicaMesh, value: jax.Array) -> jax.Array:
-    """An array that was placed on the mesh's devices by the user, as a step needs it.
+def as_steps_take_it(mesh: ReplicaMesh, value: Any, *, is_stacked: bool, abstract: bool) -> Any:
+    """An input of a step where the step has it: on the mesh, and placed by it.
 
-    In a mesh with Explicit axes, JAX's default, the type of an array says how it is split, and a
-    replica function would be traced for that: the array keeps its place, and loses the type. Where
-    a replica is one device, it has all of what is not its own part of something: an array that is
-    split over devices is copied to each.
+    A value of NumPy's is not moved (JAX does it with the call), nor a traced one. In a mesh with
+    Explicit axes, JAX's default, the type of an array says how it is split, and a replica function
+    would be traced for that: the array keeps its place, and loses the type. Where a replica is one
+    device, it has all of what is not its own part of something: an array that is split over devices
+    is copied to each.
+
+    Args:
+        mesh: That of the step.
+        value: Any input.
+        is_stacked: Whether it may hold one part per replica, and so belong where it is.
+        abstract: Whether to give the shape of what is out of reach, rather than to move it.
     """
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
     sharding = value.sharding
-    if not isinstance(sharding, NamedSharding):
+    if sharding.device_set != mesh.device_set:
+        if abstract:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype)
+        return replicate_from_host(mesh, value)
+    if is_stacked or not isinstance(sharding, NamedSharding):
         return value
     if AxisType.Explicit in sharding.mesh.axis_types:
         names = sharding.mesh.axis_names
