@@ -83,6 +83,18 @@ def test_a_certificate_that_is_not_there_is_named_before_anybody_waits(certifica
         runtime.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**files))
 
 
+def test_certificates_for_processes_that_are_connected_already_are_refused(
+    certificates, monkeypatch
+):
+    """Not ignored: the connection may have been made without any."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="connected already, and whether by certificates"):
+        tpudist.MultiWorkerMirroredStrategy(mutual_tls=tpudist.MutualTLS(**certificates))
+    with pytest.raises(RuntimeError, match="connected already"):
+        runtime.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**certificates))
+    runtime.connect("127.0.0.1:1", 2, 0)
+
+
 def test_certificates_of_another_type_are_refused():
     with pytest.raises(ValueError, match=r"mutual_tls='cert.pem' of type str. It must be"):
         tpudist.MultiWorkerMirroredStrategy(mutual_tls="cert.pem")

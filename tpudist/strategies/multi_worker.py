@@ -60,6 +60,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"MultiWorkerMirroredStrategy was given mutual_tls={mutual_tls!r} of type "
                 f"{type(mutual_tls).__name__}. It must be a tpudist.MutualTLS, or None."
             )
+        runtime.check_not_connected(mutual_tls)
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         workers = self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():

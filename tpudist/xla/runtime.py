@@ -104,10 +104,11 @@ def connect(
 
     Raises:
         RuntimeError: JAX already started its devices without the other processes, or certificates
-            are asked for, and this JAX cannot use them.
+            are asked for, and this JAX cannot use them or has connected already.
         FileNotFoundError: A certificate or key is not there.
     """
     if jax.distributed.is_initialized():
+        check_not_connected(mutual_tls)
         return
     if backend_started():
         raise RuntimeError(
@@ -124,9 +125,25 @@ def connect(
     )
 
 
+def check_not_connected(mutual_tls: MutualTLS | None) -> None:
+    """Refuses certificates for processes that are connected already, with or without some.
+
+    Raises:
+        RuntimeError: They are, and certificates are asked for.
+    """
+    if mutual_tls is not None and jax.distributed.is_initialized():
+        raise RuntimeError(
+            "MutualTLS was asked for, but the processes are connected already, and whether by "
+            "certificates cannot be said. Leave jax.distributed.initialize to the strategy, or "
+            "give it the certificates (mtls_cert_file, ...) and leave mutual_tls out."
+        )
+
+
 def _arguments_of(mutual_tls: MutualTLS | None) -> dict[str, Any]:
     """Those of `jax.distributed.initialize` that ask for mutual TLS."""
-    variables = sorted(name for name in os.environ if name.startswith("JAX_MTLS_"))
+    variables = sorted(
+        name for name, value in os.environ.items() if name.startswith("JAX_MTLS_") and value
+    )
     if mutual_tls is None and not variables:
         return {}
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
