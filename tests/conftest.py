@@ -32,7 +32,7 @@ _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Workers for the whole suite: one per core. A few files or tests run in this process."""
-    if any("::" in x or x.endswith(".py") for x in config.invocation_params.args):
+    if any("::" in x or x.endswith(".py") for x in config.args):
         return 0
     return min(os.cpu_count() or 1, _MOST_WORKERS)
 

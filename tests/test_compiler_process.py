@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kept_programs import jax_keeps_programs
 from tpudist.xla import child, compiler_process, flags, internals, jax_cache, topology
 from tpudist.xla.compiler_process import CompilerDied, HbmExceeded
 
@@ -245,16 +245,7 @@ def test_programs_for_devices_that_are_here_are_compiled_here():
 
 def test_a_program_that_jax_keeps_is_compiled_to_be_described(tmp_path):
     """What comes from JAX's cache says nothing of buffers."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    try:
+    with jax_keeps_programs(tmp_path):
         lowered, _ = _lowered(jax.devices(), width=128)  # one that this process has not compiled
         lowered.compile()
         kept = sorted(tmp_path.iterdir())
@@ -264,10 +255,6 @@ def test_a_program_that_jax_keeps_is_compiled_to_be_described(tmp_path):
         assert sorted(tmp_path.iterdir()) == kept
         jax.jit(lambda x: x * 5 - 4).lower(np.ones(3)).compile()  # and goes on to keep
         assert len(list(tmp_path.iterdir())) > len(kept)
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

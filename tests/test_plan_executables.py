@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import tpudist
+from kept_programs import jax_keeps_programs
 from tpudist.planner import Plan, executables
 from tpudist.xla import compile, topology
 
@@ -251,16 +251,7 @@ def test_what_does_not_fit_cannot_be_saved(tmp_path):
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_a_program_for_a_slice_is_saved_though_jax_keeps_programs(tmp_path):
     """As scripts/train.py has it: jax 0.12 cannot load what it has kept for a slice."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path / "kept"),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    try:
+    with jax_keeps_programs(tmp_path / "kept"):
         strategy = tpudist.MirroredStrategy()
         x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
         for name in ("first", "second"):
@@ -268,7 +259,3 @@ def test_a_program_for_a_slice_is_saved_though_jax_keeps_programs(tmp_path):
                 lambda x: x @ x, (x,), topology="v5e:2x4", in_process=True, cache=False
             )
             plan.save(tmp_path / name)
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()

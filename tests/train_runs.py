@@ -7,10 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
+from kept_programs import jax_keeps_programs
 from tpudist.training.metrics import read_lines
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
@@ -19,21 +18,11 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
     """Keeps compiled programs for this module and its children: most runs here need the same."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in options.items():
+    folder = tmp_path_factory.mktemp("compiled")
+    with jax_keeps_programs(folder) as settings, pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
             patch.setenv(name.upper(), str(value))
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
         yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def lines_of(folder: Path) -> list[dict]:
