@@ -84,6 +84,7 @@ def of_blocks(product, x, weights):
     return jax.grad(loss, argnums=1)(x, weights)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     devices = topology.devices("v5e:2x2")

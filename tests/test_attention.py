@@ -73,6 +73,7 @@ def assert_same(got, want, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     devices=st.sampled_from([1, 2, 4, 8]),
     part=st.integers(1, 5),
@@ -159,6 +160,7 @@ def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devic
     assert_same(got, jax.jit(with_gradients("dot_product"))(*inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["splash", "ring"])
 def test_half_precision_is_summed_in_float32(method):
     inputs = query_key_value(dtype=jnp.bfloat16)

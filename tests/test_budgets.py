@@ -288,6 +288,7 @@ def test_tests_that_run_at_the_same_time_keep_each_others_records(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_option_of_pytest_writes_ledgers_anew(tmp_path):
     (tmp_path / "test_it.py").write_text(

@@ -340,6 +340,7 @@ def _check_full_disk(folder: Path, limit: int) -> None:
     assert sorted(x.name for x in folder.iterdir() if x.name != "lost+found") == ["1", "3"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint_and_is_told_at_the_next_step(tmp_path):
     _check_full_disk(tmp_path / "run", 1_000_000)
 
@@ -454,6 +455,7 @@ def test_an_error_in_the_block_is_not_hidden_by_that_of_the_save(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_wait_still_has_its_last_checkpoint(tmp_path):
     program = """
         import sys

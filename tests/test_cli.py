@@ -454,6 +454,7 @@ def test_the_commands_of_the_documents_can_be_read(document):
         cli.plan.check(options)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @needs_libtpu
 def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):

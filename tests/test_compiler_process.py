@@ -192,6 +192,7 @@ def test_one_process_compiles_program_after_program(monkeypatch):
     assert len(started) == 2
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatch):
     """XLA and libtpu read them once, when their process begins."""

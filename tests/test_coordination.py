@@ -22,6 +22,7 @@ def test_on_a_board_a_text_is_left_once():
     assert board.read_all("a") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_process_gets_all_texts_and_a_missing_one_is_named():
     """Reaches JAX's key-value store, whose place is private: this fails when JAX moves it."""

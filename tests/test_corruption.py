@@ -81,6 +81,7 @@ def _restored(folder: Path) -> tuple[list, list[str]]:
     return _values(state), [str(x.message) for x in caught]
 
 
+@pytest.mark.slow
 def test_no_fault_in_any_file_is_silent(folder):
     """The values are those of the step before, with a warning; or the right ones after all."""
     rng = random.Random(0)

@@ -29,6 +29,7 @@ def run(guide: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_path):
     (tmp_path / "notes.txt").write_text("".join(f"line {i}\n" for i in range(9)))

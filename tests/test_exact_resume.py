@@ -197,6 +197,7 @@ def test_the_reference_reads_each_example_once_in_an_epoch(tmp_path):
     assert {len(line["numbers"]) for line in steps.values()} == {12, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path):
     rng = random_source()

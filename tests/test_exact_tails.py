@@ -87,6 +87,7 @@ def test_by_default_several_replicas_pad():
     assert len([record for record in new() if "evaluate" in record.function]) == 1
 
 
+@pytest.mark.slow
 def test_shrunk_tails_are_exact_and_compiled_once_for_each_size(strategy):
     new = NewCompiles()
     options = tpudist.InputOptions(partial_batch="shrink")

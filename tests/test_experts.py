@@ -24,6 +24,7 @@ SHAPES = st.sampled_from([(1, 1), (4, 1), (4, 2), (5, 3), (3, 3)])
 SEEDS = st.integers(0, 2**32 - 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(SHAPES, st.sampled_from([1, 3, 7]), st.integers(1, 4), SEEDS)
 def test_an_expert_takes_choices_in_order_until_it_is_full(shape, slots, skew, seed):

@@ -81,6 +81,7 @@ OUTSIDE_OF_THE_SCOPE = """
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_not_moved_while_the_strategy_of_a_function_is_looked_for():
     """No process can reach all of it."""
     results = [finished.result for finished in run_processes(OUTSIDE_OF_THE_SCOPE)]

@@ -682,6 +682,7 @@ def test_the_source_sees_the_context_variables_of_the_loop():
     assert list(Prefetcher((variable.get() for _ in range(2)), 1)) == [7, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["time.sleep(1000)", "itertools.repeat(0)"])
 def test_a_process_ends_though_its_source_does_not(source):
     program = f"""

@@ -201,6 +201,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("source", "sleep", "size", "fetch"),

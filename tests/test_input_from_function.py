@@ -499,6 +499,7 @@ def test_the_end_has_the_name_that_it_has_in_tensorflow(two):
 # Several processes.
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_agree_on_who_has_how_many_rows():
     """Each knows its own dataset only; whoever runs dry first must not leave the others waiting."""

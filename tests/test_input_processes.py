@@ -55,6 +55,7 @@ def _generator():
         yield np.arange(16 - 2 * (i == 5)) + 16 * i
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_in_one_and_back_again():
     """The ids are those of a run without any stop: none is missing, none comes twice."""
     program = (
@@ -92,6 +93,7 @@ def test_a_run_of_two_processes_goes_on_in_one_and_back_again():
             assert [_ids(here, x) for x in iterator] == reference[4:]
 
 
+@pytest.mark.slow
 def test_processes_that_read_alike_agree_at_every_step():
     """Each mistake is an error in both processes at the same step, and none waits for the other."""
     program = (
@@ -185,6 +187,7 @@ def test_processes_that_read_alike_agree_at_every_step():
         assert told in text
 
 
+@pytest.mark.slow
 def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how():
     program = (
         COMMON
@@ -296,6 +299,7 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how():
     assert "process 0 has replicas 0-3, 4 examples of each step, 12 of an epoch; process" in line
 
 
+@pytest.mark.slow
 def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes():
     program = (
         COMMON

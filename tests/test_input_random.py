@@ -124,6 +124,7 @@ def test_an_error_of_an_augmentation_names_its_example():
         from_records([1], random_transform="flip")  # type: ignore
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_augment_as_one():
     program = """

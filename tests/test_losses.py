@@ -59,6 +59,7 @@ def examples(rng, rows, weighted=False):
 GLOBAL_BATCH = 8
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     num_replicas=st.sampled_from([1, 2, 4, 8]),

@@ -77,6 +77,7 @@ def check_that_it_adds_up(task: str, geometry: str, slice_name: str | None) -> N
     assert report.allocated_bytes >= report.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("task", TASKS)
 def test_categories_add_up_on_emulated_devices(task, geometry):
@@ -151,6 +152,7 @@ def a_large_step():
     return program, step.compile(), report
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
     _, executable, report = a_large_step()
@@ -168,6 +170,7 @@ def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
     assert report.free_bytes == report.capacity_bytes - used
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_temporaries_at_the_peak_are_those_that_the_compiler_counts():
     program, _, report = a_large_step()

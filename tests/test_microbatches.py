@@ -74,6 +74,7 @@ def parameters(model):
     return jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_in_microbatches_is_training_on_whole_batches(name):
     """With a partial batch: its rows are counted over all microbatches of all replicas."""

@@ -67,6 +67,7 @@ def test_attention_knows_positions():
     assert not np.allclose(model(jnp.asarray(forth))[0, -1], model(jnp.asarray(back))[0, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_changes_no_gradient(remat):
     plain = Transformer(SMALL, rngs=nnx.Rngs(0))
@@ -79,6 +80,7 @@ def test_remat_changes_no_gradient(remat):
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_it_and_keeps_float32_parameters():
     model = Transformer(dataclasses.replace(SMALL, dtype="bfloat16"), rngs=nnx.Rngs(0))
     grads = nnx.grad(loss)(model, tokens())
@@ -148,6 +150,7 @@ def test_parameters_and_their_slots_are_laid_out_by_the_rules(rules):
         assert array.sharding.spec == want
 
 
+@pytest.mark.slow
 def test_inside_a_replica_the_split_model_computes_what_the_whole_one_does():
     """XLA aborts the process on some lookups split like this: the model must avoid them."""
     batch = tokens()

@@ -54,6 +54,7 @@ def test_all_gradients_cross_the_mesh_in_one_all_reduce(task):
     assert (kind, num_bytes) == ("all-reduce", 4 * parameters + 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", pairs.GEOMETRIES)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_state_that_a_step_replaces_is_overwritten_in_place(task, geometry):
@@ -135,6 +136,7 @@ def test_every_signature_of_a_function_is_dispatched_in_compiled_code(kind):
     assert all("cache_miss" not in name for names in slow.values() for name in names), slow
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_every_figure_with_its_baseline(tmp_path, capsys, monkeypatch):
     file = tmp_path / "figures.json"
     monkeypatch.setenv("COLUMNS", "200")  # so that no cell wraps

@@ -33,6 +33,7 @@ def read(file: Path) -> nbformat.NotebookNode:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.notebook
 @pytest.mark.parametrize(
     "file",
     [pytest.param(file, marks=MARKS.get(file.stem, ())) for file in NOTEBOOKS],

@@ -84,6 +84,7 @@ def test_a_run_prints_plain_lines_and_leaves_metrics_curves_and_a_summary(
     assert list((out / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_left_out_and_named(train, text, tmp_path, capsys, monkeypatch):
     """Pictures and TensorBoard are extras: a run does not fail at its end for want of them."""
     monkeypatch.setattr(train.report.curves, "has_matplotlib", lambda: False)
@@ -97,6 +98,7 @@ def test_what_is_not_installed_is_left_out_and_named(train, text, tmp_path, caps
     assert {path.name for path in out.iterdir()} == left
 
 
+@pytest.mark.slow
 def test_a_model_split_inside_replicas_is_told_by_axes(train, text, tmp_path, capsys):
     args = [*SMALL, "--data", text, "--steps", "2", "--out", str(tmp_path / "out")]
     axes = ["--replica-axes", "fsdp=2,tensor=2", "--emulate", "8", "--remat", "full"]
@@ -109,6 +111,7 @@ def test_a_model_split_inside_replicas_is_told_by_axes(train, text, tmp_path, ca
     assert "What it writes" not in printed
 
 
+@pytest.mark.slow
 def test_digits_are_learned(train, tmp_path, capsys):
     args = ["--task", "digits", "--emulate", "8", "--steps", "60"]
     assert train.main([*args, "--out", str(tmp_path), "--no-compilation-cache"]) == 0
@@ -165,6 +168,7 @@ def test_an_unknown_strategy_is_refused_with_those_there_are(train, capsys):
     assert "one_device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_cleanly_with_what_there_is(text, tmp_path):
     """Exit code 130, no traceback, and checkpoint, metrics, curves and summary of the steps."""
     out = tmp_path / "out"
@@ -181,6 +185,7 @@ def test_ctrl_c_ends_a_run_cleanly_with_what_there_is(text, tmp_path):
     assert (out / "curves.png").exists()
 
 
+@pytest.mark.slow
 def test_a_run_ended_by_sigterm_and_then_killed_is_the_run_that_was_not(
     train, text, tmp_path, capsys
 ):
@@ -229,6 +234,7 @@ def test_a_run_ended_by_sigterm_and_then_killed_is_the_run_that_was_not(
     )
 
 
+@pytest.mark.slow
 def test_the_same_command_twice_trains_once_and_then_tells_what_came_of_it(train, tmp_path, capsys):
     """What can be asked of a run that has finished: more steps, another run, or nothing."""
     out = tmp_path / "out"
@@ -288,6 +294,7 @@ def test_other_text_is_another_run(train, text, tmp_path, capsys):
     assert refused[1].startswith("  the training and held-out data is ")
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(train, tmp_path, capsys):
     out = tmp_path / "out"
     args = ["--task", "digits", "--out", str(out), "--emulate", "8", "--no-compilation-cache"]
@@ -304,6 +311,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(train, tmp_
     assert f"No checkpoint in {out} is whole. --resume never" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_sigterm_of_one_process_saves_one_step_and_ends_all(train, tmp_path, capsys):
     """Which a single process then goes on from."""
@@ -327,6 +335,7 @@ def test_sigterm_of_one_process_saves_one_step_and_ends_all(train, tmp_path, cap
     assert [step for step, _ in losses_of(out)] == list(range(1, 121))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
     out = tmp_path / "out"
@@ -338,6 +347,7 @@ def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
     assert len([line for line in lines_of(out) if line["split"] == "train"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_interrupt_of_one_process_ends_all(text, tmp_path):
     """One that stopped alone would leave the others waiting for it in the next step."""

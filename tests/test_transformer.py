@@ -83,6 +83,7 @@ def test_llama_has_as_many_parameters_as_its_authors_say():
     assert num_parameters(LLAMA_8B) == 8_030_261_248
 
 
+@pytest.mark.slow
 def test_queries_that_share_keys_compute_what_equal_keys_of_their_own_would():
     shared, own = make(), make(num_kv_heads=None)
     query, key_value = shared.blocks.query_in[...], shared.blocks.key_value_in[...]
@@ -133,6 +134,7 @@ def test_a_loss_in_chunks_is_as_much_work():
     assert flops(make(loss_chunk=4)) == flops(make())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):
     """Its weight is gathered once, and its gradients are summed over devices once."""
@@ -156,6 +158,7 @@ def test_chunks_that_do_not_fill_the_sequence_are_refused():
         next_token_nats(make(loss_chunk=5), tokens())
 
 
+@pytest.mark.slow
 def test_a_loss_holds_the_logits_of_one_chunk_alone():
     def temporary_bytes(**changes):
         graph, state = nnx.split(make(vocabulary=32_768, num_layers=1, **changes))

@@ -15,6 +15,7 @@ from . import porting, record
 NAMES = sorted(porting.NUM_PROCESSES)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ported_program_prints_the_numbers_of_the_original(name, monkeypatch):
