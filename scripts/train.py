@@ -27,28 +27,20 @@ import tpudist
 from tpudist.models import ConvNet, ConvNetConfig, Transformer, TransformerConfig, next_token_nats
 from tpudist.models.convnet import label_nats
 from tpudist.preemption.termination import EXIT_CODE
-from tpudist.training import (
-    arguments,
-    folder,
-    generate,
-    interrupt,
-    loop,
-    metrics,
-    report,
-    steps,
-    summary,
-)
-from tpudist.training.baselines import baselines
-from tpudist.training.batches import InOrder, RandomWindows, ShuffledEpochs
-from tpudist.training.compilation_cache import enable_compilation_cache
-from tpudist.training.config import Config, check, facts
-from tpudist.training.digits import load_digits
-from tpudist.training.display import Display, clock, make_display
+from tpudist.training import generate, interrupt, loop, report, steps
+from tpudist.training.command import arguments, folder
+from tpudist.training.command.compilation_cache import enable_compilation_cache
+from tpudist.training.command.config import Config, check, facts
+from tpudist.training.command.optimizers import clipped_adamw, warmup_cosine
+from tpudist.training.data.baselines import baselines
+from tpudist.training.data.batches import InOrder, RandomWindows, ShuffledEpochs
+from tpudist.training.data.digits import load_digits
+from tpudist.training.data.text import held_out_windows, load_corpus
 from tpudist.training.history import History
 from tpudist.training.interrupt import StopOnInterrupt
-from tpudist.training.optimizers import clipped_adamw, warmup_cosine
 from tpudist.training.saves import Saves
-from tpudist.training.text import held_out_windows, load_corpus
+from tpudist.training.show import metrics, summary
+from tpudist.training.show.display import Display, clock, make_display
 
 NUM_EMULATED = 8
 EXIT_CODES = {

@@ -27,7 +27,7 @@ _WATCH_THE_CLOCK = (
     "test_preemption test_preemption_processes test_prefetch test_processes test_train_script"
 ).split()
 # The longest ones first, so that no worker is left with one of them at the end.
-_LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_search")
+_LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

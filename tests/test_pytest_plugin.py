@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from places import ROOT
+
 COUNTS = """
 def test_devices():
     import jax
@@ -24,7 +26,7 @@ def run_pytest(folder: Path, source: str, *args: str, setting: str = "", conftes
     (folder / "pytest.ini").write_text(f"[pytest]\n{setting}\n")
     (folder / "conftest.py").write_text(conftest)
     (folder / "test_it.py").write_text(source)
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(ROOT)
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-p", "tpudist.pytest_plugin", *args]
     done = subprocess.run(

@@ -1,6 +1,7 @@
 """The programming model of `tf.distribute` on JAX: write the step for one replica."""
 
 from tpudist import checkpoint, cluster_resolver, compat, errors, experimental
+from tpudist.checkpoint.train_state import TrainState
 from tpudist.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -8,34 +9,33 @@ from tpudist.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from tpudist.cross_device_ops import CrossDeviceOps
 from tpudist.deprecated import get_loss_reduction
-from tpudist.extended import StrategyExtended
-from tpudist.functions import function
-from tpudist.indexed_slices import IndexedSlices
-from tpudist.input.context import InputContext
+from tpudist.gradients.losses import compute_average_loss, scale_regularization_loss
+from tpudist.gradients.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
+from tpudist.gradients.optimizer import Optimizer
 from tpudist.input.dataset import DistributedDataset, DistributedIterator
-from tpudist.input.numpy_dataset import NumpyDataset
-from tpudist.losses import compute_average_loss, scale_regularization_loss
-from tpudist.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
-from tpudist.optimizer import Optimizer
+from tpudist.input.input_context import InputContext
+from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.options import InputOptions, InputReplicationMode, MutualTLS, RunOptions
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from tpudist.reduction_algorithms import (
+from tpudist.reductions.algorithms import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from tpudist.replica_context import ReplicaContext
+from tpudist.reductions.cross_device_ops import CrossDeviceOps
+from tpudist.run.function import function
+from tpudist.run.replica_context import ReplicaContext
+from tpudist.state.variable import Variable
 from tpudist.strategies.mirrored import MirroredStrategy
 from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tpudist.strategies.one_device import OneDeviceStrategy
 from tpudist.strategies.tpu import TPUStrategy
-from tpudist.strategy import Strategy
-from tpudist.train_state import TrainState
-from tpudist.values import DistributedValues, Mirrored, PerReplica
-from tpudist.variables import Variable
-from tpudist.xla.compile import CompileRecord, compile_log
+from tpudist.strategy.extended import StrategyExtended
+from tpudist.strategy.strategy import Strategy
+from tpudist.values.indexed_slices import IndexedSlices
+from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
+from tpudist.xla.compile_log import CompileRecord, compile_log
 from tpudist.xla.runtime import emulate
 
 __version__ = "0.1.0"

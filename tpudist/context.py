@@ -19,7 +19,7 @@ class Mode:
     Attributes:
         strategy: The strategy in charge.
         replica_context: The ReplicaContext, or None in cross-replica context.
-        frame: The trace of a replica function that is under way (`variables.ReplicaFrame`), if any.
+        frame: The trace of a replica function that is under way (`ReplicaFrame`), if any.
         updating: Whether inside `extended.update`, where variables stand for their components.
     """
 

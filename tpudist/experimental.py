@@ -1,19 +1,19 @@
 """What `tf.distribute` keeps under `experimental`."""
 
-from tpudist import partitioners
+from tpudist.cluster_resolver.device_assignment import DeviceAssignment, DeviceOrderMode
 from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_system
-from tpudist.communication import (
+from tpudist.cluster_resolver.tpu_topology import Topology
+from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
+from tpudist.options import ValueContext
+from tpudist.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+from tpudist.reductions.communication_options import (
     CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
 )
-from tpudist.deprecated_strategies import MultiWorkerMirroredStrategy, TPUStrategy
-from tpudist.device_assignment import DeviceAssignment, DeviceOrderMode
-from tpudist.options import ValueContext
-from tpudist.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+from tpudist.state import partitioners
 from tpudist.strategies.central_storage import CentralStorageStrategy
-from tpudist.topology_proto import HardwareFeature
-from tpudist.tpu_topology import Topology
+from tpudist.strategies.deprecated_strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
 # The old name.
 CollectiveCommunication = CommunicationImplementation

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 import tpudist
 from tpudist.models import MLP, Transformer, TransformerConfig, next_token_nats
 from tpudist.training.steps import make_train_step
-from tpudist.xla import hlo, placement
+from tpudist.xla import placement
+from tpudist.xla.hlo import collective_ops
 from tpudist.xla.mesh import ReplicaMesh
 
 GEOMETRIES: dict[str, dict[str, int] | None] = {"data parallel": None, "fsdp=4": {"fsdp": 4}}
@@ -167,13 +168,14 @@ class Program:
     """
 
     collectives: tuple[tuple[str, int], ...]
-    figures: hlo.ProgramFigures
+    figures: collective_ops.ProgramFigures
 
 
 def read(lowered: jax.stages.Lowered) -> Program:
     """Compiles a program and reads it."""
     compiled = lowered.compile()
-    found = hlo.collectives(compiled.as_text())
+    found = collective_ops.collectives(compiled.as_text())
     return Program(
-        tuple(sorted((x.kind, x.num_bytes) for x in found)), hlo.program_figures(compiled)
+        tuple(sorted((x.kind, x.num_bytes) for x in found)),
+        collective_ops.program_figures(compiled),
     )

@@ -2,8 +2,9 @@
 
 The model of each row is the reference transformer in the sizes that were published, its step that
 of scripts/train.py with AdamW; slice, layout, batch and length are those of the publication.
-Nothing of the pricing is fitted to a row: its rules stand in `tpudist.xla.pricing` and
-`tpudist.xla.links`, its chip facts in `tpudist.xla.chips`.
+Nothing of the pricing is fitted to a row: its rules stand in
+`tpudist.xla.estimate.instruction_time` and `tpudist.xla.hardware.links`, its chip facts in
+`tpudist.xla.hardware.chips`.
 
 Where a publication gives FLOP/s instead of a time, the time follows from the FLOPs as MaxText
 counted them then (`calculate_tflops_training_per_device`; full attention, not half of it for the

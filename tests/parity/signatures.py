@@ -2,7 +2,7 @@
 
 A signature is a list of parameters: `name`, `name=` if it has a default, `*name` and `**name`;
 after `*` they are keyword-only. The names are those of `data/surface.json`, where tpudist has them.
-`signatures.json` holds TensorFlow's, and `tests/test_public_api.py` compares ours.
+`signatures.json` holds TensorFlow's, and `tests/policy/test_public_api.py` compares ours.
 """
 
 import inspect

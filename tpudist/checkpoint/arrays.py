@@ -16,9 +16,9 @@ from etils import epath
 from orbax.checkpoint import type_handlers
 
 from tpudist.checkpoint import entries
-from tpudist.checkpoint.contents import ARRAYS, CONTENTS
 from tpudist.checkpoint.entries import Entry, Path
 from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.format import ARRAYS, CONTENTS
 from tpudist.xla import placement
 
 

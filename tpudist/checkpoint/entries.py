@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist import nnx_state
-from tpudist.variables import Variable
+from tpudist.state import nnx_binding, nnx_contents
+from tpudist.state.variable import Variable
 
 Path = tuple[str, ...]
 
@@ -125,7 +125,7 @@ class Found:
     def _add(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
         if x is None:
             return
-        if isinstance(x, nnx_state.OBJECT_TYPES):
+        if isinstance(x, nnx_contents.OBJECT_TYPES):
             self._add_nnx(path, x)
         elif isinstance(x, Variable):
             self._add_variable(path, x)
@@ -146,7 +146,7 @@ class Found:
         self._around.pop()
 
     def _add_nnx(self, path: Path, x: Any) -> None:
-        binding = nnx_state.Binding((x,))
+        binding = nnx_binding.Binding((x,))
         for index, (variable, value) in enumerate(
             zip(binding.variables, binding.values(), strict=True)
         ):
@@ -255,7 +255,7 @@ def _twice(names: Iterable[str]) -> list[str]:
 
 
 def _is_object(x: Any) -> bool:
-    return isinstance(x, (*nnx_state.OBJECT_TYPES, Variable, Container)) or has_state(x)
+    return isinstance(x, (*nnx_contents.OBJECT_TYPES, Variable, Container)) or has_state(x)
 
 
 def key_name(key: Any) -> str:
@@ -327,7 +327,7 @@ class _Replacing:
 
 @dataclasses.dataclass
 class _NnxCell:
-    binding: nnx_state.Binding
+    binding: nnx_binding.Binding
     index: int
 
     def __call__(self, value: Any) -> None:

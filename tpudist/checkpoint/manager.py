@@ -11,16 +11,17 @@ import jax
 
 from tpudist import context
 from tpudist.checkpoint import entries
-from tpudist.checkpoint.background import Barrier
-from tpudist.checkpoint.contents import gather, notes_of, refuse_not_finite, restore
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.history import History
+from tpudist.checkpoint.format import notes_of
 from tpudist.checkpoint.interval import Interval, as_int
 from tpudist.checkpoint.matching import RestoreReport
+from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.retention import Retention
-from tpudist.checkpoint.saver import Saver, finish_other
+from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
+from tpudist.checkpoint.saves_in_order import Saver, finish_other
+from tpudist.checkpoint.steps_on_disk import History
 from tpudist.options import warn_if_given
 from tpudist.xla.coordination import TIMEOUT_S, Channel
 

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from tpudist.cli import plan, topologies
+from tpudist.cli import plan_command, topologies_command
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.printing import say
 from tpudist.xla.settings import Setting
 
 WRONG_USE = 2
 INTERRUPTED = 130
-COMMANDS = {"plan": plan, "topologies": topologies}
+COMMANDS = {"plan": plan_command, "topologies": topologies_command}
 
 
 def main(args: Sequence[str] | None = None) -> int:

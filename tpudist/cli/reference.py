@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from tpudist.cli.errors import WrongUse
+from tpudist.gradients.optimizer import Optimizer
 from tpudist.models import next_token_loss
 from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.models.transformer_config import TransformerConfig
-from tpudist.optimizer import Optimizer
 from tpudist.planner import GlobalBatch
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.training import steps

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tpudist import topology_proto
+from tpudist.cluster_resolver import tpu_topology_proto
 from tpudist.cluster_resolver.base import ClusterResolver, format_master_url
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+from tpudist.cluster_resolver.tpu_topology import Topology, by_task
+from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.options import MutualTLS, warn_if_given
-from tpudist.topology_proto import HardwareFeature
-from tpudist.tpu_topology import Topology, by_task
 from tpudist.xla import runtime
 
 # The port of JAX's own coordinator on TPU.
@@ -215,7 +215,7 @@ class TPUClusterResolver(ClusterResolver):
         Raises:
             ValueError: It is none.
         """
-        _, _, self._hardware_feature = topology_proto.parse(serialized_tpu_topology)
+        _, _, self._hardware_feature = tpu_topology_proto.parse(serialized_tpu_topology)
 
     @property
     def tpu_hardware_feature(self) -> HardwareFeature | None:

@@ -1,13 +1,14 @@
 """Where data come from: sources of global batches, split over the replicas and prefetched."""
 
 from tpudist.input.dataset import DistributedDataset
-from tpudist.input.explanation import Explanation, explain
+from tpudist.input.feeds.explain import Explanation, explain
 from tpudist.input.file_formats.tf_example import parse_example
-from tpudist.input.files import FileDataset, from_files
-from tpudist.input.indexed import SHARD_HINT, IndexedDataset
 from tpudist.input.iterator import DistributedIterator
-from tpudist.input.numpy_dataset import NumpyDataset
-from tpudist.input.records import RecordDataset, from_records
+from tpudist.input.sources.files import FileDataset, from_files
+from tpudist.input.sources.from_records import from_records
+from tpudist.input.sources.indexed import SHARD_HINT, IndexedDataset
+from tpudist.input.sources.numpy_arrays import NumpyDataset
+from tpudist.input.sources.records import RecordDataset
 from tpudist.options import AutoShardPolicy, PartialBatch
 
 __all__ = [

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 
 from tpudist import context
-from tpudist.input import explanation, feeding, sharding, sources
-from tpudist.input.explanation import Explanation
+from tpudist.input.feeds import auto_shard, explain
+from tpudist.input.feeds.auto_shard import Sharding
+from tpudist.input.feeds.explain import Explanation
+from tpudist.input.feeds.per_replica_batches import Pipelines
+from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.iterator import DistributedIterator, require_no_trace
-from tpudist.input.pipelines import Pipelines
-from tpudist.input.sharding import Sharding
-from tpudist.input.split import SplitBatches
-from tpudist.input.state import Position
+from tpudist.input.iterator_state import Position
+from tpudist.input.sources import iterable
+from tpudist.input.transfer import feed_ahead
 from tpudist.options import AutoShardPolicy, PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -44,7 +46,7 @@ class DistributedDataset:
 
     def __init__(
         self,
-        source: sources.Source | Pipelines,
+        source: iterable.Source | Pipelines,
         replica_mesh: ReplicaMesh,
         *,
         partial_batch: PartialBatch | str | None = None,
@@ -80,7 +82,7 @@ class DistributedDataset:
         if isinstance(source, Pipelines):
             self._feed: SplitBatches | Pipelines = source
         else:
-            self._feed, self._sharding = sharding.feed(
+            self._feed, self._sharding = auto_shard.feed(
                 source, replica_mesh, partial_batch, auto_shard_policy
             )
             if replica_mesh.num_processes > 1 and jax.process_index() == replica_mesh.processes[0]:
@@ -107,7 +109,7 @@ class DistributedDataset:
         require_no_trace("iter(distributed_dataset)")
         return DistributedIterator(self, self.begin())
 
-    def begin(self) -> feeding.Elements:
+    def begin(self) -> feed_ahead.Elements:
         """The elements of the next pass, made ahead as the options say."""
         return self.begin_at(self.next_pass)
 
@@ -116,9 +118,9 @@ class DistributedDataset:
         """Where the next `iter` begins."""
         return Position(self._num_passes)
 
-    def begin_at(self, position: Position) -> feeding.Elements:
+    def begin_at(self, position: Position) -> feed_ahead.Elements:
         """The elements from `position` on; the pass after that is the next one."""
-        elements = feeding.Elements(
+        elements = feed_ahead.Elements(
             self._feed,
             self._mesh,
             position,
@@ -148,7 +150,7 @@ class DistributedDataset:
 
     def explanation(self, *, read: bool) -> Explanation:
         """Who reads what, as `tpudist.input.explain` gives it; `read` a first batch, if need be."""
-        return explanation.of_feed(self._feed, self._mesh, self._sharding, read=read)
+        return explain.of_feed(self._feed, self._mesh, self._sharding, read=read)
 
     @property
     def cardinality(self) -> int:

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tpudist import boundaries, context
+from tpudist import context, step_boundaries
 from tpudist.errors import OutOfRangeError
-from tpudist.input import feeding
-from tpudist.input import state as states
+from tpudist.input import iterator_state as states
+from tpudist.input.iterator_state import Position
 from tpudist.input.optional import Optional
-from tpudist.input.state import Position
+from tpudist.input.transfer import feed_ahead
 
 if TYPE_CHECKING:
     from tpudist.input.dataset import DistributedDataset
@@ -24,7 +24,7 @@ class DistributedIterator(Iterator[PyTree]):
     `tf.distribute.DistributedIterator`; but it can be resumed, by `get_state` and `set_state`.
     """
 
-    def __init__(self, dataset: "DistributedDataset", elements: feeding.Elements):
+    def __init__(self, dataset: "DistributedDataset", elements: feed_ahead.Elements):
         """Made by `iter(dataset)`."""
         self._dataset = dataset
         self._elements = elements
@@ -51,7 +51,7 @@ class DistributedIterator(Iterator[PyTree]):
         if frame is not None:
             return frame.root.next_element(self)
         if self._is_everywhere:
-            boundaries.poll(self)
+            step_boundaries.poll(self)
         return self._take()
 
     def _take(self) -> PyTree:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tpudist.models.logical import axes
+from tpudist.models.parts.logical import axes
 
 
 @dataclass(frozen=True)

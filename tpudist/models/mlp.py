@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from tpudist.models.logical import axes
+from tpudist.models.parts.logical import axes
 
 
 class MLP(nnx.Module):

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from tpudist.models.logical import constrain, inner_axes, split_over
+from tpudist.models.parts.logical import constrain, inner_axes, split_over
 from tpudist.models.transformer import Transformer, unembed
 
 

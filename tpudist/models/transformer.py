@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from tpudist.models import attention, experts, pipeline, remat, rotary
-from tpudist.models.activation import activated, activated_product
-from tpudist.models.embedding import lookup
-from tpudist.models.logical import axes, constrain, split_over
+from tpudist.models.parts import attention, experts, pipeline, remat, rotary
+from tpudist.models.parts.activation import activated, activated_product
+from tpudist.models.parts.embedding import lookup
+from tpudist.models.parts.logical import axes, constrain, split_over
 from tpudist.models.transformer_config import TransformerConfig
 
 __all__ = ["Blocks", "Transformer", "TransformerConfig"]

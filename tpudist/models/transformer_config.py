@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tpudist.models import experts, pipeline, remat
+from tpudist.models.parts import experts, pipeline, remat
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class TransformerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products and activations are computed in. Parameters are float32."""
     attention: Literal["auto", "dot_product", "splash", "ring"] = "auto"
-    """How attention is computed (see `tpudist.models.attention`); results are the same."""
+    """How attention is computed (see `tpudist.models.parts.attention`); results are the same."""
     splash_block: int | None = None
     """Rows and columns of the tiles of Splash attention; None for what suits the length."""
     splash_backward_block: int | None = None
     """Keys that its backward pass takes at a time, in tiles; None for what suits the length."""
     remat: str = "none"
-    """What the backward pass recomputes, moves to the host or keeps: see `tpudist.models.remat`."""
+    """What the backward pass recomputes, moves to the host or keeps: see `models.parts.remat`."""
     loss_chunk: int | None = None
     """Positions whose logits `next_token_nats` holds at a time; None for all of them."""
     rotary_base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength of the rotary positions."""
     num_experts: int = 0
-    """Experts per block (`tpudist.models.experts`) in place of its MLP; 0 for a plain MLP."""
+    """Experts per block (`tpudist.models.parts.experts`) in place of its MLP; 0 for a plain MLP."""
     experts_per_token: int = 2
     """How many experts each token is sent to."""
     expert_capacity: float = 1.25
@@ -53,7 +53,7 @@ class TransformerConfig:
     expert_balance: float = 0.01
     """Weight of the experts' imbalance in `next_token_loss`."""
     pipeline_stages: int = 1
-    """Stages that the layers are split into (`tpudist.models.pipeline`); 1 for none."""
+    """Stages that the layers are split into (`tpudist.models.parts.pipeline`); 1 for none."""
     pipeline_microbatches: int | None = None
     """Parts that a batch passes the stages in, a multiple of them; None for one per stage."""
 

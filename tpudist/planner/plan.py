@@ -7,12 +7,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from tpudist.planner import as_json, executables
-from tpudist.xla.chips import CHIPS
-from tpudist.xla.cost import TimeEstimate
-from tpudist.xla.memory import MemoryReport
-from tpudist.xla.refusal import Refusal
-from tpudist.xla.traffic import CollectiveUse
+from tpudist.planner import as_json, saved_plan
+from tpudist.xla.estimate.collective_traffic import CollectiveUse
+from tpudist.xla.estimate.memory import MemoryReport
+from tpudist.xla.estimate.refusal import Refusal
+from tpudist.xla.estimate.step_time import TimeEstimate
+from tpudist.xla.hardware.chips import CHIPS
 
 # Of the files that `to_json` writes.
 JSON_VERSION = 1
@@ -64,7 +64,7 @@ class Plan:
     program: str
     notes: tuple[str, ...] = ()
     # Where `save` takes the program from.
-    _source: executables.Source | None = dataclasses.field(default=None, repr=False, compare=False)
+    _source: saved_plan.Source | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # A program is of this process: a plan that is pickled or copied has none.
@@ -142,7 +142,7 @@ class Plan:
                 f"holds no program. Call strategy.plan(...), and save what it returns; to_json "
                 f"writes the figures alone."
             )
-        executables.save(path, self.to_json(), self._source)
+        saved_plan.save(path, self.to_json(), self._source)
 
     # As text.
 
@@ -162,17 +162,17 @@ class Plan:
     # As a picture; see `table`, `html` and `chart`, which load what draws only when they are used.
 
     def __rich__(self) -> Any:
-        from tpudist.planner import table
+        from tpudist.planner.show import table
 
         return table.table(self)
 
     def _repr_html_(self) -> str:
-        from tpudist.planner import html
+        from tpudist.planner.show import html
 
         return html.html(self)
 
     def chart(self, path: str | Path) -> None:
         """Draws memory, time and traffic as a picture, in the format that the name ends in."""
-        from tpudist.planner import chart
+        from tpudist.planner.show import chart
 
         chart.draw(self, path)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from tpudist import boundaries
+from tpudist import step_boundaries
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.options import warn_if_given
 from tpudist.preemption import termination
-from tpudist.preemption.agreement import Agreement
+from tpudist.preemption.agreed_boundary import Agreement
 from tpudist.preemption.listening import Listening
 from tpudist.preemption.notice import close_with
 from tpudist.preemption.termination import URGENT, TerminationConfig
@@ -94,11 +94,11 @@ class PreemptionCheckpointHandler:
         self._agreements = [self._agreement]
         self._close = close_with(self, _closing(self._listening, self._agreements))
         self._is_over = self._is_handling = False
-        self._polls_before = boundaries.num_polls()
+        self._polls_before = step_boundaries.num_polls()
         self._end_s = self._saving_s = self._step_s = 0.0
         self._in_grace_after: str | None = None
         self._num_boundaries, self._last_boundary_s = 0, time.monotonic()
-        boundaries.register(self._at_boundary)
+        step_boundaries.register(self._at_boundary)
 
     @property
     def total_run_calls(self) -> int:
@@ -116,7 +116,7 @@ class PreemptionCheckpointHandler:
         Returns:
             What it returns.
         """
-        if boundaries.num_polls() == self._polls_before:
+        if step_boundaries.num_polls() == self._polls_before:
             self._at_boundary()
         result = distributed_train_function(*args, **kwargs)
         self._end_call()
@@ -135,7 +135,7 @@ class PreemptionCheckpointHandler:
     def _end_call(self) -> None:
         self._total_run_calls += 1
         self._manager.notes[RUN_CALLS] = self._total_run_calls  # also for saves of the program
-        self._polls_before = boundaries.num_polls()
+        self._polls_before = step_boundaries.num_polls()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
@@ -146,7 +146,7 @@ class PreemptionCheckpointHandler:
     def close(self) -> None:
         """Stops watching, and gives SIGTERM back; also done when the handler is forgotten."""
         self._is_over = True
-        boundaries.unregister(self._at_boundary)
+        step_boundaries.unregister(self._at_boundary)
         self._close()
 
     def _at_boundary(self, *args: Any, **kwargs: Any) -> None:
@@ -218,7 +218,7 @@ class PreemptionCheckpointHandler:
 
     def _exit(self) -> None:
         self._is_over = True
-        boundaries.unregister(self._at_boundary)
+        step_boundaries.unregister(self._at_boundary)
         try:
             self._config.exit_fn()
         except BaseException:

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from tpudist import nnx_state
-from tpudist.strategy import Strategy
+from tpudist.state import nnx_binding
+from tpudist.strategy.strategy import Strategy
 from tpudist.xla import placement
-from tpudist.xla.compile import is_traced
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import ReplicaMesh, make_mesh
+from tpudist.xla.traces import is_traced
 
 
 class CentralStorageStrategy(Strategy):
@@ -124,14 +124,14 @@ class CentralStorage:
         here = [shard.data for shard in x.addressable_shards if shard.device == self.device]
         return here[0] if here else x.addressable_data(0)
 
-    def take_in(self, binding: nnx_state.Binding | None) -> None:
+    def take_in(self, binding: nnx_binding.Binding | None) -> None:
         """Moves what NNX objects hold to the parameter device, if they were made elsewhere."""
         if binding is None:
             return
         pairs = zip(binding.variables, binding.values(), strict=True)
         elsewhere = [(v, x) for v, x in pairs if v is not None and not self._holds(x)]
         moved = self.place([x for _, x in elsewhere])
-        nnx_state.write([v for v, _ in elsewhere], moved)
+        nnx_binding.write([v for v, _ in elsewhere], moved)
 
     def _holds(self, tree: Any) -> bool:
         return all(

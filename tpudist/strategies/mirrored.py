@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import jax
 
-from tpudist.cross_device_ops import CrossDeviceOps
-from tpudist.strategy import Strategy
+from tpudist.reductions.cross_device_ops import CrossDeviceOps
+from tpudist.strategy.strategy import Strategy
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import make_mesh
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from tpudist.strategy import Strategy
+from tpudist.strategy.strategy import Strategy
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import make_mesh
 

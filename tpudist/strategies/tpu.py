@@ -7,16 +7,17 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tpudist import context, logical_devices
+from tpudist import context
 from tpudist.cluster_resolver import TPUClusterResolver
-from tpudist.device_assignment import DeviceAssignment
+from tpudist.cluster_resolver.device_assignment import DeviceAssignment
+from tpudist.cluster_resolver.tpu_topology import by_task
 from tpudist.options import warn_if_given
-from tpudist.placement_rules import Partitioner, split_as_partitioned, split_largest_dim
-from tpudist.strategy import Strategy
-from tpudist.tpu_topology import by_task
-from tpudist.xla import chips
-from tpudist.xla import compiler_options as chip_options
+from tpudist.strategy import logical_devices
+from tpudist.strategy.placement_rules import Partitioner, split_as_partitioned, split_largest_dim
+from tpudist.strategy.strategy import Strategy
+from tpudist.xla.compiler import compiler_options as chip_options
 from tpudist.xla.devices import as_devices
+from tpudist.xla.hardware import chips
 from tpudist.xla.mesh import ReplicaMesh, make_mesh
 
 _log = logging.getLogger("tpudist")
@@ -72,7 +73,7 @@ class TPUStrategy(Strategy):
                 n but more than one, or nothing divides, that is logged once for each shape. By
                 default the largest dim of arrays of 1024 elements or more is split over `fsdp`.
             compiler_options: For the compiler, for all programs of this strategy; an empty one for
-                none. By default those of `tpudist.xla.compiler_options` for these chips.
+                none. By default those of `tpudist.xla.compiler.compiler_options` for these chips.
             devices: JAX devices or names such as `tpu:0`.
 
         Raises:

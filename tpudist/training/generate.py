@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpudist.strategy import Strategy
+from tpudist.strategy.strategy import Strategy
 
 
 def generate(

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
-from tpudist.strategy import Strategy
-from tpudist.training.display import Display
+from tpudist.strategy.strategy import Strategy
 from tpudist.training.history import History
-from tpudist.training.metrics import MetricsWriter
 from tpudist.training.saves import Preempted, Saves
+from tpudist.training.show.display import Display
+from tpudist.training.show.metrics import MetricsWriter
 
 _AHEAD = 2
 """Steps that may be under way before the loss of the oldest is waited for."""

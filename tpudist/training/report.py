@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpudist.strategy import Strategy
-from tpudist.training import curves, metrics
+from tpudist.strategy.strategy import Strategy
 from tpudist.training.history import History
 from tpudist.training.loop import Unit
-from tpudist.training.summary import count_parameters, tell_mesh, where_variables_live
-from tpudist.xla import compile as xla_compile
+from tpudist.training.show import curves, metrics
+from tpudist.training.show.summary import count_parameters, tell_mesh, where_variables_live
+from tpudist.xla import compile_log
 
 
 def rows(
@@ -85,7 +85,7 @@ def write(
         "median_step_s": history.median_step_s if history.seconds else None,
         "waited_for_data": _or_none(history.waited_share),
         "checkpoints": {"saved": history.num_saves, "blocked_s": history.blocked_s},
-        "compile_s": {record.function: record.seconds for record in xla_compile.compile_log()},
+        "compile_s": {record.function: record.seconds for record in compile_log.compile_log()},
         "config": dataclasses.asdict(config),
     }
     (folder / "summary.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
@@ -142,7 +142,7 @@ def _against(baseline: float, score: float) -> str:
 
 
 def _tell_compiles() -> str:
-    records = xla_compile.compile_log()
+    records = compile_log.compile_log()
     if not records:
         return ""  # a run that had finished compiles nothing
     each = ", ".join(f"{record.function} {record.seconds:.1f} s" for record in records)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tpudist.checkpoint import CheckpointManager
+from tpudist.checkpoint.train_state import TrainState
 from tpudist.preemption import PreemptionCheckpointHandler, TerminationConfig
-from tpudist.train_state import TrainState
 from tpudist.training.history import History
 
 KEPT = 3

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tpudist import context, losses
-from tpudist.microbatches import value_and_grad_in_microbatches
-from tpudist.strategy import Strategy
+from tpudist import context
+from tpudist.gradients import losses
+from tpudist.gradients.microbatches import value_and_grad_in_microbatches
+from tpudist.strategy.strategy import Strategy
 
 PyTree = Any
 

@@ -1,31 +1,25 @@
 """From a function written for one replica to one program for all of them.
 
 `trace` calls the function once, abstractly, as one replica would see it, and gives its jaxpr. The
-proof of what is equal (`agreement`) and the compiled program (`spread`) both read that jaxpr, so
-the user's Python runs once per signature.
+proof of what is equal (`replica_equality`) and the compiled program (`spread`) both read that
+jaxpr, so the user's Python runs once per signature.
 
-Every compile is recorded with its cause; see `compile_log`.
+Every compile is recorded with its cause; see `tpudist.compile_log`.
 """
 
-import collections
-import contextlib
 import dataclasses
-import functools
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from tpudist.xla import agreement, collectives, jaxprs
+from tpudist.xla import collectives, jaxprs, replica_equality
 from tpudist.xla.mesh import ReplicaMesh
 
-_log = logging.getLogger("tpudist.compile")
 # Constants above this are refused: they would be copied into the program and never change again.
 MAX_CONSTANT_BYTES = 1 << 20
 
@@ -103,7 +97,8 @@ def spread(
         program: What each replica does.
         mesh: The replicas.
         stack_outputs: Which outputs leave as stacked arrays `[num_replicas, ...]`. The others must
-            be equal on every replica (`agreement.prove`), or the arrays would claim what is not so.
+            be equal on every replica (`replica_equality.prove`), or the arrays would claim what is
+            not so.
         finish: What each replica does to its outputs at the end; it may communicate.
     """
     closed = program.closed
@@ -143,7 +138,7 @@ def last_outputs(
     known = [not isinstance(x, jax.ShapeDtypeStruct) for x in values]
     if not all(known):
         depend = [None if k else "an abstract input" for k in known]
-        causes = agreement.prove(program.closed, depend).causes
+        causes = replica_equality.prove(program.closed, depend).causes
         if any(cause is not None for cause in causes[-count:]):
             return None
         values = [x if k else np.zeros(x.shape, x.dtype) for x, k in zip(values, known)]  # noqa: B905
@@ -161,38 +156,6 @@ def _with_consts_first(program: ReplicaProgram) -> ReplicaProgram:
         return core.jaxpr_as_fun(closed)(*values[len(consts) :])
 
     return ReplicaProgram(evaluate, (*[False] * len(consts), *program.stacked))  # type: ignore
-
-
-def trace_state() -> Any:
-    """A token of the innermost JAX trace, equal to those taken in the same trace only."""
-    return core.get_opaque_trace_state(convention="tpudist")
-
-
-_OUTSIDE = trace_state()
-
-
-def tracing_nothing() -> bool:
-    """Whether operations run at once, and are not recorded by a JAX transformation."""
-    return trace_state() == _OUTSIDE
-
-
-@contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    """Runs operations on concrete values at once, also in the midst of a trace."""
-    with contextlib.ExitStack() as stack:
-        if not tracing_nothing():
-            # In a replica function the mesh is manual, and concrete arrays cannot be on it.
-            stack.enter_context(jax.sharding.use_abstract_mesh(_NO_MESH))
-        stack.enter_context(jax.ensure_compile_time_eval())
-        yield
-
-
-_NO_MESH = AbstractMesh((), ())
-
-
-def is_traced(value: Any) -> bool:
-    """Whether a value is one that JAX traces, and not a concrete one."""
-    return isinstance(value, Tracer)
 
 
 def large_constants(program: ReplicaProgram) -> list[jax.Array | np.ndarray]:
@@ -229,97 +192,3 @@ def _part(stacked: jax.Array) -> jax.Array:
 
 def _specs(mesh: ReplicaMesh, stacked: Sequence[bool]) -> tuple[PartitionSpec, ...]:
     return tuple(PartitionSpec(mesh.replica_axis) if s else PartitionSpec() for s in stacked)
-
-
-@dataclasses.dataclass(frozen=True)
-class CompileRecord:
-    """One compile of a replica function.
-
-    Attributes:
-        function: Its name.
-        cause: Why it was compiled: the first call, or what changed since the last one.
-        seconds: From the call to the dispatch of the new program: tracing, proving, compiling.
-    """
-
-    function: str
-    cause: str
-    seconds: float
-
-
-_records: collections.deque[CompileRecord] = collections.deque(maxlen=1000)
-_records_lock = threading.Lock()
-
-
-class BackendCompiles:
-    """Counts what XLA compiles in this process, or loads from its cache, since it was made.
-
-    Attributes:
-        number: How many programs that were.
-    """
-
-    def __init__(self):
-        """Listens from now on."""
-        self.number = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, event: str, duration_secs: float, **_) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.number += 1
-
-
-@functools.cache
-def backend_compiles() -> BackendCompiles:
-    """The process's counter, which starts when it is first asked for."""
-    return BackendCompiles()
-
-
-# From so many compiles of one function on, they are a warning: each costs more than many steps.
-_MANY_COMPILES = 5
-
-
-def record_compile(function: str, cause: str, seconds: float, number: int) -> None:
-    """Adds a compile to the log, and tells the logger `tpudist.compile`.
-
-    Args:
-        function: The name of the replica function.
-        cause: Why it was compiled.
-        seconds: How long the call took that compiled it.
-        number: Of this compile among those of the function, from 1.
-    """
-    with _records_lock:
-        _records.append(CompileRecord(function, cause, seconds))
-    level = logging.INFO if number < _MANY_COMPILES else logging.WARNING
-    _log.log(level, "compiled %s in %.2f s (time %d): %s", function, seconds, number, cause)
-
-
-def compile_log() -> list[CompileRecord]:
-    """The compiles of replica functions in this process, oldest first (the last 1000)."""
-    with _records_lock:
-        return list(_records)
-
-
-def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """What differs between two signatures, in words.
-
-    Args:
-        old: For each input by name, its description before, as `describe` gives it.
-        new: For each input by name, its description now.
-    """
-    changed = [
-        f"{name} was {old[name]}, is {after}"
-        for name, after in new.items()
-        if name in old and old[name] != after
-    ]
-    changed += [f"{name} ({after}) is new" for name, after in new.items() if name not in old]
-    changed += [f"{name} ({before}) is gone" for name, before in old.items() if name not in new]
-    if not changed:
-        return "the sharding or the weak type of an argument changed"
-    more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return "; ".join(changed[:3]) + more
-
-
-def describe(value: Any) -> str:
-    """An array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
-    shape = ",".join(map(str, value.shape))
-    weak = "weak " if getattr(value, "weak_type", False) else ""
-    return f"{weak}{value.dtype}[{shape}]"

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from tpudist.xla import jax_cache
+from tpudist.xla.compiler import jax_cache
 
 
 def compiled_anew(

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla import collectives
-from tpudist.xla.agreement import EQUALIZING_FUNCTION
 from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.packing import Packing
+from tpudist.xla.replica_equality import EQUALIZING_FUNCTION
 
 Accumulate = Callable[[list[jax.Array]], Any]
 
@@ -84,7 +84,7 @@ def by_groups(
 
 
 def _equalizing(communicate: Callable[[list[jax.Array]], Any]) -> Callable[..., Any]:
-    """Lets `agreement` know, by the name, that the results and their gradients are equal."""
+    """Lets `replica_equality` know, by the name, that the results and their gradients are equal."""
     communicate.__name__ = communicate.__qualname__ = EQUALIZING_FUNCTION
     return jax.jit(communicate)
 

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from tpudist.xla import slices, versions
+from tpudist.xla import versions
+from tpudist.xla.hardware import slices
 
 # A v4 chip is one device, as on a real slice, only in its megacore configuration.
 _OPTIONS: dict[str, dict[str, Any]] = {"v4": {"chip_config_name": "megacore"}}

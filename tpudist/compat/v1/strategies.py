@@ -5,12 +5,12 @@ Each is a strategy of its new name too, so that `isinstance` holds for either.
 
 from typing import Any
 
-from tpudist import deprecated_strategies as deprecated
-from tpudist import strategy as new
 from tpudist.deprecated import warn
 from tpudist.options import warn_if_given
 from tpudist.reduce_op import ReduceOp
 from tpudist.strategies import central_storage, mirrored, one_device, tpu
+from tpudist.strategies import deprecated_strategies as deprecated
+from tpudist.strategy import strategy as new
 
 PyTree = Any
 

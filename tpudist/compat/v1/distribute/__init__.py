@@ -10,18 +10,18 @@ from tpudist.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from tpudist.cross_device_ops import CrossDeviceOps
 from tpudist.deprecated import get_loss_reduction
-from tpudist.extended import StrategyExtended
-from tpudist.input.context import InputContext
+from tpudist.input.input_context import InputContext
 from tpudist.options import InputReplicationMode, RunOptions
 from tpudist.reduce_op import ReduceOp
-from tpudist.reduction_algorithms import (
+from tpudist.reductions.algorithms import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from tpudist.replica_context import ReplicaContext
+from tpudist.reductions.cross_device_ops import CrossDeviceOps
+from tpudist.run.replica_context import ReplicaContext
+from tpudist.strategy.extended import StrategyExtended
 
 __all__ = [
     "CrossDeviceOps",

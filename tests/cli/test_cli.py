@@ -1,0 +1,542 @@
+"""The command `tpudist`: what it answers, and how it refuses."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import optax
+import pytest
+
+from places import PROGRAMS, ROOT
+from tpudist import cli
+from tpudist.cli import own_step, reference
+from tpudist.models import TransformerConfig
+from tpudist.models.presets import PRESETS, make_transformer
+from tpudist.planner import Plan, SearchResult
+from tpudist.training.command.config import ModelOptions
+from tpudist.xla import topology
+from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS
+
+STEPS = str(PROGRAMS / "steps_to_plan.py")
+
+needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where these tests keep what the compiler said."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path, kept):
+    """As for a user who has a folder of their own, a wide terminal and no TPU."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+
+
+def plan(*options, step=f"{STEPS}:make_step", topology="v5e-4"):
+    return cli.main(["plan", *([step] if step else []), "--topology", topology, *options])
+
+
+def refusal(capsys, *options, **others):
+    """The one message of a command that was used wrongly."""
+    assert plan(*options, **others) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tpudist: ")
+    assert "Traceback" not in err
+    return " ".join(err.split())
+
+
+# Wrong use.
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v5e", "'v5e' is not a TPU slice"),
+        ("v5e-7", "Near are v5e-4, v5e-8, v5e-16"),
+        ("v5e:32x32", "For more chips, ask for several slices"),
+    ],
+)
+def test_a_slice_that_does_not_exist_is_wrong_use(capsys, topology, message):
+    assert message in refusal(capsys, topology=topology)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replica-axes", "fsdp"], "'fsdp' is not an axis and its size"),
+        (["--replica-axes", "fsdp=2", "fsdp=2"], "gives the axis 'fsdp' twice"),
+        (["--remat", "none", "full"], "--remat none full: several are compared with --search"),
+        (["--microbatches", "1", "2"], "--microbatches 1 2: several are compared with --search"),
+        (["--microbatches", "0"], "--microbatches is 0. It must be above 0"),
+        (["--geometries", "fsdp=2"], "--geometries are compared with --search"),
+        (["--price-per-chip-hour", "1.2"], "give its length too, as --steps 10000"),
+        (["--steps", "-1"], "--steps is -1. It must be above 0"),
+        (["--steps", "0"], "--steps is 0. It must be above 0"),
+        (["--tokens-per-step", "0"], "--tokens-per-step is 0. It must be above 0"),
+        (["--tokens-per-step", "-64"], "--tokens-per-step is -64. It must be above 0"),
+        (["--time-budget", "60"], "--time-budget 60 ends a search, and this is one plan"),
+        (["--steps", "1", "--price-per-chip-hour", "-1"], "--price-per-chip-hour is -1.0"),
+        (["--search", "--replica-axes", "fsdp=2"], "--geometries fsdp=2 none"),
+        (["--search", "--chart", "x.png"], "--chart is for one plan, but --search makes several"),
+        (["--search", "--save", "x"], "--save is for one plan, but --search makes several"),
+        (["--search", "--time-budget", "0"], "--time-budget is 0.0. It must be above 0"),
+        (["--search", "--time-budget", "inf"], "--time-budget is inf. Give a number of seconds"),
+        (["--search", "--price-per-chip-hour", "1"], "--price-per-chip-hour is for one plan, but"),
+        (
+            ["--search", "--steps", "9", "--price-per-chip-hour", "1"],
+            "--steps is for one plan, but",
+        ),
+        (["--num-layers", "3"], "Sizes of the reference transformer were given with a step of"),
+    ],
+)
+def test_options_that_make_no_sense_are_wrong_use(capsys, options, message):
+    assert message in refusal(capsys, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-heads", "3"], "embed_dim=128 does not give each of num_heads=3 heads"),
+        (["--num-layers", "0"], "A transformer needs num_layers >= 1; got 0"),
+        (["--global-batch", "8", "--batch-per-chip", "2"], "say the same thing twice"),
+        (["--global-batch", "0"], "--global-batch is 0. It must be above 0"),
+        (["--batch-per-chip", "0"], "--batch-per-chip is 0. It must be above 0"),
+        (["--sequence-length", "0"], "--sequence-length is 0. It must be above 0"),
+        (["--sequence-length", "-1"], "--sequence-length is -1. It must be above 0"),
+        (["--tokens-per-step", "1"], "--tokens-per-step is for a step of your own"),
+    ],
+)
+def test_sizes_that_make_no_transformer_are_wrong_use(capsys, options, message):
+    assert message in refusal(capsys, *options, step=None)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("make_step", "'make_step' names no function. Name a function make_step(candidate)"),
+        ("missing:make_step", "There is no module 'missing' in this folder"),
+        ("missing.py:make_step", "There is no file missing.py"),
+        (f"{STEPS}:missing", "has no function 'missing'"),
+        (f"{STEPS}:NOT_CALLABLE", "has no function 'NOT_CALLABLE'"),
+    ],
+)
+def test_a_step_that_is_not_there_is_wrong_use(capsys, step, message):
+    assert message in refusal(capsys, step=step)
+
+
+def test_a_module_that_cannot_be_imported_is_told_with_the_line(capsys, tmp_path):
+    (tmp_path / "broken_steps.py").write_text("x = 1\nundefined\n")
+    message = refusal(capsys, step="broken_steps:make_step")
+    assert "broken_steps cannot be imported: NameError: name 'undefined' is not defined" in message
+    assert "broken_steps.py:2)" in message
+    (tmp_path / "needing_steps.py").write_text("import surely_not_installed\n")
+    message = refusal(capsys, step="needing_steps:make_step")
+    assert "No module named 'surely_not_installed'" in message
+    assert "needing_steps.py:1)" in message
+
+
+def test_a_file_that_ends_the_process_is_told_with_the_line(capsys, tmp_path):
+    """Without this, the exit code would say that the step fits."""
+    (tmp_path / "ending.py").write_text("import sys\nsys.exit(0)\n")
+    for step in ("ending:make_step", "ending.py:make_step"):
+        message = refusal(capsys, step=step)
+        assert "cannot be imported: SystemExit: 0 (" in message
+        assert "ending.py:2)" in message
+
+
+def test_an_own_file_may_have_the_name_of_a_module_that_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which the file's folder joins
+    (tmp_path / "optax.py").write_text("def make_step(candidate):\n    return 1, 2, 3\n")
+    assert own_step.load("optax.py:make_step")(None) == (1, 2, 3)
+    assert sys.modules["optax"] is optax
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("make_ending", "make_ending failed: SystemExit: 0 ({}:"),
+        ("make_ending_step", "make_ending_step failed: SystemExit: 0 ({}:"),
+        ("make_more", "make_more gave a int as its fourth element. It is for more arguments"),
+        ("make_odd_step", "make_odd_step failed: TypeError: cannot reshape array"),
+        ("make_nothing", "make_nothing gave a str. Name a function make_step(candidate)"),
+        ("make_mistake", "make_mistake failed: KeyError: 'mistaken' ({}:{})"),
+        ("make_diverging_step", "make_diverging_step failed: ValueError"),
+    ],
+)
+def test_a_mistake_in_a_step_is_told_with_its_line(capsys, function, message):
+    lines = Path(STEPS).read_text().splitlines()
+    line = lines.index('    raise KeyError("mistaken")') + 1
+    assert message.format(STEPS, line) in refusal(capsys, step=f"{STEPS}:{function}")
+
+
+@needs_libtpu
+def test_axes_that_do_not_divide_the_slice_are_wrong_use(capsys):
+    message = refusal(capsys, "--replica-axes", "fsdp=3")
+    assert "Replicas of fsdp=3 span 3 devices each, but there are 4 devices" in message
+
+
+def test_without_the_compiler_the_error_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    assert "needs libtpu, the TPU compiler, which is not installed" in refusal(capsys)
+
+
+@pytest.mark.parametrize("args", [[], ["plan"], ["doctor"], ["plan", "--topology", "v5e-8", "-x"]])
+def test_what_cannot_be_read_is_wrong_use(args, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 2
+
+
+# Answers.
+
+
+@needs_libtpu
+def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path):
+    code = plan(
+        *("--replica-axes", "fsdp=2", "--steps", "1000", "--price-per-chip-hour", "1.5"),
+        *("--json", "plan.json", "--html", "plan.html", "--chart", "plan.png"),
+    )
+    assert code == 0
+    out, err = capsys.readouterr()
+    assert "step fits v5e-4" in out
+    assert "replica 2 x fsdp 2" in out
+    assert "at 1.5 per chip-hour" in out
+    assert "tokens/s" in out  # the step said how many there are
+    assert "steps_to_plan.py:" in out
+    assert "Written: plan.json, plan.html, plan.png" in err
+    found = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert found.fits
+    assert found.mesh == {"replica": 2, "fsdp": 2}
+    assert "1,000 steps" in (tmp_path / "plan.html").read_text()
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    # What was said is kept, and told alike.
+    assert plan("--replica-axes", "fsdp=2", "--json", "-") == 0
+    again = Plan.from_json(capsys.readouterr().out)
+    assert again.program == found.program
+    assert again.memory == found.memory
+
+
+@needs_libtpu
+def test_a_step_that_does_not_fit_says_why_with_exit_code_1(capsys):
+    assert plan("--save", "program", step=f"{STEPS}:make_large_step") == 1
+    out, _ = capsys.readouterr()
+    assert "step does not fit v5e-4" in out
+    assert "too much" in out
+    assert "--replica-axes fsdp=4" in out
+    assert not Path("program").exists()
+
+
+@needs_libtpu
+def test_a_program_is_kept_for_the_slice(capsys):
+    assert plan("--save", "program") == 0
+    assert "Written: program" in capsys.readouterr().err
+    assert Path("program").stat().st_mode & 0o777 == 0o700
+    assert any(Path("program").iterdir())
+
+
+@needs_libtpu
+def test_a_search_ranks_what_fits(capsys):
+    step = f"{STEPS}:make_large_step"
+    options = ["--search", "--geometries", "none", "fsdp=4", "--time-budget", "300"]
+    assert plan(*options, "--html", "search.html", "--json", "search.json", step=step) == 0
+    out, _ = capsys.readouterr()
+    assert "best on v5e-4: fsdp=4" in out
+    assert "data parallel, remat none: needs" in " ".join(out.split())
+    assert "data parallel -&gt; fsdp=4" in Path("search.html").read_text()
+    found = SearchResult.from_json(Path("search.json").read_text())
+    assert [one.status for one in found.outcomes] == ["fits", "too large"]
+    assert plan("--search", "--geometries", "none", step=step) == 1
+    assert "nothing that was tried fits v5e-4" in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_a_search_in_which_everything_fails_is_wrong_use(capsys):
+    """And no answer to whether anything fits."""
+    options = ["--search", "--geometries", "none", "fsdp=2", "--json", "search.json"]
+    assert plan(*options, step=f"{STEPS}:make_odd_step") == 2
+    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    assert "all that was tried for v5e-4 failed" in out
+    assert "tpudist: All 2 candidates that were tried failed. data parallel, remat none: " in err
+    assert "TypeError: cannot reshape array" in err
+    assert f"({STEPS}:" in err
+    assert SearchResult.from_json(Path("search.json").read_text()).best is None
+
+
+@needs_libtpu
+def test_a_search_that_reaches_nothing_says_to_give_it_more_time(capsys):
+    assert plan("--search", "--geometries", "none", "fsdp=2", "--time-budget", "1e-6") == 2
+    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    assert "nothing was compiled for v5e-4 within" in out
+    assert "Of 2 candidates none was compiled within" in err
+    assert "Raise --time-budget" in err
+
+
+@needs_libtpu
+@pytest.mark.parametrize("search", [[], ["--search", "--geometries", "none"]])
+def test_tokens_that_are_given_count_more_than_those_that_the_step_says(capsys, search):
+    assert plan("--tokens-per-step", "4096", "--json", "-", *search) == 0
+    found = json.loads(capsys.readouterr().out)
+    one = found["outcomes"][0]["plan"] if search else found
+    assert one["tokens_per_step"] == 4096
+
+
+class ClosedPipe:
+    """Standard output that nobody reads any more, as after `| head`."""
+
+    def __init__(self, monkeypatch):
+        reads, writes = os.pipe()
+        os.close(reads)
+        self.file = os.fdopen(writes, "w")
+        monkeypatch.setattr(sys, "stdout", self.file)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("options", "step", "code", "written"),
+    [
+        (["--chart", "plan.png", "--save", "program"], "make_step", 0, {"plan.png", "program"}),
+        (["--html", "plan.html", "--json", "plan.json"], "make_large_step", 1, {"plan.html"}),
+        (["--html", "plan.html", "--json", "-"], "make_step", 0, {"plan.html"}),
+        (
+            ["--search", "--geometries", "none", "--html", "found.html"],
+            "make_large_step",
+            1,
+            {"found.html"},
+        ),
+    ],
+)
+def test_who_stops_reading_gets_the_files_and_the_verdict(
+    monkeypatch, capsys, options, step, code, written
+):
+    closed = ClosedPipe(monkeypatch)
+    assert plan(*options, step=f"{STEPS}:{step}") == code
+    closed.file.close()  # as Python does in the end: nothing is left that could not be written
+    assert written <= set(os.listdir())
+    assert "Written: " in capsys.readouterr().err
+
+
+def test_a_list_of_which_only_the_head_is_read_is_no_error(monkeypatch):
+    closed = ClosedPipe(monkeypatch)
+    assert cli.main(["topologies", "--sources"]) == 0
+    closed.file.close()
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--json", "missing/plan.json"], "missing/plan.json cannot be written: No such file"),
+        (["--html", "missing/plan.html"], "missing/plan.html cannot be written: No such file"),
+        (["--chart", "plan.txt"], "Format 'txt' is not supported"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_wrong_use(capsys, option, message):
+    assert plan(*option) == 2
+    out, err = capsys.readouterr()
+    assert message in " ".join(err.split())
+    assert "step fits v5e-4" in out  # what was found is not lost
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_reference_transformer_is_planned_by_its_sizes(capsys):
+    options = ["--num-layers", "2", "--embed-dim", "64", "--mlp-dim", "128", "--num-heads", "2"]
+    options += ["--sequence-length", "128", "--attention", "dot_product", "--json", "-"]
+    options += ["--batch-per-chip", "4", "--microbatches", "2", "--replica-axes", "fsdp=2"]
+    assert plan(*options, "tensor=2", step=None) == 0
+    found = Plan.from_json(capsys.readouterr().out)
+    assert found.tokens_per_step == 4 * 4 * 128
+    assert found.mesh == {"replica": 1, "fsdp": 2, "tensor": 2}
+    assert any("transformer.py" in (use.source or "") for use in found.collectives)
+
+
+def test_topologies_lists_all_chips_and_their_sources(capsys):
+    assert cli.main(["topologies"]) == 0
+    table = capsys.readouterr().out
+    for name in CHIPS:
+        assert name in table
+    assert "v5e-256 (16x16)" in table
+    known, announced = table.split("Announced; libtpu does not know them yet")
+    for name in ANNOUNCED:
+        assert name in announced
+        assert name not in known
+    assert cli.main(["topologies", "--only", "tpu8t", "--sources"]) == 0
+    one = capsys.readouterr().out
+    assert "9,600" in one
+    assert "tpu_info.py" in one
+    assert "tpu7x" not in one
+    assert cli.main(["topologies", "--only", "v5p", "--sources"]) == 0
+    one = capsys.readouterr().out
+    assert "v5e-" not in one.partition("A slice is named")[0]
+    assert "docs.cloud.google.com/tpu/docs/v5p" in one
+    assert cli.main(["topologies", "--only", "v5"]) == 2
+    assert "there is no such generation. Known are v2" in capsys.readouterr().err
+
+
+# What is promised elsewhere.
+
+
+def test_the_tiny_preset_is_what_the_training_script_trains():
+    tiny, script = PRESETS["tiny"], ModelOptions()
+    for name in ("num_layers", "embed_dim", "num_heads", "mlp_dim", "gated", "remat"):
+        assert getattr(tiny.config, name) == getattr(script, name)
+    assert tiny.length == script.sequence_length
+
+
+def test_a_presets_loss_is_in_chunks_where_they_fill_the_sequence():
+    for given, chunk in (
+        ({}, 1024),
+        ({"sequence_length": 2048}, 1024),
+        ({"sequence_length": 1000}, None),
+        ({"loss_chunk": 512}, 512),
+        ({"loss_chunk": 0}, None),
+    ):
+        options = reference.ReferenceOptions(preset="llama-3.1-8b", **given)
+        assert reference.sized(options, 8).config.loss_chunk == chunk
+
+
+def test_every_preset_can_be_chosen_and_every_size_is_one_of_the_model():
+    choices = reference.ReferenceOptions.__annotations__["preset"]
+    assert set(re.findall(r"'([^']+)'", choices)) == set(PRESETS)
+    own = {"preset", "batch_per_chip", "global_batch", "sequence_length"}
+    own |= {"optimizer", "optimizer_memory"}
+    sizes = set(reference.ReferenceOptions.__annotations__) - own
+    assert sizes <= set(TransformerConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # as published beside the weights
+    [("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("mistral-7b", 7.24), ("mixtral-8x7b", 46.7)],
+)
+def test_presets_have_as_many_parameters_as_the_models_they_are_named_after(name, billions):
+    shapes = jax.eval_shape(lambda: jax.tree.leaves(make_transformer(PRESETS[name].config)))
+    assert sum(x.size for x in shapes) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_the_command_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"tpudist": "tpudist.cli:main"}
+
+
+def commands(document):
+    """The `tpudist plan` commands in the code blocks of a document."""
+    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S):
+        for line in block.splitlines():
+            name, *words = shlex.split(line)
+            if Path(name).name == "tpudist":
+                yield words
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/planning.md"])
+def test_the_commands_of_the_documents_can_be_read(document):
+    found = list(commands(document))
+    assert found
+    for words in found:
+        options = cli.read(words)
+        cli.plan_command.check(options)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@needs_libtpu
+def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
+    """On a machine whose environment says nothing; a pipe that closes early is no error."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-m", "tpudist", "plan", f"{STEPS}:make_step"]
+    done = subprocess.run(
+        [*command, "--topology", "v5e-4", "--json", "-"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["fits"]
+    shell = f"{shlex.join(command)} --topology v5e-4 | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", shell],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.multiprocess
+@needs_libtpu
+def test_ctrl_c_ends_the_compiler_too(tmp_path):
+    # As `-m tpudist`, with the signal that a shell's & would have made it ignore.
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('tpudist', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, "plan", "--topology", "v5e-64"]
+    command += ["--preset", "llama-3.1-8b", "--replica-axes", "fsdp=64", "--batch-per-chip", "1"]
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        compilers = _wait_for(lambda: _children(running.pid))
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=120)
+    assert running.returncode == 130, err
+    assert err.splitlines()[-1] == "tpudist: interrupted."
+    assert "Traceback" not in err
+    assert out == ""
+    _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in compilers))
+
+
+def _children(pid):
+    """Processes that a process has started and that compile by now."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        found = [int(x) for task in tasks for x in (task / "children").read_text().split()]
+        return [x for x in found if b"compiler_child" in Path(f"/proc/{x}/cmdline").read_bytes()]
+    except OSError:
+        return []
+
+
+def _wait_for(condition, seconds=120):
+    """The first true answer."""
+    end = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return answer
+
+
+def test_subcommands_are_modules_with_options_and_run():
+    """So that a new one is one file, and one line of COMMANDS."""
+    for name, command in cli.COMMANDS.items():
+        tree = ast.parse(Path(command.__file__).read_text())
+        assert f"`tpudist {name}`" in (ast.get_docstring(tree) or "")
+        assert callable(command.run)
+        assert isinstance(command.Options, type)

@@ -1,0 +1,625 @@
+"""Datasets of other libraries: what they give, where they go on, and what is not fit for devices.
+
+Those of libraries that are not installed are skipped.
+"""
+
+import json
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import tpudist
+from processes import run_processes
+from tpudist import InputOptions
+from tpudist.input import AutoShardPolicy, from_records
+from tpudist.input.sources import adapt
+
+NUM_EXAMPLES = 22
+
+
+def distributed(dataset, num_replicas=2, **options):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:num_replicas])
+    return strategy.experimental_distribute_dataset(dataset, InputOptions(**options))
+
+
+def ids(dataset):
+    batches = []
+    for element in dataset:
+        element = element["id"]
+        rows = getattr(element, "rows", None) or [len(element)]
+        parts = np.asarray(getattr(element, "array", element)).reshape(len(rows), -1)
+        batches.append([int(x) for part, n in zip(parts, rows, strict=True) for x in part[:n]])
+    return batches
+
+
+def take(iterator, count):
+    return ids(next(iterator) for _ in range(count))
+
+
+def goes_on(make):
+    """Whether passes of a new dataset go on where those of another one were, at every position."""
+    dataset = distributed(make(), 8)
+    passes = [ids(dataset), ids(dataset)]
+    for number, batches in enumerate(passes):
+        for position in range(len(batches) + 1):
+            dataset = distributed(make(), 8)
+            for _ in range(number):
+                ids(dataset)
+            iterator = iter(dataset)
+            assert take(iterator, position) == batches[:position]
+            state = json.loads(json.dumps(iterator.get_state()))
+            fresh = distributed(make(), 2)
+            resumed = iter(fresh)
+            resumed.set_state(state)
+            assert ids(resumed) == batches[position:], (number, position)
+            if number == 0:
+                assert ids(fresh) == passes[1], position
+    return passes
+
+
+# Anything with a length.
+
+
+class Examples:
+    """Can be read by number, and notes by whom."""
+
+    def __init__(self, count=NUM_EXAMPLES):
+        self.count = count
+        self.threads = set()
+
+    def __repr__(self):  # by which Grain's DataLoader knows its source again
+        return f"Examples({self.count})"
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        assert 0 <= number < self.count
+        self.threads.add(threading.current_thread().name)
+        return {"id": number, "x": np.full((2, 3), number, np.float32)}
+
+
+def test_examples_that_can_be_read_by_number_are_shuffled_and_batched_as_arrays_are():
+    arrays = tpudist.NumpyDataset({"id": np.arange(NUM_EXAMPLES)})
+    for num_threads in (1, 3, None):
+        dataset = from_records(Examples(), num_threads=num_threads)
+        wanted, found = (x.shuffle(seed=1).batch(8).repeat(2) for x in (arrays, dataset))
+        assert ids(distributed(found, 8)) == ids(distributed(wanted, 8))
+        assert dataset.element_spec["x"].shape == (2, 3)
+    batch = next(iter(dataset.batch(5)))
+    np.testing.assert_array_equal(batch["x"][:, 1, 2], np.arange(5))
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda x: x])
+def test_lists_are_sources_of_examples(make):
+    dataset = from_records(make([{"id": np.int32(i)} for i in range(5)]))
+    assert ids(distributed(dataset.batch(4))) == [[0, 1, 2, 3], [4]]
+    assert dataset.element_spec["id"].dtype == np.int32
+
+
+def test_a_batch_is_read_by_as_many_threads_as_asked_which_end_with_the_dataset():
+    all_there = threading.Barrier(4, timeout=30)
+
+    class Waiting(Examples):
+        def __getitem__(self, number):
+            if number % 16 == 1:
+                all_there.wait()
+            return super().__getitem__(number)
+
+    dataset = from_records(Waiting(64), num_threads=4).batch(64)
+    (batch,) = dataset
+    assert batch["id"].tolist() == list(range(64))
+    del dataset
+    for thread in threading.enumerate():
+        if thread.name.startswith("tpudist-read"):
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+def test_a_transform_makes_examples_and_its_errors_name_theirs():
+    doubled = from_records(Examples(5), lambda x: {"id": 2 * x["id"]})
+    assert ids(distributed(doubled.batch(4))) == [[0, 2, 4, 6], [8]]
+    failing = from_records(Examples(), lambda x: {"id": 1 // (7 - x["id"])}).batch(4)
+    iterator = iter(distributed(failing))
+    next(iterator)
+    with pytest.raises(ZeroDivisionError) as caught:
+        next(iterator)
+    assert "This was raised for Example 7 of the Examples." in caught.value.__notes__
+
+
+def test_examples_that_are_not_alike_are_named():
+    def read(*examples):
+        list(from_records(list(examples)).batch(2))
+
+    with pytest.raises(ValueError, match=r"Example 1 of the list holds int64\[3\] in \['x'\], but"):
+        read({"x": np.zeros(2, int)}, {"x": np.zeros(3, int)})
+    with pytest.raises(ValueError, match=r"holds float64\[\], but .* int64\[\]. Convert all to"):
+        read(1, 2.5)
+    with pytest.raises(ValueError, match="Example 1 of the list is structured as .*'y'.* the same"):
+        read({"x": 1}, {"y": 1})
+    with pytest.raises(ValueError, match="Example 1 of the list is None. An example cannot be"):
+        read(1, None)
+    with pytest.raises(ValueError, match="Example 0 of the list.* is not an array: .*pad the rows"):
+        read([[1], [1, 2]], 0)
+    with pytest.raises(TypeError, match=r"Example 0 .* holds str, .*from_records\(source, tran"):
+        read({"x": 1, "name": "a"})
+    with pytest.raises(ValueError, match="Example 0 of the list holds no arrays"):
+        read({})
+
+
+def test_what_holds_no_examples_is_refused():
+    for source in (iter([1]), {"x": 1}, "text", 3):
+        with pytest.raises(TypeError, match="has no examples that can be read by number. Give"):
+            from_records(source)
+    with pytest.raises(ValueError, match="The list has no examples. Give at least one"):
+        from_records([])
+    with pytest.raises(TypeError, match="A int was given to make examples of records"):
+        from_records([1], 3)
+    with pytest.raises(ValueError, match="num_threads is 0. Give a whole number of at least 1"):
+        from_records([1], num_threads=0)
+    with pytest.raises(ValueError, match="The RecordDataset is not batched. Distribute dataset.ba"):
+        distributed(from_records([1]))
+    with pytest.raises(TypeError, match="A Examples holds examples, not batches. .*from_records"):
+        distributed(Examples())
+
+
+# Grain.
+
+
+def grain_dataset(kind):
+    import grain
+
+    batched = grain.MapDataset.source(Examples()).seed(3).shuffle().batch(8)
+    if kind == "MapDataset":
+        return batched
+    if kind == "IterDataset":
+        return batched.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+    sampler = grain.samplers.IndexSampler(
+        NUM_EXAMPLES, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3
+    )
+    return grain.DataLoader(
+        data_source=Examples(), sampler=sampler, operations=[grain.transforms.Batch(8)]
+    )
+
+
+@pytest.mark.parametrize("kind", ["MapDataset", "IterDataset", "DataLoader"])
+def test_grain_gives_batches_and_says_itself_where_it_is(kind):
+    first, second = goes_on(lambda: grain_dataset(kind))
+    assert first == second
+    assert sorted(sum(first, [])) == list(range(NUM_EXAMPLES))
+    dataset = distributed(grain_dataset(kind))
+    assert dataset.cardinality == (3 if kind == "MapDataset" else -2)
+    assert dataset.element_spec["x"].shape == (4, 2, 3)
+
+
+def test_a_state_of_grain_is_its_own_and_nothing_is_read_again():
+    iterator = iter(distributed(grain_dataset("IterDataset")))
+    next(iterator)
+    assert "next_index" in str(iterator.get_state()["source"])
+    with pytest.raises(ValueError, match="kind: 'batches of a IterDataset of Grain' in the state"):
+        iter(distributed(grain_dataset("MapDataset"))).set_state(iterator.get_state())
+
+
+def test_a_grain_dataset_without_end_says_so():
+    dataset = distributed(grain_dataset("MapDataset").repeat())
+    assert dataset.cardinality == -1
+    assert len(take(iter(dataset), 5)) == 5
+
+
+def test_examples_of_grain_are_read_by_number():
+    import grain
+
+    examples = grain.MapDataset.source(Examples()).map(lambda x: {"id": x["id"] + 100})
+    assert ids(distributed(from_records(examples[:5]).batch(4))) == [[100, 101, 102, 103], [104]]
+    with pytest.raises(ValueError, match="MapDataset has no end. Leave its repeat out"):
+        from_records(examples.repeat())
+    odd = from_records(examples.filter(lambda x: x["id"] % 2 == 0)).batch(4)
+    with pytest.raises(ValueError, match="Example 1 of .* is None. An example cannot be left out"):
+        list(odd)
+    with pytest.raises(ValueError, match="Batch 0 of the dataset.* is a scalar"):
+        next(iter(distributed(examples)))
+
+
+def test_a_map_dataset_of_grain_is_not_read_far_ahead():
+    """Grain's default would hold 500 global batches in memory."""
+    import grain
+
+    read = []
+
+    def note(batch):
+        read.append(1)
+        return batch
+
+    dataset = grain.MapDataset.source(Examples(400)).batch(2).map(note)
+    iterator = iter(distributed(dataset))
+    next(iterator)
+    iterator.close()
+    assert len(read) <= 16
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_of_grain_need_no_flags_and_end_with_the_iterator():
+    program = """
+        import multiprocessing
+        import grain
+        import numpy as np
+        import tpudist
+        from processes import report
+
+        class Examples:
+            def __len__(self):
+                return 16
+            def __getitem__(self, i):
+                return np.int32(i)
+
+        if __name__ == "__main__":
+            tpudist.emulate()
+            dataset = grain.MapDataset.source(Examples()).batch(4).to_iter_dataset()
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+            strategy = tpudist.MirroredStrategy()
+            iterator = iter(strategy.experimental_distribute_dataset(dataset))
+            found = [np.asarray(next(iterator).array).reshape(-1).tolist() for _ in range(2)]
+            state = iterator.get_state()
+            resumed = iter(strategy.experimental_distribute_dataset(dataset))
+            resumed.set_state(state)
+            found += [np.asarray(x.array).reshape(-1).tolist() for x in resumed]
+            iterator.close()
+            del iterator, resumed
+            report([found, len(multiprocessing.active_children())])
+    """
+    (result,) = run_processes(program, num_processes=1, devices_per_process=4)
+    batches, num_children = result.result
+    assert batches == np.arange(16).reshape(4, 4).tolist()
+    assert num_children == 0
+
+
+# tf.data.
+
+
+@pytest.fixture(scope="module")
+def tf():
+    return pytest.importorskip(
+        "tensorflow", reason="needs TensorFlow, which the extra `parity` installs"
+    )
+
+
+def tf_dataset(tf, seed=3):
+    dataset = tf.data.Dataset.range(NUM_EXAMPLES)
+    if seed is not None:
+        dataset = dataset.shuffle(NUM_EXAMPLES, seed=seed)
+    return dataset.batch(8).map(lambda i: {"id": i, "x": tf.cast(i, tf.float32)[:, None]})
+
+
+def test_tf_data_goes_on_in_any_pass_though_each_is_shuffled_anew(tf):
+    first, second = goes_on(lambda: tf_dataset(tf))
+    assert first != second
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_EXAMPLES))
+
+
+def test_looking_at_the_first_batch_does_not_change_what_tf_data_gives(tf):
+    wanted = distributed(tf_dataset(tf))
+    dataset = distributed(tf_dataset(tf))
+    assert dataset.element_spec["x"].shape == (4, 1)
+    tpudist.input.explain(dataset)
+    for _ in range(2):
+        assert ids(dataset) == ids(wanted)
+
+
+def test_a_tf_dataset_of_known_shapes_is_not_read_to_say_them(tf):
+    read = []
+
+    def note(i):
+        read.append(int(i))
+        return i
+
+    dataset = tf.data.Dataset.range(8).batch(4, drop_remainder=True)
+    dataset = dataset.map(lambda x: tf.ensure_shape(tf.py_function(note, [x[0]], tf.int64) + x, 4))
+    found = distributed(dataset)
+    assert found.element_spec.shape == (2,)
+    assert found.cardinality == 2
+    assert not read
+
+
+def test_a_tf_tensor_is_not_copied(tf):
+    source = adapt.checked(tf_dataset(tf))
+    (element,) = list(source.elements(0))[:1]
+    assert not element["x"].flags.owndata
+    assert source.owns_memory
+
+
+def test_an_earlier_pass_of_a_tf_dataset_is_not_read_again_in_silence(tf):
+    dataset = distributed(tf_dataset(tf))
+    iterator = iter(dataset)
+    state = (take(iterator, 1), iterator.get_state())[1]
+    ids(dataset)
+    again = iter(dataset)
+    again.set_state(state)
+    with pytest.warns(UserWarning, match="Pass 0 through the tf.data.Dataset is read again, after"):
+        next(again)
+
+
+def test_a_function_may_make_a_tf_dataset_for_each_pass(tf):
+    dataset = distributed(lambda: tf_dataset(tf))
+    first, second = ids(dataset), ids(dataset)
+    assert first == second
+    assert sorted(sum(first, [])) == list(range(NUM_EXAMPLES))
+
+
+def test_replicas_may_take_whole_batches_of_tf_data(tf):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    dataset = strategy.distribute_datasets_from_function(lambda _: tf_dataset(tf, None))
+    assert ids(dataset) == [list(range(16)), list(range(16, 22))]
+
+
+def test_tf_data_of_other_things_than_arrays_of_numbers_is_refused(tf):
+    def refuse(dataset, error, match):
+        with pytest.raises(error, match=match):
+            distributed(dataset)
+
+    slices = tf.data.Dataset.from_tensor_slices
+    texts = slices({"id": [1, 2], "text": ["a", "b"]}).batch(2)
+    refuse(texts, TypeError, r"dtype=tf.string.* in \['text'\], .* Convert texts to token ids")
+    ragged = slices(tf.ragged.constant([[1], [1, 2]])).batch(2)
+    refuse(ragged, TypeError, "hold RaggedTensorSpec.*. Devices hold dense arrays only: use")
+    sparse = slices(tf.sparse.from_dense([[1, 0], [0, 1]])).batch(2)
+    refuse(sparse, TypeError, "hold SparseTensorSpec.*to_dense")
+    refuse(tf.data.Dataset.range(3), ValueError, "a scalar, but .* dataset.batch\\(global_batch_si")
+
+
+def test_what_the_options_of_a_tf_dataset_ask_for_is_done(tf):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    assert adapt.checked(tf_dataset(tf)).auto_shard_policy is AutoShardPolicy.AUTO
+    off = adapt.checked(tf_dataset(tf).with_options(options))
+    assert off.auto_shard_policy is AutoShardPolicy.OFF
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_tf_data_is_shared_out_over_processes_as_its_options_say(tf):
+    program = """
+        import numpy as np
+        import tensorflow as tf
+        import tpudist
+        from processes import report
+
+        tpudist.emulate()
+        strategy = tpudist.MultiWorkerMirroredStrategy()
+        found = []
+        for policy in (tf.data.experimental.AutoShardPolicy.AUTO,
+                       tf.data.experimental.AutoShardPolicy.OFF):
+            options = tf.data.Options()
+            options.experimental_distribute.auto_shard_policy = policy
+            dataset = tf.data.Dataset.range(16).batch(8).with_options(options)
+            if policy is tf.data.experimental.AutoShardPolicy.OFF:
+                first = 100 * int(strategy.cluster_resolver.task_id)
+                dataset = dataset.map(lambda x: x + first)
+            rows = []
+            for element in strategy.experimental_distribute_dataset(dataset):
+                local = strategy.experimental_local_results(element)
+                rows += [int(x) for part in local for x in np.asarray(part)]
+            found.append(rows)
+        report(found)
+    """
+    first, second = (x.result for x in run_processes(program))
+    assert first[0] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert second[0] == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert first[1] == list(range(16))
+    assert second[1] == list(range(100, 116))
+
+
+def test_tfrecords_and_examples_that_tensorflow_writes_are_read_as_it_reads_them(tf, tmp_path):
+    def feature(i):
+        return {
+            "id": tf.train.Feature(int64_list=tf.train.Int64List(value=[i, -i, i << 40])),
+            "x": tf.train.Feature(float_list=tf.train.FloatList(value=[i / 3] * (i % 3))),
+            "name": tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"n%d" % i, b""])),
+            "none": tf.train.Feature(),
+        }
+
+    path = str(tmp_path / "a.tfrecord")
+    with tf.io.TFRecordWriter(path) as writer:
+        for i in range(200):
+            example = tf.train.Example(features=tf.train.Features(feature=feature(i)))
+            writer.write(example.SerializeToString())
+    for i, record in enumerate(tf.data.TFRecordDataset(path).as_numpy_iterator()):
+        found = tpudist.input.parse_example(record)
+        assert found["id"].tolist() == [i, -i, i << 40]
+        assert found["x"].tolist() == [np.float32(i / 3)] * (i % 3)
+        assert found["name"] == [b"n%d" % i, b""]
+        assert found["none"].tolist() == []
+    dataset = tpudist.input.from_files(
+        path, parse=lambda record: {"id": tpudist.input.parse_example(record)["id"][0]}
+    )
+    assert ids(distributed(dataset.batch(200), 8)) == [list(range(200))]
+
+
+# PyTorch.
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch", reason="needs PyTorch, which no extra installs")
+
+
+def torch_examples(torch):
+    class TorchExamples(torch.utils.data.Dataset):
+        def __len__(self):
+            return NUM_EXAMPLES
+
+        def __getitem__(self, number):
+            return {"id": number, "x": torch.full((2,), float(number))}
+
+    return TorchExamples()
+
+
+def torch_loader(torch, kind, **options):
+    generator = torch.Generator()
+    generator.manual_seed(3)
+    options = {"shuffle": True, "generator": generator} | options
+    return kind(torch_examples(torch), batch_size=8, **options)
+
+
+def test_a_loader_of_pytorch_goes_on_in_any_pass_though_each_is_shuffled_anew(torch):
+    first, second = goes_on(lambda: torch_loader(torch, torch.utils.data.DataLoader))
+    assert first != second
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_EXAMPLES))
+    dataset = distributed(torch_loader(torch, torch.utils.data.DataLoader))
+    assert dataset.cardinality == 3
+    assert dataset.element_spec["x"].shape == (4, 2)
+
+
+def test_a_loader_shuffled_by_the_seed_of_all_of_pytorch_goes_on(torch):
+    def make():
+        torch.manual_seed(5)
+        return torch_loader(torch, torch.utils.data.DataLoader, generator=None)
+
+    iterator = iter(distributed(make()))
+    batches = take(iterator, 3)
+    iterator = iter(distributed(make()))
+    take(iterator, 1)
+    state = iterator.get_state()
+    loader = make()
+    torch.rand(10)
+    resumed = iter(distributed(loader))
+    resumed.set_state(state)
+    assert ids(resumed) == batches[1:]
+
+
+def test_a_loader_shuffled_with_another_seed_is_not_gone_on_with(torch):
+    loader = torch.utils.data.DataLoader
+    state = iter(distributed(torch_loader(torch, loader))).get_state()
+    other = torch_loader(torch, loader, generator=torch.Generator().manual_seed(4))
+    with pytest.raises(ValueError, match="seed: '3' in the state, '4' here"):
+        iter(distributed(other)).set_state(state)
+
+
+def test_a_loader_that_keeps_its_state_is_asked_for_it(torch, recwarn):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
+    first, second = goes_on(lambda: torch_loader(torch, torchdata.StatefulDataLoader))
+    assert first != second
+    recwarn.clear()  # torchdata calls what PyTorch has deprecated
+
+
+def goes_on_in_first_pass(make):
+    batches = ids(distributed(make()))
+    for position in range(1, len(batches)):
+        iterator = iter(distributed(make()))
+        assert take(iterator, position) == batches[:position]
+        state = json.loads(json.dumps(iterator.get_state()))
+        iterator.close()
+        resumed = iter(distributed(make(), 8))
+        resumed.set_state(state)
+        assert ids(resumed) == batches[position:]
+
+
+def test_tensors_are_read_where_they_are_and_bfloat16_too(torch):
+    from tpudist.input.sources import torch_loader
+
+    given = {"x": torch.arange(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}
+    found = torch_loader.as_numpy(given)
+    given["x"][0] = 5
+    assert found["x"].tolist() == [5, 1, 2]
+    assert found["b"].dtype == jax.numpy.bfloat16
+    assert found["b"].tolist() == [1, 1]
+    with pytest.raises(TypeError, match="a tensor that is not dense: torch.sparse_coo.*to_dense"):
+        torch_loader.as_numpy(torch.eye(2).to_sparse())
+
+
+def test_examples_of_pytorch_are_read_by_number(torch):
+    dataset = from_records(torch_examples(torch)).shuffle(seed=0).batch(8)
+    assert sorted(sum(ids(distributed(dataset)), [])) == list(range(NUM_EXAMPLES))
+    assert from_records(torch_examples(torch)).element_spec["x"].dtype == np.float32
+    doubled = from_records(torch_examples(torch), lambda x: {"id": 2 * x["id"]})
+    assert ids(distributed(doubled.batch(2)))[1] == [4, 6]
+    with pytest.raises(TypeError, match="TorchExamples holds examples, not batches. .*from_recor"):
+        distributed(torch_examples(torch))
+
+
+def test_texts_of_a_loader_of_pytorch_are_refused(torch):
+    loader = torch.utils.data.DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)
+    with pytest.raises(TypeError, match=r"Batch 0 .*\['text'\].* but devices hold numbers"):
+        next(iter(distributed(loader)))
+
+
+# Hugging Face.
+
+
+@pytest.fixture(scope="module")
+def datasets():
+    return pytest.importorskip(
+        "datasets", reason="needs Hugging Face datasets, which no extra installs"
+    )
+
+
+def hf_dataset(datasets, **columns):
+    numbers = range(NUM_EXAMPLES)
+    columns = columns or {"id": list(numbers), "x": [[float(i), 0.5] for i in numbers]}
+    return datasets.Dataset.from_dict(columns)
+
+
+def test_examples_of_hugging_face_are_read_by_number_many_at_a_time(datasets):
+    arrays = tpudist.NumpyDataset({"id": np.arange(NUM_EXAMPLES)})
+    dataset = from_records(hf_dataset(datasets))
+    wanted, found = (x.shuffle(seed=1).batch(8).repeat(2) for x in (arrays, dataset))
+    assert ids(distributed(found, 8)) == ids(distributed(wanted, 8))
+    assert dataset.element_spec["x"].shape == (2,)
+    named = from_records(hf_dataset(datasets), lambda x: {"id": x["id"] + 1})
+    assert ids(distributed(named.batch(4)))[0] == [1, 2, 3, 4]
+
+
+def test_examples_of_hugging_face_that_are_not_fit_are_named(datasets):
+    ragged = hf_dataset(datasets, x=[[1], [2], [3, 4]])
+    with pytest.raises(ValueError, match=r"Example 2 of the Dataset holds int64\[2\] in \['x'\]"):
+        list(from_records(ragged).batch(3))
+    with pytest.raises(TypeError, match="Example 0 of the Dataset holds str, but devices"):
+        from_records(hf_dataset(datasets, x=["a"]))
+    with pytest.raises(TypeError, match="DatasetDict is several datasets: 'train'. Give one of"):
+        from_records(datasets.DatasetDict(train=hf_dataset(datasets)))
+    with pytest.raises(TypeError, match="DatasetDict is several datasets: 'train', 'test'"):
+        distributed(lambda: datasets.DatasetDict(train=[1], test=[2])).element_spec  # noqa: B018
+    with pytest.raises(TypeError, match="IterableDataset has no examples that can be read by num"):
+        from_records(hf_dataset(datasets).to_iterable_dataset())
+
+
+def test_rows_of_hugging_face_may_be_batches(datasets):
+    rows = hf_dataset(datasets, id=[[0, 1, 2, 3], [4, 5, 6, 7], [8]])
+    assert ids(distributed(rows)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert distributed(rows).cardinality == 3
+    with pytest.raises(TypeError, match="Dataset is not batched: its 'id' .*from_records.dataset"):
+        distributed(hf_dataset(datasets))
+    with pytest.raises(
+        TypeError, match=r"IterableDataset is not batched: .* Distribute dataset.ba"
+    ):
+        distributed(hf_dataset(datasets).to_iterable_dataset())
+
+
+def test_a_stream_of_hugging_face_goes_on_from_its_own_state(datasets):
+    rows = hf_dataset(datasets, id=[[i, i + 1] for i in range(0, 12, 2)])
+    goes_on_in_first_pass(rows.to_iterable_dataset)
+
+
+# None of them.
+
+
+def test_no_library_is_imported_before_something_of_it_is_given():
+    program = """
+        import sys
+        import numpy as np
+        import tpudist
+        from processes import report
+        tpudist.emulate()
+        strategy = tpudist.MirroredStrategy()
+        batches = [np.zeros(8)]
+        list(strategy.experimental_distribute_dataset(batches))
+        list(strategy.experimental_distribute_dataset(tpudist.input.from_records(batches).batch(4)))
+        names = ("grain", "tensorflow", "torch", "datasets", "pyarrow", "array_record")
+        report([name for name in names if name in sys.modules])
+    """
+    (result,) = run_processes(program, num_processes=1)
+    assert result.result == []
+    assert "tpudist" in sys.modules

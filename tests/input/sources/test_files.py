@@ -1,0 +1,606 @@
+"""Examples in files: every format, the order by files, and what is said of unfit files."""
+
+import contextlib
+import os
+import struct
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tpudist
+from processes import run_processes
+from tpudist import InputOptions
+from tpudist.input import AutoShardPolicy, explain, from_files, parse_example
+from tpudist.input.file_formats import byte_ranges, crc32c, file_order, open_files
+
+FILE = AutoShardPolicy.FILE
+
+
+def record(number):
+    """Bytes that are longer for some numbers than for others."""
+    return struct.pack("<q", number) + b"\x07" * (number % 7)
+
+
+def parse(data):
+    return {"id": np.frombuffer(data, np.int64, 1)[0], "x": np.zeros(2, np.float32)}
+
+
+def write_tfrecord(path, records):
+    with open(path, "wb") as file:
+        for data in records:
+            length = struct.pack("<Q", len(data))
+            for part in (length, data):
+                file.write(part + struct.pack("<I", crc32c.masked([part])[0]))
+
+
+def write_array_record(path, records):
+    from array_record.python import array_record_module
+
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for data in records:
+        writer.write(data)
+    writer.close()
+
+
+def write_text(path, records):
+    path.write_text("".join(f"{struct.unpack('<q', data[:8])[0]}\n" for data in records))
+
+
+def write_parquet(path, records):
+    arrow = pytest.importorskip("pyarrow", reason="Parquet files are written by pyarrow")
+    from pyarrow import parquet
+
+    ids = [struct.unpack("<q", data[:8])[0] for data in records]
+    columns = {"id": ids, "x": [[float(i), 0.5] for i in ids], "name": list(map(str, ids))}
+    parquet.write_table(arrow.table(columns), str(path), row_group_size=3)
+
+
+FORMATS = {
+    "tfrecord": (write_tfrecord, {"parse": parse}),
+    "array_record": (write_array_record, {"parse": parse}),
+    "text": (write_text, {"parse": lambda line: {"id": int(line)}}),
+    "parquet": (write_parquet, {"columns": ["id", "x"]}),
+}
+ENDS = {"text": "txt"}
+
+
+def folder(path, format, lengths):
+    """Files of so many records each, which count on from file to file, as a pattern."""
+    first = 0
+    for number, length in enumerate(lengths):
+        name = f"part-{number:02}.{ENDS.get(format, format)}"
+        FORMATS[format][0](path / name, [record(first + i) for i in range(length)])
+        first += length
+    return str(path / f"part-*.{ENDS.get(format, format)}")
+
+
+def ids(dataset):
+    return [np.asarray(batch["id"]).tolist() for batch in dataset]
+
+
+def distributed(dataset, num_replicas=2, **options):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:num_replicas])
+    return strategy.experimental_distribute_dataset(dataset, InputOptions(**options))
+
+
+def distributed_ids(dataset):
+    batches = []
+    for element in dataset:
+        element = element["id"]
+        rows = getattr(element, "rows", None) or [len(element)]
+        parts = np.asarray(getattr(element, "array", element)).reshape(len(rows), -1)
+        batches.append([int(x) for part, n in zip(parts, rows, strict=True) for x in part[:n]])
+    return batches
+
+
+# All formats alike.
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_records_of_all_files_are_examples_in_the_sequence_of_the_files(tmp_path, format):
+    dataset = from_files(folder(tmp_path, format, [5, 1, 7]), **FORMATS[format][1])
+    assert ids(dataset.batch(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12]]
+    assert dataset.num_examples == 13
+    assert dataset.num_files == 3
+    shuffled = dataset.shuffle(seed=3).batch(4)
+    order = np.random.default_rng([3, 0]).permutation(13)
+    assert np.concatenate(ids(shuffled)).tolist() == order.tolist()
+    assert ids(dataset.shard(3, 1).batch(9)) == [[1, 4, 7, 10]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, FILE])
+def test_an_iterator_of_files_goes_on_from_its_state_on_other_replicas(tmp_path, format, policy):
+    pattern = folder(tmp_path, format, [5, 4, 7, 5])
+
+    def begin(num_replicas):
+        dataset = from_files(pattern, **FORMATS[format][1]).shuffle(seed=1).batch(4).repeat(2)
+        return iter(distributed(dataset, num_replicas, auto_shard_policy=policy))
+
+    whole = distributed_ids(begin(8))
+    assert sorted(sum(whole[:6], [])) == list(range(21))
+    for num_given, num_replicas in ((1, 2), (7, 1)):
+        iterator = begin(8)
+        for _ in range(num_given):
+            next(iterator)
+        resumed = begin(num_replicas)
+        resumed.set_state(iterator.get_state())
+        assert distributed_ids(resumed) == whole[num_given:]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_that_is_empty_among_others_adds_nothing(tmp_path, format):
+    dataset = from_files(folder(tmp_path, format, [0, 3, 0, 2]), **FORMATS[format][1])
+    assert ids(dataset.batch(2)) == [[0, 1], [2, 3], [4]]
+    assert ids(dataset.batch(2).with_order_by_files()) == [[0, 3], [1, 4], [2]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_without_any_record_are_refused(tmp_path, format):
+    pattern = folder(tmp_path, format, [0])
+    with pytest.raises(ValueError, match=r"part-00\..* has no records. Give one with at least on"):
+        from_files(pattern, **FORMATS[format][1])
+    pattern = folder(tmp_path, format, [0, 0])
+    with pytest.raises(ValueError, match=r"part-00\..*part-01.* have no records. Give files with"):
+        from_files(pattern, **FORMATS[format][1])
+
+
+@pytest.mark.parametrize("format", ["tfrecord", "array_record", "parquet"])
+def test_a_file_that_is_cut_off_is_named(tmp_path, format):
+    folder(tmp_path, format, [9])
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2, 5):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"{path.name}.*Write it again"):
+            ids(from_files(path, **FORMATS[format][1]).batch(2))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_that_is_not_readable_is_named(tmp_path, format):
+    options = FORMATS[format][1] | {"format": format}
+    if format == "parquet":
+        pytest.importorskip("pyarrow", reason="Parquet files are read by pyarrow")
+    with pytest.raises(ValueError, match=r"/none is not there. Look whether it was moved"):
+        from_files(tmp_path / "none", **options)
+    with pytest.raises(ValueError, match=r"is a directory. Give the files in it, such as .*/\*"):
+        from_files(tmp_path, **options)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ValueError, match=r"/loop cannot be read: Too many levels of symbolic"):
+        from_files([loop], **options)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("1\n")
+    (tmp_path / "a.txt").chmod(0)
+    with pytest.raises(ValueError, match=r"a.txt cannot be read: Permission denied"):
+        from_files(tmp_path / "a.txt", parse=int)
+
+
+# TFRecord.
+
+
+def test_crcs_are_those_of_the_standard():
+    """The examples of RFC 3720, appendix B.4, and lengths around every limit of the lanes."""
+    strings = [bytes(32), b"\xff" * 32, bytes(range(32)), bytes(range(31, -1, -1)), b"123456789"]
+    wanted = [0x8A9136AA, 0x62A8AB43, 0x46DD794E, 0x113FDB5C, 0xE3069283]
+    assert crc32c.crc32c(strings).tolist() == wanted
+    assert crc32c.crc32c([]).tolist() == []
+
+    def slowly(data):
+        crc = 0xFFFFFFFF
+        for byte in data:
+            crc ^= byte
+            for _ in range(8):
+                crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+        return crc ^ 0xFFFFFFFF
+
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 2, 3, 59, 60, 61, 63, 64, 65, 123, 124, 2047, 5000):
+        data = rng.bytes(size)
+        assert crc32c.crc32c([data, b"x" * 70, b""]).tolist() == [
+            slowly(data),
+            slowly(b"x" * 70),
+            0,
+        ]
+
+
+def test_a_flipped_bit_anywhere_in_a_tfrecord_file_is_found(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    write_tfrecord(path, [record(i) for i in range(20)])
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 5):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"Record \d+ of the TFRecord file .*a.tfrecord is da"):
+            ids(from_files(path, parse=lambda data: {"id": len(data)}).batch(6))
+
+
+def test_the_record_that_is_damaged_is_named(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    write_tfrecord(path, [record(i) for i in range(20)])
+    whole = bytearray(path.read_bytes())
+    at = whole.index(struct.pack("<q", 17))
+    whole[at] ^= 1
+    path.write_bytes(whole)
+    dataset = from_files(path, parse=parse).batch(4)
+    batches = iter(distributed(dataset))
+    for _ in range(4):
+        next(batches)
+    with pytest.raises(ValueError, match="Record 17 of .* the checksum of its bytes does not fit"):
+        next(batches)
+
+
+def test_what_is_no_tfrecord_file_is_refused_with_what_it_may_be(tmp_path):
+    import gzip
+
+    path = tmp_path / "a.tfrecord"
+    path.write_bytes(gzip.compress(bytes(range(256))))
+    with pytest.raises(ValueError, match="is compressed with gzip: uncompress it"):
+        from_files(path, parse=parse)
+    path.write_text("hello, this is some text\n" * 3)
+    with pytest.raises(ValueError, match="Is it a TFRecord file.* Give format="):
+        from_files(path, parse=parse)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    write_tfrecord(path, [record(i) for i in range(20)])
+    dataset = from_files(path, parse=parse)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"a.tfrecord has become shorter .* Do not write to files"):
+        ids(dataset.batch(20))
+
+
+def test_neighbours_are_read_together_and_others_not(tmp_path):
+    data = np.random.default_rng(0).bytes(100_000)
+    (tmp_path / "data").write_bytes(data)
+    starts = np.array([50, 90_000, 0, 60, 20_000])
+    ends = starts + np.array([10, 10_000, 0, 5, 1])
+    found = byte_ranges.read(tmp_path / "data", starts, ends)
+    assert list(map(bytes, found)) == [data[i:j] for i, j in zip(starts, ends, strict=True)]
+
+
+def example(features):
+    """The bytes of a tf.train.Example, made by hand; all sizes are below 128."""
+
+    def field(number, data):
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    return field(
+        1,
+        b"".join(
+            field(1, field(1, name.encode()) + field(2, field(kind, values)))
+            for name, (kind, values) in features.items()
+        ),
+    )
+
+
+def test_tf_examples_are_read_without_tensorflow():
+    varints = bytes([5, 0xAC, 0x02]) + b"\xff" * 9 + b"\x01"  # 5, 300, -1
+    packed = bytes([1 << 3 | 2, len(varints)]) + varints
+    floats = bytes([1 << 3 | 2, 8]) + struct.pack("<2f", 1.5, -2)
+    one_by_one = bytes([1 << 3, 7, 1 << 3, 8])
+    texts = bytes([1 << 3 | 2, 2]) + b"ab" + bytes([1 << 3 | 2, 0])
+    found = parse_example(
+        example({"i": (3, packed), "f": (2, floats), "o": (3, one_by_one), "b": (1, texts)})
+    )
+    assert found["i"].tolist() == [5, 300, -1]
+    assert found["f"].tolist() == [1.5, -2]
+    assert found["o"].tolist() == [7, 8]
+    assert found["b"] == [b"ab", b""]
+    assert parse_example(example({"none": (3, b"")}))["none"].tolist() == []
+    assert parse_example(b"") == {}
+
+
+@given(st.binary(max_size=40))
+def test_what_is_no_tf_example_is_refused_and_never_loops(data):
+    with contextlib.suppress(ValueError):  # its own, that is: no IndexError, and so on
+        assert isinstance(parse_example(data), dict)
+
+
+# Text.
+
+
+def test_lines_end_with_either_newline_or_with_the_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes("eins\r\nzwölf\n\nvier".encode())
+    seen = []
+
+    def length(line):
+        seen.append(line)
+        return len(line)
+
+    dataset = from_files(tmp_path / "a.txt", parse=length, num_threads=1)
+    assert [x.tolist() for x in dataset.batch(4)] == [[4, 5, 0, 4]]
+    assert seen[1:] == ["eins", "zwölf", "", "vier"]
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntw\xff\n")
+    dataset = from_files(tmp_path / "a.txt", parse=len)
+    with pytest.raises(ValueError, match=r"Line 2 of .*a.txt is not text in UTF-8: .* at byte 2"):
+        list(dataset.batch(2))
+
+
+# Parquet.
+
+
+def test_columns_that_are_no_numbers_are_refused_by_name(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="Parquet files are written by pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    for column, complaint in (
+        (["a", "b"], r"Column 'c' of the Parquet file .* holds string, but .* columns=\[...\]"),
+        ([1, None], "Column 'c' .* has rows without a value. Fill them"),
+        ([[1], [1, 2]], "Column 'c' .* lists of different lengths, in group 0 .* Pad or crop"),
+    ):
+        parquet.write_table(arrow.table({"c": column, "id": [1, 2]}), str(path))
+        with pytest.raises((TypeError, ValueError), match=complaint):
+            from_files(path)
+        assert ids(from_files(path, columns=["id"]).batch(2)) == [[1, 2]]
+    with pytest.raises(ValueError, match="has no column 'd'. It has 'c', 'id'"):
+        from_files(path, columns=["id", "d"])
+
+
+def test_rows_may_be_parsed_and_differing_files_are_found(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="Parquet files are written by pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"x": [1, 2]}), str(tmp_path / "a.parquet"))
+    parquet.write_table(arrow.table({"x": [1.0, 2.0]}), str(tmp_path / "b.parquet"))
+    parquet.write_table(arrow.table({"y": [1, 2]}), str(tmp_path / "c.parquet"))
+    a, b, c = (tmp_path / f"{name}.parquet" for name in "abc")
+    tripled = from_files(a, parse=lambda row: {"id": 3 * row["x"]})
+    assert ids(tripled.batch(2)) == [[3, 6]]
+    with pytest.raises(ValueError, match=r"Record 0 of .*b.parquet holds float64\[\] in \['x'\], "):
+        list(from_files([a, b]).batch(4))
+    with pytest.raises(ValueError, match=r"Record 0 of .*c.parquet is structured as .*'y'"):
+        list(from_files([a, c]).batch(4))
+
+
+def test_a_damaged_group_of_rows_is_named(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="Parquet files are written by pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    table = arrow.table({"id": np.arange(4000)})
+    parquet.write_table(
+        table, str(path), row_group_size=1000, write_page_checksum=True, use_dictionary=False
+    )
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"Group [12] of the rows of .*a.parquet is damaged: .*CRC"
+    ):
+        ids(from_files(path).batch(4000))
+
+
+# Which files.
+
+
+def test_what_is_asked_of_files_must_make_sense(tmp_path):
+    for name in ("a.txt", "b.tfrecord", "c.data", "d.tfrecord-00000-of-00002"):
+        write_tfrecord(tmp_path / name, [record(0)])
+    a, b, c, d = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="No file matches '.*/e.*' .*Look at the path"):
+        from_files(str(tmp_path / "e*"))
+    with pytest.raises(ValueError, match="No files were given"):
+        from_files([])
+    with pytest.raises(ValueError, match=r"several formats: .*b.tfrecord is tfrecord, .*txt is te"):
+        from_files([b, a], parse=parse)
+    with pytest.raises(ValueError, match=r"c.data does not say its format. Give format=: one of"):
+        from_files(c)
+    with pytest.raises(ValueError, match="format is 'csv'. Known are 'array_record', 'tfrecord', "):
+        from_files(c, format="csv")
+    with pytest.raises(ValueError, match=r"b.tfrecord was given twice"):
+        from_files([b, str(b)], parse=parse)
+    with pytest.raises(ValueError, match=r"gs://x/y is not in the file system .* from_records"):
+        from_files("gs://x/y")
+    with pytest.raises(ValueError, match=r"columns=\['x'\] was asked for of tfrecord files"):
+        from_files(b, columns=["x"], parse=parse)
+    with pytest.raises(TypeError, match="parse is 3. Give a function"):
+        from_files(b, parse=3)
+    with pytest.raises(ValueError, match="num_records has 1 numbers for 2 files"):
+        from_files([b, d], parse=parse, num_records=[1])
+    with pytest.raises(ValueError, match="d.tfrecord-.* has 1 records, but num_records says 2"):
+        list(from_files([b, d], parse=parse, num_records=[1, 2]).batch(2))
+    assert ids(from_files([b, d, c], parse=parse, format="tfrecord").batch(3)) == [[0, 0, 0]]
+    assert ids(from_files([b, d], parse=parse).batch(2)) == [[0, 0]]
+
+
+def test_what_a_parse_function_makes_must_be_alike(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    write_tfrecord(path, [record(i) for i in range(6)])
+
+    def read(parse):
+        list(from_files(path, parse=parse).batch(3))
+
+    def number(data):
+        return struct.unpack("<q", data[:8])[0]
+
+    with pytest.raises(
+        ValueError, match=r"Record 1 of .*a.tfrecord holds float32\[1\], but the fi"
+    ):
+        read(lambda data: np.zeros(number(data), np.float32))
+    with pytest.raises(ValueError, match=r"Record 4 .* holds int64\[\] in \['x'\], .* float32\[\]"):
+        read(lambda data: {"x": (np.float32 if number(data) < 4 else np.int64)(0)})
+    with pytest.raises(ValueError, match=r"Record 5 .* is structured as .*All examples must have"):
+        read(lambda data: {"x": 0, **({"y": 0} if number(data) == 5 else {})})
+    with pytest.raises(ValueError, match="Record 2 .* is None. An example cannot be left out"):
+        read(lambda data: None if number(data) == 2 else 1)
+    with pytest.raises(TypeError, match="Record 0 of .* holds str, but devices hold numbers"):
+        read(lambda data: {"x": 1, "name": "a"})
+    with pytest.raises(TypeError, match="holds bytes, .*parse=function of bytes.*parse_example"):
+        read(None)
+    with pytest.raises(ValueError, match="Record 0 of .* holds no arrays"):
+        read(lambda data: {})
+    with pytest.raises(ZeroDivisionError) as caught:
+        read(lambda data: 1 / (3 - number(data)))
+    assert f"This was raised for Record 3 of {path}." in caught.value.__notes__
+
+
+# The order by files.
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(sum),
+    st.integers(1, 24),
+    st.none() | st.integers(0, 3),
+)
+def test_the_order_by_files_has_every_row_once_and_lanes_of_few_files(lengths, size, seed):
+    ends = np.cumsum(lengths)
+    files = np.split(np.arange(ends[-1]), ends[:-1])
+    rng = None if seed is None else np.random.default_rng(seed)
+    order = file_order.in_lanes(files, size, rng)
+    assert sorted(order.tolist()) == list(range(ends[-1]))
+    num_files = sum(length > 0 for length in lengths)
+    lanes = file_order.num_lanes(num_files, size)
+    assert size % lanes == 0
+    assert lanes <= num_files
+    # Until the shortest lane is used up, every lane reads one file after the other.
+    full = order[: len(order) // size * size].reshape(-1, lanes, size // lanes)
+    changes = sum(
+        np.count_nonzero(np.diff(np.searchsorted(ends, full[:, lane].reshape(-1), side="right")))
+        for lane in range(lanes)
+    )
+    # Each file begins once in its lane, and once more for each lane that its end fills up.
+    assert changes <= 2 * (num_files + lanes)
+
+
+def test_files_of_equal_length_are_read_by_one_half_of_the_batch_each():
+    files = np.split(np.arange(64), 8)
+    order = file_order.in_lanes(files, 8, np.random.default_rng(0)).reshape(-1, 2, 4) // 8
+    first, second = set(order[:, 0].flat), set(order[:, 1].flat)
+    assert not first & second
+    assert len(first) == len(second) == 4
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_order_by_files_is_shuffled_and_the_same_on_any_number_of_replicas(tmp_path, format):
+    pattern = folder(tmp_path, format, [8] * 4)
+    dataset = from_files(pattern, **FORMATS[format][1]).shuffle(seed=0).batch(8).repeat(2)
+    found = [distributed_ids(distributed(dataset, n, auto_shard_policy=FILE)) for n in (1, 2, 4, 8)]
+    assert found[1:] == found[:-1]
+    assert sorted(sum(found[0][:4], [])) == sorted(sum(found[0][4:], [])) == list(range(32))
+    assert found[0][:4] != found[0][4:]
+    for batch in found[0]:  # two rows of each file
+        assert sorted(x // 8 for x in batch) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_position_by_files_is_not_one_in_another_order_or_in_other_files(tmp_path):
+    pattern = folder(tmp_path, "text", [8] * 4)
+    dataset = from_files(pattern, parse=lambda line: {"id": int(line)}).batch(8)
+    state = iter(distributed(dataset, auto_shard_policy=FILE)).get_state()
+    with pytest.raises(ValueError, match="order: 'by files' in the state, 'as they are' here"):
+        iter(distributed(dataset)).set_state(state)
+    fewer = from_files(pattern.replace("*", "0[0-2]"), parse=lambda line: {"id": int(line)})
+    with pytest.raises(ValueError, match=r"number of examples: 32 in the state, 24 here; files: "):
+        iter(distributed(fewer.batch(8), auto_shard_policy=FILE)).set_state(state)
+
+
+def test_rows_of_a_parquet_file_are_shuffled_within_groups_that_are_read_together(tmp_path):
+    pattern = folder(tmp_path, "parquet", [12])
+    dataset = from_files(pattern, columns=["id"]).shuffle(seed=0).batch(3).with_order_by_files()
+    batches = ids(dataset)
+    assert sorted(sum(batches, [])) == list(range(12))
+    assert batches != sorted(batches)
+    for batch in batches:
+        assert len({x // 3 for x in batch}) == 1
+    sharded = from_files(pattern, columns=["id"]).shard(2, 1).shuffle(seed=0).batch(3)
+    assert sorted(sum(ids(sharded.with_order_by_files()), [])) == [1, 3, 5, 7, 9, 11]
+
+
+def test_files_are_opened_when_they_are_read_if_their_lengths_are_known(tmp_path):
+    pattern = folder(tmp_path, "array_record", [4, 4, 4])
+    (tmp_path / "part-02.array_record").unlink()
+    paths = [tmp_path / f"part-0{i}.array_record" for i in range(3)]
+    dataset = from_files(paths, parse=parse, num_records=[4, 4, 4])
+    batches = iter(dataset.batch(4))
+    next(batches)
+    assert dataset.files_read == (str(paths[0]),)
+    next(batches)
+    assert dataset.files_read == tuple(map(str, paths[:2]))
+    with pytest.raises(ValueError, match="part-02.array_record is not there"):
+        next(batches)
+    assert pattern
+
+
+def test_more_files_than_may_be_open_at_a_time_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(open_files, "_MAX_OPEN", 2)
+    dataset = from_files(folder(tmp_path, "array_record", [3] * 6), parse=parse)
+    for _ in range(2):
+        assert sorted(sum(ids(dataset.shuffle(0).batch(9)), [])) == list(range(18))
+    assert len(dataset._files._latest) <= 3
+
+
+def test_explain_tells_how_many_files_a_process_reads(tmp_path):
+    dataset = from_files(folder(tmp_path, "text", [8] * 4), parse=lambda x: {"id": int(x)})
+    (host,) = explain(distributed(dataset.batch(8))).hosts
+    assert (host.files, host.examples_per_epoch) == (4, 32)
+
+
+PROGRAM = """
+    import sys
+    import numpy as np
+    import tpudist
+    from processes import report
+    from tpudist.input import AutoShardPolicy, explain, from_files
+
+    tpudist.emulate()
+    strategy = tpudist.MultiWorkerMirroredStrategy()
+
+    def parse(line):
+        return {"id": int(line)}
+
+    found = {}
+    for policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE):
+        dataset = from_files(sys.argv[1], parse=parse, num_records=[12] * 8)
+        shuffled = dataset.shuffle(seed=0).batch(16).repeat(2)
+        distributed = strategy.experimental_distribute_dataset(
+            shuffled, tpudist.InputOptions(auto_shard_policy=policy)
+        )
+        rows = []
+        for element in distributed:
+            local = strategy.experimental_local_results(element["id"])
+            rows.append([x.tolist() for x in map(np.asarray, local)])
+        hosts = [host.files for host in explain(distributed).hosts]
+        found[policy.name] = {"rows": rows, "read": len(dataset.files_read), "files": hosts}
+    report(found)
+"""
+
+
+@pytest.mark.multiprocess
+def test_two_processes_read_the_order_of_one_and_by_files_each_reads_its_own(tmp_path):
+    """Of 8 files, whose first one every process reads for an example, each opens half or so."""
+    pattern = folder(tmp_path, "text", [12] * 8)
+    two = run_processes(PROGRAM, args=[pattern])
+    for policy in ("AUTO", "FILE"):
+        dataset = from_files(pattern, parse=lambda line: {"id": int(line)})
+        dataset = dataset.shuffle(seed=0).batch(16).repeat(2)
+        one = distributed(dataset, 8, auto_shard_policy=AutoShardPolicy[policy])
+        joined = [
+            sum(first + second, [])
+            for first, second in zip(*(x.result[policy]["rows"] for x in two), strict=True)
+        ]
+        assert joined == distributed_ids(one)
+    assert [x.result["AUTO"]["files"] for x in two] == [[8, 8]] * 2
+    assert [x.result["FILE"]["files"] for x in two] == [[4, 4]] * 2
+    assert [x.result["AUTO"]["read"] for x in two] == [8, 8]
+
+
+@pytest.mark.multiprocess
+def test_by_files_a_process_opens_no_file_of_the_other(tmp_path):
+    pattern = folder(tmp_path, "text", [12] * 8)
+    program = PROGRAM.replace(".repeat(2)", "").replace(".shuffle(seed=0)", "")
+    two = run_processes(program, args=[pattern])
+    assert [x.result["FILE"]["files"] for x in two] == [[4, 4]] * 2
+    # The second process reads the first record of the first file too, to know what all are like.
+    assert [x.result["FILE"]["read"] for x in two] == [4, 5]

@@ -1,0 +1,138 @@
+"""Items are made ahead by a thread, or by a loop that does nothing meanwhile; never by both."""
+
+import contextvars
+import itertools
+import threading
+import time
+import weakref
+
+import pytest
+
+from tpudist.input.transfer.prefetch import Prefetcher
+
+
+class Numbers:
+    """0, 1, 2, ...; who has made each, and whether two ever did at once."""
+
+    def __init__(self, end=None):
+        self.made_by = []
+        self.at_once = False
+        self._busy = threading.Lock()
+        self._numbers = itertools.count() if end is None else iter(range(end))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self._busy.acquire(blocking=False):
+            self.at_once = True
+        try:
+            number = next(self._numbers)
+            self.made_by.append(threading.get_ident())
+            return number
+        finally:
+            self._busy.release()
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_loop_that_does_nothing_else_makes_its_items():
+    numbers = Numbers(2000)
+    assert list(Prefetcher(numbers, 2, any_thread=True)) == list(range(2000))
+    assert numbers.made_by.count(threading.get_ident()) > 1000
+    assert not numbers.at_once
+
+
+def test_an_iterator_that_belongs_to_one_thread_stays_in_it():
+    numbers = Numbers(2000)
+    assert list(Prefetcher(numbers, 2)) == list(range(2000))
+    assert len(set(numbers.made_by)) == 1
+    assert threading.get_ident() not in numbers.made_by
+
+
+def test_the_thread_makes_items_ahead_while_the_loop_is_away():
+    """Even in a loop that made all items so far, and never more than there is room for."""
+    numbers = Numbers()
+    prefetcher = Prefetcher(numbers, 2, any_thread=True)
+    for number in range(200):
+        assert next(prefetcher) == number
+    wait_until(lambda: len(numbers.made_by) == 202)
+    time.sleep(0.02)
+    assert len(numbers.made_by) == 202
+    assert threading.get_ident() not in numbers.made_by[-2:]
+    prefetcher.close()
+
+
+def test_steps_that_take_their_time_find_items_ready():
+    numbers = Numbers()
+    prefetcher = Prefetcher(numbers, 2, any_thread=True)
+    for number in range(20):
+        assert next(prefetcher) == number
+        wait_until(lambda number=number: len(numbers.made_by) == number + 3)
+    assert threading.get_ident() not in numbers.made_by[1:]
+    prefetcher.close()
+
+
+@pytest.mark.parametrize("pauses", [(0,), (0, 0.003), (0, 0, 0.0002), (0.0001,), (0.003,)])
+def test_no_item_is_lost_or_made_twice_however_the_loop_comes_and_goes(pauses):
+    numbers = Numbers(400)
+    seen = []
+    for number, pause_s in zip(
+        Prefetcher(numbers, 2, any_thread=True), itertools.cycle(pauses), strict=False
+    ):
+        seen.append(number)
+        if pause_s:
+            time.sleep(pause_s)
+    assert seen == list(range(400))
+    assert not numbers.at_once
+
+
+def test_what_an_iterator_raises_comes_once_from_the_thread_or_the_loop():
+    def items():
+        yield from range(100)
+        raise KeyError("in the source")
+
+    for any_thread in (False, True):
+        prefetcher = Prefetcher(items(), 2, any_thread=any_thread)
+        with pytest.raises(KeyError, match="in the source") as info:
+            list(prefetcher)
+        assert any(entry.name == "items" for entry in info.traceback)
+        assert list(prefetcher) == []
+
+
+def test_items_are_made_in_the_context_in_which_the_pass_began():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    prefetcher = Prefetcher((variable.get() for _ in range(50)), 1, any_thread=True)
+    variable.set(8)
+    assert list(prefetcher) == [7] * 50
+
+
+def test_several_loops_may_share_one_prefetcher():
+    numbers = Numbers(2000)
+    prefetcher = Prefetcher(numbers, 2, any_thread=True)
+    taken = [[] for _ in range(3)]
+    threads = [threading.Thread(target=lambda x=x: x.extend(prefetcher)) for x in taken]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(itertools.chain(*taken)) == list(range(2000))
+    assert not numbers.at_once
+
+
+def test_a_prefetcher_that_nobody_holds_ends_its_thread():
+    """Also one whose loop made all of the items."""
+    before = threading.active_count()
+    prefetcher = Prefetcher(Numbers(), 2, any_thread=True)
+    for _ in range(100):
+        next(prefetcher)
+    gone = weakref.ref(prefetcher)
+    del prefetcher
+    assert gone() is None
+    wait_until(lambda: threading.active_count() <= before)

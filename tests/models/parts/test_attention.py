@@ -1,0 +1,237 @@
+"""The ways to compute attention agree, and each is taken where it belongs."""
+
+import functools
+import importlib.util
+import math
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import tpudist
+from tpudist.models import Transformer, TransformerConfig, next_token_nats
+from tpudist.models.parts import attention
+from tpudist.xla import splash_attention, topology
+from tpudist.xla.hlo import collective_ops
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+RULES = (
+    ("batch", "fsdp"),
+    ("sequence", "sequence"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+)
+
+
+def mesh_of(**inner: int) -> jax.sharding.Mesh:
+    shape = {"replica": 8 // math.prod(inner.values())} | inner
+    return jax.make_mesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
+
+
+def query_key_value(batch=2, length=16, heads=2, kv_heads=2, width=8, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(
+        jax.random.normal(key, (batch, length, n, width), dtype)
+        for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    )
+
+
+def with_gradients(method: str, **options):
+    """A function of query, key and value: the result, and gradients of a function of it."""
+
+    def run(*inputs):
+        out, back = jax.vjp(lambda *x: attention.attend(*x, method=method, **options), *inputs)
+        return out, *back(jnp.cos(out))
+
+    return run
+
+
+def within(mesh: jax.sharding.Mesh, function):
+    """The function as a replica of the mesh runs it."""
+    everywhere = PartitionSpec()
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=everywhere,
+            out_specs=everywhere,
+            axis_names={"replica"},
+            check_vma=False,
+        )
+    )
+
+
+def assert_same(got, want, tolerance=1e-5):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@hypothesis.given(
+    devices=st.sampled_from([1, 2, 4, 8]),
+    part=st.integers(1, 5),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    tile=st.sampled_from([2, 3, 512]),
+)
+@hypothesis.settings(max_examples=5)
+def test_ring_attention_is_attention_on_any_number_of_devices(devices, part, kv_heads, group, tile):
+    """To the last bits of float32, and so are its gradients."""
+    inputs = query_key_value(1, devices * part, kv_heads * group, kv_heads)
+    want = jax.jit(with_gradients("dot_product"))(*inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.ring_attention, "_TILE", tile)
+        with jax.set_mesh(mesh_of(sequence=devices)), nnx.logical_axis_rules(RULES):
+            got = within(mesh_of(sequence=devices), with_gradients("ring"))(*inputs)
+    assert_same(got, want)
+
+
+def ring_on(length: int, method: str = "ring") -> jax.stages.Compiled:
+    """Attention and its gradients, compiled for a sequence that 8 devices hold parts of."""
+    mesh = mesh_of(sequence=8)
+    where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in query_key_value(1, length)
+    ]
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        run = jax.jit(with_gradients(method), out_shardings=where)
+        return run.lower(*shapes).compile()
+
+
+def test_ring_attention_communicates_by_permutes_of_neighbours_alone():
+    kinds = {found.kind for found in collective_ops.collectives(ring_on(32).as_text())}
+    assert kinds == {"collective-permute"}
+
+
+def jaxprs_in(jaxpr):
+    """It and all that its equations hold."""
+    yield jaxpr
+    for value in (x for eqn in jaxpr.eqns for x in jax.tree.leaves(tuple(eqn.params.values()))):
+        inner = getattr(value, "jaxpr", value)
+        if hasattr(inner, "eqns"):
+            yield from jaxprs_in(inner)
+
+
+def test_what_goes_around_the_ring_does_so_while_something_else_is_folded():
+    """A turn folds what the one before it sent, so no permute keeps it from computing."""
+    mesh = mesh_of(sequence=4)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        traced = jax.make_jaxpr(within(mesh, with_gradients("ring")))(*query_key_value(1, 16))
+    num_permutes = []
+    for jaxpr in jaxprs_in(traced.jaxpr):
+        permutes = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "ppermute"]
+        folds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+        arriving = {id(x) for eqn in permutes for x in eqn.outvars}
+        if permutes and folds and len(permutes) % 2 == 0:
+            num_permutes.append(len(permutes))
+            read = {id(x) for eqn in folds for x in eqn.invars}
+            assert not arriving & read
+    assert num_permutes
+
+
+def test_the_memory_of_ring_attention_grows_with_the_length_and_not_its_square():
+    short, long = (ring_on(length).memory_analysis().temp_size_in_bytes for length in (8192, 16384))
+    assert long < 2.2 * short
+
+
+@pytest.mark.parametrize("length", [128, 200])
+def test_splash_attention_is_attention_at_lengths_that_do_not_fill_its_tiles(length):
+    inputs = query_key_value(1, length, 4, 2)
+    got, want = (jax.jit(with_gradients(way))(*inputs) for way in ("splash", "dot_product"))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("method", ["splash", "ring", "auto"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devices(
+    method, kv_heads
+):
+    inputs = query_key_value(2, 16, 4, kv_heads)
+    mesh = mesh_of(fsdp=2, tensor=4)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        got = within(mesh, with_gradients(method))(*inputs)
+    assert_same(got, jax.jit(with_gradients("dot_product"))(*inputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["splash", "ring"])
+def test_half_precision_is_summed_in_float32(method):
+    inputs = query_key_value(dtype=jnp.bfloat16)
+    mesh = mesh_of(sequence=4)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        got = within(mesh, with_gradients(method))(*inputs)
+    assert {x.dtype for x in got} == {jnp.dtype("bfloat16")}
+    want = with_gradients("dot_product")(*(x.astype(jnp.float32) for x in inputs))
+    assert_same([x.astype(jnp.float32) for x in got], want, tolerance=0.05)
+
+
+def test_a_split_sequence_goes_around_a_ring_of_itself():
+    mesh = mesh_of(sequence=4)
+    assert attention.automatic(16) == "dot_product"
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        assert attention.automatic(16) == "ring"
+        assert attention.automatic(18) == "dot_product"  # 4 devices cannot share it equally
+
+
+CONFIG = TransformerConfig(num_layers=1, embed_dim=256, num_heads=2, mlp_dim=128)
+
+
+@functools.cache
+def lowered_for_a_tpu(way: str, axes: tuple[tuple[str, int], ...]) -> str:
+    strategy = tpudist.TPUStrategy(
+        replica_axes=dict(axes) or None, devices=topology.devices("v5e:2x4")
+    )
+    config = CONFIG if way == "auto" else TransformerConfig(**vars(CONFIG) | {"attention": way})
+    model = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    replicas = strategy.num_replicas_in_sync
+    where = NamedSharding(strategy.mesh, PartitionSpec("replica"))
+    tokens = jax.ShapeDtypeStruct((replicas, 4, 129), jnp.int32, sharding=where)
+
+    def step(model, tokens):
+        gradients = nnx.grad(lambda model: next_token_nats(model, tokens).mean())(model)
+        return tpudist.get_replica_context().all_reduce("sum", gradients)
+
+    return strategy.lower(step, args=(model, tpudist.PerReplica(tokens))).as_text()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("axes", [(), (("fsdp", 4), ("tensor", 1)), (("fsdp", 2), ("tensor", 2))])
+def test_a_program_for_a_tpu_that_is_not_here_takes_the_kernel_by_itself(axes):
+    """This machine's own platform says nothing about it."""
+    assert lowered_for_a_tpu("auto", axes).count("tpu_custom_call") >= 2  # there and back
+    assert "tpu_custom_call" not in lowered_for_a_tpu("dot_product", axes)
+
+
+@needs_libtpu
+def test_a_program_for_a_tpu_whose_sequence_is_split_has_permutes():
+    text = lowered_for_a_tpu("auto", (("sequence", 4),))
+    assert "collective_permute" in text
+    assert "tpu_custom_call" not in text
+
+
+def test_a_program_for_cpus_has_no_kernel():
+    text = jax.jit(with_gradients("auto")).lower(*query_key_value()).as_text()
+    assert "tpu_custom_call" not in text
+
+
+def test_what_cannot_be_computed_is_refused():
+    inputs = query_key_value()
+    with pytest.raises(ValueError, match="attention='flash' is not a way to compute attention"):
+        attention.attend(*inputs, method="flash")
+    with pytest.raises(ValueError, match="a multiple of 128 rows; got 100. Use 128"):
+        splash_attention.causal_attention(*inputs, block=100)
+    with pytest.raises(ValueError, match="whole number of tiles of 256 keys at a time; got 384"):
+        splash_attention.causal_attention(*inputs, block=256, backward_block=384)
+    mesh, both = mesh_of(fsdp=2, sequence=2), (("sequence", ("fsdp", "sequence")),)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(both):
+        with pytest.raises(ValueError, match="goes around one mesh axis, but"):
+            attention.attend(*inputs, method="ring")

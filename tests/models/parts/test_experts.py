@@ -1,0 +1,235 @@
+"""The mixture of experts: where tokens go, and that tokens alone cross the axis `expert`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geometry_program import CONFIG, batches
+from model_programs import needs_libtpu, sent_by_step, sent_by_step_on_tpu
+from tpudist.models import Transformer, TransformerConfig, next_token_loss, next_token_nats
+from tpudist.models.parts import experts
+
+ROOMY = dataclasses.replace(CONFIG, num_experts=4, expert_capacity=2.0, expert_balance=0.5)
+
+
+ASSIGN = jax.jit(experts.assign, static_argnums=(1, 2))
+CHOOSE = jax.jit(experts.choose, static_argnums=1)
+# Few shapes, each of which is compiled; many values.
+SHAPES = st.sampled_from([(1, 1), (4, 1), (4, 2), (5, 3), (3, 3)])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.slow
+@settings(max_examples=50)
+@given(SHAPES, st.sampled_from([1, 3, 7]), st.integers(1, 4), SEEDS)
+def test_an_expert_takes_choices_in_order_until_it_is_full(shape, slots, skew, seed):
+    """And the two halves of an assignment are inverse to each other."""
+    num_experts, each = shape
+    scores = np.random.default_rng(seed).random((2, 7, num_experts)) ** skew
+    scores += np.linspace(0, 1 - 1 / skew, num_experts)  # with skew, the last ones are fuller
+    chosen = np.argsort(-scores, axis=-1)[..., :each].reshape(2, -1).astype(np.int32)
+    slot_of_choice, choice_of_slot = map(np.asarray, ASSIGN(chosen, num_experts, slots))
+    for row, to, back in zip(chosen, slot_of_choice, choice_of_slot, strict=True):
+        room = dict.fromkeys(range(num_experts), slots)
+        holds = np.full(num_experts * slots, row.size)
+        for choice, expert in enumerate(row):
+            if room[expert]:
+                slot = expert * slots + slots - room[expert]
+                room[expert] -= 1
+                assert to[choice] == slot
+                holds[slot] = choice
+            else:
+                assert to[choice] == num_experts * slots
+        np.testing.assert_array_equal(back, holds)
+
+
+@settings(max_examples=50)
+@given(SHAPES, SEEDS)
+def test_a_token_goes_to_its_likeliest_experts_with_shares_of_one(shape, seed):
+    num_experts, each = shape
+    rng = np.random.default_rng(seed)
+    probabilities = rng.dirichlet(np.ones(num_experts), size=(2, 3)).astype(np.float32)
+    shares, chosen = map(np.asarray, CHOOSE(probabilities, each))
+    assert all(len(set(of_token)) == each for of_token in chosen.reshape(-1, each))
+    likeliest = -np.sort(-probabilities, axis=-1)[..., :each]
+    taken = np.take_along_axis(probabilities, chosen, axis=-1)
+    np.testing.assert_array_equal(taken, likeliest)
+    np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(shares * likeliest.sum(axis=-1, keepdims=True), taken, rtol=1e-5)
+
+
+@given(
+    length=st.integers(1, 64),
+    num_experts=st.integers(1, 16),
+    each=st.integers(1, 4),
+    room=st.floats(0.1, 20),
+)
+def test_the_experts_have_room_for_their_multiple_of_all_choices(length, num_experts, each, room):
+    config = TransformerConfig(
+        num_experts=num_experts, experts_per_token=min(each, num_experts), expert_capacity=room
+    )
+    slots = experts.capacity(length, config)
+    assert 1 <= slots <= length
+    wanted = room * length * config.experts_per_token
+    assert slots == length or wanted <= num_experts * slots < wanted + num_experts + 1e-6
+
+
+MLP = jax.jit(experts.mlp, static_argnums=2)
+
+
+def weights_and_rows():
+    rng = np.random.default_rng(0)
+    embed, mlp, num_experts = ROOMY.embed_dim, ROOMY.mlp_dim, ROOMY.num_experts
+    shapes = {
+        "router": (embed, num_experts),
+        "mlp_in": (num_experts, embed, 2, mlp),
+        "mlp_out": (num_experts, mlp, embed),
+    }
+    weights = {name: normal(rng, 0.2, *shape) for name, shape in shapes.items()}
+    return weights, normal(rng, 1.0, 3, 8, embed)
+
+
+def normal(rng, std, *shape):
+    return jnp.asarray(rng.normal(0, std, shape).astype(np.float32))
+
+
+def by_token(x, weights, config):
+    """The same, token by token, with no regard to room."""
+
+    def of_token(token):
+        probabilities = jax.nn.softmax(token @ weights["router"])
+        shares, chosen = experts.choose(probabilities, config.experts_per_token)
+        hidden = jnp.einsum("e,kefm->kfm", token, weights["mlp_in"][chosen])
+        hidden = jax.nn.silu(hidden[:, 0]) * hidden[:, 1]
+        return shares @ jnp.einsum("km,kme->ke", hidden, weights["mlp_out"][chosen])
+
+    return jax.vmap(jax.vmap(of_token))(x)
+
+
+def test_with_room_for_all_every_token_is_computed_by_its_own_experts():
+    """Values and gradients, of what is sent by gathers that have their own gradients."""
+    weights, x = weights_and_rows()
+
+    def value_of(f):
+        summed = jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), argnums=(0, 1))
+        return jax.jit(summed)(x, weights)
+
+    got = value_of(lambda x, w: experts.mlp(x, w, ROOMY)[0])
+    want = value_of(lambda x, w: by_token(x, w, ROOMY))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(MLP(x, weights, ROOMY)[1].dropped, 0)
+
+
+def test_choices_that_find_no_room_are_counted_and_give_nothing():
+    config = dataclasses.replace(ROOMY, experts_per_token=1, expert_capacity=1.0)
+    weights, x = weights_and_rows()
+    x = np.broadcast_to(x[:, :1], x.shape)  # all tokens of a row choose the same expert
+    y, routing = MLP(x, weights, config)
+    assert experts.capacity(8, config) == 2
+    np.testing.assert_allclose(routing.dropped, 6 / 8)
+    np.testing.assert_array_equal(y[:, 2:], 0)
+    np.testing.assert_allclose(y[:, :2], by_token(x, weights, config)[:, :2], rtol=1e-4, atol=1e-5)
+
+
+def test_no_token_depends_on_what_follows_it():
+    """Room is given in order of position: training sees what generation will."""
+    config = dataclasses.replace(ROOMY, expert_capacity=0.5)
+    weights, x = weights_and_rows()
+    changed = np.concatenate([x[:, :5], -3 * x[:, 5:]], axis=1)
+    before, after = (MLP(rows, weights, config)[0] for rows in (x, changed))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+
+
+def test_the_loss_to_train_by_adds_the_imbalance_of_each_row():
+    tokens = jnp.asarray(batches(1)[0])
+
+    @jax.jit
+    def of_rows(tokens):
+        model = Transformer(dataclasses.replace(ROOMY, num_layers=1), rngs=nnx.Rngs(0))
+        imbalance = model.hidden(tokens[:, :-1].astype(jnp.int32))[1].imbalance
+        return imbalance, next_token_loss(model, tokens) - next_token_nats(model, tokens)
+
+    imbalance, added = of_rows(tokens)
+    assert imbalance.shape == (len(tokens),)
+    assert np.all((imbalance >= 0.5) & (imbalance < 4))
+    want = np.broadcast_to(ROOMY.expert_balance * (imbalance - 1)[:, None], added.shape)
+    np.testing.assert_allclose(added, want, atol=1e-5)
+
+
+def test_the_imbalance_pulls_at_the_router():
+    weights, x = weights_and_rows()
+    pull = jax.jit(jax.grad(lambda w: experts.mlp(x, w, ROOMY)[1].imbalance.sum()))(weights)
+    assert np.abs(pull["router"]).max() > 0
+    np.testing.assert_array_equal(pull["mlp_in"], 0)
+
+
+def test_equally_likely_experts_that_are_chosen_equally_have_an_imbalance_of_one():
+    even = jnp.full((1, 4, 4), 0.25)
+    np.testing.assert_allclose(experts.imbalance(even, jnp.arange(4)[None, :, None]), 1)
+    one = jnp.eye(4)[jnp.zeros((1, 4), int)]
+    np.testing.assert_allclose(experts.imbalance(one, jnp.zeros((1, 4, 1), int)), 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts": -1}, "num_experts=-1 is not a number of experts. Use 0"),
+        ({"experts_per_token": 5}, "num_experts=4: a token goes to different ones. Use 4 at most"),
+        ({"expert_capacity": 0.0}, "leaves the experts no room.*use 1.25, or 2 so that none"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(ROOMY, **change)
+
+
+# What crosses the axis, in the compiled program.
+
+GEOMETRIES = {
+    "expert=4": {"expert": 4},
+    "mixed": {"fsdp": 2, "expert": 2, "tensor": 2},
+}
+
+
+def assert_tokens_go_to_their_experts(found, axes, rows, length):
+    """To them and back, forward and backward; all else in the layers is gradients or weights."""
+    across = [x for x in found if "expert" in x.axes and "while" in x.op_name]
+    sent = [x for x in across if x.kind == "all-to-all"]
+    slots = ROOMY.num_experts * experts.capacity(length, ROOMY)
+    num_rows = rows // (axes["expert"] * axes.get("fsdp", 1))
+    num_bytes = 4 * num_rows * slots * ROOMY.embed_dim
+    assert [x.axes for x in sent] == [("expert",)] * 4
+    # On TPU, what goes into a product of float32 is rounded to bfloat16 before it is sent.
+    assert {x.num_bytes for x in sent} <= {num_bytes, num_bytes // 2}
+    # XLA:CPU finds the largest in a library call, which it cannot split, and gathers what goes into
+    # it: by its name until jaxlib 0.10, then by that of the last operation on the probabilities.
+    probabilities = 4 * rows * length * ROOMY.num_experts
+    gathered = [
+        x
+        for x in across
+        if x.kind == "all-gather"
+        and "top_k" not in x.op_name
+        and not (x.op_name.endswith("/div") and x.num_bytes == probabilities)
+    ]
+    assert gathered == []
+
+
+@pytest.mark.parametrize("name", ["expert=4", pytest.param("mixed", marks=pytest.mark.slow)])
+def test_tokens_go_to_their_experts_and_back_by_all_to_all(name):
+    found = sent_by_step(ROOMY, GEOMETRIES[name], rows=16, length=16)
+    assert_tokens_go_to_their_experts(found, GEOMETRIES[name], 16, 16)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_on_tpu_tokens_go_to_their_experts_and_back_by_all_to_all(name):
+    found = sent_by_step_on_tpu(ROOMY, GEOMETRIES[name], 16, 16, "v5e:2x4")
+    assert_tokens_go_to_their_experts(found, GEOMETRIES[name], 16, 16)

@@ -1,0 +1,129 @@
+"""What a backward pass keeps: every policy gives the same gradients, for its price in memory."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tpudist
+from tpudist.models import Transformer, TransformerConfig, next_token_nats
+from tpudist.models.parts import remat
+from tpudist.training.steps import make_train_step
+from tpudist.xla import jaxprs, topology
+
+SMALL = TransformerConfig(
+    num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, remat="none"
+)
+WRITTEN_OUT = "save:query,key+offload:mlp_in"
+
+
+def test_a_policy_written_out_is_what_it_says():
+    assert remat.parse("full") == remat.Policy()
+    assert remat.parse(WRITTEN_OUT) == remat.Policy(("query", "key"), ("mlp_in",))
+    assert remat.parse("save: query , value").saved == ("query", "value")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("some", r"'some' is not a policy. Use one of none, full, .*save:query,key\+offload"),
+        ("keep:query", "'keep:query' is not a policy"),
+        ("save", "'save' is not a policy"),
+        ("save:query,cheese", "mentions 'cheese', which no block has.*layer_input, query"),
+        ("save:", "mentions '', which no block has"),
+        ("save:query+offload:query", "mentions query twice.*mention it once"),
+    ],
+)
+def test_a_policy_that_says_nothing_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        remat.parse(text)
+
+
+def test_offloading_where_there_is_no_host_memory_is_refused():
+    with pytest.raises(ValueError, match="moves query, key, value to host memory, which platform"):
+        remat.apply(lambda x: x, "offload_qkv", platform="METAL")
+    assert callable(remat.apply(lambda x: x, "save_qkv", platform="METAL"))
+
+
+@pytest.mark.parametrize("attention", ["dot_product", "splash", "ring"])
+def test_every_tensor_that_policies_know_is_one_of_a_block(attention):
+    model = Transformer(dataclasses.replace(SMALL, attention=attention), rngs=nnx.Rngs(0))
+    text = str(jax.make_jaxpr(lambda x: next_token_nats(model, x))(jnp.zeros((1, 9), jnp.int32)))
+    for name in remat.NAMES:
+        assert f"name[name={name}]" in text
+
+
+@pytest.mark.parametrize("attention", ["dot_product", "splash", "ring"])
+def test_what_attention_gathers_is_saved_once(attention):
+    """Not as its result and again as what its own backward pass needs."""
+    config = dataclasses.replace(
+        SMALL, num_kv_heads=None, head_width=8, attention=attention, remat="save_attention"
+    )
+    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    tokens = jnp.zeros((1, 129), jnp.int32)
+    grad = jax.grad(lambda state: next_token_nats(nnx.merge(graph, state), tokens).sum())
+    layers = next(x for x in jax.make_jaxpr(grad)(state).eqns if x.primitive.name == "scan")
+    kept = [x.aval.shape for x in layers.outvars[jaxprs.structure_of(layers).num_carry :]]
+    size = config.num_layers * 128 * config.num_heads * config.head_dim
+    assert len([shape for shape in kept if math.prod(shape) == size]) == 1, kept
+
+
+def step_of(policy: str, devices, **changes):
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2}, devices=devices)
+    config = dataclasses.replace(SMALL, remat=policy, **changes)
+    step = make_train_step(lambda model, batch: next_token_nats(model, batch).mean(axis=-1))
+    return strategy, config, step
+
+
+def losses(policy: str) -> list[float]:
+    """Of three steps on a replica of two devices."""
+    strategy, config, step = step_of(policy, jax.devices()[:2])
+    model = strategy.create(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    tx = optax.sgd(0.5)
+    optimizer = strategy.create(lambda model: tpudist.Optimizer(tx, model), model)
+    batch = np.random.default_rng(0).integers(256, size=(8, 17))
+    (distributed,) = strategy.experimental_distribute_dataset([batch])
+    return [float(strategy.run(step, args=(model, optimizer, distributed))) for _ in range(3)]
+
+
+@pytest.mark.slow
+def test_policies_of_every_kind_train_alike():
+    want = losses("none")
+    assert want[-1] < want[0]
+    for policy in ("full", "dots", "minimal", "offload_projections", WRITTEN_OUT):
+        np.testing.assert_allclose(losses(policy), want, rtol=1e-5, err_msg=policy)
+
+
+def compiled_for_a_tpu(policy: str) -> jax.stages.Compiled:
+    size = {"num_layers": 4, "embed_dim": 256, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 1024}
+    devices = topology.devices("v5e:2x2")
+    strategy, config, step = step_of(policy, devices, dtype="bfloat16", **size)
+    model = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    tx = optax.sgd(0.5)
+    optimizer = strategy.create_abstract(lambda model: tpudist.Optimizer(tx, model), model)
+    where = NamedSharding(strategy.mesh, PartitionSpec("replica", "fsdp"))
+    batch = jax.ShapeDtypeStruct((2, 16, 1025), jnp.int32, sharding=where)
+    lowered = strategy.lower(step, args=(model, optimizer, tpudist.PerReplica(batch)))
+    return lowered.compile()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_each_policy_has_its_price_in_the_memory_of_a_tpu():
+    policies = ("none", "minimal", "save_mlp", "full", "offload_qkv")
+    programs = {policy: compiled_for_a_tpu(policy) for policy in policies}
+    memory = {name: program.memory_analysis() for name, program in programs.items()}
+    used = {name: stats.temp_size_in_bytes for name, stats in memory.items()}
+    told = json.dumps(used)
+    assert used["none"] > used["minimal"] > used["save_mlp"] > used["full"], told
+    assert "S(5)" not in programs["minimal"].as_text()
+    assert "S(5)" in programs["offload_qkv"].as_text()  # XLA's name of host memory
+    assert memory["offload_qkv"].host_temp_size_in_bytes > 0

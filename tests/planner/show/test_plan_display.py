@@ -1,0 +1,533 @@
+"""What people see of a plan: in a terminal, in a notebook and as a picture."""
+
+import copy
+import dataclasses
+import io
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from html import unescape
+from html.parser import HTMLParser
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from jupyter_client.manager import start_new_kernel
+from rich.console import Console
+
+import plans
+from tpudist.planner.plan import Plan
+from tpudist.planner.show import advice, chart, html, memory_text, progress, speed_text, words
+from tpudist.planner.show.table import table
+from tpudist.xla.estimate.collective_traffic import CollectiveUse
+from tpudist.xla.estimate.refusal import Refusal
+from tpudist.xla.hardware.chips import CHIPS
+
+SCRIPT = "<script>alert('x')</script>"
+
+
+def shown(plan, width=100, encoding="utf-8", **run):
+    page = io.BytesIO()
+    file = io.TextIOWrapper(page, encoding)
+    Console(file=file, width=width, color_system=None).print(table(plan, **run))
+    file.flush()
+    return page.getvalue().decode(encoding)
+
+
+def everywhere(plan, **run):
+    """The words of a terminal and of a notebook, in one line each."""
+    page = re.sub(r"<style>.*?</style>", "", html.html(plan, **run), flags=re.S)
+    text = unescape(re.sub(r"<[^>]*>", " ", page))
+    return [" ".join(one.split()) for one in (shown(plan, 120, **run), text)]
+
+
+# What is said.
+
+
+@pytest.mark.parametrize("text", everywhere(plans.fitting()), ids=["terminal", "notebook"])
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "train_step fits v5e-256",
+        "8.90 GiB of 15.75 GiB (57%) per chip",
+        "10.4 s, MFU 60.3% (an estimate)",
+        "301,893 tokens/s, 1,179 per chip",
+        "v5e-256: 256 chips",
+        "replica 1 x fsdp 256 (1 replica)",
+        "in 64.3 s with libtpu 0.0.42.1",
+        "gradients and activations",
+        "799 MiB are overwritten in place",
+        "Not overwritten in place: optimizer.step.",
+        "1.50 GiB more are in the host's memory",
+        "bf16[40,6,2048,6144]",
+        "models/transformer.py:142",
+        "dot_general, recomputed",
+        "ICI is busy for 1.30 s; computation hides 880 ms of it.",
+        "6.50 s for 1.28 PFLOP at the chip's peak",
+        "a chip sends 50.30 GiB over ICI per step",
+        "reduce-scatter",
+        "<0.1% of the parameters' bytes are whole on every device of a replica",
+        "The kernel splash.1 is priced from its FLOPs.",
+    ],
+)
+def test_a_plan_that_fits_says(text, fact):
+    assert fact in text
+
+
+@pytest.mark.parametrize("text", everywhere(plans.refused()), ids=["terminal", "notebook"])
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "train_step does not fit v5e-16",
+        "needs 210.40 GiB per chip, which has 15.75 GiB: 194.65 GiB too much",
+        "f32[40,6144,3,48,128]",
+        "17.80 GiB",
+        "models/transformer.py:142",
+        "--replica-axes fsdp=16",
+        "remat=",
+        "microbatches",
+        "13.4 times the 15.75 GiB",
+        "180.00 GiB of it are arguments and outputs",
+        "tpudist plan --search",
+    ],
+)
+def test_a_plan_that_does_not_fit_says(text, fact):
+    assert fact in text
+
+
+def test_a_run_is_priced_if_its_length_and_a_price_are_given():
+    (text, page) = everywhere(plans.fitting(), num_steps=10_000, price_per_chip_hour=1.2)
+    for said in (text, page):
+        assert "10,000 steps" in said
+        assert "28.9 h, 7,410 chip-hours, 8,891.73 at 1.2 per chip-hour" in said
+    assert "chip-hours" in shown(plans.fitting(), num_steps=10)
+    assert "at 1.2" not in shown(plans.fitting(), num_steps=10)
+    assert "chip-hours" not in shown(plans.refused(), num_steps=10, price_per_chip_hour=1.0)
+
+
+def test_where_a_chip_is_two_devices_memory_is_said_to_be_of_a_device():
+    text = shown(plans.fitting(chip="tpu7x", num_chips=128, topology="tpu7x-256"))
+    assert "per device" in text
+    assert "tpu7x-256: 128 chips, 256 devices" in text
+    assert "per chip\n" not in text
+    # 2307 TFLOP/s are of both: one has half.
+    assert f"{1.28e15 / CHIPS['tpu7x'].bf16_flops_per_s * 2:.2f} s for 1.28 PFLOP" in text
+
+
+def test_devices_without_a_price_have_memory_and_no_time():
+    plan = plans.fitting(chip="", topology="cpu", time=None, collectives=(), tokens_per_step=None)
+    plan = dataclasses.replace(
+        plan, memory=dataclasses.replace(plan.memory, capacity_bytes=None), model_flops=None
+    )
+    text = shown(plan)
+    assert "8.90 GiB per chip" in text
+    assert "step time" not in text
+    assert "%" not in text.partition("Memory")[2].partition("Largest")[0]
+    html.html(plan)
+
+
+def test_what_is_alike_is_one_row_and_what_is_waited_for_comes_first():
+    merged = speed_text.merge(plans.collectives())
+    assert [use.kind for use in merged] == ["reduce-scatter", "all-gather", "all-reduce"]
+    assert merged[1].count == 120
+    assert merged[1].seconds == pytest.approx(0.36)
+
+
+def test_operations_of_one_line_are_one_row():
+    time = plans.fitting().time
+    twice = dataclasses.replace(time, top=(*time.top, time.top[1], time.top[1]))
+    text = shown(plans.fitting(time=twice))
+    assert "3.30 s    32%  kernel" in text
+    assert text.index("pallas_call") < text.index("dot_general, recomputed")
+
+
+def test_merging_loses_nothing():
+    uses = st.builds(
+        CollectiveUse,
+        kind=st.sampled_from(["all-gather", "all-reduce"]),
+        num_bytes=st.integers(1, 10**9),
+        count=st.integers(1, 100).map(float),
+        axes=st.sampled_from([("fsdp",), ("replica", "tensor"), ()]),
+        network=st.sampled_from(["ici", "dcn", "host"]),
+        is_async=st.booleans(),
+        source=st.sampled_from([None, "/a/b.py:1", "/a/b.py:2"]),
+        op_name=st.just("psum"),
+        sent_bytes=st.integers(0, 10**9).map(float),
+        seconds=st.integers(0, 1000).map(float),
+        exposed_s=st.integers(0, 1000).map(float),
+    )
+
+    @hypothesis.given(st.lists(uses, max_size=30))
+    def holds(found):
+        merged = speed_text.merge(found)
+        for name in ("num_bytes", "count", "sent_bytes", "seconds", "exposed_s"):
+            assert sum(getattr(x, name) for x in merged) == sum(getattr(x, name) for x in found)
+        assert len({(x.kind, x.axes, x.network, x.is_async, x.source) for x in merged}) == len(
+            merged
+        )
+
+    holds()
+
+
+def test_what_is_left_out_of_a_table_is_summed_up():
+    one = plans.collectives()[2]
+    many = tuple(dataclasses.replace(one, source=f"/a/b.py:{i}") for i in range(20))
+    text = shown(plans.fitting(collectives=many))
+    assert "And 12 more: 301.75 GiB sent, 4.32 s waited." in text
+
+
+def test_what_is_less_than_a_thousandth_of_the_memory_is_not_listed():
+    memory = plans.fitting().memory
+    small = dataclasses.replace(memory.largest[0], num_bytes=memory.peak_bytes // 1001)
+    listed = dataclasses.replace(memory, largest=(small,))
+    assert "Largest temporaries" not in shown(plans.fitting(memory=listed))
+    assert "copy.4" not in shown(plans.fitting())
+    assert "And 1 more: 32.0 KiB." in shown(plans.fitting())
+
+
+def test_the_parts_of_a_step_that_are_not_told_apart_wait_for_memory():
+    time = dataclasses.replace(plans.fitting().time, step_s=12.0)
+    assert "waiting for HBM" in shown(plans.fitting(time=time))
+
+
+def test_what_is_tried_first_depends_on_what_is_large():
+    refused = plans.refused()
+    split, *_ = advice.what_to_try(refused)
+    assert "--replica-axes fsdp=16" in split
+    refusal = dataclasses.replace(refused.refusal, argument_bytes=1)
+    remat, *_ = advice.what_to_try(dataclasses.replace(refused, refusal=refusal))
+    assert "remat" in remat
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ({"replica": 4, "fsdp": 2, "tensor": 2}, "--replica-axes fsdp=8 tensor=2"),
+        ({"replica": 8, "tensor": 2}, "--replica-axes tensor=2 fsdp=8"),
+        ({"replica": 1, "fsdp": 16}, None),
+    ],
+)
+def test_a_replica_on_all_devices_cannot_be_split_over_more(mesh, told):
+    text = " ".join(advice.what_to_try(dataclasses.replace(plans.refused(), mesh=mesh)))
+    assert told in text if told else "--replica-axes" not in text
+
+
+def test_a_refusal_without_numbers_is_told_in_the_compilers_words():
+    refusal = Refusal(0, 0, 0, (), "it is [too] large")
+    for text in everywhere(dataclasses.replace(plans.refused(), refusal=refusal)):
+        assert "it is [too] large" in text
+        assert "0 B" not in text
+
+
+# How it is laid out.
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
+def test_no_line_is_longer_than_the_terminal(plan, width):
+    lines = shown(plan, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("train_step" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_numbers_and_kinds_are_not_broken_over_lines(width):
+    text = shown(plans.fitting(), width, num_steps=10)
+    for word in ("reduce-scatter", "25.15 GiB", "transformer.py:142", "bf16[40,6,2048,6144]"):
+        assert word in text
+
+
+def test_a_terminal_of_ascii_gets_ascii():
+    shown(plans.fitting(), encoding="ascii").encode("ascii")
+    assert "####" in shown(plans.fitting(), encoding="ascii")
+
+
+def test_the_parts_of_the_memory_and_what_is_free_are_all_of_it():
+    (bars, *_) = memory_text.memory(plans.fitting())
+    told = {part.name: part.amount for part in (*bars.parts, bars.free)}
+    assert told["gaps between values"] == pytest.approx(0.2 * plans.GIB, rel=0.01)
+    assert {"the program", "free", "parameters"} <= set(told)
+    assert sum(told.values()) == pytest.approx(plans.fitting().memory.capacity_bytes, abs=2)
+    assert bars.whole == plans.fitting().memory.capacity_bytes
+
+
+def test_each_part_of_a_bar_begins_where_the_one_before_ends():
+    rows = shown(plans.fitting(), 120, encoding="ascii").splitlines()
+    compute, kernels = (
+        next(row for row in rows if name in row) for name in ("compute  ", "custom")
+    )
+    assert abs(len(compute.rstrip()) - kernels.index("#")) <= 1
+    assert compute.count("#") / kernels.count("#") == pytest.approx(8.9 / 1.1, rel=0.15)
+
+
+class Balanced(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.found = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
+@pytest.mark.parametrize("make", [html.html, lambda plan: html.page(html.html(plan))])
+def test_html_is_whole_and_needs_nothing_from_elsewhere(plan, make):
+    text = make(plan)
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in parser.found}
+    assert "http" not in text
+    assert "url(" not in text
+
+
+def test_the_bars_of_a_notebook_are_as_wide_as_what_they_show():
+    text = html.html(plans.fitting())
+    assert f"width:{100 * 8.9 / 10.42:.3f}%" in text
+    assert f"width:{100 * 1.1 / 10.42:.3f}%" in text
+
+
+def test_text_of_the_user_is_no_html():
+    plan = plans.fitting(name=SCRIPT, notes=(SCRIPT,), mesh={SCRIPT: 1})
+    use = dataclasses.replace(plans.collectives()[0], source=f'/a/"{SCRIPT}".py:1', kind=SCRIPT)
+    text = html.page(html.html(dataclasses.replace(plan, collectives=(use,))))
+    assert SCRIPT not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_text_of_the_user_is_no_markup_of_the_terminal():
+    plan = plans.fitting(name="[bold]step[/]", notes=("[red]note[/red]",))
+    assert "[bold]step[/] fits" in shown(plan)
+    assert "[red]note[/red]" in shown(plan)
+
+
+@pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
+@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_picture_is_drawn(plan, ending, begins, tmp_path):
+    chart.draw(plan, tmp_path / f"plan.{ending}")
+    assert (tmp_path / f"plan.{ending}").read_bytes().startswith(begins)
+
+
+def test_a_step_that_takes_no_time_is_shown_and_drawn(tmp_path):
+    """One without any work; matplotlib warns of an axis of length 0."""
+    time = plans.fitting().time
+    nothing = {field.name: 0.0 for field in dataclasses.fields(time) if field.name != "top"}
+    for top in ((), (dataclasses.replace(time.top[0], seconds=0.0),)):
+        plan = plans.fitting(time=dataclasses.replace(time, **nothing, top=top), collectives=())
+        assert all("0 s" in text for text in everywhere(plan))
+        chart.draw(plan, tmp_path / "plan.png")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
+        chart.draw(plans.fitting(), tmp_path / "plan.png")
+
+
+@pytest.mark.multiprocess
+def test_what_draws_is_loaded_only_when_it_is_used():
+    code = "import sys, tpudist.planner.plan; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_plan_shows_itself():
+    plan = plans.fitting()
+    assert html.html(plan) == plan._repr_html_()
+    console = Console(width=100, color_system=None)
+    with console.capture() as captured:
+        console.print(plan)
+    assert captured.get() == shown(plan, 100)
+
+
+@pytest.mark.multiprocess
+def test_a_notebook_shows_what_is_done_while_it_is_done(tmp_path, monkeypatch):
+    """Below the cell, and no longer than it takes."""
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    manager, client = start_new_kernel(kernel_name="python3")
+    code = (
+        "from tpudist.planner.show.progress import shown\n"
+        "with shown(None) as tell:\n"
+        "    tell('lowering', 0.2)\n"
+        "    tell('compiling', 12.3)\n"
+    )
+    said = []
+    try:
+        reply = client.execute_interactive(code, timeout=120, output_hook=said.append)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok"
+    lines = [
+        one["content"]["data"]["text/plain"]
+        for one in said
+        if one["msg_type"] in ("display_data", "update_display_data")
+    ]
+    assert lines == ["planning", "planning: lowering", "planning: compiling, 12.3 s", ""]
+
+
+def test_where_nobody_watches_nothing_is_printed(capfd):
+    with progress.shown(None) as tell:
+        tell("compiling", 1.0)
+    assert capfd.readouterr() == ("", "")
+
+
+# As a value.
+
+
+@pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
+def test_a_plan_can_be_copied_sent_and_kept_in_sets(plan):
+    for again in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert again == plan
+        assert {again} == {plan}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": [1]},
+        {"memory": "much"},
+        {"mesh": [8]},
+        {"mesh": "8"},
+        {"collectives": 5},
+        {"collectives": ["all-gather"]},
+        {"collectives": {"kind": "all-gather"}},
+        {"num_chips": "many"},
+        {"fits": "yes"},
+        {"name": None},
+        {"versions": None},
+        {"notes": "one"},
+        {"_source": {}},
+        {"trace_s": math.nan},
+        {"trace_s": math.inf},
+    ],
+    ids=str,
+)
+def test_json_that_is_no_plan_is_refused(change):
+    fields = json.loads(plans.fitting().to_json()) | change
+    with pytest.raises(ValueError, match="is no (whole )?Plan"):
+        Plan.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_number_that_json_has_not_is_refused(number):
+    with pytest.raises(ValueError, match="This Plan has a number that is none in JSON"):
+        plans.fitting(model_flops=number).to_json()
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (0, "0 B"),
+        (8, "8 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (50_000, "48.8 KiB"),
+        (1024**2 - 1, "1.00 MiB"),
+        (800 * 1024**2, "800 MiB"),
+        (9_846_000_000, "9.17 GiB"),
+        (210.4 * 1024**3, "210.40 GiB"),
+        (2048 * 1024**3, "2.00 TiB"),
+    ],
+)
+def test_bytes_in_words(count, told):
+    assert words.tell_bytes(count) == told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0, "0 s"),
+        (42.6e-9, "42.6 ns"),
+        (2e-6, "2.00 us"),
+        (0.000_999_4, "999 us"),
+        (0.012_34, "12.3 ms"),
+        (0.9999, "1.00 s"),
+        (10.42, "10.4 s"),
+        (119, "119 s"),
+        (300, "5.00 min"),
+        (104_200, "28.9 h"),
+        (864_000, "10.0 days"),
+    ],
+)
+def test_seconds_in_words(seconds, told):
+    assert words.tell_seconds(seconds) == told
+
+
+@hypothesis.given(st.floats(1e-7, 1e7))
+def test_seconds_in_words_are_the_seconds(seconds):
+    number, unit = words.tell_seconds(seconds).replace(",", "").split()
+    sizes = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86400}
+    assert float(number) * sizes[unit] == pytest.approx(seconds, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        (0, "0%"),
+        (0.0004, "<0.1%"),
+        (0.0012, "0.1%"),
+        (0.0994, "9.9%"),
+        (0.583, "58%"),
+        (0.997, ">99%"),
+        (1, "100%"),
+    ],
+)
+def test_shares_in_words(share, told):
+    assert words.tell_share(share) == told
+
+
+@pytest.mark.parametrize(
+    ("op_name", "told"),
+    [
+        ("", ""),
+        ("jit(step)/shard_map/jvp()/while/body/dot_general", "dot_general"),
+        ("jit(step)/transpose(jvp())/while/body/dot_general", "dot_general, backward"),
+        (
+            "jit(step)/transpose(jvp())/checkpoint/rematted_computation/dot_general",
+            "dot_general, recomputed",
+        ),
+        ("jit(step)/transpose(jvp())", "transpose(jvp()), backward"),
+    ],
+)
+def test_operations_in_words(op_name, told):
+    assert words.tell_op(op_name) == told
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ("f32[8,128]{1,0:T(8,128)}", "f32[8,128]"),
+        ("s32[]", "s32[]"),
+        ("(f32[2,3]{1,0}, /*index=1*/u32[], u8[4])", "f32[2,3] +2"),
+        ("token", "token"),
+    ],
+)
+def test_shapes_in_short(shape, told):
+    assert words.tell_shape(shape) == told
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (None, ""),
+        ("/a/b/models/transformer.py:142", "models/transformer.py:142"),
+        ("/a/b/models/../train.py:9", "b/train.py:9"),
+        ("train.py:9", "train.py:9"),
+    ],
+)
+def test_source_lines_in_short(source, told):
+    assert words.tell_line(source) == told

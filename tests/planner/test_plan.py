@@ -1,0 +1,883 @@
+"""`strategy.plan`: the step that `run` would run, compiled for other devices and read."""
+
+import dataclasses
+import gzip
+import json
+import logging
+import math
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import pallas
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tpudist
+from tpudist.planner import (
+    GlobalBatch,
+    Plan,
+    abstract_arguments,
+    answer_cache,
+    ask_compiler,
+    make_plan,
+    model_flops,
+)
+from tpudist.planner.show import progress
+from tpudist.run import call_description
+from tpudist.xla import compile_log, mesh, topology
+from tpudist.xla.compiler import flags
+from tpudist.xla.hardware import chips
+
+needs_libtpu = pytest.mark.skipif(
+    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+WIDTH, ROWS = 32, 64
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tpu_cache(tmp_path_factory):
+    """What the TPU compiler said is asked for once in this module."""
+    return tmp_path_factory.mktemp("plans")
+
+
+def make_step(captured=()):
+    def step(model, optimizer, x):
+        def loss_fn(model):
+            return tpudist.compute_average_loss(jnp.square(model(x) - x).mean(axis=-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        for variable in captured:
+            variable.assign_add(loss)
+        return tpudist.get_replica_context().all_reduce("sum", loss)
+
+    return step
+
+
+def state_of(strategy, create=None):
+    create = create or strategy.create
+    model = create(lambda: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+    optimizer = create(lambda model: tpudist.Optimizer(optax.adam(1e-2), model), model)
+    return model, optimizer
+
+
+def batches(strategy, number=2):
+    rng = np.random.default_rng(0)
+    data = [rng.random((ROWS, WIDTH), np.float32) for _ in range(number)]
+    return strategy.experimental_distribute_dataset(data)
+
+
+BATCH = GlobalBatch(jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+
+
+def sharded():
+    return tpudist.TPUStrategy(replica_axes={"fsdp": 2})
+
+
+def lowered(strategy, fn, args):
+    """What a plan of the strategy's own devices is of."""
+    twin = strategy._twin(None)
+    names = call_description.names_of_leaves(fn, args, {})
+    call = abstract_arguments.moved(args, {}, names, strategy, twin)
+    return make_plan.lower(twin, fn, call, None, {}, lambda *_: None)
+
+
+# The plan of one's own devices.
+
+
+@pytest.mark.parametrize("make", [tpudist.MirroredStrategy, sharded])
+def test_a_plan_says_what_the_compiled_step_holds_and_sends(make):
+    strategy = make()
+    model, optimizer = state_of(strategy, strategy.create_abstract)
+    step = make_step()
+    plan = strategy.plan(step, (model, optimizer, BATCH), tokens_per_step=ROWS)
+    compiled = strategy.lower(step, (model, optimizer, BATCH.on(strategy.replica_mesh))).compile()
+    assert plan.fits
+    assert plan.name == "step"
+    assert plan.topology == "8 x cpu"
+    assert plan.mesh == dict(strategy.mesh.shape)
+    assert (plan.num_chips, plan.num_devices) == (8, 8)
+    assert plan.num_replicas == strategy.num_replicas_in_sync
+    where = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(nnx.state(model))]
+    assert plan.memory.categories["parameters"] == 4 * sum(map(math.prod, where))
+    assert plan.memory.donated_bytes == compiled.memory_analysis().alias_size_in_bytes
+    assert "all-reduce" in {x.kind for x in plan.collectives}
+    assert (plan.time, plan.mfu, plan.tokens_per_s, plan.chip_hours(5)) == (None,) * 4
+    assert plan.ici_bytes > 0
+    assert plan.dcn_bytes == 0
+
+
+def test_a_plan_as_json_is_the_same_plan():
+    strategy = sharded()
+    plan = strategy.plan(make_step(), (*state_of(strategy), BATCH), tokens_per_step=ROWS)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no", "it is no JSON"),
+        ("[]", "This JSON is no Plan"),
+        ('{"kind": "Plan", "version": 0}', "version 0 of the format"),
+        ('{"kind": "Plan", "version": 1}', "no whole Plan"),
+        ('{"kind": "Plan", "version": 1, "other": 1}', "Plan has no other"),
+    ],
+)
+def test_json_that_is_no_plan_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("make", [tpudist.MirroredStrategy, sharded])
+def test_what_is_planned_is_the_program_that_runs(make):
+    strategy = make()
+    model, optimizer = state_of(strategy)
+    with strategy.scope():
+        total = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
+        parts = tpudist.Variable(
+            0.0,
+            synchronization=tpudist.VariableSynchronization.ON_READ,
+            aggregation=tpudist.VariableAggregation.SUM,
+        )
+    dataset = batches(strategy)
+    step = make_step([total, parts])
+    for batch in (next(iter(dataset)), dataset.element_spec, BATCH):
+        planned = lowered(strategy, step, (model, optimizer, batch)).program.as_text()
+        run = strategy.lower(step, (model, optimizer, next(iter(dataset)))).as_text()
+        assert planned == run
+
+
+def test_planning_leaves_everything_as_it_is():
+    strategy = sharded()
+    model, optimizer = state_of(strategy)
+    with strategy.scope():
+        total = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
+    (batch,) = batches(strategy, 1)
+    step = make_step([total])
+    arrays = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), batch, total._value))
+    before = [np.asarray(x) for x in arrays]
+    log = compile_log.compile_log()
+    strategy.plan(step, (model, optimizer, batch))
+    after = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), batch, total._value))
+    assert all(x is y for x, y in zip(arrays, after, strict=True))
+    assert all(not x.is_deleted() for x in after)
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert compile_log.compile_log() == log
+    strategy.run(step, (model, optimizer, batch))
+    compiles = compile_log.backend_compiles().number
+    strategy.run(step, (model, optimizer, batch))
+    # The log keeps the last 1000 only, and may be full by now.
+    assert compile_log.compile_log()[:-1] == log[-999:]
+    assert compile_log.backend_compiles().number == compiles
+    strategy.plan(step, (model, optimizer, batch))
+    compiles = compile_log.backend_compiles().number
+    strategy.run(step, (model, optimizer, batch))
+    assert compile_log.backend_compiles().number == compiles
+
+
+def test_inputs_are_told_by_their_users_names_and_by_what_they_are_for():
+    strategy = sharded()
+    model, optimizer = state_of(strategy)
+    with strategy.scope():
+        variable = tpudist.Variable(0.0, name="total", aggregation=tpudist.VariableAggregation.MEAN)
+    params = {"w": np.ones((4, 4), np.float32)}
+
+    def step(model, optimizer, x, params, opt_state, scale):
+        make_step([variable])(model, optimizer, x)
+        return params["w"].sum() + opt_state["mu"].sum() * scale
+
+    args = (model, optimizer, BATCH, params, {"mu": np.ones(3, np.float32)}, np.float32(1))
+    found = lowered(strategy, step, args).inputs
+    roles = {x.name: (x.role, x.donated) for x in found}
+    assert roles["total"] == ("parameters", True)
+    assert roles["model.kernel"] == ("parameters", True)
+    assert roles["optimizer.opt_state.0.mu.kernel"] == ("optimizer state", True)
+    assert roles["x"] == ("batch", False)
+    assert roles["params['w']"] == ("parameters", False)
+    assert roles["opt_state['mu']"] == ("optimizer state", False)
+    assert roles["scale"] == ("other", False)
+    assert [x.donated for x in found] == sorted((x.donated for x in found), reverse=True)
+
+
+def test_inputs_that_a_program_does_not_use_are_left_out():
+    strategy = sharded()
+    plan = strategy.plan(
+        lambda a, unused, b: a + b, tuple(np.full((n,), 1.0, np.float32) for n in (8, 1000, 8))
+    )
+    assert plan.memory.categories["other arguments"] < 1000
+
+
+def test_options_and_keyword_arguments_are_those_of_run():
+    strategy = sharded()
+    x = strategy.replicate(np.ones((256, 4), np.float32))
+    options = tpudist.RunOptions(donate_argnums=(0,))
+    plan = strategy.plan(lambda x, *, scale: x * scale, (x,), {"scale": 2.0}, options)
+    assert plan.memory.donated_bytes == 4 * x.size
+    assert not x.is_deleted()
+    with pytest.raises(ValueError, match="No such compile option"):
+        strategy.plan(lambda x: x * 2, (x,), compiler_options={"xla_no_such": True})
+
+
+# The same strategy on other devices.
+
+
+class Split(tpudist.Strategy):
+    """Splits what is large, as its attribute says; a user's own."""
+
+    def __init__(self, devices, smallest):
+        super().__init__(mesh.make_mesh(devices, {"part": 2}))
+        self.smallest = smallest
+
+    def partition(self, shape, dtype):
+        large = len(shape) > 0 and shape[0] >= self.smallest
+        return P("part") if large and not shape[0] % self.mesh.shape["part"] else P()
+
+
+def test_a_strategy_on_other_devices_keeps_class_axes_rules_and_attributes():
+    strategy = Split(jax.devices(), smallest=16)
+    other = strategy.on(jax.devices()[:4])
+    assert type(other) is Split
+    assert other.smallest == 16
+    assert dict(other.mesh.shape) == {"replica": 2, "part": 2}
+    assert other.num_replicas_in_sync == 2
+    assert strategy.num_replicas_in_sync == 4
+    assert other.partition((16,), None) == P("part")
+    rules = tpudist.TPUStrategy(replica_axes={"fsdp": 2}, logical_axis_rules=[("hidden", "fsdp")])
+    assert rules.on(jax.devices()[:2]).logical_axis_rules == rules.logical_axis_rules
+
+
+def test_a_strategy_on_other_devices_runs_and_has_its_own_variables():
+    strategy = Split(jax.devices(), smallest=16)
+    other = strategy.on(jax.devices()[:4])
+    with other.scope():
+        variable = tpudist.Variable(1.0)
+    other.run(lambda: variable.assign_add(1.0))
+    assert float(variable.read_value()) == 2
+    assert strategy.owned_variables() == []
+    with pytest.raises(RuntimeError, match="was made under"):
+        strategy.run(lambda: variable.read_value())
+
+
+def test_what_depends_on_the_devices_is_adapted_to_others():
+    chosen = tpudist.HierarchicalCopyAllReduce(num_packs=2)
+    strategy = tpudist.MirroredStrategy(cross_device_ops=chosen)
+    other = strategy.on(jax.devices()[:2])
+    assert other.cross_device_ops is chosen
+    assert other.compiler_options == strategy.compiler_options
+
+
+def _assigned():
+    here = tpudist.experimental.Topology.of(jax.devices())
+    assignment = tpudist.experimental.DeviceAssignment.build(here, num_replicas=8)
+    return tpudist.TPUStrategy(experimental_device_assignment=assignment)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tpudist.experimental.CentralStorageStrategy, "keeps its state on one device"),
+        (_assigned, "has a device assignment"),
+        (tpudist.OneDeviceStrategy, "has one device, and 4 were given"),
+        (lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 8}), "which is not a multiple"),
+    ],
+)
+def test_a_strategy_that_is_bound_to_its_devices_cannot_be_moved(make, message):
+    with pytest.raises(ValueError, match=message):
+        make().on(jax.devices()[:4])
+
+
+@pytest.mark.parametrize(
+    "make", [tpudist.experimental.CentralStorageStrategy, _assigned, tpudist.OneDeviceStrategy]
+)
+def test_every_strategy_can_be_planned_on_its_own_devices(make):
+    strategy = make()
+    plan = strategy.plan(lambda x: x * 2, (np.ones(8, np.float32),))
+    assert plan.fits
+    assert plan.num_devices == strategy.mesh.size
+
+
+def on_four(strategy, monkeypatch):
+    """Stands in for a topology: the twin on half of the CPU devices, where no compiler is slow."""
+    monkeypatch.setattr(topology, "devices", lambda name: jax.devices()[:4])
+    return strategy
+
+
+def test_a_function_is_planned_for_the_replicas_of_the_slice(monkeypatch):
+    strategy = on_four(sharded(), monkeypatch)
+    model, optimizer = state_of(strategy)
+    with strategy.scope():
+        total = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
+        parts = tpudist.Variable(
+            jnp.zeros(3),
+            synchronization=tpudist.VariableSynchronization.ON_READ,
+            aggregation=tpudist.VariableAggregation.SUM,
+        )
+    seen = []
+
+    def step(model, optimizer, x):
+        current = tpudist.get_strategy()
+        where = NamedSharding(strategy.mesh, P("fsdp"))  # closures name the strategy too
+        x = jax.lax.with_sharding_constraint(x, where)
+        x = strategy.experimental_split_to_logical_devices(x, (2, 1))
+        seen.append((type(current), current is strategy, strategy.num_replicas_in_sync, x.shape))
+        parts.assign_add(jnp.ones(3))
+        return make_step([total])(model, optimizer, x)
+
+    plan = strategy.plan(step, (model, optimizer, BATCH), topology="half")
+    assert plan.num_devices == 4
+    assert plan.num_replicas == 2
+    assert seen == [(tpudist.TPUStrategy, False, 2, (ROWS // 2, WIDTH))] * len(seen)
+    assert plan.notes == (f"x: {ROWS} rows in all, {ROWS // 2} on each of 2 replicas.",)
+
+
+def test_a_plan_for_a_slice_is_that_of_a_strategy_made_there(monkeypatch):
+    """State, batch and Variables are placed as they would be by a strategy of those devices."""
+    here = on_four(sharded(), monkeypatch)
+    there = here.on(jax.devices()[:4])
+    ours = here.plan(make_step(), (*state_of(here), BATCH), topology="half")
+    theirs = there.plan(make_step(), (*state_of(there, there.create_abstract), BATCH))
+    assert ours.program == theirs.program
+
+
+def test_each_replica_keeps_its_part_of_a_batch_on_a_slice(monkeypatch):
+    strategy = on_four(sharded(), monkeypatch)
+    (batch,) = batches(strategy, 1)
+    rows = ROWS // strategy.num_replicas_in_sync
+    plan = strategy.plan(make_step(), (*state_of(strategy), batch), topology="half")
+    assert plan.notes == (f"x: each of 2 replicas gets [{rows}, {WIDTH}], as each of 4 had.",)
+    same = GlobalBatch(jax.ShapeDtypeStruct((rows * 2, WIDTH), jnp.float32))
+    again = strategy.plan(make_step(), (*state_of(strategy), same), topology="half")
+    assert again.program == plan.program
+
+
+def test_a_batch_of_one_replica_is_split_only_if_asked_for(monkeypatch):
+    monkeypatch.setattr(topology, "devices", lambda name: jax.devices()[:4])
+    strategy = tpudist.MirroredStrategy(jax.devices()[:1])
+    (batch,) = batches(strategy, 1)
+    plan = strategy.plan(make_step(), (*state_of(strategy), batch), topology="4")
+    assert "All 4 replicas get the whole of x." in plan.notes[0]
+    assert "GlobalBatch" in plan.notes[0]
+    split = strategy.plan(make_step(), (*state_of(strategy), BATCH), topology="4")
+    assert split.model_flops == plan.model_flops / 4
+
+
+def test_a_global_batch_on_one_replica_is_a_plain_array():
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 8})
+    made = BATCH.on(strategy.replica_mesh)
+    assert made.shape == (ROWS, WIDTH)
+    assert made.sharding.spec == P(("fsdp",))
+    assert made == batches(strategy).element_spec
+
+
+def test_a_global_batch_is_what_a_distributed_dataset_gives():
+    strategy = sharded()
+    made, spec = BATCH.on(strategy.replica_mesh), batches(strategy).element_spec
+    assert (made.array, made.rows) == (spec.array, spec.rows)
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        (jax.ShapeDtypeStruct((30, 2), jnp.float32), ValueError, "such as 28 or 32"),
+        (jax.ShapeDtypeStruct((2, 2), jnp.float32), ValueError, "such as 4"),
+        (jax.ShapeDtypeStruct((), jnp.float32), ValueError, "All must count the same examples"),
+        ((np.ones(4), np.ones(8)), ValueError, "All must count the same examples"),
+        ((), ValueError, "All must count the same examples"),
+        ({"x": "text"}, TypeError, "holds a str"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_split_is_refused(tree, error, message):
+    with pytest.raises(error, match=message):
+        sharded().plan(lambda x: None, (GlobalBatch(tree),))
+
+
+def test_arguments_that_run_refuses_are_refused():
+    strategy = sharded()
+    other = tpudist.TPUStrategy(devices=jax.devices()[:2])
+    (batch,) = batches(other, 1)
+    with pytest.raises(ValueError, match=r"the strategy has 4 replica\(s\)"):
+        strategy.plan(lambda x: x, (batch,))
+    with pytest.raises(ValueError, match="must be a list or tuple"):
+        strategy.plan(lambda x: x, np.ones(3))
+    with pytest.raises(TypeError, match="which no device can hold"):
+        strategy.plan(lambda x: x, (np.array(["a"]),))
+    with pytest.raises(RuntimeError, match="plan of .* was called in the scope of"):
+        with other.scope():
+            strategy.plan(lambda: None)
+    with pytest.raises(RuntimeError, match="that JAX traces"):
+        jax.jit(lambda: strategy.plan(lambda: None))()
+    with strategy.scope():
+        variable = tpudist.Variable(0.0)
+    replica = tpudist.get_replica_context
+    with pytest.raises(ValueError, match="differ"):
+        strategy.plan(lambda: variable.assign(replica().replica_id_in_sync_group * 1.0))
+
+
+def test_an_array_that_is_split_over_an_axis_that_replicas_have_not_is_refused():
+    other = tpudist.TPUStrategy(replica_axes={"tensor": 2})
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(other.mesh, P("tensor")))
+    with pytest.raises(ValueError, match=r"'x' is split over tensor, but the mesh"):
+        sharded().plan(lambda x: x, (x,))
+
+
+def test_an_array_that_does_not_divide_is_refused(monkeypatch):
+    strategy = on_four(tpudist.TPUStrategy(replica_axes={"fsdp": 2}), monkeypatch)
+    other = strategy.on(jax.devices()[:2])
+    x = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=NamedSharding(other.mesh, P("replica")))
+    with pytest.raises(ValueError, match=r"'x' of shape \[3\] does not split"):
+        strategy.plan(lambda x: x, (x,), topology="half")
+
+
+def test_variables_that_a_function_makes_are_made_once(monkeypatch):
+    strategy = on_four(tpudist.MirroredStrategy(), monkeypatch)
+    with strategy.scope():
+        weights = tpudist.Variable(np.ones((4, 4), np.float32))
+        optimizer = tpudist.Optimizer(optax.adam(0.1))
+
+    def step():
+        calls = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.MEAN)
+        calls.assign_add(1.0)
+        optimizer.apply_gradients([(weights.read_value(), weights)])
+        return calls.read_value()
+
+    plan = strategy.plan(step, topology="half")
+    assert plan.fits
+    slots = list(optimizer.variables)
+    assert [float(strategy.run(step)) for _ in range(2)] == [1, 2]
+    assert optimizer.variables == slots
+    assert all(v.strategy is strategy for v in (*slots, *strategy.owned_variables()))
+
+
+def test_a_captured_batch_has_as_many_parts_as_there_are_replicas(monkeypatch):
+    strategy = on_four(sharded(), monkeypatch)
+    guest = tpudist.Variable(3.0)
+    batch = strategy.experimental_distribute_values_from_function(
+        lambda ctx: np.full((4,), ctx.replica_id_in_sync_group, np.float32)
+    )
+    plan = strategy.plan(lambda: batch.sum() * guest, topology="half")
+    assert plan.fits
+
+
+# What is counted as work.
+
+
+def _flops(fn, *args, num_replicas=1):
+    return model_flops.model_flops(jax.make_jaxpr(fn)(*args), num_replicas)
+
+
+_A, _B = jnp.ones((3, 4)), jnp.ones((4, 5))
+
+
+def _layers(remat, policy=None):
+    def loss(weights, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w) @ w.T, None
+
+        body = jax.checkpoint(layer, policy=policy) if remat else layer
+        return jax.lax.scan(body, x, weights)[0].sum()
+
+    return jax.grad(loss), jnp.ones((6, 8, 16)), jnp.ones((2, 8))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "flops"),
+    [
+        (lambda a, b: a @ b, (_A, _B), 2 * 3 * 4 * 5),
+        (lambda a, b: jax.jit(lambda: a @ b)(), (_A, _B), 2 * 3 * 4 * 5),
+        (lambda a, b: jnp.einsum("zij,zjk->zik", a[None], b[None]), (_A, _B), 2 * 3 * 4 * 5),
+        (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (_A, _B), 3 * 2 * 3 * 4 * 5),
+        (lambda a, b: jax.lax.cond(a[0, 0] > 0, lambda: a @ b, lambda: 0 * (a @ b)), (_A, _B), 120),
+        (_layers(False)[0], _layers(False)[1:], 6 * 3 * 2 * (2 * 2 * 8 * 16)),
+        (
+            lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"),
+            (jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 3, 3))),
+            2 * (2 * 5 * 8 * 8) * (3 * 3 * 3),
+        ),
+    ],
+)
+def test_work_is_the_flops_of_matrix_multiplications(fn, args, flops):
+    assert _flops(fn, *args) == (flops, ())
+    assert _flops(fn, *args, num_replicas=4)[0] == 4 * flops
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable],
+)
+def test_what_is_computed_again_is_no_work(policy):
+    fn, *args = _layers(False)
+    again, *_ = _layers(True, policy)
+    assert _flops(again, *args) == _flops(fn, *args)
+
+
+def test_a_loop_of_unknown_length_is_told():
+    def fn(a):
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, a)
+
+    flops, (note,) = _flops(fn, jnp.ones((4, 4)))
+    assert flops == 2 * 4**3
+    assert "while loop" in note
+
+
+def test_a_loop_of_unknown_length_without_work_is_not_told():
+    fn = lambda a: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, a)  # noqa: E731
+    assert _flops(fn, jnp.ones((4, 4))) == (0, ())
+
+
+def test_work_of_the_devices_inside_a_replica_is_counted_on_each():
+    fn = jax.shard_map(
+        lambda x, y: x @ y,
+        in_specs=(P("fsdp"), P()),
+        out_specs=P("fsdp"),
+        axis_names={"fsdp"},
+        check_vma=False,
+    )
+    with jax.set_mesh(sharded().mesh):
+        assert _flops(fn, jnp.ones((4, 4)), jnp.ones((4, 5))) == (2 * 4 * 4 * 5, ())
+
+
+def _kernel_matmul(estimate=None, rows=8):
+    def kernel(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    def call(x, y):
+        return pallas.pallas_call(
+            kernel,
+            grid=(x.shape[0] // rows,),
+            in_specs=[
+                pallas.BlockSpec((rows, x.shape[1]), lambda i: (i, 0)),
+                pallas.BlockSpec(y.shape, lambda i: (0, 0)),
+            ],
+            out_specs=pallas.BlockSpec((rows, y.shape[1]), lambda i: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype),
+            cost_estimate=estimate,
+        )(x, y)
+
+    return call
+
+
+def test_a_kernel_counts_what_it_says_or_its_body_as_often_as_its_grid_says():
+    x, y = jnp.ones((32, 16)), jnp.ones((16, 128))
+    assert _flops(_kernel_matmul(), x, y) == (2 * 32 * 16 * 128, ())
+    said = pallas.CostEstimate(flops=7, transcendentals=0, bytes_accessed=0)
+    assert _flops(_kernel_matmul(said), x, y) == (7, ())
+
+
+def test_the_gradient_of_a_kernel_counts_twice_the_kernel():
+    """Whatever it computes again, as flash attention does."""
+    matmul = _kernel_matmul()
+
+    @jax.custom_vjp
+    def fn(x, y):
+        return matmul(x, y)
+
+    def backward(saved, dz):
+        x, y = saved
+        matmul(x, y)  # once more
+        return matmul(dz, y.T), matmul(x.T, dz)
+
+    fn.defvjp(lambda x, y: (matmul(x, y), (x, y)), backward)
+    x, y = jnp.ones((32, 16)), jnp.ones((16, 128))
+    once = 2 * 32 * 16 * 128
+    assert _flops(fn, x, y) == (once, ())
+    assert _flops(jax.grad(lambda x, y: fn(x, y).sum(), (0, 1)), x, y) == (3 * once, ())
+    again = jax.checkpoint(lambda x, y: fn(x, y))
+    assert _flops(jax.grad(lambda x, y: again(x, y).sum(), (0, 1)), x, y) == (3 * once, ())
+
+
+def test_the_users_own_count_goes_before_ours():
+    strategy = sharded()
+    args = (*state_of(strategy), BATCH)
+    assert strategy.plan(make_step(), args).model_flops == 2 * 2 * ROWS * WIDTH**2
+    assert strategy.plan(make_step(), args, model_flops=7.0).model_flops == 7.0
+
+
+# What is kept.
+
+
+def kept_note(plan):
+    return any("was not asked again" in note for note in plan.notes)
+
+
+def test_what_the_compiler_said_is_kept_by_program_and_options(tmp_path):
+    strategy = sharded()
+    args = (*state_of(strategy), BATCH)
+    first = strategy.plan(make_step(), args)
+    folder = tmp_path / "cache" / "tpudist" / "plans"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    again = strategy.plan(make_step(), args)
+    assert kept_note(again)
+    assert not kept_note(first)
+    assert (again.memory, again.collectives) == (first.memory, first.collectives)
+    assert (again.program, again.compile_s) == (first.program, first.compile_s)
+    other = strategy.plan(make_step(), args, compiler_options={"xla_cpu_enable_fast_min_max": True})
+    assert not kept_note(other)
+    assert other.program != first.program
+
+
+def test_what_xla_has_read_already_decides_what_is_kept_of_this_process(monkeypatch):
+    """It reads XLA_FLAGS once: what they say later is not what a program was compiled with."""
+    strategy = sharded()
+    x = np.ones(8, np.float32)
+    first = strategy.plan(lambda x: x * 3, (x,))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_min_max=true")
+    again = strategy.plan(lambda x: x * 3, (x,))
+    assert again.program == first.program
+    assert flags.now()["XLA_FLAGS"] != flags.of_this_process()["XLA_FLAGS"]
+
+
+def test_an_answer_without_buffers_is_not_kept(monkeypatch):
+    """Its memory report is a poor one, and the next may be better."""
+    ask = ask_compiler.compiler_process.compile_here
+
+    def without_buffers(*args):
+        return dataclasses.replace(ask(*args), buffers="")
+
+    strategy = sharded()
+    with monkeypatch.context() as patch:
+        patch.setattr(ask_compiler.compiler_process, "compile_here", without_buffers)
+        strategy.plan(lambda x: x * 2, (np.ones(8),))
+    assert not kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),)))
+    assert kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),)))
+
+
+def test_source_lines_that_have_moved_since_are_told():
+    strategy = sharded()
+    plan = [
+        strategy.plan(lambda x: jnp.sin(x), (np.ones(8),)),
+        strategy.plan(lambda x: jnp.sin(x), (np.ones(8),)),
+    ]
+    assert plan[0].program == plan[1].program
+    assert "Source lines are those of when it was asked" in plan[1].notes[-1]
+
+
+def test_nothing_is_kept_where_nobody_wants_it(tmp_path):
+    strategy = sharded()
+    for _ in range(2):
+        assert not kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),), cache=False))
+    assert not (tmp_path / "cache").exists()
+    assert not kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),), cache=tmp_path / "own"))
+    assert kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),), cache=tmp_path / "own"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda file: file.write_bytes(b"no"), "cannot be read"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-20]), "cannot be read"),
+        (lambda file: _rewrite(file, lambda x: {**x, "entry": x["entry"] + " "}), "is not what"),
+        (lambda file: _rewrite(file, lambda x: {**x, "key": "0"}), "is not what"),
+        (lambda file: file.chmod(0o666), "others may write to it"),
+        (lambda file: file.parent.chmod(0o777), "others may write to it"),
+    ],
+)
+def test_a_kept_plan_that_cannot_be_trusted_is_made_anew(tmp_path, caplog, damage, complaint):
+    strategy = sharded()
+    strategy.plan(lambda x: x * 2, (np.ones(8),))
+    (file,) = (tmp_path / "cache" / "tpudist" / "plans").iterdir()
+    damage(file)
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        again = strategy.plan(lambda x: x * 2, (np.ones(8),))
+    assert not kept_note(again)
+    assert complaint in caplog.text
+
+
+def _rewrite(file, change):
+    changed = change(json.loads(gzip.decompress(file.read_bytes())))
+    file.write_bytes(gzip.compress(json.dumps(changed).encode()))
+
+
+def test_the_oldest_plans_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(answer_cache, "_MOST_ENTRIES", 2)
+    kept = answer_cache.Cache(tmp_path / "plans")
+    for i in range(4):
+        kept.put(str(i), answer_cache.Entry(None, "refused", float(i)))
+        os.utime(tmp_path / "plans" / f"{i}.json.gz", (i, i))
+    kept.put("4", answer_cache.Entry(None, "refused", 4.0))
+    assert [kept.get(str(i)) is not None for i in range(5)] == [False, False, False, True, True]
+
+
+# Progress.
+
+
+def test_progress_tells_what_is_done():
+    told = []
+    strategy = sharded()
+    strategy.plan(lambda x: x * 2, (np.ones(8),), progress=lambda doing, s: told.append(doing))
+    assert list(dict.fromkeys(told)) == ["tracing", "lowering", "compiling", "reading"]
+
+
+def test_a_terminal_shows_progress_and_a_file_does_not(monkeypatch, capsys):
+    with progress.shown(None) as tell:
+        tell("compiling", 1.0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress.shown(None) as tell:
+        tell("compiling", 1.0)
+    assert "compiling" in capsys.readouterr().err
+
+
+# TPU slices.
+
+
+@needs_libtpu
+def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
+    strategy = sharded()
+    args = (*state_of(strategy), BATCH)
+    plan = strategy.plan(
+        make_step(), args, topology="v5e:2x2", tokens_per_step=ROWS, cache=tpu_cache
+    )
+    assert plan.fits
+    assert (plan.topology, plan.chip, plan.num_chips, plan.num_replicas) == ("v5e:2x2", "v5e", 4, 2)
+    assert plan.memory.capacity_bytes > 15 * 2**30
+    assert plan.versions["libtpu"]
+    step_s = plan.time.step_s
+    assert plan.mfu == pytest.approx(2 * 2 * ROWS * WIDTH**2 / step_s / (4 * 197e12))
+    assert plan.tokens_per_s == pytest.approx(ROWS / step_s)
+    assert plan.chip_hours(3600) == pytest.approx(4 * step_s)
+    assert plan.cost(3600, 1.2) == pytest.approx(1.2 * 4 * step_s)
+    assert {x.network for x in plan.collectives} == {"ici"}
+    assert Plan.from_json(plan.to_json()) == plan
+    assert jax.default_backend() == "cpu"
+
+
+@needs_libtpu
+def test_a_step_that_does_not_fit_is_a_plan_that_says_so(tpu_cache):
+    strategy = tpudist.OneDeviceStrategy()
+    x = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)
+    for _ in range(2):
+        plan = strategy.plan(lambda x: x @ x @ x, (x,), topology="v5e:1x1", cache=tpu_cache)
+        assert not plan.fits
+        assert plan.refusal.over_bytes > 0
+        assert (plan.memory, plan.time, plan.collectives, plan.mfu) == (None, None, (), None)
+        assert Plan.from_json(plan.to_json()) == plan
+    assert kept_note(plan)
+
+
+@needs_libtpu
+def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
+    """Those that the function makes are made here, as by its first run."""
+    strategy = tpudist.MirroredStrategy()
+    with strategy.scope():
+        weights = tpudist.Variable(np.ones((8, 8), np.float32))
+        optimizer = tpudist.Optimizer(optax.sgd(0.1, momentum=0.9))
+    guest = tpudist.Variable(2.0)
+
+    def step(x):
+        calls = tpudist.Variable(
+            lambda: jnp.zeros(()), aggregation=tpudist.VariableAggregation.MEAN
+        )
+        calls.assign_add(1.0)
+        optimizer.apply_gradients([((x.T @ x) * guest, weights)])
+        return calls.read_value()
+
+    x = GlobalBatch(jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    with strategy.scope():
+        plan = strategy.plan(step, (x,), topology="2xv5e:2x2", cache=tpu_cache)
+    assert (plan.num_replicas, plan.topology) == (8, "2xv5e:2x2")
+    assert {"ici", "dcn"} == {x.network for x in plan.collectives}
+    (batch,) = strategy.experimental_distribute_dataset([np.ones((16, 8), np.float32)])
+    assert float(strategy.run(step, (batch,))) == 1
+    assert len(strategy.owned_variables()) == 3
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:2x4", "2xv5e:2x2", "v4:2x2x1"])
+def test_a_strategy_of_described_devices_is_planned_as_the_slice_that_they_are(name, tpu_cache):
+    strategy = tpudist.TPUStrategy(devices=topology.devices(name))
+    plan = strategy.plan(lambda x: x + 1, (np.ones(8, np.float32),), cache=tpu_cache)
+    assert plan.topology == name
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "picked", "num_chips"),
+    [
+        ("tpu7x:2x2x1", slice(None), 4),
+        ("tpu7x:2x2x1", slice(1), 1),
+        ("tpu7x:2x2x1", slice(None, None, 2), 4),
+        ("v3:2x2", slice(2), 1),
+        ("2xv3:2x2", slice(None), 8),
+        ("2xv5e:2x2", slice(1, None, 2), 4),
+    ],
+)
+def test_chips_are_counted_also_where_a_strategy_has_one_of_their_two_devices(
+    name, picked, num_chips
+):
+    devices = topology.devices(name)[picked]
+    strategy = tpudist.TPUStrategy(devices=devices)
+    assert make_plan._num_chips(strategy.mesh, chips.of_device(devices[0])) == num_chips
+
+
+@needs_libtpu
+@pytest.mark.parametrize("picked", [[3, 1, 2, 0], [1, 2]])
+def test_a_strategy_on_a_slice_that_is_named_stays_on_its_devices(picked, tpu_cache):
+    devices = topology.devices("v5e:2x2")
+    grid = np.array([devices[i] for i in picked])
+    of_all = jax.sharding.Mesh(grid, ("replica",), axis_types=(jax.sharding.AxisType.Auto,))
+    strategy = Own(mesh.ReplicaMesh(of_all))
+    twin = strategy._twin("v5e-4")
+    assert [d.id for d in twin.mesh.devices.flat] == picked
+    assert twin.mesh == strategy.mesh
+    plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e-4", cache=tpu_cache)
+    assert plan.num_devices == len(picked)
+    part = "The strategy is on 2 of the 4 devices of v5e-4, and stays so."
+    assert plan.notes == ((part,) if len(picked) == 2 else ())
+
+
+class Own(tpudist.Strategy):
+    """A strategy on whatever mesh a user has."""
+
+
+@needs_libtpu
+def test_a_strategy_that_is_moved_from_slice_to_slice_says_so(tpu_cache):
+    strategy = tpudist.TPUStrategy(devices=topology.devices("2xv5e:2x2"))
+    plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e:2x2", cache=tpu_cache)
+    assert plan.num_devices == 4
+    assert plan.notes == (
+        "The strategy is on 8 devices of 2xv5e:2x2: its mesh is made anew for v5e:2x2.",
+    )
+
+
+@needs_libtpu
+def test_what_counts_for_less_than_it_may_take_is_told(tpu_cache):
+    """A loop of unknown length, and a kernel that says nothing of its work."""
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def kernel(x, out):
+        out[...] = x[...] * 2
+
+    def step(x):
+        once = pallas.pallas_call(kernel, out_shape=x)(x)
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x) + once, once)
+
+    strategy = tpudist.OneDeviceStrategy()
+    plan = strategy.plan(step, (x,), topology="v5e:1x1", cache=tpu_cache)
+    loops, kernels = plan.notes[-2:]
+    assert "how often these loops run, and each counts once: " in loops
+    assert "how many operations these kernels run" in kernels
+    assert plan.time.unknown_trip_counts[0] in loops
+    assert plan.time.unknown_kernels[0] in kernels
+
+
+@needs_libtpu
+def test_a_slice_that_is_not_there_is_an_error_before_anything_is_traced():
+    def never():
+        raise AssertionError("traced")
+
+    with pytest.raises(ValueError, match="is not a TPU slice"):
+        sharded().plan(never, topology="v5e")

@@ -1,0 +1,65 @@
+"""Folders are made private, and other people's folders are left alone."""
+
+import os
+
+import pytest
+
+from tpudist.planner import answer_cache, private_files
+from tpudist.training.command import compilation_cache
+
+OURS = ("plan.json", "*.gz")
+
+
+def mode_of(path):
+    return path.stat().st_mode & 0o777
+
+
+def opened(path, *names):
+    """A folder that others may look into, with files."""
+    path.mkdir(mode=0o755)
+    path.chmod(0o755)
+    for name in names:
+        (path / name).write_text("")
+    return path
+
+
+def test_a_new_folder_is_private(tmp_path):
+    assert mode_of(private_files.folder(tmp_path / "a" / "b", ours=OURS)) == 0o700
+    assert mode_of(private_files.folder(tmp_path / "a" / "b", ours=OURS)) == 0o700
+
+
+@pytest.mark.parametrize("names", [(), ("plan.json",), ("a.gz", ".a.gz.x1y2", ".plan.json.tmp_")])
+def test_a_folder_with_nothing_else_in_it_is_closed(tmp_path, names):
+    folder = opened(tmp_path / "own", *names)
+    private_files.folder(folder, ours=OURS)
+    assert mode_of(folder) == 0o700
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_that_holds_something_else_stays_as_it_is(tmp_path, link):
+    """`--save .` in a project would close it to whoever works on it too."""
+    folder = asked = opened(tmp_path / "project", "plan.json", "train.py")
+    if link:
+        asked = tmp_path / "link"
+        asked.symlink_to(folder)
+    with pytest.raises(PermissionError, match="other files, such as train.py.* Name a new folder"):
+        private_files.folder(asked, ours=OURS)
+    assert mode_of(folder) == 0o755
+    folder.chmod(0o700)
+    assert private_files.folder(asked, ours=OURS) == asked
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        private_files.folder(tmp_path / "file", ours=OURS)
+
+
+def test_caches_do_not_close_a_folder_of_something_else(tmp_path, caplog):
+    folder = opened(tmp_path / "project", "train.py")
+    answer_cache.Cache(folder).put("key", answer_cache.Entry(None, "refused", 1.0))
+    assert "Plans are not kept" in caplog.text
+    assert compilation_cache.enable_compilation_cache(folder) is None
+    assert "Compiled programs are not kept" in caplog.text
+    assert mode_of(folder) == 0o755
+    assert os.listdir(folder) == ["train.py"]

@@ -1,0 +1,261 @@
+"""A compiled step is saved where it was planned, and run elsewhere without a compiler."""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpudist
+from kept_programs import jax_keeps_programs
+from places import PROGRAMS
+from tpudist.planner import Plan, saved_plan
+from tpudist.xla import compile_log, topology
+
+PROGRAM = PROGRAMS / "plan_program.py"
+needs_libtpu = pytest.mark.skipif(
+    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def strategy():
+    return tpudist.TPUStrategy(replica_axes={"fsdp": 2})
+
+
+def double(x):
+    return x * 2 + jnp.arange(8)
+
+
+X = np.arange(8, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    strategy().plan(double, (X,), in_process=True, cache=False).save(folder / "plan")
+    return folder / "plan"
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path):
+    """A copy of a saved plan, to be damaged."""
+    folder = tmp_path / "plan"
+    folder.mkdir(mode=0o700)
+    for file in saved_once.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+        (folder / file.name).chmod(0o600)
+    return folder
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("axes", ["fsdp", pytest.param("", marks=pytest.mark.slow)])
+def test_another_process_runs_a_saved_step_without_compiling(tmp_path, axes):
+    def run(action):
+        command = [sys.executable, str(PROGRAM), action, axes, str(tmp_path / "plan")]
+        ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    compiled, loaded = run("save"), run("load")
+    assert compiled["logged"] == ["first call"]
+    assert (loaded["compiles"], loaded["logged"]) == (0, [])
+    for what in ("losses", "total", "end"):
+        np.testing.assert_array_equal(loaded[what], compiled[what])
+    assert len(loaded["later"]) == len(compiled["later"]) == 2
+
+
+def test_a_saved_plan_is_private_and_read_back_whole(tmp_path):
+    planned = strategy().plan(double, (X,), in_process=True)
+    planned.save(tmp_path / "new" / "plan")
+    folder = tmp_path / "new" / "plan"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    assert strategy().load_plan(folder, double, (X,)) == planned
+
+
+def test_a_plan_without_an_executable_is_compiled_to_be_saved_and_says_so(tmp_path, caplog):
+    ours = strategy()
+    for _ in range(2):  # of which the second is known from the first
+        plan = ours.plan(double, (X,))
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        plan.save(tmp_path / "plan")
+    assert "double is compiled once more" in caplog.text
+    ours.load_plan(tmp_path / "plan", double, (X,))
+    before = compile_log.backend_compiles().number
+    np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
+    assert compile_log.backend_compiles().number == before
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_loaded_step_writes_nothing_of_what_the_planner_read(tmp_path, monkeypatch, in_process):
+    """The planner has the compiler write its buffers to a temporary folder."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    plan = strategy().plan(double, (X,), in_process=in_process)
+    plan.save(tmp_path / "plan")
+    ours = strategy()
+    ours.load_plan(tmp_path / "plan", double, (X,))
+    np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_plan_that_was_kept_still_gets_its_executable(tmp_path, caplog):
+    ours = strategy()
+    first = ours.plan(double, (X,))
+    again = ours.plan(double, (X,), in_process=True)
+    assert again.memory == first.memory
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        again.save(tmp_path / "plan")
+    assert "once more" not in caplog.text
+    assert ours.load_plan(tmp_path / "plan", double, (X,)) == again
+
+
+def test_a_step_with_other_arguments_compiles_as_ever(saved):
+    ours = strategy()
+    ours.load_plan(saved, double, (X,))
+    before = compile_log.compile_log()
+    np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
+    assert compile_log.compile_log() == before
+    np.testing.assert_array_equal(ours.run(double, (X[:1],)), X[:1] * 2 + np.arange(8))
+    np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
+    # The log keeps the last 1000 only, and may be full by now.
+    assert compile_log.compile_log()[:-1] == before[-999:]
+
+
+def _change(**changes):
+    def damage(folder):
+        header = json.loads((folder / "program.json").read_text())
+        (folder / "program.json").write_text(json.dumps(header | changes))
+
+    return damage
+
+
+def _versions(**others):
+    def damage(folder):
+        header = json.loads((folder / "program.json").read_text())
+        _change(versions=header["versions"] | others)(folder)
+
+    return damage
+
+
+def _swap(folder):
+    header = json.loads((folder / "program.json").read_text())
+    _change(devices=header["devices"][::-1])(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda f: (f / "program.json").unlink(), FileNotFoundError, "holds no saved plan"),
+        (lambda f: (f / "program.json").write_text("no"), ValueError, "program.json is damaged"),
+        (lambda f: (f / "program.json").write_text("[]"), ValueError, "program.json is damaged"),
+        (lambda f: (f / "program.json").write_text('{"format": 1}'), ValueError, "it has no"),
+        (_change(format=0), ValueError, "format 0, and this tpudist reads format 1"),
+        (lambda f: (f / "program.bin").write_bytes(b"no"), ValueError, "is damaged: its 2 bytes"),
+        (_change(kind="TPU v5 lite"), ValueError, "8 x TPU v5 lite, but the strategy has 8 x cpu"),
+        (_change(devices=[[0, 0]]), ValueError, "1 x cpu, but the strategy has 8 x cpu"),
+        (_change(mesh={"replica": 8}), ValueError, r"the mesh {'replica': 8}, but"),
+        (_change(processor="other"), ValueError, "the processor other, and this is"),
+        (_versions(jax="0.1"), ValueError, "jax 0.1, and here is .*install jax==0.1"),
+        (_versions(tpudist="9"), ValueError, "tpudist 9, and here is"),
+        (_swap, ValueError, "devices in another order or place"),
+        (_change(program="0" * 64), ValueError, "is program .* Load it with the function"),
+        (lambda f: f.chmod(0o770), PermissionError, "others may write to it"),
+        (lambda f: (f / "program.bin").chmod(0o622), PermissionError, "others may write to it"),
+        (lambda f: (f / "plan.json").chmod(0o622), PermissionError, "others may write to it"),
+    ],
+)
+def test_what_is_not_as_it_was_saved_is_refused_before_it_is_unpickled(
+    saved, monkeypatch, damage, error, message
+):
+    def never(*_):
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr(saved_plan.executables, "from_bytes", never)
+    damage(saved)
+    with pytest.raises(error, match=message):
+        strategy().load_plan(saved, double, (X,))
+
+
+def test_a_folder_of_another_user_is_refused(saved, monkeypatch):
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    with pytest.raises(PermissionError, match=f"belongs to user {me}, and this is user {me + 1}"):
+        strategy().load_plan(saved, double, (X,))
+
+
+def test_another_program_is_refused(saved):
+    for fn, args in [(lambda x: x * 3, (X,)), (double, (X[:1],)), (double, (X.astype("int32"),))]:
+        with pytest.raises(ValueError, match="is program"):
+            strategy().load_plan(saved, fn, args)
+
+
+def test_an_executable_that_the_compiler_cannot_load_is_an_error(saved):
+    (saved / "program.bin").write_bytes(b"no pickle")
+    _change(checksum=hashlib.sha256(b"no pickle").hexdigest())(saved)
+    ours = strategy()
+    ours.load_plan(saved, double, (X,))
+    with pytest.raises(ValueError, match="The saved program cannot be loaded on 8 x cpu"):
+        ours.run(double, (X,))
+
+
+def test_a_step_that_calls_back_into_python_cannot_be_saved(tmp_path):
+    def step(x):
+        jax.debug.print("{}", x)
+        return x
+
+    plan = strategy().plan(step, (X,), in_process=True)
+    with pytest.raises(ValueError, match="cannot be saved: .*calls back into Python"):
+        plan.save(tmp_path / "plan")
+
+
+def test_a_plan_from_json_cannot_be_saved(tmp_path):
+    plan = Plan.from_json(strategy().plan(double, (X,)).to_json())
+    with pytest.raises(ValueError, match="was read from JSON, .*holds no program"):
+        plan.save(tmp_path / "plan")
+
+
+@needs_libtpu
+def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path):
+    ours = strategy()
+    plan = ours.plan(double, (X,), topology="v5e:2x2", in_process=True)
+    plan.save(tmp_path / "plan")
+    assert (tmp_path / "plan" / "program.bin").stat().st_size > 1000
+    with pytest.raises(ValueError, match="4 x TPU v5 lite, but the strategy has 8 x cpu"):
+        ours.load_plan(tmp_path / "plan", double, (X,))
+    described = ours.on(topology.devices("v5e:2x2"))
+    with pytest.raises(ValueError, match="are described only, and nothing runs on them"):
+        described.load_plan(tmp_path / "plan", double, (X,))
+
+
+@needs_libtpu
+def test_what_does_not_fit_cannot_be_saved(tmp_path):
+    x = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)
+    plan = tpudist.OneDeviceStrategy().plan(lambda x: x @ x @ x, (x,), topology="v5e:1x1")
+    with pytest.raises(ValueError, match="does not fit v5e:1x1, so there is no program"):
+        plan.save(tmp_path / "plan")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_a_program_for_a_slice_is_saved_though_jax_keeps_programs(tmp_path):
+    """As scripts/train.py has it: jax 0.12 cannot load what it has kept for a slice."""
+    with jax_keeps_programs(tmp_path / "kept"):
+        strategy = tpudist.MirroredStrategy()
+        x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        for name in ("first", "second"):
+            plan = strategy.plan(
+                lambda x: x @ x, (x,), topology="v5e:2x4", in_process=True, cache=False
+            )
+            plan.save(tmp_path / name)

@@ -1,0 +1,124 @@
+"""README.md, CONTRIBUTING.md and .ci/run give the same commands, and README's example works."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+
+
+def blocks(document: str, language: str = "bash") -> list[list[str]]:
+    """The lines of each block in a language."""
+    pattern = rf"^```{language}\n(.*?)^```"
+    found = re.findall(pattern, (ROOT / document).read_text(), re.M | re.S)
+    return [block.splitlines() for block in found]
+
+
+def without_folder(commands: list[str]) -> list[str]:
+    """CI has its environment on the path; a reader's is `.venv`."""
+    return [command.removeprefix(".venv/bin/") for command in commands]
+
+
+CI = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+
+
+def test_ci_ends_with_the_four_commands_of_contributing():
+    (four,) = blocks("CONTRIBUTING.md")
+    # CI looks at the format, and does not change it.
+    assert CI[-4:] == [re.sub(r"^ruff format", "ruff format --check", line) for line in four]
+
+
+def standing_alone() -> list[list[str]]:
+    """The blocks of README that make their own environment: training, the tests, a plan."""
+    return [block for block in blocks("README.md") if any("-m venv" in line for line in block)]
+
+
+def test_readme_has_two_commands_and_a_plan_that_each_stand_alone():
+    train, test, plan = standing_alone()
+    for commands in (train, test, plan):
+        assert commands[0] == "python3 -m venv .venv"
+        assert commands[1].startswith(".venv/bin/python -m pip install")
+    assert train[-1] == ".venv/bin/python scripts/train.py"
+    assert test[-1] == ".venv/bin/python -m pytest"
+    assert plan[-1].startswith(".venv/bin/tpudist plan ")
+
+
+def test_ci_installs_and_tests_as_readme_says():
+    _, test, _ = standing_alone()
+    _, install, run = without_folder(test)
+    assert install.replace("install", "install --quiet", 1) in CI
+    assert run == CI[-1]
+
+
+def test_ci_trains_and_has_the_quick_tests_as_readme_and_contributing_say():
+    train, test, _ = (without_folder(commands) for commands in standing_alone())
+    assert train[-1] in CI
+    assert f'{test[-1]} -m "not slow or notebook"' in CI
+    assert '`python -m pytest -m "not slow"`' in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def interpreters(folder: Path, *, on_path=(), in_pyenv=()) -> dict[str, str]:
+    """The environment of a machine with some Pythons: each answers with its version only."""
+    (folder / "bin").mkdir()
+    tools = {
+        "pyenv": f'[ $1 = root ] && echo {folder}/pyenv || printf "%s\\n" {" ".join(in_pyenv)}'
+    }
+    if not in_pyenv:
+        tools = {}
+    for version in on_path:
+        tools[f"python{version}"] = f"case $2 in *{version}*) exit 0; esac; exit 1"
+    for version in in_pyenv:
+        minor = version.rpartition(".")[0]
+        tools[f"python{minor}"] = "exit 127"  # what its shims answer for one that is not chosen
+        tools[f"../pyenv/versions/{version}/bin/python"] = (
+            f"case $2 in *{minor}*) exit 0; esac; exit 1"
+        )
+    for name, body in tools.items():
+        file = folder / "bin" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{body}\n")
+        file.chmod(0o755)
+    return {"PATH": f"{folder}/bin:/bin:/usr/bin", "CI": "true"}
+
+
+def ask_ci(command: str, environment: dict[str, str]):
+    """Runs a command with the functions of .ci/run."""
+    text = (ROOT / ".ci" / "run").read_text()
+    functions = re.findall(r"^\w+\(\) \{.*?^\}$", text, re.M | re.S)
+    script = "\n".join(["set -euo pipefail", *functions, command])
+    return subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_ci_finds_interpreters_on_the_path_and_by_pyenv(tmp_path):
+    environment = interpreters(tmp_path, on_path=["3.19"], in_pyenv=["3.17.1", "3.18.0"])
+    assert ask_ci("find_python 3.19", environment).stdout == "python3.19\n"
+    found = ask_ci("find_python 3.20 3.18 3.17", environment).stdout
+    assert found == f"{tmp_path}/pyenv/versions/3.18.0/bin/python\n"
+    assert ask_ci("find_python 3.20", environment).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("in_pyenv", "ci", "code"), [([], "true", 0), (["3.18.0"], "true", 1), (["3.18.0"], "", 0)]
+)
+def test_a_missing_interpreter_is_said_loudly_and_fails_ci_where_pyenv_has_it(
+    tmp_path, in_pyenv, ci, code
+):
+    environment = interpreters(tmp_path, in_pyenv=in_pyenv) | {"CI": ci}
+    (tmp_path / "pyenv/versions/3.18.0/bin/python").unlink(missing_ok=True)
+    done = ask_ci("x=$(find_python 3.18 3.17) || missing 3.18 3.17", environment)
+    assert done.returncode == code
+    assert "#### NOT TESTED: no Python 3.18/3.17 was found" in done.stderr
+
+
+@pytest.mark.multiprocess
+def test_the_example_in_readme_runs_and_learns():
+    (example,) = blocks("README.md", "python")
+    command = [sys.executable, "-W", "error", "-c", "\n".join(example)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1e-3  # it starts at about 4

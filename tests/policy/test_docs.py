@@ -1,0 +1,49 @@
+"""The snippets of the guides in docs run one after the other, as they say."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+
+
+def run(guide: str, folder: Path) -> str:
+    """What all snippets of a guide print, run in a folder."""
+    snippets = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / guide).read_text(), re.M | re.S
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(snippets)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_path):
+    (tmp_path / "notes.txt").write_text("".join(f"line {i}\n" for i in range(9)))
+    printed = run("data_and_checkpoints.md", tmp_path)
+    assert "40 steps; saved: [20, 30, 40]" in printed
+    assert "Restored 2 values of step 40" in printed
+    assert "FileDataset" in printed
+
+
+@pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
+    printed = run("planning.md", tmp_path)
+    assert "True 8 " in printed  # it fits, on 8 replicas
+    assert "all-reduce ('replica',) ici" in printed
+    assert (tmp_path / "saved_plan").is_dir()

@@ -1,0 +1,254 @@
+"""What tpudist needs of JAX and Flax beyond their public interfaces: each is asked for by name.
+
+Where a test here fails, a new version has closed a door or lost a setting. The place to change is
+the one that the test names; see "A new version of JAX" in CONTRIBUTING.md.
+"""
+
+import ast
+import importlib.metadata
+import re
+import threading
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.extend import core
+
+from places import PACKAGE
+from tpudist.xla import compile_log, internals, jaxprs, replica_equality, topology, traces
+from tpudist.xla.settings import Setting
+
+PROJECT = PACKAGE.parent / "pyproject.toml"
+VERSIONS = f"jax {jax.__version__}, flax {flax.__version__}"
+
+# Settings that a version of JAX no longer has, and which one was the first without it.
+LOST = {
+    Setting.EXEC_TIME_OPTIMIZATION_EFFORT: (0, 11, 1),
+    Setting.MEMORY_FITTING_EFFORT: (0, 11, 1),
+}
+
+
+def version_of(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version(package))[:3])
+
+
+@pytest.mark.parametrize("setting", Setting, ids=lambda setting: setting.name)
+def test_this_jax_has_the_setting(setting):
+    gone = setting in LOST and version_of("jax") >= LOST[setting]
+    assert setting.is_known != gone, (
+        f"jax {jax.__version__} has {'' if setting.is_known else 'lost '}{setting.jax_name}: say "
+        f"so in LOST here, and beside the setting in tpudist/xla/settings.py."
+    )
+    if gone:
+        assert setting.read() == setting.value[1]
+        with pytest.raises(RuntimeError, match=f"{setting.jax_name} = 1.0 was asked for, which"):
+            setting.set(1.0)
+    else:
+        setting.read()
+
+
+def test_a_setting_is_read_as_a_context_manager_has_it_in_this_thread():
+    with jax.enable_x64(True):
+        assert Setting.ENABLE_X64.read()
+    assert not Setting.ENABLE_X64.read()
+
+
+# The private doors, each as its one user opens it.
+
+
+def coordination_service():
+    from jax._src import distributed
+
+    assert hasattr(distributed.global_state, "client")
+    assert internals.coordination_client() is None  # one process
+    client = type(distributed.global_state).__annotations__["client"]
+    assert "DistributedRuntimeClient" in str(client)
+
+
+def methods_of_the_coordination_service():
+    from jaxlib import _jax
+
+    for name in (
+        "key_value_set blocking_key_value_get key_value_try_get key_value_dir_get key_value_delete"
+    ).split():
+        assert callable(getattr(_jax.DistributedRuntimeClient, name))
+
+
+def compiler_options():
+    options = {"xla_cpu_enable_fast_math": True}
+    lowered = jax.jit(lambda x: x, compiler_options=options).lower(1.0)
+    assert internals.compiler_options_of(lowered) == options
+
+
+def described_devices():
+    assert not internals.is_described(jax.devices()[0])
+    if topology.importlib.util.find_spec("libtpu"):
+        assert internals.is_described(topology.devices("v5e:2x4")[0])
+
+
+def jaxpr_and_its_constants():
+    captured = jnp.arange(3.0)
+    closed = jax.make_jaxpr(lambda x: x + captured)(1.0)
+    assert isinstance(closed, core.ClosedJaxpr)
+    assert isinstance(jaxprs.opened(closed), core.Jaxpr)
+    (constant,) = closed.consts
+    np.testing.assert_array_equal(constant, captured)
+    assert len(jaxprs.opened(closed).constvars) == len(jaxprs.opened(closed).invars) == 1
+    other = core.ClosedJaxpr(closed.jaxpr, [captured + 1])
+    np.testing.assert_array_equal(core.jaxpr_as_fun(other)(1.0)[0], captured + 2)
+
+
+def source_of_an_equation():
+    (eqn,) = jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).eqns
+    assert replica_equality.line_of(eqn).startswith(f"{__file__}:")
+    (named,) = jax.make_jaxpr(jax.named_call(jnp.sin, name="here"))(1.0).eqns
+    assert "here" in str(named.source_info.name_stack)
+
+
+def token_of_a_trace():
+    assert traces.tracing_nothing()
+    jax.jit(lambda x: x if not traces.tracing_nothing() else 1 / 0)(1.0)
+
+
+def event_of_a_compile():
+    counter = compile_log.backend_compiles()
+    before = counter.number
+    jax.jit(lambda x: x * 3 - 7)(np.ones(5, np.float32))
+    assert counter.number > before
+
+
+def raw_value_of_an_nnx_variable():
+    variable = nnx.Param(jnp.ones(3))
+    object.__setattr__(variable, "_raw_value", jnp.zeros(3))
+    assert variable._raw_value is variable.get_raw_value()
+    assert not variable[...].any()
+
+
+def flat_nnx_graph():
+    graphdef, state = nnx.graphlib.flatten((nnx.Linear(2, 3, rngs=nnx.Rngs(0)),), with_paths=True)
+    assert {path[-1] for path in state.paths} == {"kernel", "bias"}
+    (copy,) = nnx.graphlib.unflatten(graphdef, [x.get_raw_value() for x in state.leaves])
+    assert copy.kernel.shape == (2, 3)
+
+
+def end_of_the_main_thread():
+    assert callable(threading._register_atexit)
+
+
+# What it is, who opens it (under tpudist/), and the test.
+DOORS = {
+    "jax._src.distributed.global_state.client": ("xla/internals.py", coordination_service),
+    "jaxlib._jax.DistributedRuntimeClient": (
+        "xla/coordination.py",
+        methods_of_the_coordination_service,
+    ),
+    "Lowered._lowering._compiler_options_kvs": ("xla/internals.py", compiler_options),
+    "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
+    "jax.extend.core.Jaxpr and ClosedJaxpr": ("xla/jaxprs.py", jaxpr_and_its_constants),
+    "JaxprEqn.source_info": ("xla/replica_equality.py", source_of_an_equation),
+    "jax.extend.core.get_opaque_trace_state": ("xla/traces.py", token_of_a_trace),
+    "the event backend_compile_duration": ("xla/compile_log.py", event_of_a_compile),
+    "nnx.Variable._raw_value": ("state/nnx_binding.py", raw_value_of_an_nnx_variable),
+    "nnx.graphlib": ("state/nnx_binding.py", flat_nnx_graph),
+    "threading._register_atexit": ("checkpoint/one_save.py", end_of_the_main_thread),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_the_door_is_open(name):
+    file, check = DOORS[name]
+    assert (PACKAGE / file).exists()
+    try:
+        check()
+    except Exception as error:
+        raise AssertionError(
+            f"{VERSIONS} has changed {name}, which tpudist/{file} opens."
+        ) from error
+
+
+# Names with an underscore that are other people's, and the only file that may say them.
+OF_OTHERS = {
+    "_lowering": "xla/internals.py",
+    "_compiler_options_kvs": "xla/internals.py",
+    "_raw_value": "state/nnx_binding.py",
+    "_register_atexit": "checkpoint/one_save.py",
+    "_exit": "xla/compiler/child.py",  # os._exit, which is public in spite of its name
+    "_replace": None,  # as are those of named tuples
+    "_fields": None,
+    "_asdict": None,
+}
+
+
+def underscored(tree: ast.AST):
+    """Names with one underscore that are reached from outside: `x._name`, `getattr(x, "_name")`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr")):
+            yield from (
+                x.value
+                for x in node.args
+                if isinstance(x, ast.Constant) and re.match("_[a-z]", str(x.value))
+            )
+
+
+def defined(tree: ast.AST):
+    """Names that a file gives to something of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+
+
+def test_private_names_of_others_are_said_in_one_place_each():
+    trees = {
+        str(file.relative_to(PACKAGE)): ast.parse(file.read_text())
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
+    ours = {name for tree in trees.values() for name in defined(tree)} - set(OF_OTHERS)
+    found = {
+        (name, file)
+        for file, tree in trees.items()
+        for name in underscored(tree)
+        if name not in ours and name not in set(defined(tree))
+    }
+    assert {name for name, _ in found} <= set(OF_OTHERS), found
+    assert all(OF_OTHERS[name] in (None, file) for name, file in found), found
+
+
+def test_settings_of_jax_are_named_in_one_place():
+    for file in PACKAGE.rglob("*.py"):
+        if file.name != "settings.py":
+            assert "jax.config" not in file.read_text(), file
+
+
+# What is promised to be supported, and what is installed.
+
+
+def test_the_classifiers_name_the_pythons_that_are_supported():
+    text = PROJECT.read_text()
+    named = re.findall(r"Programming Language :: Python :: (3\.\d+)", text)
+    assert named == ["3.11", "3.12", "3.13"]
+    assert f'requires-python = ">={named[0]}"' in text
+
+
+def test_jax_is_pinned_nowhere():
+    """A pin would decide which Pythons a fresh machine may have: jax 0.11 needs Python 3.12."""
+    pinned = re.findall(r'"(?:jax|jaxlib|flax|libtpu)[^"]*==[^"]*"', PROJECT.read_text())
+    assert pinned == []
+
+
+@pytest.mark.skipif(
+    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+def test_described_devices_are_of_jax_experimental_topologies():
+    """The way in is public; only the class of the client is not."""
+    assert callable(topologies.get_topology_desc)

@@ -1,0 +1,295 @@
+"""Imports point down: each room of tpudist stands on a floor and imports from lower floors only.
+
+A new file belongs to a room; a new room needs a place in `ROOMS`, and choosing it is the moment to
+think about what it should be allowed to know. No import makes a circle, at any level: between
+rooms, between the folders and files of a room, between files. Imports inside functions count, those
+under `if TYPE_CHECKING` do not: a type annotation may name what is above.
+"""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from places import PACKAGE
+
+# Low to high. An entry is a module or a folder; those of one line do not import each other.
+ROOMS = (
+    ("options", "reduce_op", "errors", "context", "step_boundaries"),  # words that everyone uses
+    ("deprecated",),
+    ("xla",),  # the only door to the compiler
+    ("values", "cluster_resolver", "models"),
+    ("reductions", "input"),
+    ("state",),
+    ("run", "checkpoint"),
+    ("planner", "gradients", "preemption"),
+    ("strategy", "testing"),
+    ("strategies", "training"),
+    ("experimental", "cli"),
+    ("compat",),
+    ("__init__", "__main__"),
+    ("pytest_plugin",),
+)
+
+# The folders of a room, low to high: each imports those before it only.
+FOLDERS = {
+    "xla": ("hlo", "hardware", "compiler", "estimate"),
+    "input": ("file_formats", "transfer", "sources", "feeds"),
+    "planner": ("show", "layouts"),
+    "training": ("data", "command", "show"),
+    "models": ("parts",),
+    "compat": ("v1",),
+}
+
+# Every other file of `strategies` is one strategy, and imports no other.
+OF_ALL_STRATEGIES = ("strategies.__init__", "strategies.deprecated_strategies")
+
+# Who may import which library (a dotted name covers everything beneath it).
+ONLY_IN = {
+    "jax._src": ("xla.internals",),  # what has no public door
+    "jax.experimental": ("xla",),
+    "jax.extend": ("xla",),
+    "jaxlib": ("xla",),
+    "flax": ("state", "run", "strategy", "gradients", "training", "models"),
+}
+
+# Never at the top of a module: `import tpudist` must not load them.
+ONLY_WHEN_USED = ("keras", "matplotlib", "ray", "sklearn", "tensorboardX", "tensorflow", "pytest")
+ONLY_WHEN_USED += ("datasets", "pyarrow", "torch")
+
+
+def violations(package: Path) -> list[str]:
+    """What the modules under `package` import against the rules above, one sentence each."""
+    modules = {_name(file, package): file for file in sorted(package.rglob("*.py"))}
+    found: list[str] = []
+    arrows: dict[str, set[str]] = {name: set() for name in modules}
+    for name, file in modules.items():
+        if _floor(name) is None:
+            found.append(f"{name} has no floor: give its room a place in ROOMS.")
+            continue
+        if (folder := _folder(name)) and folder not in FOLDERS.get(_room(name), ()):
+            found.append(f"{name} has no floor: give {_room(name)}/{folder} a place in FOLDERS.")
+        for imported, at_top in _imports(ast.parse(file.read_text()), name, package.name):
+            if imported == package.name or imported.startswith(f"{package.name}."):
+                other = _module(imported, package.name, modules)
+                arrows[name].add(other)
+                problem = _inside(name, other)
+            else:
+                problem = _outside(name, imported, at_top)
+            if problem:
+                found.append(problem)
+    return found + _circles(arrows)
+
+
+def _inside(importer: str, imported: str) -> str | None:
+    """Whether one module of the package may import another."""
+    if importer == imported:
+        return None
+    high, low = _floor(importer), _floor(imported)
+    if high is None or low is None:
+        return None  # reported once, where the module itself is looked at
+    if _room(importer) == _room(imported):
+        if _room(importer) == "strategies" and importer not in OF_ALL_STRATEGIES:
+            return f"{importer} imports {imported}: a strategy never imports another."
+        above, below = _folder(importer), _folder(imported)
+        order = FOLDERS.get(_room(importer), ())
+        if above in order and below in order and order.index(above) < order.index(below):
+            return f"{importer} imports {imported}: not from a floor below."
+        return None
+    return None if high > low else f"{importer} imports {imported}: not from a floor below."
+
+
+def _circles(arrows: dict[str, set[str]]) -> list[str]:
+    """The circles of imports: between files, and between a room's folders and other files."""
+    found = []
+    for level in (lambda name: name, lambda name: ".".join(name.split(".")[:2])):
+        graph: dict[str, set[str]] = {}
+        for importer, imported in arrows.items():
+            one = graph.setdefault(level(importer), set())
+            one |= {level(other) for other in imported} - {level(importer)}
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            found.append(f"Imports make a circle: {' <- '.join(error.args[1])}.")
+    return found
+
+
+def _outside(importer: str, imported: str, at_top: bool) -> str | None:
+    """Whether a module may import another library."""
+    for library, allowed in ONLY_IN.items():
+        if _covers(library, imported) and not {importer, importer.split(".")[0]} & set(allowed):
+            places = f"only {', '.join(allowed)} may" if allowed else "nobody may"
+            return f"{importer} imports {imported}: {places}."
+    for library in ONLY_WHEN_USED:
+        if _covers(library, imported) and at_top and importer != "pytest_plugin":
+            return f"{importer} imports {imported} at the top: only where it is used."
+    return None
+
+
+def _floor(name: str) -> int | None:
+    """The number of a module's floor: that of its room."""
+    for number, members in enumerate(ROOMS):
+        if _room(name) in members:
+            return number
+    return None
+
+
+def _room(name: str) -> str:
+    return name.split(".")[0]
+
+
+def _folder(name: str) -> str:
+    """The folder inside its room that a module is in; an empty string if it is in none."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 2 else ""
+
+
+def _name(file: Path, package: Path) -> str:
+    """`xla.mesh` for `tpudist/xla/mesh.py`, `xla.__init__` for the folder's own file."""
+    return ".".join(file.relative_to(package).with_suffix("").parts)
+
+
+def _module(imported: str, package: str, modules: dict[str, Path]) -> str:
+    """The module that `imported` comes from: `tpudist.values.PerReplica` from `values`."""
+    parts = imported.split(".")[1:]
+    while parts:
+        for name in (".".join(parts), ".".join([*parts, "__init__"])):
+            if name in modules:
+                return name
+        parts.pop()
+    return "__init__"
+
+
+def _imports(tree: ast.Module, name: str, package: str) -> Iterator[tuple[str, bool]]:
+    """Dotted names that a module imports or reaches by attribute (`jax.extend` after `import jax`).
+
+    With each comes whether it is imported when the module is.
+    """
+    for node, at_top in _walk(tree, at_top=True):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, at_top
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                folder = [package, *name.split(".")[: -node.level]]
+                base = ".".join([*folder, *filter(None, [node.module])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}", at_top
+        elif isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
+            if dotted.startswith("jax."):
+                yield dotted, at_top
+
+
+def _walk(node: ast.AST, at_top: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes but those under `if TYPE_CHECKING`, and whether they stand outside of functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and _dotted(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other, at_top
+                yield from _walk(other, at_top)
+            continue
+        yield child, at_top
+        in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _walk(child, at_top and not in_function)
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain or a name; an empty string for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def _covers(library: str, imported: str) -> bool:
+    return imported == library or imported.startswith(f"{library}.")
+
+
+def test_imports_point_down():
+    assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("values/component.py", "from tpudist import strategy", "not from a floor below"),
+        ("values/component.py", "from tpudist.strategy import Strategy", "not from a floor below"),
+        ("values/component.py", "from ..strategy import Strategy", "not from a floor below"),
+        ("values/component.py", "def f():\n    import tpudist.strategy", "not from a floor below"),
+        ("values/component.py", "from tpudist import Strategy", "imports __init__"),
+        ("options.py", "from tpudist import reduce_op", "not from a floor below"),
+        ("xla/mesh.py", "from .. import values", "not from a floor below"),
+        ("xla/hlo/shapes.py", "from tpudist.xla.compiler import flags", "not from a floor below"),
+        ("xla/compiler/flags.py", "from tpudist.xla.compiler import child", "circle: xla.compiler"),
+        (
+            "xla/mesh.py",
+            "from tpudist.xla.compiler import flags",
+            "circle: xla.compiler <- xla.mesh",
+        ),
+        ("strategies/tpu.py", "from tpudist.strategies import one_device", "never imports another"),
+        ("training/loop.py", "from tpudist.strategies import tpu", "not from a floor below"),
+        ("values/component.py", "import jax.experimental.pallas", "only xla may"),
+        ("values/component.py", "from jax import experimental", "only xla may"),
+        ("values/component.py", "import jax\nx = jax.extend.core", "only xla may"),
+        ("values/component.py", "import jaxlib", "only xla may"),
+        ("xla/mesh.py", "from jax._src import core", "only xla.internals may"),
+        ("xla/mesh.py", "import jax\nx = jax._src.core.Jaxpr", "only xla.internals may"),
+        ("values/component.py", "from flax import nnx", "only state"),
+        ("training/loop.py", "import matplotlib.pyplot", "only where it is used"),
+        ("utils.py", "", "has no floor"),
+        ("xla/utils/text.py", "", "has no floor"),
+    ],
+)
+def test_a_violation_is_found(tmp_path, file, source, complaint):
+    found = violations(_house(tmp_path, {file: source}))
+    assert any(complaint in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        (
+            "strategy/strategy.py",
+            "from tpudist import values, options\nfrom tpudist.xla import mesh",
+        ),
+        ("xla/mesh.py", "from jax.experimental import topologies\nfrom . import hlo"),
+        ("xla/mesh.py", "from tpudist.xla.hlo.shapes import Shape\nimport jaxlib"),
+        ("strategies/__init__.py", "from tpudist.strategies.tpu import TPUStrategy"),
+        ("__init__.py", "from tpudist import experimental\nfrom tpudist.strategies import tpu"),
+        ("training/loop.py", "def f():\n    import matplotlib.pyplot"),
+        ("values/component.py", "import jax\nx = jax.sharding.Mesh"),
+        (
+            "values/component.py",
+            "import typing\nif typing.TYPE_CHECKING:\n    from tpudist.strategy import Strategy",
+        ),
+    ],
+)
+def test_what_the_rules_allow_is_not_reported(tmp_path, file, source):
+    assert violations(_house(tmp_path, {file: source})) == []
+
+
+def _house(folder: Path, sources: dict[str, str]) -> Path:
+    """A small package with a module on several floors, some with the given source."""
+    files = ["__init__", "experimental", "options", "reduce_op", "strategy/__init__"]
+    files += [
+        "strategy/strategy",
+        "values/__init__",
+        "values/component",
+        "xla/__init__",
+        "xla/mesh",
+    ]
+    files += ["xla/hlo/__init__", "xla/hlo/shapes", "xla/compiler/__init__", "xla/compiler/flags"]
+    files += ["strategies/__init__", "strategies/tpu", "strategies/one_device", "training/loop"]
+    package = folder / "tpudist"
+    first = {f"{name}.py": "" for name in files}
+    first["xla/compiler/child.py"] = (
+        "from tpudist.xla import mesh\nfrom tpudist.xla.compiler import flags"
+    )
+    for file, source in (first | sources).items():
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).write_text(source)
+    return package

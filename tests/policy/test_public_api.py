@@ -1,0 +1,273 @@
+"""The public names: tf.distribute's, where tf.distribute has them, and each explained.
+
+`data/surface.json` lists every name of tf.distribute (of TensorFlow 2.21 and of the r1.15 pages),
+under the place where tpudist mirrors it, and those that are still to come. That second list only
+shrinks. After adding names, run
+
+    PYTHONPATH=tests:tests/programs python tests/policy/test_public_api.py
+
+which takes what is offered now off the list, and lower `NUM_STILL_TO_COME` to the number it prints.
+`tf.distribute`'s Mirrored values are not listed: here they are plain arrays.
+"""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+import types
+from typing import Any
+
+import pytest
+
+import tpudist
+from parity import signatures
+from places import DATA
+
+SURFACE_FILE = DATA / "surface.json"
+SURFACE: dict[str, list[str]]
+STILL_TO_COME: list[str]
+SURFACE, STILL_TO_COME = json.loads(SURFACE_FILE.read_text()).values()
+
+NUM_STILL_TO_COME = 33
+
+
+def is_offered(dotted: str) -> bool:
+    """Whether `tpudist.A.b` can be reached: an attribute of `A`, or one that its objects have."""
+    owner: Any = tpudist
+    *owners, last = dotted.split(".")[1:]
+    for name in owners:
+        owner = getattr(owner, name, None)
+    return hasattr(owner, last) or last in _attributes_of_objects(owner)
+
+
+def _attributes_of_objects(owner: Any) -> set[str]:
+    """What a class annotates, or assigns to `self` when it makes an object."""
+    names: set[str] = set()
+    for cls in inspect.getmro(owner)[:-1] if inspect.isclass(owner) else ():
+        names |= inspect.get_annotations(cls).keys()
+        if isinstance(init := vars(cls).get("__init__"), types.FunctionType):
+            names |= _assigned_to_self(init)
+    return names
+
+
+def _assigned_to_self(init: types.FunctionType) -> set[str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
+    except OSError:  # written by `dataclass`, from the annotations
+        return set()
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def _all_names() -> list[str]:
+    return [f"{owner}.{name}" for owner, names in SURFACE.items() for name in names]
+
+
+def test_every_name_of_tf_distribute_is_offered_or_still_to_come():
+    missing = [n for n in _all_names() if not is_offered(n) and n not in STILL_TO_COME]
+    assert missing == []
+
+
+def test_a_name_that_is_offered_is_no_longer_to_come():
+    """Otherwise it could be lost again without anybody noticing."""
+    assert [n for n in STILL_TO_COME if is_offered(n)] == []
+
+
+def test_the_list_of_names_to_come_only_shrinks():
+    assert len(STILL_TO_COME) == NUM_STILL_TO_COME
+    assert sorted(set(STILL_TO_COME)) == STILL_TO_COME
+    assert set(STILL_TO_COME) <= set(_all_names())
+
+
+def test_a_missing_name_and_a_missing_owner_are_not_offered():
+    assert is_offered("tpudist.Strategy.run")
+    assert not is_offered("tpudist.Strategy.no_such_method")
+    assert not is_offered("tpudist.NoSuchClass.run")
+
+
+def test_an_attribute_that_every_object_gets_is_offered():
+    class Owner:
+        annotated: int
+
+        def __init__(self):
+            self.assigned, other = 1, 2
+            self.read.only = other
+
+    assert _attributes_of_objects(Owner) == {"annotated", "assigned"}
+
+
+def test_all_lists_exactly_the_public_names():
+    public = [
+        name
+        for name, value in vars(tpudist).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    ]
+    listed = [n for n in tpudist.__all__ if not isinstance(getattr(tpudist, n), types.ModuleType)]
+    assert sorted(listed) == sorted(public)
+    assert len(set(tpudist.__all__)) == len(tpudist.__all__)
+
+
+THEIRS = json.loads(signatures.RECORDED.read_text())["signatures"]
+
+
+# What users do not call: strategies make these objects, and one's own strategy is made of a mesh.
+MADE_BY_US = {
+    "tpudist.DistributedDataset",
+    "tpudist.DistributedIterator",
+    "tpudist.PerReplica",
+    "tpudist.Strategy",
+    "tpudist.StrategyExtended",
+    "tpudist.compat.v1.Strategy",
+    "tpudist.compat.v1.StrategyExtended",
+}
+
+
+@pytest.mark.parametrize("dotted", sorted(THEIRS.keys() - MADE_BY_US))
+def test_a_signature_is_compatible_with_tensorflows(dotted):
+    """Calls written for tf.distribute work: no parameter is renamed, moved, or newly required."""
+    owner: Any = tpudist
+    for name in dotted.split(".")[1:]:
+        if not hasattr(owner, name):
+            assert dotted in STILL_TO_COME or not is_offered(dotted)
+            return
+        owner = (
+            inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
+        )
+    ours = signatures.of(owner)
+    assert ours is not None, f"{dotted} cannot be called"
+    assert signatures.violations(ours, THEIRS[dotted]) == [], f"ours: {ours}"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found"),
+    [
+        (["a", "b="], ["a", "b="], []),
+        (["a=", "b=", "*", "c="], ["a", "b="], []),
+        (
+            ["b", "a"],
+            ["a", "b"],
+            ["a is not parameter 0 (b is there)", "b is not parameter 1 (a is there)"],
+        ),
+        (["a", "b"], ["a", "b="], ["b has no default"]),
+        (["a", "b="], ["a"], ["b is ours and not keyword-only"]),
+        (["a", "*", "b"], ["a"], ["b is ours and has no default"]),
+        (["a"], ["a", "*", "b="], ["keyword b= is not there, or has no default"]),
+        (["*args", "b="], ["*args", "**kwargs"], []),
+        ([], ["a"], ["a is not parameter 0"]),
+    ],
+)
+def test_an_incompatible_signature_is_found(ours, theirs, found):
+    assert signatures.violations(ours, theirs) == found
+
+
+def test_a_signature_says_names_defaults_and_kinds():
+    class Owner:
+        def __init__(self, a, b=1, *, c, d=2, **rest):
+            pass
+
+        @staticmethod
+        def static(a, *more):
+            pass
+
+        @classmethod
+        def made(cls, a=1):
+            pass
+
+        attribute = 3
+
+    assert signatures.of(Owner) == ["a", "b=", "*", "c", "d=", "**rest"]
+    assert signatures.of(inspect.getattr_static(Owner, "static")) == ["a", "*more"]
+    assert signatures.of(inspect.getattr_static(Owner, "made")) == ["a="]
+    assert signatures.of(Owner.attribute) is None
+
+
+def _modules() -> list[types.ModuleType]:
+    """tpudist and the modules that it offers, such as `tpudist.experimental`."""
+    offered = (getattr(tpudist, name) for name in tpudist.__all__)
+    return [tpudist, *(value for value in offered if isinstance(value, types.ModuleType))]
+
+
+def _undocumented(module: types.ModuleType) -> list[str]:
+    """Classes, functions, and methods of classes without a docstring of their own."""
+    missing = [] if module.__doc__ else [module.__name__]
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            written = value.__doc__ and not value.__doc__.startswith(f"{name}(")  # by dataclass
+            missing += [] if written else [f"{module.__name__}.{name}"]
+            missing += [f"{module.__name__}.{name}.{m}" for m in _silent_methods(value)]
+        elif callable(value) and not inspect.getdoc(value):
+            missing.append(f"{module.__name__}.{name}")
+    return missing
+
+
+def _silent_methods(cls: type) -> list[str]:
+    """Public methods and properties that neither the class nor a base of it explains."""
+    return [
+        name
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        and isinstance(member, types.FunctionType | property | classmethod | staticmethod)
+        and not inspect.getdoc(getattr(cls, name))
+    ]
+
+
+def test_every_public_name_is_documented():
+    assert [name for module in _modules() for name in _undocumented(module)] == []
+
+
+def test_what_lacks_a_docstring_is_found():
+    class Silent:
+        def run(self):
+            pass
+
+        def _private(self):
+            pass
+
+    Silent.__doc__ = None
+    module = types.ModuleType("silent")
+    module.Silent = Silent
+    module.__all__ = ["Silent"]
+    assert _undocumented(module) == ["silent", "silent.Silent", "silent.Silent.run"]
+
+
+@pytest.mark.parametrize("heavy", ["keras", "matplotlib", "ray", "sklearn", "tensorflow", "pytest"])
+def test_importing_tpudist_loads_nothing_heavy(heavy, modules_after_import):
+    assert heavy not in modules_after_import
+
+
+def test_importing_tpudist_starts_no_backend_and_changes_no_setting(modules_after_import):
+    """Users' functions run beside ours, and `emulate` must still be possible."""
+    assert modules_after_import[-1] == "settings unchanged, no backend"
+
+
+@pytest.fixture(scope="module")
+def modules_after_import() -> list[str]:
+    program = """
+import sys, jax
+before = dict(jax.config.values)
+import tpudist
+assert before == dict(jax.config.values), "a setting changed"
+jax.config.update("jax_num_cpu_devices", 2)  # refused once a backend has started
+print(*sys.modules, "settings unchanged, no backend", sep="\\n")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+if __name__ == "__main__":
+    still_to_come = [name for name in STILL_TO_COME if not is_offered(name)]
+    data = {"surface": SURFACE, "still_to_come": still_to_come}
+    SURFACE_FILE.write_text(json.dumps(data, indent=2) + "\n")
+    print(len(still_to_come), "names are still to come.")

@@ -1,0 +1,27 @@
+"""Programs written as text, for tests of what reads them."""
+
+from tpudist.xla.hlo import hlo_module
+
+
+def program(*lines, computations=""):
+    """A program of which `lines` are the instructions, the last of them its result."""
+    *most, last = lines
+    body = "\n".join(f"  {line}" for line in [*most, f"ROOT {last}"])
+    return hlo_module.parse(
+        f"HloModule m, is_scheduled=true\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n"
+        f"{body}\n}}\n"
+    )
+
+
+def last(module):
+    """The instruction whose result is that of the program."""
+    return module.entry.root
+
+
+def kernel(name, *operands, results="bf16[2,8,2048,128]", config="{}"):
+    """A program that runs one custom kernel, and the instruction that does."""
+    lines = [f"%p{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
+    names = ", ".join(f"%p{i}" for i in range(len(operands)))
+    call = f'custom-call({names}), custom_call_target="tpu_custom_call", backend_config={config}'
+    module = program(*lines, f"%{name}.1 = {results} {call}")
+    return module, last(module)

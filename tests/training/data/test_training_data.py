@@ -1,0 +1,130 @@
+"""What a run reads: the split of files, windows, batches, and what a model must beat."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from tpudist.training.data.baselines import baselines
+from tpudist.training.data.batches import InOrder, RandomWindows, ShuffledEpochs
+from tpudist.training.data.digits import load_digits
+from tpudist.training.data.text import held_out_windows, load_corpus, read_corpus, split_files
+
+
+def test_a_file_is_held_out_by_its_name_alone():
+    """The same files on every machine and in every run, whatever else there is."""
+    names = [f"package/module_{i}.py" for i in range(400)]
+    train, held_out = split_files(names)
+    assert sorted(train + held_out) == sorted(names)
+    assert 8 <= len(held_out) <= 32  # about 1 in 20
+    assert split_files(names[::-1]) == (train, held_out)
+    fewer = [name for name in names if name not in held_out[1:]]
+    assert split_files(fewer)[1] == held_out[:1]
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_of_a_few_files_at_least_one_is_on_either_side(number):
+    for first in range(40):
+        train, held_out = split_files([f"{first + i}.txt" for i in range(number)])
+        assert train
+        assert held_out
+
+
+def test_one_file_cannot_be_split(tmp_path):
+    (tmp_path / "only.txt").write_text("text")
+    with pytest.raises(ValueError, match="at least 2 are needed: name more files"):
+        read_corpus([tmp_path / "only.txt"], tmp_path, "a test")
+
+
+def test_the_standard_library_is_a_corpus_that_every_machine_has():
+    corpus = load_corpus()
+    assert corpus.train.dtype == corpus.held_out.dtype == np.uint8
+    assert len(corpus.train) > 5e6
+    assert len(corpus.held_out) > 5e4
+    assert b"def " in corpus.held_out.tobytes()
+
+
+def test_a_glob_goes_into_folders(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for i in range(4):
+        (tmp_path / "a" / "b" / f"{i}.txt").write_text(f"file {i}")
+    corpus = load_corpus(f"{tmp_path}/**/*.txt")
+    assert corpus.num_train_files + corpus.num_held_out_files == 4
+    assert len(corpus.train) + len(corpus.held_out) == 4 * 6 + 4 - 2  # newlines between files
+
+
+def test_a_glob_without_matches_says_what_a_glob_is(tmp_path):
+    with pytest.raises(ValueError, match="matches no file in .* quote it"):
+        load_corpus(f"{tmp_path}/*.nothing")
+
+
+def test_windows_predict_no_byte_twice():
+    text = np.arange(100, dtype=np.uint8)
+    for number in (1, 3, 100):
+        windows = held_out_windows(text, 8, number)
+        assert windows.shape == (min(number, 12), 9)
+        predicted = windows[:, 1:].ravel()
+        assert len(set(predicted)) == len(predicted)
+    with pytest.raises(ValueError, match="100 bytes, fewer than one window of 100"):
+        held_out_windows(text, 100, 1)
+
+
+def test_baselines_are_those_counted_by_hand():
+    train = np.frombuffer(b"ababab", np.uint8)
+    windows = np.frombuffer(b"aba", np.uint8)[None]
+    a = b = 3
+    unigram = -np.log2([(b + 1) / (6 + 256), (a + 1) / (6 + 256)]).mean()
+    bigram = -np.log2([(3 + 1) / (3 + 256), (2 + 1) / (2 + 256)]).mean()
+    got = baselines(train, windows)
+    assert got["uniform"] == 8
+    assert got["unigram"] == pytest.approx(unigram)
+    assert got["bigram"] == pytest.approx(bigram)
+
+
+def test_a_step_reads_the_same_windows_however_it_is_reached():
+    """Not the steps before it, nor the number of replicas: only seed, step and batch size."""
+    text = np.random.default_rng(0).integers(256, size=1000).astype(np.uint8)
+    batches = RandomWindows(text, 16, 4, seed=1, num_steps=10)
+    in_order = list(batches)
+    assert len(in_order) == len(batches) == 10
+    np.testing.assert_array_equal(batches[7]["tokens"], in_order[7]["tokens"])
+    assert in_order[0]["tokens"].shape == (4, 17)
+    other_seed = RandomWindows(text, 16, 4, seed=2, num_steps=10)
+    assert (other_seed[7]["tokens"] != batches[7]["tokens"]).any()
+    assert (batches[6]["tokens"] != batches[7]["tokens"]).any()
+
+
+def test_windows_may_start_at_every_byte_that_has_enough_after_it():
+    text = np.arange(10, dtype=np.uint8)
+    starts = {int(w[0]) for b in RandomWindows(text, 8, 8, 0, 20) for w in b["tokens"]}
+    assert starts == {0, 1}
+    with pytest.raises(ValueError, match="10 bytes, fewer than one window of 10"):
+        RandomWindows(text, 10, 1, 0, 1)
+
+
+def test_an_epoch_has_every_row_once_and_the_next_another_order():
+    rows = {"x": np.arange(10)}
+    batches = list(ShuffledEpochs(rows, 4, seed=0, num_steps=5))
+    order = np.concatenate([batch["x"] for batch in batches])
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
+    assert (order[:10] != order[10:]).any()
+
+
+def test_in_order_ends_with_what_is_left():
+    batches = list(InOrder({"x": np.arange(10)}, 4))
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(InOrder({"x": np.arange(10)}, 4)) == 3
+
+
+def test_digits_are_split_without_overlap():
+    train, held_out = load_digits()
+    assert train["image"].shape == (1438, 8, 8, 1)
+    assert held_out["image"].shape == (359, 8, 8, 1)
+    assert 0 <= train["image"].min() <= train["image"].max() == 1
+    assert set(held_out["label"]) == set(range(10))
+
+
+def test_without_scikit_learn_digits_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
+        load_digits()

@@ -1,0 +1,222 @@
+"""What a run shows and leaves behind: lines, metrics, curves, and what it says of bad options."""
+
+import io
+import json
+import os
+import signal
+import stat
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tpudist.training.command import arguments, compilation_cache
+from tpudist.training.generate import printable
+from tpudist.training.interrupt import StopOnInterrupt
+from tpudist.training.show import display
+from tpudist.training.show.curves import draw_curves
+from tpudist.training.show.metrics import MetricsWriter
+from tpudist.training.show.summary import tell_bytes, where_variables_live
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [("", {}), ("fsdp=4", {"fsdp": 4}), (" fsdp=2, tensor = 2 ", {"fsdp": 2, "tensor": 2})],
+)
+def test_axes_are_read_from_text(text, axes):
+    assert arguments.parse_axes(text) == axes
+
+
+@pytest.mark.parametrize("text", ["fsdp", "fsdp=", "=4", "fsdp=0", "fsdp=two", "2=2"])
+def test_text_that_is_no_axes_is_refused(text):
+    with pytest.raises(ValueError, match="Write name=size, with commas between"):
+        arguments.parse_axes(text)
+
+
+def test_an_axis_given_twice_is_refused():
+    with pytest.raises(ValueError, match="gives the axis 'fsdp' twice"):
+        arguments.parse_axes("fsdp=2,fsdp=4")
+
+
+def test_an_option_that_must_be_positive_is_named():
+    arguments.check_positive({"steps": 1})
+    with pytest.raises(ValueError, match="--steps is 0. It must be above 0"):
+        arguments.check_positive({"batch-size": 8, "steps": 0})
+
+
+def test_a_dim_that_its_axes_do_not_divide_is_refused_by_its_option():
+    rules = (("heads", "tensor"), ("batch", ("data", "fsdp")), ("layers", None))
+    mesh_shape = {"replica": 1, "tensor": 8, "fsdp": 2, "data": 3}
+    dims = {"num-layers": ("layers", 3), "batch": ("batch", 6), "other": ("unruled", 5)}
+    arguments.check_split(dims, rules, mesh_shape)
+    with pytest.raises(ValueError, match="--num-heads is 4, .* over tensor=8.* multiple of 8"):
+        arguments.check_split(dims | {"num-heads": ("heads", 4)}, rules, mesh_shape)
+
+
+def test_a_folder_is_made_or_refused(tmp_path, monkeypatch):
+    assert arguments.check_folder(tmp_path / "new" / "run").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out .* cannot be made a folder"):
+        arguments.check_folder(tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match="--out .* cannot be written to"):
+        arguments.check_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("platforms", "found"), [("cpu", False), ("tpu,cpu", True)])
+def test_the_platform_that_jax_is_told_decides(monkeypatch, platforms, found):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert arguments.accelerator_in_sight() is found
+
+
+def test_metrics_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(3, "train", {"loss": 0.5})
+        line = json.loads((tmp_path / "metrics.jsonl").read_text())
+        writer.text("sample", "text")
+    assert line.pop("time_s") >= 0
+    assert line == {"step": 3, "split": "train", "loss": 0.5}
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_run_replaces_the_metrics_of_an_earlier_one_in_its_folder(tmp_path):
+    """TensorBoard would draw the curves of both as one."""
+    for step in (1, 2):
+        with MetricsWriter(tmp_path) as writer:
+            writer.write(step, "train", {"loss": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_without_a_folder_no_metrics_are_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with MetricsWriter(None) as writer:
+        writer.write(1, "train", {"loss": 1.0})
+        writer.text("sample", "text")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("points", [[], [(1, 5.0), (2, 4.0), (3, 3.5)]])
+def test_curves_are_a_picture(tmp_path, points):
+    path = tmp_path / "curves.png"
+    draw_curves(path, points, points[1:], {"uniform": 8.0}, unit="bits/byte", title="a run")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pipe_gets_plain_lines(monkeypatch):
+    out = io.StringIO()
+    shown = display.make_display(40, file=out)
+    shown.phase("compiling")
+    monkeypatch.setattr(type(shown), "QUIET_S", 0)
+    for step in range(1, 41):
+        shown.step(step, "loss 2.500 bits/byte", "10,000 tokens/s", 83.0)
+    shown.table("Finished", [("mesh", "replica 8"), ("step time", "20 ms")])
+    shown.text("What it writes", "def ", "f():")
+    shown.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "step 1/40  loss 2.500 bits/byte  10,000 tokens/s  1:23 left"
+    assert sum(line.startswith("step ") for line in lines) == 21
+    assert "  step time  20 ms" in lines
+    assert "def f():" in lines
+    assert "\x1b" not in out.getvalue()
+
+
+def test_lines_keep_their_distance():
+    """A run of fast steps does not fill a log."""
+    out = io.StringIO()
+    shown = display.make_display(1000, file=out)
+    for step in range(1, 1001):
+        shown.step(step, "", "", None)
+    assert out.getvalue() == "step 1/1000\nstep 1000/1000\n"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    shown = display.make_display(10, file=out)
+    shown.step(5, "loss 2.500", "10 tokens/s", 83.0)
+    shown.say("a line")
+    shown.table("Finished", [("mesh", "replica 8")])
+    shown.text("What it writes", "def ", "f[0]:")
+    shown.close()
+    for part in ("a line", "5/10", "1:23 left", "replica 8", "f[0]:"):
+        assert part in out.getvalue()
+
+
+def test_quiet_shows_nothing(capsys):
+    shown = display.make_display(10, quiet=True)
+    shown.phase("x")
+    shown.say("x")
+    shown.step(1, "x", "x", 1.0)
+    shown.table("x", [("x", "x")])
+    shown.text("x", "x", "x")
+    shown.close()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3, "0:03"), (83, "1:23"), (3700, "1:01:40")])
+def test_a_clock_shows_hours_only_where_there_are_any(seconds, text):
+    assert display.clock(seconds) == text
+
+
+def test_the_first_interrupt_is_a_request_and_the_second_is_not():
+    pressed = []
+    before = signal.getsignal(signal.SIGINT)
+    with StopOnInterrupt(lambda: pressed.append(1)) as stop:
+        assert not stop.requested
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        assert pressed == [1]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert (
+        printable(b"a\tb\n\x1b[31m\xff")
+        == "a\tb\n\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (999.9e3, "1 MB"), (3.67e6, "3.67 MB")]
+)
+def test_bytes_are_told_with_three_digits(count, text):
+    assert tell_bytes(count) == text
+
+
+def test_where_variables_live_is_told_by_axes():
+    mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    split = jax.device_put(jnp.zeros((4, 250)), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+    whole = jax.device_put(jnp.zeros(25), NamedSharding(mesh, PartitionSpec()))
+    assert (
+        where_variables_live({"a": split, "b": whole})
+        == "4 kB split over fsdp (2 kB per device), 100 B replicated on 8 devices"
+    )
+    assert where_variables_live(jnp.zeros(2)) == "8 B on 1 device"
+    assert where_variables_live({}) == "none"
+
+
+def test_the_compilation_cache_is_private_to_the_user(tmp_path, monkeypatch):
+    """What is in it is run as native code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        folder = compilation_cache.enable_compilation_cache()
+        assert folder is not None
+        assert folder.is_relative_to(tmp_path)
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_cache_of_someone_else_or_one_that_cannot_be_made_is_not_used(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "file").write_text("")
+    assert compilation_cache.enable_compilation_cache(tmp_path / "file" / "cache") is None
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert compilation_cache.enable_compilation_cache(tmp_path / "cache") is None
+    assert jax.config.jax_compilation_cache_dir == before

@@ -1,0 +1,267 @@
+"""What a run that goes on takes up: its folder, its history, and the lines that it had written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from places import ROOT
+from tpudist.training.command import folder
+from tpudist.training.command.config import Config, ModelOptions, facts
+from tpudist.training.history import History
+from tpudist.training.show.metrics import MetricsWriter, has_tensorboard, read_lines
+
+FACTS = {"--seed": 0, "--batch-size": 8}
+
+
+def train_line(step: int, loss: float = 1.0, **more) -> dict:
+    return {"step": step, "split": "train", "time_s": float(step), "loss": loss, **more}
+
+
+def restored(num_steps: int, held_out=()) -> History:
+    history = History()
+    history.set_state({"num_steps": num_steps, "held_out": [list(each) for each in held_out]})
+    return history
+
+
+def with_checkpoint(out: Path, step: int = 20) -> None:
+    (out / folder.CHECKPOINTS / str(step)).mkdir(parents=True)
+
+
+def test_a_history_goes_on_from_its_lines_and_steps_after_the_checkpoint_are_forgotten():
+    lines = [
+        train_line(1, 4.0),
+        {"step": 1, "split": "resumed", "time_s": 1.5},
+        {"step": 1, "split": "resumed", "time_s": 1.6},
+        train_line(2, 3.0, step_s=0.5),
+        {"step": 2, "split": "held_out", "time_s": 3.0, "nats": 3.5},
+        train_line(3, 2.0, step_s=0.5),
+        {"step": 3, "split": "held_out", "time_s": 4.0, "nats": 2.5},
+    ]
+    history = restored(2, [(2, {"nats": 3.5})])
+    assert history.continued(lines) == lines[:5]
+    assert history.losses == [4.0, 3.0]
+    assert history.first_step == 1
+    assert history.resumed_at == [1, 1]
+    assert history.held_out == [(2, {"nats": 3.5})]
+    assert history.seconds == [0.5]
+    assert history.median_step_s == 0.5
+    history.seconds += [0.1, 0.1]
+    assert history.median_step_s == 0.1  # on the devices of now
+    history.waited_s = 0.02
+    assert history.waited_share == pytest.approx(0.1)
+
+
+def test_an_evaluation_that_no_checkpoint_knows_is_done_again():
+    """It was made after the save; its line would be there twice."""
+    lines = [train_line(1), {"step": 1, "split": "held_out", "nats": 3.5}]
+    history = restored(1)
+    assert history.continued(lines) == lines[:1]
+    assert not history.was_measured(1)
+
+
+def test_a_history_whose_lines_are_lost_knows_its_steps_and_evaluations_all_the_same():
+    history = restored(5, [(4, {"nats": 2.0})])
+    lines = [train_line(1), train_line(4, 2.5), train_line(5, 2.0)]
+    assert history.continued(lines) == lines
+    assert (history.num_steps, history.losses, history.first_step) == (5, [2.5, 2.0], 4)
+    assert history.was_measured(4)
+    assert restored(5).continued([]) == []
+
+
+def test_the_state_of_a_history_comes_back_from_json():
+    history = History(num_steps=7, held_out=[(3, {"nats": 1.5}), (7, {"nats": 0.1})])
+    again = History()
+    again.set_state(json.loads(json.dumps(history.get_state())))
+    assert (again.num_steps, again.held_out) == (7, history.held_out)
+
+
+def test_metrics_go_on_after_the_lines_that_are_kept(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, "train", {"loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "spl')  # killed here
+    kept = read_lines(tmp_path)[:2]
+    kept[1]["time_s"] = 100.0
+    with MetricsWriter(tmp_path, kept) as writer:
+        writer.write(3, "train", {"loss": 0.5})
+        writer.sync()
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[:2] == kept
+    assert lines[2]["loss"] == 0.5
+    assert 100 <= lines[2]["time_s"] < 110
+    if has_tensorboard():
+        # The events of the first start stay; those of the second hide what comes after step 2.
+        files = sorted((tmp_path / "tensorboard").iterdir(), key=os.path.getmtime)
+        assert 1 <= len(files) <= 2  # of one second they have one name
+        assert purged_steps(files[-1]) == [3]
+
+
+def purged_steps(file: Path) -> list[int]:
+    """From which steps on a file of events hides what was written before."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    data, steps, at = file.read_bytes(), [], 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        if event.session_log.status == SessionLog.START:
+            steps.append(event.step)
+        at += size + 16
+    return steps
+
+
+def test_of_no_metrics_there_are_no_lines(tmp_path):
+    assert read_lines(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text("[1]\n\n{}\n")
+    assert read_lines(tmp_path) == [{}]
+    assert restored(3).continued([{}]) == []
+
+
+def test_a_fresh_folder_starts_and_one_with_a_checkpoint_goes_on(tmp_path):
+    assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.Begun(goes_on=False)
+    assert folder.begin(tmp_path, FACTS | {"--seed": 3}, 40, "never").moved_to is None
+    assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.Begun(goes_on=False)
+    with_checkpoint(tmp_path)
+    for resume in ("auto", "must"):
+        begun = folder.begin(tmp_path, FACTS, 40, resume)
+        assert begun == folder.Begun(goes_on=True, planned_steps=40)
+    assert folder.begin(tmp_path, FACTS, 60, "auto").planned_steps == 40
+    assert folder.begin(tmp_path, FACTS, 60, "auto").planned_steps == 60
+
+
+def test_a_checkpoint_that_was_not_finished_is_none(tmp_path):
+    (tmp_path / "20.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "7").write_text("")
+    assert not folder.has_checkpoints(tmp_path)
+    assert not folder.has_checkpoints(tmp_path / "nowhere")
+    (tmp_path / "20.damaged").mkdir()
+    assert folder.has_checkpoints(tmp_path)
+
+
+def test_what_contradicts_the_checkpoints_is_listed_with_the_remedies(tmp_path):
+    folder.begin(tmp_path, FACTS, 40, "auto")
+    with_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="has the checkpoints of another run") as refused:
+        folder.begin(tmp_path, {"--seed": 1, "--batch-size": 16}, 30, "auto")
+    said = str(refused.value)
+    for part in (
+        "\n  --seed is 1, there 0\n  --batch-size is 16, there 8\n  --steps is 30, there 40: ",
+        "another --out",
+        f"--resume never to start anew, which moves it to {tmp_path / 'earlier-1'}.",
+    ):
+        assert part in said
+    assert folder.begin(tmp_path, FACTS, 40, "auto").goes_on  # and nothing has changed
+
+
+def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):
+    with_checkpoint(tmp_path)
+    for text in ("", "{}", '{"facts": 3, "steps": 1}'):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(ValueError, match=r"run\.json, which says what they are of, is missing"):
+            folder.begin(tmp_path, FACTS, 40, "auto")
+
+
+def test_a_run_that_must_go_on_does_not_start(tmp_path):
+    with pytest.raises(ValueError, match="--resume must was given, but --out .* no checkpoint"):
+        folder.begin(tmp_path, FACTS, 40, "must")
+
+
+def test_never_moves_what_is_there_and_nothing_of_others(tmp_path):
+    for number in (1, 2):
+        folder.begin(tmp_path, FACTS | {"--seed": number}, 40, "never")
+        with_checkpoint(tmp_path, number)
+        (tmp_path / "metrics.jsonl").write_text(str(number))
+        (tmp_path / "notes.txt").write_text("mine")
+    begun = folder.begin(tmp_path, FACTS, 40, "never")
+    assert begun.moved_to == str(tmp_path / "earlier-2")
+    assert (tmp_path / "notes.txt").exists()
+    for number in (1, 2):
+        aside = tmp_path / f"earlier-{number}"
+        assert (aside / "metrics.jsonl").read_text() == str(number)
+        assert (aside / "checkpoints" / str(number)).is_dir()
+        assert json.loads((aside / "run.json").read_text())["facts"]["--seed"] == number
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_metrics_of_another_run_without_checkpoints_are_kept_too(tmp_path):
+    """Those of the same run that came to no checkpoint are written again."""
+    folder.begin(tmp_path, FACTS, 40, "auto")
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert folder.begin(tmp_path, FACTS, 40, "auto").moved_to is None
+    other = folder.begin(tmp_path, FACTS | {"--seed": 5}, 40, "auto")
+    assert other.moved_to == str(tmp_path / "earlier-1")
+    assert (tmp_path / "earlier-1" / "metrics.jsonl").exists()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    program = f"""
+from pathlib import Path
+from tpudist.training.command import folder
+with folder.locked(Path({str(tmp_path)!r})):
+    print("in", flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with (
+            pytest.raises(ValueError, match="in use by another run. Wait for it to end"),
+            folder.locked(tmp_path),
+        ):
+            pass
+        other.kill()  # who is killed lets others in
+    with folder.locked(tmp_path), pytest.raises(ValueError, match="in use by another run"):
+        with folder.locked(tmp_path):
+            pass
+    with folder.locked(tmp_path):
+        pass
+
+
+def test_what_process_0_refuses_is_refused():
+    def refuse():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        folder.agree(refuse)
+    begun = folder.Begun(goes_on=True, planned_steps=4)
+    assert folder.agree(lambda: begun) == begun
+
+
+def test_a_digest_tells_data_apart():
+    data = np.arange(10, dtype=np.uint8)
+    assert folder.digest(data) == folder.digest(data[:4], data[4:])
+    assert folder.digest(data).startswith("10 bytes, CRC-32 ")
+    assert folder.digest(data) != folder.digest(data[::-1])
+
+
+def test_what_changes_the_numbers_is_a_fact_and_where_they_are_made_is_not():
+    here = facts(Config(batch_size=8), "10 bytes")
+    elsewhere = Config(
+        batch_size=8,
+        strategy="tpu",
+        emulate=4,
+        replica_axes="fsdp=4",
+        steps=800,
+        out=Path("elsewhere"),
+        checkpoint_every=1,
+        resume="must",
+        model=ModelOptions(remat="full"),
+    )
+    assert facts(elsewhere, "10 bytes") == here
+    for name in ("--task", "--seed", "--batch-size", "--embed-dim", "--learning-rate", "--dtype"):
+        assert name in here
+    assert facts(Config(batch_size=8), "11 bytes") != here

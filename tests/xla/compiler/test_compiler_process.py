@@ -1,0 +1,282 @@
+import importlib.util
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kept_programs import jax_keeps_programs
+from tpudist.xla import internals, topology
+from tpudist.xla.compiler import child, compiler_process, flags, jax_cache
+from tpudist.xla.compiler.compiler_process import CompilerDied, HbmExceeded
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+pytestmark = pytest.mark.multiprocess
+
+
+def _step(weights, x):
+    hidden = x
+    for _ in range(3):
+        hidden = jax.nn.relu(hidden @ weights)
+    # Names say nothing of how a result is split.
+    return (hidden**2).sum(), {"sdy.sharding?": hidden}, weights - 0.1
+
+
+def _lowered(devices, width=1024, **how):
+    """A small program, its devices in another order than theirs, and the mesh."""
+    grid = np.array(devices[::-1]).reshape(-1, 2)
+    mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def shape(*spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=sharding)
+
+    # The first two are split as the compiler likes.
+    out_shardings = (None, None, NamedSharding(mesh, P("data", "model")))
+    step = jax.jit(_step, donate_argnums=0, out_shardings=out_shardings, **how)
+    return step.lower(shape("data", "model"), shape("data")), mesh
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_compiler_is_left():
+    yield
+    compiler_process.close_compilers()
+    assert compiler_process._idle == []
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [("v5e:2x4", 8), ("v5e:2x4", 4), ("2xv5e:2x2", 8), ("tpu7x:2x2x1", 8)]
+)
+def test_another_process_makes_the_same_program(name, num_devices):
+    """With the order of the devices, free outputs, and the options of jit and of the call."""
+    lowered, mesh = _lowered(
+        topology.devices(name)[:num_devices],
+        compiler_options={"xla_tpu_scoped_vmem_limit_kib": 20000},
+    )
+    options = {"xla_tpu_enable_latency_hiding_scheduler": True}
+    progress = []
+    there = compiler_process.compile_elsewhere(
+        lowered, mesh.devices, options, progress=lambda *told: progress.append(told)
+    )
+    here = compiler_process.compile_here(lowered, options)
+    assert there.text == here.text == lowered.compile(compiler_options=options).as_text()
+    assert there.memory == here.memory
+    assert there.flops == here.flops
+    assert there.buffers == here.buffers
+    assert there.seconds > 0
+    assert progress
+    assert {what for what, _ in progress} <= {"starting the compiler", "compiling"}
+
+
+@needs_libtpu
+def test_the_figures_are_those_of_the_program():
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    found = compiler_process.compile_elsewhere(lowered, mesh.devices)
+    weights, x = 4 * 1024**2 // 8, 4 * 1024**2 // 4
+    assert found.memory.argument_bytes == weights + x
+    assert found.memory.alias_bytes == weights  # donated
+    assert found.memory.peak_bytes >= weights + x
+    assert found.memory.host_argument_bytes == 0
+    assert found.flops == pytest.approx(3 * 2 * 1024**3 / 8, rel=0.05)
+    assert found.flops > 0
+    for part in ("allocation 0: size", "value: <", "HloLiveRange", "(peak):"):
+        assert part in found.buffers
+
+
+@needs_libtpu
+def test_the_options_that_jit_was_given_reach_the_other_process():
+    """They are in no public attribute of what was lowered."""
+    options = {"xla_tpu_scoped_vmem_limit_kib": 20000}
+    lowered, _ = _lowered(topology.devices("v5e:2x4"), compiler_options=options)
+    assert internals.compiler_options_of(lowered) == options
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("setting", "value", "changes_it"),
+    [
+        ("jax_optimization_level", "O1", True),
+        ("jax_exec_time_optimization_effort", -1.0, True),
+        ("jax_memory_fitting_level", "O0", False),
+        ("jax_compiler_enable_remat_pass", None, False),
+        ("jax_disable_most_optimizations", None, False),  # those of LLVM, for CPUs
+    ],
+)
+def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
+    setting, value, changes_it
+):
+    """A slice compiles with them too. None is for the other of two."""
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    usual, options = compiler_process.compile_elsewhere(lowered, mesh.devices), flags.of_jit()
+    if setting not in jax.config.values:
+        pytest.skip(f"jax {jax.__version__} has no {setting}")
+    before = jax.config.values[setting]
+    jax.config.update(setting, (not before) if value is None else value)
+    try:
+        there = compiler_process.compile_elsewhere(lowered, mesh.devices)
+        here = compiler_process.compile_here(lowered)
+        assert flags.of_jit() != options
+    finally:
+        jax.config.update(setting, before)
+    assert there.text == here.text
+    assert (there.text != usual.text) == changes_it
+
+
+@needs_libtpu
+def test_a_program_that_does_not_fit_is_refused_in_the_words_of_the_compiler():
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"), width=200_000)
+    with pytest.raises(HbmExceeded, match=r"exceeds available HBM \(15.75G\)") as raised:
+        compiler_process.compile_elsewhere(lowered, mesh.devices)
+    with pytest.raises(HbmExceeded) as here:
+        compiler_process.compile_here(lowered)
+    assert str(here.value) == str(raised.value)
+    # And how far it had come: what was to lie where.
+    assert here.value.text == raised.value.text
+    assert raised.value.text.startswith(str(raised.value))
+    assert "HloModule" in raised.value.text
+
+
+@needs_libtpu
+def test_an_option_that_the_compiler_does_not_know_is_an_error_of_the_caller():
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    for attempt in (
+        lambda options: compiler_process.compile_elsewhere(lowered, mesh.devices, options),
+        lambda options: compiler_process.compile_here(lowered, options),
+    ):
+        with pytest.raises(ValueError, match="No such compile option: 'xla_tpu_nonsense'"):
+            attempt({"xla_tpu_nonsense": True})
+
+
+@needs_libtpu
+def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    # Too little for an all-reduce: libtpu checks, and aborts.
+    with pytest.raises(CompilerDied, match=r"SIGABRT\) on a program for v5e:2x4.*\n.*Check failed"):
+        compiler_process.compile_elsewhere(
+            lowered, mesh.devices, {"xla_tpu_scoped_vmem_limit_kib": 1}
+        )
+    assert compiler_process.compile_elsewhere(lowered, mesh.devices).text
+
+
+@needs_libtpu
+def test_a_compiler_that_takes_too_long_is_ended():
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    with pytest.raises(TimeoutError, match=r"did not finish a program for v5e:2x4 within 0.01 s"):
+        compiler_process.compile_elsewhere(lowered, mesh.devices, timeout_s=0.01)
+
+
+@needs_libtpu
+def test_one_process_compiles_program_after_program(monkeypatch):
+    started = []
+
+    class Counted(child.Child):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            started.append(self)
+
+    compiler_process.close_compilers()
+    monkeypatch.setattr(compiler_process.child, "Child", Counted)
+    lowered, mesh = _lowered(topology.devices("v5e:2x2"))
+    for _ in range(3):
+        compiler_process.compile_elsewhere(lowered, mesh.devices)
+    assert len(started) == 1
+    started[0]._process.kill()
+    started[0]._process.wait()
+    compiler_process.compile_elsewhere(lowered, mesh.devices)
+    assert len(started) == 2
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatch):
+    """XLA and libtpu read them once, when their process begins."""
+    compiler_process.close_compilers()
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    lowered, mesh = _lowered(topology.devices("v5e:2x2"))
+
+    def compiled():
+        before = list(compiler_process._idle)
+        program = compiler_process.compile_elsewhere(lowered, mesh.devices)
+        (compiler,) = compiler_process._idle
+        return program.text, before, compiler
+
+    text, _, first = compiled()
+    monkeypatch.setenv("UNRELATED", "1")
+    assert compiled()[2] is first
+    # Too little for an all-reduce, as above: it is heard of only by a process that begins.
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1")
+    with pytest.raises(CompilerDied, match="SIGABRT"):
+        compiled()
+    assert not first.is_alive
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    again, waiting, _ = compiled()
+    assert (again, waiting) == (text, [])
+
+
+@needs_libtpu
+def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted():
+    lowered, mesh = _lowered(topology.devices("v5e:2x2"))
+    compiler_process.compile_elsewhere(lowered, mesh.devices)
+
+    def kill(_, __):
+        (waiting_for,) = used
+        os.kill(waiting_for.pid, signal.SIGKILL)
+
+    used = list(compiler_process._idle)
+    with pytest.raises(CompilerDied, match=r"SIGKILL.*\n.*\nA system that runs out of memory"):
+        compiler_process.compile_elsewhere(lowered, mesh.devices, progress=kill)
+
+
+def test_programs_for_devices_that_are_here_are_compiled_here():
+    lowered, mesh = _lowered(jax.devices(), width=64)
+    with pytest.raises(ValueError, match=r"compiles for the devices of .*topology.devices"):
+        compiler_process.compile_elsewhere(lowered, mesh.devices)
+    found = compiler_process.compile_here(lowered)
+    assert len(found.text) == len(lowered.compile().as_text())  # XLA:CPU prints maps in any order
+    assert found.memory.argument_bytes == 4 * 64**2 * (1 / 8 + 1 / 4)
+    assert found.flops > 0
+    assert "allocation 0: size" in found.buffers
+
+
+def test_a_program_that_jax_keeps_is_compiled_to_be_described(tmp_path):
+    """What comes from JAX's cache says nothing of buffers."""
+    with jax_keeps_programs(tmp_path):
+        lowered, _ = _lowered(jax.devices(), width=128)  # one that this process has not compiled
+        lowered.compile()
+        kept = sorted(tmp_path.iterdir())
+        assert kept
+        found = compiler_process.compile_here(lowered)
+        assert "allocation 0: size" in found.buffers
+        assert sorted(tmp_path.iterdir()) == kept
+        jax.jit(lambda x: x * 5 - 4).lower(np.ones(3)).compile()  # and goes on to keep
+        assert len(list(tmp_path.iterdir())) > len(kept)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_cache_of_jax_is_as_it_was_when_the_last_compile_has_ended(enabled):
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
+    jax.config.update(name, enabled)
+    try:
+        first, second = jax_cache.bypassed(), jax_cache.bypassed()
+        with first:
+            second.__enter__()
+            assert not getattr(jax.config, name)
+        assert not getattr(jax.config, name)
+        second.__exit__(None, None, None)
+        assert getattr(jax.config, name) is enabled
+    finally:
+        jax.config.update(name, before)
+
+
+def test_an_option_that_the_compiler_here_does_not_know_is_an_error_of_the_caller():
+    lowered, _ = _lowered(jax.devices(), width=64)
+    with pytest.raises(ValueError, match="xla_nonsense"):
+        compiler_process.compile_here(lowered, {"xla_nonsense": True})

@@ -1,0 +1,212 @@
+"""A program that does not fit is explained: how much it needs, of what, and which line asked."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpudist.xla import topology
+from tpudist.xla.compiler import compiler_process
+from tpudist.xla.estimate import refusal
+from tpudist.xla.hlo.buffers import Buffer
+
+needs_libtpu = pytest.mark.skipif(
+    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+GIB = 2**30
+HUNDREDTH = 0.01 * GIB  # to which the compiler's messages round
+
+
+@pytest.mark.parametrize(
+    ("text", "needed", "available"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (19.39G) exceeds available HBM (15.75G).",
+            19.39,
+            15.75,
+        ),
+        (  # openxla.org/xla/errors/error_1000
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+            "space hbm. Used 49.34G of 32.00G hbm. Exceeded hbm capacity by 17.34G.",
+            49.34,
+            32.00,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: TPU TensorCore Hbm usage: 34.82G, SparseCore Hbm usage 174.10G, "
+            "exceeding available bytes: 33.74G",
+            34.82,
+            33.74,
+        ),
+        ("RESOURCE_EXHAUSTED: Used 1.5T of 512.00M hbm. Exceeded", 1536, 0.5),
+    ],
+)
+def test_the_figures_of_a_message_are_read(text, needed, available):
+    found = refusal.explain(text)
+    assert found.needed_bytes == pytest.approx(needed * GIB)
+    assert found.available_bytes == pytest.approx(available * GIB)
+    assert found.over_bytes == found.needed_bytes - found.available_bytes
+    assert found.largest == ()
+    assert found.text == text
+    share = (needed - available) / available
+    assert f"({share:.1%}) too much" in str(found)
+
+
+def test_a_message_without_figures_is_given_as_it_is():
+    found = refusal.explain("RESOURCE_EXHAUSTED: no")
+    assert (found.needed_bytes, found.largest) == (0, ())
+    assert str(found) == "The compiler refused the program: RESOURCE_EXHAUSTED: no"
+
+
+LISTED = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 98.2G of 15.75G hbm.
+
+Program hbm requirement 97.92G:
+    HLO temp         97.92G (89.3% utilization: Unpadded (87.45G) Padded (97.92G))
+
+  Largest program allocations in hbm:
+
+  1. Size: 2.00G
+     Operator: op_name="pmap(update)/add" source_file="/home/me/train.py" source_line=711
+     Shape: f32[1,524288,500]{2,1,0:T(8,128)}
+     Unpadded size: 1.75G
+     Extra memory due to padding: 250.0M (1.1x expansion)
+     XLA label: %fusion.6 = f32[1,524288,500]{2,1,0:T(8,128)} fusion(f32[524288]{0} %x)
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 64.00M
+     Operator: op_name="params[\\'w\\']"
+     Shape: f32[4096,4096]{1,0:T(8,128)}
+     Unpadded size: 64.00M
+     XLA label: copy.13 = copy(copy.16), sharding={replicated}
+     Allocation type: HLO temp
+     ==========================
+"""
+
+
+def test_the_list_of_largest_allocations_is_read_where_the_message_has_one():
+    assert refusal.explain(LISTED).largest == (
+        Buffer(
+            name="fusion.6",
+            shape="f32[1,524288,500]{2,1,0:T(8,128)}",
+            num_bytes=2 * GIB,
+            unpadded_bytes=round(1.75 * GIB),
+            op_name="pmap(update)/add",
+            source="/home/me/train.py:711",
+        ),
+        Buffer(
+            name="copy.13",
+            shape="f32[4096,4096]{1,0:T(8,128)}",
+            num_bytes=GIB // 16,
+            unpadded_bytes=GIB // 16,
+            op_name="params['w']",
+            source=None,
+        ),
+    )
+
+
+# What the pinned compiler writes.
+
+
+def arguments_that_are_too_large(x, y):
+    return x.sum() + y.sum()
+
+
+def temporaries_that_are_too_large(x):
+    table = jnp.sort(x[:, None] * x[None, :], axis=0)
+    return (table @ jnp.sort(table, axis=1)).sum()
+
+
+def a_loop_that_keeps_too_much(w, x):
+    def loss(w):
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        return jax.lax.scan(layer, x, w)[0].sum()
+
+    return jax.grad(loss)(w)
+
+
+def too_large_by_little(x):
+    table = jnp.sort(x[:, None] * x[None, :], axis=0)
+    return table @ jnp.ones((x.size, 8))
+
+
+@functools.cache
+def refused(function, *shapes):
+    devices = topology.devices("v5e:2x2")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    args = [jax.ShapeDtypeStruct(x, jnp.float32, sharding=NamedSharding(mesh, P())) for x in shapes]
+    with pytest.raises(compiler_process.HbmExceeded) as caught:
+        compiler_process.compile_here(jax.jit(function).lower(*args))
+    return caught.value
+
+
+TOO_LARGE = {
+    arguments_that_are_too_large: ((40_000, 100_000), (20_000, 60_000)),
+    temporaries_that_are_too_large: ((50_000,),),
+    a_loop_that_keeps_too_much: ((64, 4096, 4096), (16384, 4096)),
+    too_large_by_little: ((46_200,),),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("function", TOO_LARGE)
+def test_a_refusal_says_exactly_how_much_is_needed(function):
+    error = refused(function, *TOO_LARGE[function])
+    message, found = refusal.explain(str(error)), refusal.explain(error.text)
+    assert found.available_bytes == message.available_bytes == 15.75 * GIB
+    assert found.needed_bytes == pytest.approx(message.needed_bytes, abs=HUNDREDTH)
+    assert found.over_bytes == found.needed_bytes - found.available_bytes > 0
+    assert found.text == str(error)  # without all that the compiler wrote beside it
+
+
+@needs_libtpu
+@pytest.mark.parametrize("function", TOO_LARGE)
+def test_a_refusal_names_nearly_all_that_is_held(function):
+    found = refusal.explain(refused(function, *TOO_LARGE[function]).text)
+    sizes = [x.num_bytes for x in found.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    # Room that no value fits into is the rest.
+    assert 0.8 * found.needed_bytes < sum(sizes) <= found.needed_bytes
+
+
+@needs_libtpu
+def test_arguments_that_are_too_large_are_named_as_the_user_calls_them():
+    error = refused(arguments_that_are_too_large, *TOO_LARGE[arguments_that_are_too_large])
+    found = refusal.explain(error.text, names=["batch.images", "table"])
+    first, second = found.largest[:2]
+    assert [first.name, second.name] == ["batch.images", "table"]
+    assert first.unpadded_bytes == 4 * 40_000 * 100_000
+    assert found.argument_bytes == pytest.approx(found.needed_bytes, rel=1e-3)
+    assert "The largest has 14.92 GiB: batch.images." in str(found)
+
+
+@needs_libtpu
+def test_the_largest_temporary_is_named_with_its_line():
+    function = a_loop_that_keeps_too_much
+    found = refusal.explain(refused(function, *TOO_LARGE[function]).text)
+    first = found.largest[0]
+    assert first.unpadded_bytes == 4 * 64 * 16384 * 4096  # an activation of every layer
+    file, _, line = first.source.rpartition(":")
+    start = function.__code__.co_firstlineno
+    assert file == __file__
+    assert start < int(line) <= start + 7
+    assert str(found).endswith(f"{first.op_name} ({first.source}).")
+
+
+@needs_libtpu
+def test_a_compiler_in_another_process_says_as_much():
+    function = too_large_by_little
+    here = refused(function, *TOO_LARGE[function])
+    devices = topology.devices("v5e:2x2")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    x = jax.ShapeDtypeStruct((46_200,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    with pytest.raises(compiler_process.HbmExceeded) as caught:
+        compiler_process.compile_elsewhere(jax.jit(function).lower(x), devices)
+    there = caught.value
+    assert str(there) == str(here)
+    assert refusal.explain(there.text) == refusal.explain(here.text)

@@ -1,0 +1,268 @@
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import hlo_programs
+from tpudist.xla import topology
+from tpudist.xla.estimate import hbm_traffic, instruction_time, step_time
+from tpudist.xla.hardware import chips
+from tpudist.xla.hlo import hlo_module
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+V5E, V6E = chips.CHIPS["v5e"], chips.CHIPS["v6e"]
+Q = "bf16[2,8,2048,128]"
+PRODUCT = 2 * 2 * 8 * 2048 * 2048 * 128
+
+
+# Bytes to and from HBM.
+
+ROW, ALL = 8 * 128 * 4, 64 * 128 * 4
+BIG, SMALL = "f32[64,128]{1,0:T(8,128)}", "f32[8,128]{1,0:T(8,128)}"
+INSIDE = {
+    "sum": f"""%inside (p: f32[64,128], q: f32[64,128]) -> f32[64,128] {{
+  %p = {BIG} parameter(0)
+  %q = {BIG} parameter(1)
+  ROOT %sum = {BIG} add(%p, %q)
+}}
+""",
+    "slice": f"""%inside (p: f32[64,128], i: s32[]) -> f32[8,128] {{
+  %p = {BIG} parameter(0)
+  %i = s32[]{{:S(6)}} parameter(1)
+  %b = {BIG} bitcast(%p)
+  ROOT %s = {SMALL} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={{8,128}}
+}}
+""",
+    "update": f"""%inside (p: f32[64,128], q: f32[8,128], i: s32[]) -> f32[64,128] {{
+  %p = {BIG} parameter(0)
+  %q = {SMALL} parameter(1)
+  %i = s32[]{{:S(6)}} parameter(2)
+  %twice = {SMALL} add(%q, %q)
+  ROOT %u = {BIG} dynamic-update-slice(%p, %twice, %i, %i)
+}}
+""",
+    "nested": f"""%deeper (d: f32[64,128], i: s32[]) -> f32[8,128] {{
+  %d = {BIG} parameter(0)
+  %i.1 = s32[]{{:S(6)}} parameter(1)
+  ROOT %s = {SMALL} dynamic-slice(%d, %i.1, %i.1), dynamic_slice_sizes={{8,128}}
+}}
+
+%inside (p: f32[64,128], i: s32[]) -> f32[8,128] {{
+  %p = {BIG} parameter(0)
+  %i = s32[]{{:S(6)}} parameter(1)
+  %f = {SMALL} fusion(%p, %i), kind=kLoop, calls=%deeper
+  ROOT %n = {SMALL} negate(%f)
+}}
+""",
+}
+FUSED = "kind=kLoop, calls=%inside"
+VMEM_BIG = BIG.replace("(8,128)}", "(8,128)S(1)}")
+
+
+@pytest.mark.parametrize(
+    ("inside", "line", "num_bytes"),
+    [
+        ("", f"%x = {BIG} add(%a, %a)", 3 * ALL),
+        ("", f"%x = {VMEM_BIG} copy(%a)", ALL),
+        ("", f"%x = {BIG} bitcast(%a)", 0),
+        ("", f"%x = ({BIG}, {BIG}) tuple(%a, %a)", 0),
+        ("", f"%x = {SMALL} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={{8,128}}", 2 * ROW),
+        ("", f"%x = {BIG} dynamic-update-slice(%a, %c, %i, %i)", 2 * ROW),
+        ("", f"%x = ({VMEM_BIG}, {BIG}, u32[]) copy-start(%a)", ALL),
+        ("", f"%x = (({BIG}), {SMALL}, s32[]) slice-start(%a), slice={{[0:8], [0:128]}}", 2 * ROW),
+        ("", f"%x = {BIG} all-reduce(%a), to_apply=%add", 0),
+        ("", f'%x = {BIG} custom-call(), custom_call_target="AllocateBuffer"', 0),
+        ("sum", f"%x = {BIG} fusion(%a, %b), {FUSED}", 2 * ALL),
+        ("sum", f"%x = {VMEM_BIG} fusion(%b, %b), {FUSED}", 0),
+        ("slice", f"%x = {SMALL} fusion(%a, %i), {FUSED}", 2 * ROW),
+        ("update", f"%x = {BIG} fusion(%a, %c, %i), {FUSED}", 2 * ROW),
+        ("nested", f"%x = {SMALL} fusion(%a, %i), {FUSED}", 2 * ROW),
+    ],
+)
+def test_only_what_is_moved_counts(inside, line, num_bytes):
+    module = hlo_programs.program(
+        f"%a = {BIG} parameter(0)",
+        f"%b = {VMEM_BIG} parameter(1)",
+        f"%c = {SMALL} parameter(2)",
+        "%i = s32[]{:S(6)} parameter(3)",
+        line,
+        computations=INSIDE.get(inside, ""),
+    )
+    assert hbm_traffic.num_bytes(module, hlo_programs.last(module)) == num_bytes
+
+
+# Prices.
+
+
+class _Device:
+    coords = (0, 0, 0)
+
+
+class _OneDevice:
+    """What is asked of a mesh of one device."""
+
+    devices = np.array([_Device()], dtype=object)
+    axis_names = ("replica",)
+
+
+def _one(_):
+    return _OneDevice()
+
+
+@pytest.mark.parametrize("generation", sorted(chips.CHIPS))
+def test_the_published_microbenchmarks_come_out_as_published(generation):
+    """Not each of several, which differ by up to a quarter, but their mean."""
+    chip = chips.CHIPS[generation]
+    rates = instruction_time.Rates.of(chip)
+    copy_s = instruction_time.COPY_CYCLES[generation] / rates.other_cycles_per_s
+    measured = chip.hbm_bytes_per_s * chip.hbm_efficiency / chip.devices_per_chip
+    assert copy_s == pytest.approx(instruction_time.COPY_BYTES / measured)
+    published = instruction_time.MATMULS.get(generation, ())
+    for matmul in published:
+        seconds = matmul.cycles / rates.matmul_cycles_per_s
+        assert seconds == pytest.approx(matmul.seconds, rel=0.13 if len(published) > 1 else 1e-9)
+        assert matmul.flops_per_s <= rates.flops_per_s * (1 + 1e-9)
+    assert rates.flops_per_s <= chip.bf16_flops_per_s / chip.devices_per_chip
+
+
+def _matmul_line(cycles):
+    return (
+        "%c = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} convolution(%a, %b), dim_labels=bf_io->bf, "
+        f'backend_config={{"estimated_cycles":"{cycles}"}}'
+    )
+
+
+def test_nothing_is_faster_than_what_was_measured():
+    operand = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter"
+    rates = instruction_time.Rates.of(V5E)
+    for cycles, seconds in (
+        (10, 2 * 1024**3 / rates.flops_per_s),
+        (10**9, 10**9 / rates.matmul_cycles_per_s),
+    ):
+        module = hlo_programs.program(
+            f"%a = {operand}(0)", f"%b = {operand}(1)", _matmul_line(cycles)
+        )
+        price = rates.price(module, hlo_programs.last(module))
+        assert (price.kind, price.hbm_bytes) == ("matmul", 0)
+        assert price.seconds == pytest.approx(seconds)
+    module = hlo_programs.program(f"%a = {BIG} parameter(0)", f"%x = {BIG} add(%a, %a)")
+    price = rates.price(module, hlo_programs.last(module))
+    assert price.seconds == pytest.approx(3 * ALL / rates.hbm_bytes_per_s)
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    operand = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter"
+    module = hlo_programs.program(
+        f"%a = {operand}(0)",
+        f"%b = {operand}(1)",
+        f"%x = {VMEM_BIG} parameter(2)",
+        f'%y = {VMEM_BIG} negate(%x), backend_config={{"estimated_cycles":"5000"}}',
+        "%h = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(3)",
+        "%off = (bf16[1024,1024]{1,0:S(5)}, bf16[1024,1024], u32[]) copy-start(%h)",
+        "%gone = bf16[1024,1024]{1,0:S(5)} copy-done(%off)",
+        _matmul_line(10**6),
+    )
+    estimate = step_time.price(module, _one("v5e"), V5E)
+    rates = instruction_time.Rates.of(V5E)
+    host_s = 2 * 1024**2 / V5E.host_bytes_per_s
+    compute_s = 10**6 / rates.matmul_cycles_per_s + 5000 / rates.other_cycles_per_s
+    assert estimate.compute_s == pytest.approx(compute_s)
+    assert estimate.host_s == estimate.exposed_host_s == pytest.approx(host_s)
+    assert estimate.step_s == pytest.approx(compute_s + host_s)
+    assert estimate.flops == 2 * 1024**3
+    assert estimate.hbm_bytes == 2 * 1024**2  # one end of the copy to the host, all else is in VMEM
+    assert [(op.name, op.kind) for op in estimate.top] == [
+        ("c", "matmul"),
+        ("off", "host"),
+        ("y", "elementwise"),
+    ]
+    assert sum(op.share for op in estimate.top) == pytest.approx(1)
+    assert estimate.unknown_trip_counts == estimate.unknown_kernels == ()
+
+
+def test_the_dearest_branch_is_priced():
+    branch = """%BRANCH (x: f32[64,128]) -> f32[64,128] {
+  %x.BRANCH = f32[64,128]{1,0:T(8,128)} parameter(0)
+  ROOT %n.BRANCH = f32[64,128]{1,0:T(8,128)} negate(%x.BRANCH), \
+backend_config={"estimated_cycles":"CYCLES"}
+}
+
+"""
+    module = hlo_programs.program(
+        "%flag = s32[] parameter(0)",
+        f"%a = {BIG} parameter(1)",
+        f"%x = {BIG} conditional(%flag, %a, %a), branch_computations={{%cheap, %dear}}",
+        computations=branch.replace("BRANCH", "cheap").replace("CYCLES", "10")
+        + branch.replace("BRANCH", "dear").replace("CYCLES", "9000000"),
+    )
+    estimate = step_time.price(module, _one("v5e"), V5E)
+    assert [op.name for op in estimate.top] == ["n.dear"]
+    assert estimate.step_s == pytest.approx(9e6 / instruction_time.Rates.of(V5E).other_cycles_per_s)
+    assert [run.instruction.name for run in module.executions()][-1] == "n.dear"
+
+
+def _compiled(name, function, *shapes):
+    sharding = SingleDeviceSharding(topology.devices(name)[0])
+    arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in shapes]
+    return hlo_module.parse(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_cycles_of_the_microbenchmarks_are_those_of_this_compiler():
+    """The rates would be wrong with a compiler that counts otherwise."""
+    product = _compiled("v6e:1x1", jnp.matmul, (8192, 8192), (8192, 8192))
+    copy = _compiled("v6e:1x1", lambda a: a * 2, (4096, 4096))
+    assert {matmul.cycles for matmul in instruction_time.MATMULS["v6e"]} == {_cycles(product)}
+    assert instruction_time.COPY_CYCLES["v6e"] == _cycles(copy)
+    estimate = step_time.price(product, _one("v6e"), V6E)
+    assert estimate.flops == 2 * 8192**3
+    assert 0.79 * V6E.bf16_flops_per_s < estimate.flops / estimate.step_s
+    assert estimate.flops / estimate.step_s < 0.91 * V6E.bf16_flops_per_s
+
+
+def _cycles(module):
+    return sum(run.instruction.cycles or 0 for run in module.executions())
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_scanned_step_has_the_operations_of_all_its_layers_on_a_tpu():
+    layers, rows, width = 3, 512, 256
+
+    def step(weights, x):
+        layer = jax.checkpoint(lambda x, w: (jax.nn.gelu(x @ w), None))
+        loss = lambda w: jax.lax.scan(layer, x, w)[0].astype(jnp.float32).mean()  # noqa: E731
+        return jax.grad(loss)(weights)
+
+    module = _compiled("v5e:1x1", step, (layers, width, width), (rows, width))
+    assert module.unknown_trip_counts == ()
+    estimate = step_time.price(module, _one("v5e"), V5E)
+    assert estimate.flops == layers * 4 * 2 * rows * width * width
+    assert estimate.step_s >= estimate.flops / V5E.bf16_flops_per_s
+    assert all(op.seconds > 0 for op in estimate.top)
+    assert any(op.source and op.source.startswith(__file__) for op in estimate.top)
+
+
+def test_a_narrow_head_fills_half_of_a_wide_unit():
+    kernel = hlo_programs.kernel("splash_mha_fwd_residuals", Q, Q, Q)
+    for chip, filled in ((V5E, 1), (V6E, 0.5)):
+        rates = instruction_time.Rates.of(chip)
+        price = rates.price(*kernel)
+        assert price.kind == "kernel"
+        assert price.seconds == pytest.approx(2 * PRODUCT / (rates.flops_per_s * filled))
+
+
+def test_a_kernel_of_unknown_cost_is_reported():
+    (module, kernel), mesh = hlo_programs.kernel("mine", Q), _one("v5e")
+    estimate = step_time.price(module, mesh, V5E)
+    assert estimate.unknown_kernels == (kernel.name,)
+    assert estimate.kernels_s == pytest.approx(
+        2**24 / instruction_time.Rates.of(V5E).hbm_bytes_per_s
+    )

@@ -1,0 +1,181 @@
+"""What a step holds besides its arrays, as JSON, and the way from objects to a step and back."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from tpudist.checkpoint import matching, not_finite
+from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entry, Found, Path, joined
+from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_contents
+from tpudist.checkpoint.matching import RestoreReport
+
+_UNKNOWN_DTYPES = (
+    "int1 uint1 uint2 uint4 float8_e4m3 float6_e2m3fn float6_e3m2fn longdouble clongdouble "
+    "float96 float128 complex192 complex256"
+).split()
+
+
+def gather(
+    found: Found, step: int, metrics: Mapping[str, float]
+) -> tuple[dict[Path, Any], dict[str, Any]]:
+    """The arrays of a step by path, and all else, as JSON has it.
+
+    Raises:
+        CheckpointError: Arrays have been donated, or have no values yet; names all.
+        TypeError: A state is no JSON, or a dtype cannot be stored.
+    """
+    arrays: dict[tuple[str, ...], Any] = {}
+    leaves: dict[str, dict[str, Any]] = {}
+    gone, abstract = [], []
+    for entry in found.entries:
+        leaf = {"kind": entry.kind, "shape": list(entry.shape), "dtype": entry.dtype}
+        leaves[entry.name] = leaf
+        value = entry.read()
+        if entry.kind in (VALUE, STATE):
+            leaf["value"] = _as_json(entry, value)
+            continue
+        if isinstance(value, jax.Array) and value.is_deleted():
+            gone.append(entry.name)
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            abstract.append(entry.name)
+        elif 0 not in entry.shape:
+            arrays[entry.path] = _storable(entry, value)
+            leaf["path"] = list(entry.path)
+    if gone:
+        raise CheckpointError(
+            f"Step {step} cannot be saved: these arrays have been donated to a step or "
+            f"deleted: {', '.join(gone)}. Give the checkpoint the arrays that the step "
+            f"returned instead."
+        )
+    if abstract:
+        raise CheckpointError(
+            f"Step {step} cannot be saved: these are shapes without values: "
+            f"{', '.join(abstract)}. Restore them first, or make the arrays."
+        )
+    return arrays, {
+        "format": FORMAT,
+        "step": step,
+        "time": time.time(),
+        "metrics": metrics,
+        "leaves": leaves,
+        "aliases": found.aliases,
+    }
+
+
+def refuse_not_finite(
+    found: Found, arrays: Mapping[Path, Any], step: int, latest: int | None
+) -> None:
+    """Refuses to save a step with NaN or infinities.
+
+    Raises:
+        CheckpointError: Names the arrays, and `latest`, the step that was saved last.
+    """
+    values = {x.name: arrays[x.path] for x in found.entries if x.path in arrays}
+    bad = not_finite.not_finite(values)
+    if bad:
+        good = "There is none yet" if latest is None else f"The newest is that of step {latest}"
+        arrays_hold = "1 array holds" if len(bad) == 1 else f"{len(bad)} arrays hold"
+        raise CheckpointError(
+            f"Step {step} was not saved: {arrays_hold} NaN or infinities: {', '.join(bad)}. "
+            f"{good}. Save with allow_nan=True if this state is worth keeping."
+        )
+
+
+def restore(found: Found, step: int, path: epath.Path, **how: Any) -> RestoreReport:
+    """Restores what `matching.match`, which takes `how`, pairs; all of it is read before.
+
+    Raises:
+        CheckpointError: The step does not fit the objects.
+    """
+    from tpudist.checkpoint import arrays  # Orbax takes a while to import
+
+    item, leaves, aliases = _describe(path)
+    match = matching.match(found, leaves, aliases, str(path), **how)
+    wanted: dict[Path, Any] = {}
+    for entry, name in match.pairs:
+        if entry.kind in (ARRAY, KEY) and 0 not in entry.shape:
+            wanted.setdefault(tuple(leaves[name]["path"]), arrays.target(entry))
+    values = arrays.read_arrays(item, wanted)
+    used: set[str] = set()
+    for entry, name in match.pairs:
+        leaf = leaves[name]
+        if entry.kind in (VALUE, STATE):
+            entry.write(leaf["value"])
+        elif 0 in entry.shape:
+            entry.write(arrays.empty(entry))
+        else:
+            # What was one array when it was saved may be two now, which are donated by themselves.
+            again = name in used
+            used.add(name)
+            entry.write(arrays.placed(entry, values[tuple(leaf["path"])], again=again))
+    found.finish()
+    return RestoreReport(
+        step,
+        str(path),
+        tuple(entry.name for entry, _ in match.pairs),
+        match.not_restored,
+        match.left_in_checkpoint,
+        match.cast,
+    )
+
+
+def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], dict[str, str]]:
+    """What a step holds: the path of its arrays, what there is by name, and other names."""
+    if is_ours(path):
+        contents = read_contents(path)
+        return path / ARRAYS, contents["leaves"], contents["aliases"]
+    from tpudist.checkpoint.arrays import foreign_item  # Orbax takes a while to import
+
+    item, found = foreign_item(path)
+    leaves = {
+        joined(name): {
+            "kind": ARRAY,
+            "shape": list(getattr(x, "shape", ())),
+            "dtype": np.dtype(x.dtype).name,
+            "path": list(name),
+        }
+        for name, x in found.items()
+    }
+    return item, leaves, {}
+
+
+def _storable(entry: Entry, value: Any) -> Any:
+    """What Orbax gets: keys as numbers, and what only this process sees as a numpy array."""
+    if entry.kind == KEY:
+        value = jax.random.key_data(value)
+    _check_dtype(entry)
+    if isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1:
+        return np.asarray(value)
+    return np.asarray(value) if isinstance(value, np.generic) else value
+
+
+def _check_dtype(entry: Entry) -> None:
+    """Refuses a dtype that the store does not have.
+
+    Raises:
+        TypeError: Such as `uint4`.
+    """
+    if entry.kind == ARRAY and entry.dtype in _UNKNOWN_DTYPES:
+        raise TypeError(
+            f"'{entry.name}' is {entry}, and checkpoints cannot hold arrays of dtype "
+            f"{entry.dtype}. Use a dtype of 8 to 64 bits, or int4."
+        )
+
+
+def _as_json(entry: Entry, value: Any) -> Any:
+    try:
+        if json.loads(json.dumps(value)) != value:
+            raise ValueError("it would come back changed")
+    except (TypeError, ValueError) as error:
+        if value == value:
+            raise TypeError(
+                f"'{entry.name}' gave {value!r} as its state, which JSON cannot hold ({error}). "
+                f"Use dicts with str keys, lists, str, int, float, bool and None."
+            ) from error
+    return value

@@ -1,0 +1,174 @@
+"""What checkpoints there are, and which of them are whole: every process finds the same."""
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from tpudist.checkpoint import manifest
+from tpudist.checkpoint.directory import Directory
+from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.format import is_ours, read_contents
+from tpudist.xla.coordination import Channel
+
+_OUTSIDE = 5  # stack levels from a warning to the caller of `restore_or_initialize`
+
+
+class History:
+    """The steps of a directory, as far as they can be trusted."""
+
+    def __init__(self, files: Directory, channel: Channel, timeout_s: float):
+        """Of `files`; in several processes all ask the same, and talk over `channel`."""
+        self._files = files
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._damaged: dict[int, list[str]] = {}
+        self._facts: dict[int, dict[str, Any]] = {}
+
+    def steps(self) -> list[int]:
+        """Those that are not known to be damaged, ascending."""
+        return [step for step in self._files.steps() if step not in self._damaged]
+
+    def latest(self) -> int | None:
+        """The highest of these."""
+        return max(self.steps(), default=None)
+
+    def agreed(self, value: Any) -> Any:
+        """What process 0 has found: another may see a change in the directory before it."""
+        (answer, *_) = self._channel.exchange(json.dumps(value), timeout_s=self._timeout_s)
+        return json.loads(answer)
+
+    def require_alike(self, step: int) -> None:
+        """Makes sure that all processes are about to save the same step.
+
+        Raises:
+            CheckpointError: They are not; in all processes.
+        """
+        if jax.process_count() == 1:
+            return
+        numbers = self._channel.exchange(str(step), timeout_s=self._timeout_s)
+        if len(set(numbers)) > 1:
+            listed = ", ".join(f"process {i} step {number}" for i, number in enumerate(numbers))
+            raise CheckpointError(
+                f"Processes were to save different steps to {self._files}: {listed}. A checkpoint "
+                f"is made by all of them: give all the same checkpoint_number."
+            )
+
+    # When they were saved, and their metrics.
+
+    def remember(self, step: int, contents: Mapping[str, Any]) -> None:
+        """Takes the facts of a step that is being saved."""
+        self._facts[step] = {"metrics": contents["metrics"], "time": contents["time"]}
+
+    def forget(self, step: int) -> None:
+        """Of one that was not."""
+        self._facts.pop(step, None)
+
+    def times(self) -> dict[int, float]:
+        """When each step was saved, in seconds, if it says so."""
+        return {step: facts["time"] for step, facts in self._known(self.steps())}
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """The metrics of each step, if it has them."""
+        return {step: facts["metrics"] for step, facts in self._known(self.steps())}
+
+    def _known(self, steps: Iterable[int]) -> Iterable[tuple[int, dict[str, Any]]]:
+        for step in steps:
+            if step not in self._facts:
+                try:
+                    self.remember(step, read_contents(self._files.step(step)))
+                except (OSError, ValueError, KeyError, TypeError):  # damaged, or not ours
+                    self._facts[step] = {}
+            if self._facts[step]:
+                yield step, self._facts[step]
+
+    # Which are whole.
+
+    def verify(self, step: int) -> list[str]:
+        """What is wrong with the files of a step; each process reads a share of them."""
+        path = self._files.step(step)
+        found = manifest.verify(path, jax.process_index(), jax.process_count())
+        lines = [str(x) for x in found]
+        if jax.process_count() > 1:
+            answers = self._channel.exchange(json.dumps(lines), timeout_s=self._timeout_s)
+            lines = sorted({line for answer in answers for line in json.loads(answer)})
+        return lines
+
+    def choose(self, asked: int | None, *, verify: bool) -> tuple[int, tuple[str, ...]]:
+        """The step asked for, or the newest; if it is damaged, the newest that is not.
+
+        Returns:
+            The step, and what is wrong with those that were skipped, of which it warns.
+
+        Raises:
+            CheckpointError: There is none, or none that is whole.
+        """
+        steps = self.agreed(self._files.steps())
+        if not steps:
+            raise CheckpointError(
+                f"There is no checkpoint in {self._files} to restore. Look at the path, or call "
+                f"restore_or_initialize(), which starts anew where there is none."
+            )
+        if asked is not None and asked not in steps:
+            raise CheckpointError(
+                f"There is no checkpoint of step {asked} in {self._files}. There are those of "
+                f"{', '.join(map(str, steps))}."
+            )
+        skipped: list[str] = []
+        for step in [asked] if asked is not None else reversed(steps):
+            problems = self._problems(step) if verify else []
+            if not problems:
+                for line in skipped:
+                    warnings.warn(
+                        f"{line}\nThe checkpoint of step {step} is used instead.",
+                        stacklevel=_OUTSIDE,
+                    )
+                return step, tuple(skipped)
+            if step not in self.agreed(self._files.steps()):  # its writer has removed it meanwhile
+                return self.choose(asked, verify=verify)
+            self._damaged[step] = problems
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            skipped.append(f"The checkpoint {self._files.step(step)} is damaged:\n{listed}")
+        listed = "\n".join(skipped)
+        raise CheckpointError(
+            f"None of the checkpoints asked for is whole, and nothing was restored.\n{listed}\n"
+            f"restore(step, verify=False) takes one as it is, whatever that gives; or give another "
+            f"directory to start anew."
+        )
+
+    def _problems(self, step: int) -> list[str]:
+        path = self._files.step(step)
+        foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
+        if self.agreed(foreign):
+            return [
+                "was not written by tpudist, or has lost what says so: it has no checksums, so "
+                "nobody can tell whether its values are those that were saved. "
+                "restore(step, verify=False) takes it as it is"
+            ]
+        return self.verify(step)
+
+    # What becomes of the damaged ones.
+
+    def make_room(self, step: int) -> None:
+        """Sets aside what is damaged and makes sure that a new step can be written.
+
+        In process 0 alone; the others `pardon` what it has set aside.
+
+        Raises:
+            CheckpointError: There is a step of that number, or the directory cannot be written.
+            OSError: Neither can the damaged ones be renamed.
+        """
+        for damaged in [x for x in self._damaged if x in self._files.steps()]:
+            self._files.set_aside(damaged)
+        if step in self._files.steps():
+            raise CheckpointError(
+                f"There is a checkpoint of step {step} already, {self._files.step(step)}, and it "
+                f"was not replaced. Save under another number, or remove that directory first."
+            )
+        self._files.make(step)
+
+    def pardon(self) -> None:
+        """Forgets which steps were damaged: they are no longer there."""
+        self._damaged.clear()

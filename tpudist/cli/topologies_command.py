@@ -1,0 +1,101 @@
+"""`tpudist topologies`: the slices that can be planned for, and what their chips can do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from tpudist.cli.errors import WrongUse
+from tpudist.cli.printing import show
+from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, AnnouncedChip, Chip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Lists TPU generations, their slices and the facts that plans are priced with."""
+
+    sources: bool = False
+    """Say where each fact comes from."""
+    only: str | None = None
+    """Only this generation, such as v5e."""
+
+
+def run(options: Options) -> int:
+    """Prints the table; returns the exit code."""
+    if options.only is not None and options.only not in {**CHIPS, **ANNOUNCED}:
+        known = ", ".join([*CHIPS, *ANNOUNCED])
+        raise WrongUse(f"--only {options.only}: there is no such generation. Known are {known}.")
+    chips = [chip for chip in CHIPS.values() if options.only in (None, chip.generation)]
+    about = Text(
+        "\nA slice is named by its size (v5e-256, v5p-128) or its shape in chips (v5e:16x16); "
+        "2xv5e-256 are two of them. * The number counts TensorCores, two per chip. ICI: links "
+        "and usable bytes of each, one way. Rates are per chip."
+    )
+    announced = [c for c in ANNOUNCED.values() if options.only in (None, c.generation)]
+    if chips:
+        show(_table(chips), about)
+    if announced:
+        show(
+            Text("\nAnnounced; libtpu does not know them yet, so nothing can be planned for them:")
+        )
+        show(_table_of_announced(announced))
+    show(*(_sources(chip) for chip in [*chips, *announced] if options.sources))
+    return 0
+
+
+def _table(chips: list[Chip]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("chip", style="bold", no_wrap=True)
+    table.add_column("largest slice", no_wrap=True)
+    for name in ("HBM GiB", "GB/s", "bf16 TFLOP/s", "ICI GB/s", "DCN GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for chip in chips:
+        number = math.prod(chip.largest) * chip.cores_in_name
+        cores = "*" if chip.cores_in_name > 1 else ""
+        table.add_row(
+            chip.generation,
+            f"{chip.generation}-{number}{cores} ({'x'.join(map(str, chip.largest))})",
+            f"{chip.hbm_bytes / 1024**3:.0f}",
+            f"{chip.hbm_bytes_per_s / 1e9:,.0f}",
+            f"{chip.bf16_flops_per_s / 1e12:,.0f}",
+            f"{chip.ici_links} x {chip.ici_bytes_per_s / 1e9:.0f}",
+            f"{chip.dcn_bytes_per_s / 1e9:.1f}",
+        )
+    return table
+
+
+def _table_of_announced(chips: list[AnnouncedChip]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("chip", style="bold", no_wrap=True)
+    for name in ("chips", "HBM GiB", "GB/s", "bf16 TFLOP/s", "fp8 TFLOP/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for chip in chips:
+        table.add_row(
+            chip.generation,
+            "?" if chip.num_chips is None else f"{chip.num_chips:,}",
+            f"{chip.hbm_bytes / 1024**3:.0f}",
+            f"{chip.hbm_bytes_per_s / 1e9:,.0f}",
+            f"{chip.bf16_flops_per_s / 1e12:,.0f}",
+            f"{chip.fp8_flops_per_s / 1e12:,.0f}",
+        )
+    return table
+
+
+def _sources(chip: Chip | AnnouncedChip) -> Table:
+    table = Table(
+        title=f"\n{chip.generation}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        show_header=False,
+        pad_edge=False,
+    )
+    for name, source in chip.sources.items():
+        value = getattr(chip, name, "")
+        told = f"{value:,.4g}" if isinstance(value, int | float) else str(value)
+        table.add_row(name, told, Text(source, style="dim"))
+    return table

@@ -1,0 +1,204 @@
+"""Topology: where the devices of a slice are, as coordinates on its torus.
+
+A core's coordinates are `(x, y, z, core)`: the chip's place on the torus, and the core on the chip.
+A *task* is one process, on one host; its devices are numbered from 0 within it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.cluster_resolver import tpu_topology_proto
+
+_RANK = 4
+
+
+class Topology:
+    """The shape of a slice, and the coordinates of each task's devices.
+
+    As `tf.tpu.experimental.Topology`; `Topology.of(devices)` makes one from JAX devices, and
+    `serialized` is the same protocol buffer (`tensorflow.tpu.TopologyProto`).
+    """
+
+    def __init__(
+        self,
+        serialized: bytes | None = None,
+        mesh_shape: Any = None,
+        device_coordinates: Any = None,
+    ):
+        """From a serialized topology; else from its shape and coordinates.
+
+        Args:
+            serialized: What `Topology.serialized` gave; the other arguments are then ignored.
+            mesh_shape: Four sizes, `(x, y, z, cores per chip)`.
+            device_coordinates: `[tasks, devices of a task, 4]`.
+
+        Raises:
+            ValueError: Not a serialized topology, not four positive sizes, or coordinates of
+                another shape, outside of the mesh or given twice.
+        """
+        if serialized:
+            mesh_shape, device_coordinates, _ = tpu_topology_proto.parse(serialized)
+        self._mesh_shape = _as_ints(mesh_shape)
+        self._device_coordinates = _as_ints(device_coordinates)
+        if self._mesh_shape.shape != (_RANK,) or (self._mesh_shape < 1).any():
+            raise ValueError(
+                f"`mesh_shape` must be a sequence of 4 positive entries (x, y, z, cores per chip), "
+                f"got {mesh_shape!r}. Topology.of(jax.devices()) finds it."
+            )
+        if self._device_coordinates.ndim != 3 or self._device_coordinates.shape[2] != _RANK:
+            raise ValueError(
+                f"`device_coordinates` must be a rank 3 array [tasks, devices of a task, 4], got "
+                f"shape {self._device_coordinates.shape}."
+            )
+        self._place_at = self._invert()
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device]) -> "Topology":
+        """The topology of JAX devices.
+
+        TPU devices know their coordinates; those of the first chip become zero. Others, such as
+        emulated ones, are laid out as a slice of so many chips would be: two cores per chip (one if
+        their number is odd), the chips as close to a square as can be, cores numbered first, then
+        x, then y. So 8 devices have the mesh shape `(2, 2, 1, 2)`.
+
+        Raises:
+            ValueError: The devices are of several slices, or not as many in every process.
+        """
+        tasks = by_task(devices)
+        sizes = {len(task) for task in tasks}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"A topology has as many devices in every task, but these {len(devices)} devices "
+                f"are {', '.join(str(len(task)) for task in tasks)} of each process. Take as many "
+                f"of each."
+            )
+        slices = {getattr(d, "slice_index", None) or 0 for d in devices}
+        if len(slices) > 1:
+            raise ValueError(
+                f"A topology is of one slice, but these {len(devices)} devices are of "
+                f"{len(slices)}. Use TPUStrategy(replica_axes=...), which keeps each replica in a "
+                f"slice."
+            )
+        ordered = [d for task in tasks for d in task]
+        coordinates = _real(ordered) if hasattr(ordered[0], "coords") else _imagined(len(ordered))
+        coordinates -= coordinates.min(axis=0)
+        shape = coordinates.max(axis=0) + 1
+        return cls(None, shape, coordinates.reshape(len(tasks), -1, _RANK))
+
+    @property
+    def mesh_shape(self) -> np.ndarray:
+        """Its sizes, int32 `[4]`: x, y, z, cores per chip."""
+        return self._mesh_shape
+
+    @property
+    def mesh_rank(self) -> int:
+        """Number of dimensions: 4."""
+        return len(self._mesh_shape)
+
+    @property
+    def device_coordinates(self) -> np.ndarray:
+        """Coordinates of each task's devices, int32 `[tasks, devices of a task, 4]`."""
+        return self._device_coordinates
+
+    @property
+    def missing_devices(self) -> np.ndarray:
+        """Coordinates in the mesh without a device, `[number, 4]`."""
+        there = np.zeros(self._mesh_shape, bool)
+        there[tuple(self._device_coordinates.reshape(-1, _RANK).T)] = True
+        return np.argwhere(~there)
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return self._device_coordinates.shape[0]
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """Number of devices in each task."""
+        return self._device_coordinates.shape[1]
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The task of the device at these coordinates.
+
+        Raises:
+            ValueError: There is none.
+        """
+        return self._find(device_coordinates)[0]
+
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The number within its task of the device at these coordinates.
+
+        Raises:
+            ValueError: There is none.
+        """
+        return self._find(device_coordinates)[1]
+
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """TensorFlow's name for the host of the device at these coordinates."""
+        return f"{_job(job)}/task:{self._find(device_coordinates)[0]}/device:CPU:0"
+
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """TensorFlow's name for the device at these coordinates."""
+        task, device = self._find(device_coordinates)
+        return f"{_job(job)}/task:{task}/device:TPU:{device}"
+
+    def serialized(self) -> bytes:
+        """The topology as the protocol buffer `tensorflow.tpu.TopologyProto`."""
+        return tpu_topology_proto.serialize(self._mesh_shape, self._device_coordinates)
+
+    def _invert(self) -> dict[tuple[int, ...], tuple[int, int]]:
+        places: dict[tuple[int, ...], tuple[int, int]] = {}
+        for task, devices in enumerate(self._device_coordinates.tolist()):
+            for device, coordinates in enumerate(devices):
+                at = tuple(coordinates)
+                inside = all(0 <= c < size for c, size in zip(at, self._mesh_shape, strict=True))
+                if not inside or at in places:
+                    raise ValueError(
+                        f"Device {device} of task {task} is at {at}, which is "
+                        f"{'given twice' if inside else 'outside of the mesh'} "
+                        f"{tuple(self._mesh_shape.tolist())}. Give each device its own place."
+                    )
+                places[at] = task, device
+        return places
+
+    def _find(self, device_coordinates: Sequence[int]) -> tuple[int, int]:
+        at = tuple(int(c) for c in device_coordinates)
+        if at not in self._place_at:
+            raise ValueError(
+                f"There is no device at {at} in a topology of shape "
+                f"{tuple(self._mesh_shape.tolist())} with {len(self._place_at)} device(s)."
+            )
+        return self._place_at[at]
+
+
+def by_task(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each process, processes by number, devices in their order."""
+    processes = sorted({d.process_index for d in devices})
+    return [[d for d in devices if d.process_index == process] for process in processes]
+
+
+def _real(devices: Sequence[Any]) -> np.ndarray:
+    return np.asarray([[*d.coords, getattr(d, "core_on_chip", 0)] for d in devices], np.int32)
+
+
+def _imagined(number: int) -> np.ndarray:
+    cores = 2 if number % 2 == 0 else 1
+    chips = number // cores
+    y = max(d for d in range(1, int(chips**0.5) + 1) if chips % d == 0)
+    at = np.unravel_index(np.arange(number), (y, chips // y, cores))
+    return np.stack([at[1], at[0], np.zeros(number, int), at[2]], axis=1).astype(np.int32)
+
+
+def _as_ints(values: Any) -> np.ndarray:
+    return np.asarray([] if values is None else values, dtype=np.int32)
+
+
+def _job(job: str | None) -> str:
+    return "" if job is None else f"/job:{job}"

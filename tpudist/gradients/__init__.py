@@ -1,0 +1,1 @@
+"""From each replica's loss to one update."""

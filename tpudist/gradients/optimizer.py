@@ -1,0 +1,297 @@
+"""An Optax transformation that reduces gradients over the replicas before it applies them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from tpudist import context
+from tpudist.options import warn_if_given
+from tpudist.reduce_op import ReduceOp
+from tpudist.run.captures import NewVariable
+from tpudist.state.variable import Variable
+
+PyTree = Any
+
+
+class Optimizer(nnx.Optimizer):
+    """Reduces gradients over the replicas, then applies them with Optax.
+
+    For NNX models, `Optimizer(tx, model)` is an NNX object: pass it to the replica function as an
+    argument, beside the model, and call `update(model, grads)`. For `tpudist.Variable`s,
+    `Optimizer(tx)` is captured by the function, which calls `apply_gradients(zip(grads,
+    variables))`; its slots are Variables too, made when it is first used.
+
+    Gradients are summed, as in `tf.keras.optimizers`: compute the loss with `compute_average_loss`,
+    which divides by the examples of all replicas. With a loss that each replica averages by itself,
+    use `reduce_op="mean"`. They travel in their own dtype, float32 as a rule, unless
+    `reduce_dtype` says otherwise: bfloat16 is half the bytes, of sums that are rounded to 8 bits.
+
+    Clipping, schedules and accumulation are Optax's.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        model: Any = None,
+        *,
+        wrt: Any = nnx.Param,
+        reduce_op: ReduceOp | str | None = ReduceOp.SUM,
+        reduce_dtype: Any = None,
+    ):
+        """An optimizer of `model`, or of the Variables that it will be given.
+
+        Args:
+            tx: The Optax transformation.
+            model: An NNX model whose state the optimizer keeps; None for Variables.
+            wrt: Which of the model's Variables are trained.
+            reduce_op: How gradients combine over replicas; None if they are reduced already.
+            reduce_dtype: In which floating dtype gradients travel between replicas and are added
+                up; afterwards they have the parameter's again. By default the gradient's own. What
+                goes on within a replica of several devices is not changed; 16-bit floats travel as
+                float32 on CPU.
+
+        Raises:
+            TypeError: `tx` is no Optax transformation.
+            ValueError: `reduce_dtype` is not a floating dtype, or `reduce_op` is None.
+        """
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(
+                f"Optimizer was given {tx!r} of type {type(tx).__name__} to transform gradients. "
+                f"It must be an optax.GradientTransformation, such as optax.adam(1e-3); the model "
+                f"comes second: Optimizer(tx, model)."
+            )
+        super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
+        self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
+        self.reduce_dtype = _checked_dtype(reduce_dtype, self.reduce_op)
+        self.has_model = model is not None
+        self.slots = _Slots()
+
+    def update(self, model: Any, grads: PyTree, /, **kwargs: Any) -> PyTree:
+        """Reduces `grads` over the replicas and applies them to `model`.
+
+        Args:
+            model: The model that the optimizer was made for.
+            grads: Gradients of its trained Variables: what `nnx.grad` gives.
+            kwargs: More arguments for the transformation.
+
+        Returns:
+            The updates that were applied.
+
+        Raises:
+            ValueError: A gradient is missing, or not of its parameter's shape and dtype.
+        """
+        if not self.has_model:
+            raise ValueError(
+                "Optimizer.update(model, grads) was called on an optimizer without a model. Make "
+                "it with Optimizer(tx, model), or use apply_gradients for Variables."
+            )
+        parameters = nnx.as_pure(nnx.state(model, self.wrt))
+        gradients = nnx.as_pure(nnx.state(grads, self.wrt) if _is_nnx(grads) else grads)
+        gradients = self._reduced(_checked(gradients, parameters))
+        state = nnx.as_pure(self.opt_state)
+        updates, state = self.tx.update(gradients, state, parameters, **nnx.as_pure(kwargs))
+        nnx.update(model, optax.apply_updates(parameters, updates))
+        nnx.update(self.opt_state, nnx.state(state))
+        self.step[...] += 1
+        return updates
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Makes the optimizer's slots for `variables`, if `apply_gradients` has not done so.
+
+        So that they can be restored from a checkpoint before the first step. As
+        `tf.keras.optimizers.Optimizer.build`.
+
+        Args:
+            variables: The Variables that `apply_gradients` will be given, in that order.
+        """
+        variables = list(variables)
+        self.slots.of(self.tx, _unique_names(variables), variables)
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        """What a checkpoint saves besides the NNX state: the slots for Variables."""
+        return {} if self.has_model else {"slots": self.slots.state()}
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Variable]], name: str | None = None
+    ) -> None:
+        """Reduces gradients over the replicas and applies them to Variables.
+
+        All trained Variables must be given at each call, in the same order.
+
+        Args:
+            grads_and_vars: Pairs of a gradient and its Variable.
+            name: For `tf.keras.optimizers`; given, it is ignored with a warning.
+
+        Raises:
+            ValueError: A gradient is None, or not of its Variable's shape and dtype; no pairs;
+            other
+                Variables than before.
+
+        As `tf.keras.optimizers.Optimizer.apply_gradients`.
+        """
+        warn_if_given("apply_gradients(name", name, "nothing is named by it")
+        pairs = list(grads_and_vars)
+        if self.has_model:
+            raise ValueError(
+                "apply_gradients was called on an optimizer of an NNX model. Use update(model, "
+                "grads), or make an optimizer for Variables with Optimizer(tx)."
+            )
+        if not pairs:
+            raise ValueError("apply_gradients was given no gradients.")
+        variables = [v for _, v in pairs]
+        for v in variables:
+            if not isinstance(v, Variable):
+                raise ValueError(
+                    f"apply_gradients was given {type(v).__name__} to update. Pairs are (gradient, "
+                    f"tpudist.Variable): zip(grads, variables)."
+                )
+        names = _unique_names(variables)
+        parameters = {n: v.read_value() for n, v in zip(names, variables, strict=True)}
+        gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True)}
+        gradients = self._reduced(_checked(gradients, parameters))
+        slots = self.slots.of(self.tx, names, variables)
+        state = jax.tree.map(lambda s: s.read_value(), slots, is_leaf=_is_variable)
+        updates, state = self.tx.update(gradients, state, parameters)
+        new: Any = optax.apply_updates(parameters, updates)
+        for n, v in zip(names, variables, strict=True):
+            _set(v, new[n] if v.constraint is None else v.constraint(new[n]))
+        for slot, value in zip(
+            jax.tree.leaves(slots, is_leaf=_is_variable), jax.tree.leaves(state), strict=True
+        ):
+            _set(slot, value)
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The slots of `apply_gradients`; empty before its first use."""
+        return self.slots.variables()
+
+    def _reduced(self, gradients: PyTree) -> PyTree:
+        replica = context.get_replica_context()
+        if replica is None or self.reduce_op is None:
+            return gradients
+        if self.reduce_dtype is None:
+            return replica.all_reduce(self.reduce_op, gradients)
+        narrow = jax.tree.map(lambda g: jnp.asarray(g, self.reduce_dtype), gradients)
+        mean = self.reduce_op is ReduceOp.MEAN
+        reduced = replica.all_reduce(ReduceOp.SUM if mean else self.reduce_op, narrow)
+        reduced = jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, gradients)
+        # Divided in the parameter's dtype: one rounding less.
+        number = replica.num_replicas_in_sync
+        return jax.tree.map(lambda r: r / number, reduced) if mean else reduced
+
+
+class _Slots:
+    """The optimizer state for Variables, as Variables of the same strategy."""
+
+    def __init__(self):
+        self._names: list[str] | None = None
+        self._tree: PyTree = None
+
+    def variables(self) -> list[Variable]:
+        return jax.tree.leaves(self._tree, is_leaf=_is_variable)
+
+    def state(self) -> PyTree:
+        """The optimizer state, with Variables for arrays; None before they are made."""
+        return self._tree
+
+    def of(self, tx: Any, names: list[str], variables: list[Variable]) -> PyTree:
+        """The slots for `variables`, made at the first call."""
+        if self._names is None:
+            if context.current().frame is not None:
+                raise NewVariable(lambda _: self._make(tx, names, variables))
+            self._make(tx, names, variables)
+        if self._names != names:
+            raise ValueError(
+                f"apply_gradients was first called for the Variables {self._names}, and now for "
+                f"{names}. Give all trained Variables at each call, in the same order."
+            )
+        return self._tree
+
+    def _make(self, tx: Any, names: list[str], variables: list[Variable]) -> None:
+        strategy = variables[0].strategy
+        current = {n: v._value for n, v in zip(names, variables, strict=True)}
+        with strategy.scope():
+            flat, treedef = jax.tree_util.tree_flatten_with_path(tx.init(current))
+            slots = [
+                Variable(value, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False)
+                for path, value in flat
+            ]
+        self._tree = jax.tree.unflatten(treedef, slots)
+        self._names = names
+
+
+def _checked_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
+    """A dtype by its name or itself, for gradients to travel in; None if none was asked for."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            f"Optimizer was given reduce_dtype={dtype!r}. Gradients travel in a floating dtype, "
+            f"such as 'bfloat16' or 'float32'."
+        )
+    if reduce_op is None:
+        raise ValueError(
+            f"Optimizer was given reduce_dtype={dtype!r} and reduce_op=None, by which it reduces "
+            f"nothing. Leave one of them out."
+        )
+    return found
+
+
+def _set(variable: Variable, value: jax.Array) -> None:
+    """Assigns a value that is reduced already, whatever the Variable's own aggregation."""
+    mode = context.current()
+    if mode.frame is not None:
+        mode.frame.set(variable, variable.conformed(value))
+    else:
+        variable.assign(value, read_value=False)
+
+
+def _checked(gradients: PyTree, parameters: PyTree) -> PyTree:
+    """The gradients, if there is one of the right shape and dtype for each parameter."""
+    wanted = dict(_flat(parameters))
+    given = dict(_flat(gradients))
+    missing = [path for path in wanted if given.get(path) is None]
+    extra = [path for path in given if path not in wanted]
+    if missing or extra:
+        problems = [f"no gradient for {path}" for path in missing[:3]]
+        problems += [f"a gradient for {path}, which is not trained" for path in extra[:3]]
+        raise ValueError(
+            f"The optimizer was given {'; '.join(problems)}. It needs exactly one gradient for "
+            f"each of its {len(wanted)} parameter(s). (A parameter that the loss does not use has "
+            f"a gradient of zeros, not None.)"
+        )
+    for path, parameter in wanted.items():
+        gradient = jnp.asarray(given[path])
+        if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+            raise ValueError(
+                f"The gradient for {path} is {gradient.dtype}{list(gradient.shape)}, but the "
+                f"parameter is {parameter.dtype}{list(parameter.shape)}. They must be equal: Optax "
+                f"would broadcast silently. Look for a sum over the wrong dim, or a cast."
+            )
+    return gradients
+
+
+def _flat(tree: PyTree) -> list[tuple[str, Any]]:
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
+    return [(f"'{jax.tree_util.keystr(p, simple=True, separator='.')}'", x) for p, x in flat]
+
+
+def _unique_names(variables: list[Variable]) -> list[str]:
+    """Names that sort as the Variables are given, since Optax sees a dict."""
+    return [f"{i:04d} {v.name}" for i, v in enumerate(variables)]
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, Variable)
+
+
+def _is_nnx(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.State)

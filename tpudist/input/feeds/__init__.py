@@ -1,0 +1,1 @@
+"""What each replica takes of a source of batches."""

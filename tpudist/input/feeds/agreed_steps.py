@@ -1,0 +1,201 @@
+"""The steps of processes that have datasets of their own: who has how many rows in each.
+
+Each process knows its own replicas' rows only. So all tell each other, before a step begins, how
+many they have for it; who has none left feeds padding until nobody has any.
+"""
+
+import base64
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.input.feeds.batch import count_rows
+from tpudist.input.iterator_state import Position
+from tpudist.input.process_rounds import Rounds
+from tpudist.input.sources import iterable
+from tpudist.input.transfer.to_devices import Parts
+from tpudist.xla.mesh import ReplicaMesh
+
+if TYPE_CHECKING:
+    from tpudist.input.feeds.batch import Batch, Step
+    from tpudist.input.feeds.per_replica_batches import Pipelines
+
+
+_ROWS_ONLY = "Their arrays may differ in the number of rows only."
+
+
+def parts(
+    pipelines: "Pipelines",
+    mesh: ReplicaMesh,
+    steps: "Iterator[Step]",
+    passes: list[Any],
+    position: Position,
+    rounds: Rounds,
+) -> Iterator[tuple[Parts, Any]]:
+    """The elements of one pass in host memory, each with the state after it, in all processes.
+
+    Args:
+        pipelines: What feeds this process.
+        mesh: All replicas.
+        steps: What the replicas of this process take, one step after the other.
+        passes: What knows where the datasets of this process are.
+        position: Where the pass begins, the same in all processes.
+        rounds: How they agree.
+
+    Raises:
+        RuntimeError: The dataset of another process failed.
+        ValueError: No process has any batch, or they have batches that do not go together.
+    """
+    with rounds.to_the_end():
+        yield from _parts(pipelines, mesh, steps, passes, position, rounds)
+
+
+def _parts(
+    pipelines: "Pipelines",
+    mesh: ReplicaMesh,
+    steps: Iterator["Step"],
+    passes: list[Any],
+    position: Position,
+    rounds: Rounds,
+) -> Iterator[tuple[Parts, Any]]:
+    nothing: Any = [None] * len(mesh.local_replicas)
+    step = rounds.told(lambda: next(steps, nothing))
+    plans = _meet(pipelines, step, position, rounds)
+    rounds.told(lambda: pipelines.check_rows(step))
+    number = rounds.step = position.step
+    while True:
+        states = [batches.get_state() for batches in passes]
+        message = {
+            "rows": count_rows(step),
+            "drops": pipelines.drops_incomplete_steps,
+            "states": states,
+        }
+        answers = rounds.exchange(message)
+        counts = _by_replica(mesh, [answer["rows"] for answer in answers])
+        drops = any(answer["drops"] for answer in answers)
+        if not any(counts) or (drops and not all(counts)):
+            return
+        pipelines.fix_rows(max(counts))
+        yield pipelines.join(step, counts), pipelines.state([x["states"] for x in answers], plans)
+        number += 1
+        rounds.step = number
+        step = rounds.told(lambda: next(steps, nothing))
+
+
+def _meet(
+    pipelines: "Pipelines", step: "Step", position: Position, rounds: Rounds
+) -> list[dict[str, Any]]:
+    """Sees that all processes have the same kind of batches, and the same sizes for all.
+
+    Returns:
+        What the states of each process's datasets are good for.
+    """
+    first = pipelines.first
+    answers = rounds.exchange(
+        {
+            "plan": [pipelines.plan, *position[:2]],
+            "own plan": pipelines.own_plan,
+            "batch": None if first is None else first.description,
+            "rows": pipelines.rows_per_replica,
+            "digest": _digest(step) if pipelines.must_differ else None,
+        }
+    )
+    _require_one(rounds, answers, "plan", "were given datasets or states of different kinds")
+    _require_one(rounds, answers, "batch", "have batches of different kinds", _ROWS_ONLY)
+    sizes = [answer["rows"] for answer in answers if answer["rows"] is not None]
+    if sizes:
+        pipelines.fix_rows(max(sizes))
+    _refuse_equal(rounds, [answer["digest"] for answer in answers])
+    plans = [answer["own plan"] for answer in answers]
+    with_batch = [i for i, answer in enumerate(answers) if answer["batch"] is not None]
+    if not with_batch:
+        if position.step:
+            return plans
+        raise ValueError(iterable.NO_BATCHES)
+    if len(with_batch) < len(answers):
+        # Padding repeats a real row, and this process may have none of its own.
+        giver = with_batch[0]
+        given = rounds.exchange({"example": None if first is None else _as_text(first)})
+        pipelines.first = first or _from_text(given[giver]["example"], rounds.processes[giver])
+    return plans
+
+
+def _require_one(
+    rounds: Rounds, answers: list[dict[str, Any]], key: str, what: str, rule: str = ""
+) -> None:
+    told = zip(rounds.processes, answers, strict=True)
+    given = {i: answer[key] for i, answer in told if answer[key] is not None}
+    different = [i for i, value in given.items() if value != next(iter(given.values()))]
+    if different:
+        one, other = next(iter(given)), different[0]
+        raise ValueError(
+            f"The processes {what}: process {one} {given[one]}, process {other} {given[other]}. "
+            f"Each replica takes one part of the same element. {rule}"
+        )
+
+
+def _digest(step: "Step") -> str | None:
+    digest = hashlib.sha256()
+    for batch in step:
+        for leaf in [] if batch is None else batch.leaves:
+            digest.update(np.ascontiguousarray(leaf).tobytes())
+    return None if step[0] is None else digest.hexdigest()
+
+
+def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
+    told = zip(rounds.processes, digests, strict=True)
+    for (one, first), (other, second) in itertools.combinations(told, 2):
+        if first is not None and first == second:
+            raise ValueError(
+                f"The datasets of processes {one} and {other} begin with the same examples, byte "
+                f"by byte, though each is said to hold a part of its own (auto_shard_policy OFF or "
+                f"HINT): every example would be read {len(digests)} times in an epoch. Give each "
+                f"process its own part, or all of them the same dataset with AutoShardPolicy.DATA."
+            )
+
+
+def _by_replica(mesh: ReplicaMesh, given: list[list[int]]) -> tuple[int, ...]:
+    """What processes say of their replicas, in the order of all replicas."""
+    turns = {process: iter(x) for process, x in zip(mesh.processes, given, strict=True)}
+    owners = [mesh.devices_of(i)[0].process_index for i in range(mesh.num_replicas)]
+    return tuple(next(turns[process]) for process in owners)
+
+
+def _as_text(batch: "Batch") -> dict[str, Any] | None:
+    """A batch in the words of JSON; None if its structure has none."""
+    try:
+        structure = batch.treedef.serialize_using_proto()
+    except ValueError:  # a class that JAX was told how to flatten
+        return None
+    return {
+        "structure": base64.b64encode(structure).decode(),
+        "leaves": [
+            [str(x.dtype), list(x.shape), base64.b64encode(x.tobytes()).decode()]
+            for x in batch.leaves
+        ],
+        "rows": batch.num_rows,
+    }
+
+
+def _from_text(said: dict[str, Any] | None, giver: int) -> "Batch":
+    from tpudist.input.feeds.batch import Batch
+
+    if said is None:
+        raise ValueError(
+            f"A process has no batch, and the structure of process {giver}'s batches, which its "
+            f"replicas' padding must have, is one of classes that cannot be told. Give every "
+            f"process at least one batch, or batches of dicts, lists and tuples."
+        )
+    treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(
+        jax.tree_util.default_registry, base64.b64decode(said["structure"])
+    )
+    leaves = [
+        np.frombuffer(base64.b64decode(data), jnp.dtype(dtype)).reshape(shape)
+        for dtype, shape, data in said["leaves"]
+    ]
+    return Batch(leaves, treedef, said["rows"])

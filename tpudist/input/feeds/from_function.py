@@ -1,0 +1,202 @@
+"""Datasets that a user's function makes, one for each process or replica, and what options say."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+from tpudist.input.feeds.per_replica_batches import Pipelines
+from tpudist.input.input_context import InputContext
+from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.options import (
+    AutoShardPolicy,
+    InputOptions,
+    InputReplicationMode,
+    PartialBatch,
+    warn_if_given,
+)
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+_PER_REPLICA = InputReplicationMode.PER_REPLICA
+
+
+def checked_options(options: Any) -> InputOptions | None:
+    """`options`, which must be some.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if options is not None and not isinstance(options, InputOptions):
+        raise TypeError(
+            f"The options of a dataset are {options!r}. Give a tpudist.InputOptions or None."
+        )
+    return options
+
+
+def options_of_split(options: Any) -> InputOptions | None:
+    """What options mean for a dataset whose batches are split.
+
+    Raises:
+        NotImplementedError: They want a dataset for each replica.
+    """
+    options = checked_options(options)
+    if options is None:
+        return None
+    if options.experimental_replication_mode is _PER_REPLICA:
+        raise NotImplementedError(
+            "InputReplicationMode.PER_REPLICA is only supported in "
+            "`distribute_datasets_from_function`: there is one dataset, whose batches are split. "
+            "Use PER_WORKER, or give a function that makes a dataset for each replica."
+        )
+    _warn_of_placement(options)
+    return options
+
+
+def options_of_function(options: Any, strategy: Any, per_replica: bool) -> InputOptions | None:
+    """What options mean for datasets that a function makes, as TensorFlow checks them.
+
+    Raises:
+        NotImplementedError: They want a dataset for each replica, which is not `per_replica`.
+        ValueError: They contradict each other.
+    """
+    options = checked_options(options)
+    if options is None:
+        return None
+    asked = PartialBatch.of(options.partial_batch)
+    if asked is not PartialBatch.PAD:
+        raise ValueError(
+            f"InputOptions(partial_batch={asked.value!r}) was asked for, but what a "
+            f"function gives is whole batches of one replica each, not parts of a global one: a "
+            f"smaller one is padded and counted exactly. Leave it out, or batch with "
+            f"drop_remainder=True in the function."
+        )
+    if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
+        warn_if_given(
+            "InputOptions(auto_shard_policy",
+            options.auto_shard_policy,
+            "the function makes each process's part of the data itself, as its InputContext says",
+        )
+    if options.experimental_replication_mode is _PER_REPLICA:
+        if not per_replica:
+            raise NotImplementedError(
+                f"InputReplicationMode.PER_REPLICA is only supported in "
+                f"`distribute_datasets_from_function` of tpudist.MirroredStrategy, not of "
+                f"{strategy!r}. Use PER_WORKER: the replicas of a process take batches of its "
+                f"dataset in turn."
+            )
+        if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
+            raise ValueError(
+                "`experimental_place_dataset_on_device` can not be set to True when "
+                "experimental_fetch_to_device is True and replication mode is set to "
+                "`PER_REPLICA`. Set one of them to False."
+            )
+    elif options.experimental_place_dataset_on_device:
+        raise ValueError(
+            "When `experimental_place_dataset_on_device` is set for dataset placement, you must "
+            "also specify `PER_REPLICA` for the replication mode. Or leave it out: datasets are "
+            "read on the host."
+        )
+    _warn_of_placement(options)
+    return options
+
+
+def _warn_of_placement(options: InputOptions) -> None:
+    if options.experimental_place_dataset_on_device:
+        warn_if_given(
+            "InputOptions(experimental_place_dataset_on_device",
+            True,
+            "datasets are read on the host",
+        )
+
+
+def holding(options: InputOptions | None) -> dict[str, Any]:
+    """How a `DistributedDataset` holds batches that wait, as `options` say."""
+    if options is None:
+        return {}
+    return {
+        "prefetch": options.experimental_per_replica_buffer_size,
+        "fetch_to_device": options.experimental_fetch_to_device,
+        "partial_batch": options.partial_batch,
+        "auto_shard_policy": options.auto_shard_policy,
+    }
+
+
+def pipelines(
+    dataset_fn: Callable[[InputContext], Any],
+    replica_mesh: ReplicaMesh,
+    options: InputOptions | None = None,
+) -> Pipelines:
+    """Calls `dataset_fn` for this process, or for each replica if `options` say so.
+
+    Raises:
+        NotImplementedError: A replica spans processes, whose functions might give it different
+            data.
+        TypeError: `dataset_fn` is no function, or gives no dataset.
+    """
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"A {type(dataset_fn).__name__} was given for the function that makes a dataset. Give "
+            f"a function of one argument, a tpudist.InputContext."
+        )
+    per_replica = options is not None and options.experimental_replication_mode is _PER_REPLICA
+    contexts = _contexts(replica_mesh, per_replica)
+    return Pipelines([dataset_fn(context) for context in contexts], replica_mesh)
+
+
+def pipelines_or_calls(
+    input_fn: Callable[[InputContext], Any], replica_mesh: ReplicaMesh
+) -> tuple[Pipelines, InputOptions | None]:
+    """As `pipelines`, but a function that `input_fn` returns gives a batch at each call.
+
+    Returns:
+        The pipelines, and options that say that nothing is made ahead, if a function gives it,
+        which may do something else as well.
+    """
+    options = None
+
+    def dataset_fn(context: InputContext) -> Any:
+        nonlocal options
+        made = input_fn(context)
+        if isinstance(made, IndexedDataset | Iterable):
+            return made
+        if not callable(made):
+            raise ValueError(
+                f"input_fn returned a {type(made).__name__}. It must return a dataset (an iterable "
+                f"of batches, or a NumpyDataset) or a function without arguments."
+            )
+        options = InputOptions(experimental_per_replica_buffer_size=0)
+        return _Calls(made)
+
+    made = pipelines(dataset_fn, replica_mesh)
+    return made, options
+
+
+class _Calls(Iterable[PyTree]):
+    """What a function gives, call after call, until it raises StopIteration."""
+
+    def __init__(self, function: Callable[[], PyTree]):
+        self._function = function
+
+    def __iter__(self) -> Iterator[PyTree]:
+        while True:
+            try:
+                element = self._function()
+            except StopIteration:
+                return
+            yield element
+
+
+def _contexts(mesh: ReplicaMesh, per_replica: bool) -> list[InputContext]:
+    n = mesh.num_replicas
+    if per_replica:
+        return [InputContext(n, replica, n) for replica in mesh.local_replicas]
+    owners = [{d.process_index for d in row} for row in mesh.mesh.devices.reshape(n, -1)]
+    if any(len(processes) > 1 for processes in owners):
+        raise NotImplementedError(
+            "A dataset for each process was asked for, but a replica spans several processes, and "
+            "must be given the same data by all of them. Use experimental_distribute_dataset, "
+            "with the same global batches in every process."
+        )
+    processes = sorted(set().union(*owners))
+    return [InputContext(len(processes), processes.index(jax.process_index()), n)]

@@ -1,0 +1,330 @@
+"""Batches that a user's function gives for each replica: nothing is split, each takes a whole one.
+
+A *step* is one batch for each replica of this process, from one dataset in turn or from one dataset
+for each. Shapes are static: every replica's part has the rows of the largest batch of the first
+step, what is not filled repeats a real row, and a replica that got no batch has 0 real rows.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.input.feeds import agreed_steps
+from tpudist.input.feeds.batch import Batch, Step, count_rows, describe_shapes
+from tpudist.input.feeds.rebatch import Rebatched
+from tpudist.input.iterator_state import Position, count, require_plan
+from tpudist.input.process_rounds import Rounds
+from tpudist.input.sources import adapt, iterable
+from tpudist.input.sources.indexed import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.sources.numpy_arrays import NumpyDataset
+from tpudist.input.transfer import host_batch, to_devices
+from tpudist.input.transfer.to_devices import Parts
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+
+
+class Pipelines:
+    """A feed whose elements are made of whole batches, one for each replica.
+
+    A last step that does not feed all replicas is padded, as a partial batch is. It is left out
+    where padding cannot be told from data: if the elements are no batches (a leaf is a scalar, or
+    they are examples, not batched), or if the dataset drops its remainder. So it is in
+    TensorFlow.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Any], replica_mesh: ReplicaMesh, *, must_differ: bool = False
+    ):
+        """Feeds the replicas of this process.
+
+        Args:
+            datasets: One, whose batches the replicas take in turn, or one for each replica.
+            replica_mesh: The replicas.
+            must_differ: Whether it is a mistake if several processes have the same data.
+
+        Raises:
+            TypeError: A dataset gives no batches.
+        """
+        assert len(datasets) in (1, len(replica_mesh.local_replicas)), datasets
+        self._sources = [_checked(dataset) for dataset in datasets]
+        self.any_thread = all(isinstance(x, NumpyDataset) for x in self._sources)
+        self.must_differ = must_differ
+        self._mesh = replica_mesh
+        self.first: Batch | None = None  # of one row: what all others must look like
+        self.rows_per_replica: int | None = None
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a state is good for, as far as all processes say the same of it."""
+        plan: dict[str, Any] = {
+            "kind": "batches of each replica",
+            "number of processes": self._mesh.num_processes,
+            "datasets in each process": len(self._sources),
+        }
+        if self._mesh.num_processes == 1:
+            plan |= self.own_plan
+        return plan
+
+    @property
+    def own_plan(self) -> dict[str, Any]:
+        """What the states of this process's datasets are good for."""
+        return {
+            f"{key} of dataset {number}": value
+            for number, source in enumerate(self._sources)
+            for key, value in iterable.plan_of(source).items()
+        }
+
+    @property
+    def source(self) -> str:
+        """What kinds of datasets this process reads."""
+        names = [getattr(x, "name", type(x).__name__) for x in self._sources]
+        return ", ".join(dict.fromkeys(names))
+
+    @property
+    def cardinality(self) -> int:
+        """Number of steps of a pass; -1 if it has no end, -2 if not known."""
+        found = [source.cardinality for source in self._sources]
+        if self._mesh.num_processes > 1 or UNKNOWN_CARDINALITY in found:
+            return UNKNOWN_CARDINALITY
+        found = [math.inf if x == INFINITE_CARDINALITY else x for x in found]
+        if len(self._sources) < len(self._mesh.local_replicas):
+            found = [found[0] / len(self._mesh.local_replicas)]
+        batched = all(batch.num_rows is not None for batch in self._examples())
+        padded = batched and not self._drops_remainder
+        steps = max(found) if padded else min(found)
+        if math.isinf(steps):
+            return INFINITE_CARDINALITY
+        return math.ceil(steps) if padded else math.floor(steps)
+
+    @property
+    def element_spec(self) -> PyTree:
+        """Shapes, dtypes and shardings of a full element, structured as it is."""
+        examples = self._examples()
+        first = examples[0]
+        sizes = [batch.num_rows for batch in examples if batch.num_rows is not None]
+        if not sizes:
+            specs = [to_devices.part_spec(self._mesh, x.shape, x.dtype, None) for x in first.leaves]
+            return first.treedef.unflatten(specs)
+        n = self._mesh.num_replicas
+        size = max(sizes) if n == 1 else self.rows_per_replica or max(sizes)
+        rows = None if n == 1 else (size,) * n
+        return first.treedef.unflatten(
+            [
+                to_devices.part_spec(self._mesh, (size, *x.shape[1:]), x.dtype, rows)
+                for x in first.leaves
+            ]
+        )
+
+    def _examples(self) -> list[Batch]:
+        """The first batch of each dataset."""
+        return [
+            _as_batch(source.first(), 0) if hasattr(source, "first") else _example(source)
+            for source in self._sources
+        ]
+
+    @property
+    def _drops_remainder(self) -> bool:
+        return any(isinstance(x, IndexedDataset) and x.drops_remainder for x in self._sources)
+
+    @property
+    def drops_incomplete_steps(self) -> bool:
+        """Whether a step that does not feed all replicas is left out."""
+        return self._drops_remainder or (self.first is not None and self.first.num_rows is None)
+
+    def host_parts(
+        self, position: Position, *, keep: bool, rounds: Rounds | None
+    ) -> Iterator[tuple[Parts, Any]]:
+        """The elements of one pass in host memory, each with the state after it.
+
+        Args:
+            position: Where the pass begins.
+            keep: Without effect: nothing is shared with the sources.
+            rounds: How the processes agree on the steps, if there are several.
+        """
+        del keep
+
+        def begin() -> list[Any]:
+            return self._begin(position)
+
+        passes = begin() if rounds is None else rounds.told(begin)
+        steps = self._steps([batches for batches, _ in passes])
+        states = [source for _, source in passes]
+        if rounds is None:
+            return self._host_parts(steps, states, position.step > 0)
+        return agreed_steps.parts(self, self._mesh, steps, states, position, rounds)
+
+    def _begin(self, position: Position) -> list[tuple[Iterator[Batch], Any]]:
+        """A pass through each dataset: its batches, and what knows its state."""
+        given: list[Any] = [None] * len(self._sources)
+        if position.source is not None:
+            rows = count(position.source, "rows")
+            several = self._mesh.num_processes > 1
+            process = self._mesh.processes.index(jax.process_index()) if several else 0
+            if several:
+                require_plan(_of(process, position.source, "plans"), self.own_plan)
+            given = _states_of(process, position.source, len(self._sources))
+            self.fix_rows(rows)
+        passes = []
+        for source, state in zip(self._sources, given, strict=True):
+            if hasattr(source, "elements"):
+                batches = source.elements(position.pass_number, state)
+                passes.append((_batches(batches), batches))
+            else:
+                batches = source.begin(position.pass_number, state)
+                whole = not isinstance(source, IndexedDataset) or source.global_batch_size
+                passes.append((_taken(batches, bool(whole), source.owns_memory), batches))
+        return passes
+
+    def _steps(self, iterators: list[Iterator[Batch]]) -> Iterator[Step]:
+        """What this process's replicas take, until there is nothing left for any."""
+        num_local = len(self._mesh.local_replicas)
+        turns = iterators if len(iterators) == num_local else iterators * num_local
+        while True:
+            step = [next(iterator, None) for iterator in turns]
+            for batch in step:
+                if batch is not None:
+                    self._check(batch)
+            if all(batch is None for batch in step):
+                return
+            self.check_rows(step)
+            yield step
+
+    def _host_parts(
+        self, steps: Iterator[Step], passes: list[Any], has_begun: bool
+    ) -> Iterator[tuple[Parts, Any]]:
+        for step in steps:
+            if None in step and self.drops_incomplete_steps:
+                has_begun = True
+                break
+            counts = count_rows(step)
+            self.fix_rows(max(counts))
+            self.check_rows(step)
+            has_begun = True
+            states = [batches.get_state() for batches in passes]
+            yield self.join(step, counts), self.state([states])
+        if not has_begun:
+            raise ValueError(iterable.NO_BATCHES)
+
+    def state(
+        self, states: list[list[Any]], plans: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """What is said of where the datasets of every process are."""
+        said: dict[str, Any] = {"rows": self.rows_per_replica, "datasets": states}
+        return said if plans is None else said | {"plans": plans}
+
+    def fix_rows(self, rows: int) -> None:
+        """Says how many rows all parts have from now on, if that was not said before."""
+        if self.rows_per_replica is None:
+            self.rows_per_replica = rows
+
+    def check_rows(self, step: Step) -> None:
+        """Refuses batches that do not fit into a part."""
+        size = self.rows_per_replica
+        largest = max(count_rows(step))
+        if size is not None and largest > size and self._mesh.num_replicas > 1:
+            raise ValueError(
+                f"A replica was given a batch of {largest} rows, but the largest of the first step "
+                f"had {size}, which sets the size of all. A batch may be smaller, never larger: "
+                f"begin with a full batch, or split the larger ones."
+            )
+
+    def join(self, step: Step, rows: tuple[int, ...]) -> Parts:
+        """The parts of this process's replicas in arrays `[num_local_replicas, ...]`, padded.
+
+        Args:
+            step: The batches.
+            rows: How many rows each replica has, over all processes.
+        """
+        assert self.first is not None, step
+        first, size = self.first, self.rows_per_replica or 0
+        if self._mesh.num_replicas == 1:
+            (batch,) = step
+            assert batch is not None, step
+            return Parts(batch.leaves, first.treedef, None)
+        leaves = []
+        for i, example in enumerate(first.leaves):
+            given = [None if batch is None else batch.leaves[i] for batch in step]
+            if first.num_rows is None:
+                leaves.append(np.stack([x for x in given if x is not None]))
+                continue
+            # Of this step if there is one, so that a run that was resumed pads as it would have.
+            example = next((x[:1] for x in given if x is not None), example)
+            joined = np.empty((len(step), size, *example.shape[1:]), example.dtype)
+            for part, x in zip(joined, given, strict=True):
+                x = example if x is None else x
+                part[: len(x)] = x
+                part[len(x) :] = x[-1]
+            leaves.append(joined)
+        return Parts(leaves, first.treedef, None if first.num_rows is None else rows)
+
+    def _check(self, batch: Batch) -> None:
+        if self.first is None:
+            leaves = [x if batch.num_rows is None else x[:1].copy() for x in batch.leaves]
+            self.first = batch._replace(leaves=leaves)
+        first = self.first
+        if batch.treedef != first.treedef:
+            raise ValueError(
+                f"A batch of a dataset function is structured as {batch.treedef}, but the first "
+                f"one as {first.treedef}. All batches must have the same structure."
+            )
+        found, wanted = describe_shapes(batch), describe_shapes(first)
+        if found != wanted:
+            raise ValueError(
+                f"A batch of a dataset function holds {found}, but the first one {wanted}. Arrays "
+                f"may differ in their number of rows only."
+            )
+
+
+def _checked(dataset: Any) -> Any:
+    if isinstance(dataset, IndexedDataset | Rebatched):
+        return dataset  # batched or not: a replica takes an element of it
+    return adapt.checked(dataset)
+
+
+def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[Any]:
+    own = _of(process, said, "datasets")
+    if not isinstance(own, list) or len(own) != num_datasets:
+        raise ValueError(
+            f"The state is damaged: it says {said.get('datasets')!r} of the datasets of all "
+            f"processes, but process {process} reads {num_datasets}. Take another one."
+        )
+    return own
+
+
+def _of(process: int, said: dict[str, Any], key: str) -> Any:
+    """What a state says of one process under `key`, None if nothing."""
+    of_all = said.get(key)
+    return of_all[process] if isinstance(of_all, list) and process < len(of_all) else None
+
+
+def _example(source: Any) -> Batch:
+    """Something of the shape of an element of `source`."""
+    leaves, treedef = jax.tree.flatten(source.element_spec)
+    batched = not isinstance(source, IndexedDataset) or source.global_batch_size is not None
+    return Batch(leaves, treedef, leaves[0].shape[0] if batched else None)
+
+
+def _taken(batches: Iterator[Any], batched: bool, owns_memory: bool) -> Iterator[Batch]:
+    """Whole host batches; or the one example that each holds."""
+    for batch in batches:
+        rows = np.arange(batch.num_rows) if batched else np.array(0)
+        leaves = batch.take(rows, copy=not owns_memory)
+        yield Batch(leaves, batch.treedef, batch.num_rows if batched else None)
+
+
+def _batches(elements: Iterator[PyTree]) -> Iterator[Batch]:
+    return map(_as_batch, elements, itertools.count())
+
+
+def _as_batch(element: PyTree, index: int) -> Batch:
+    what = f"Batch {index} of the dataset"
+    leaves, names, treedef = host_batch.as_arrays(element, what)
+    scalars = any(x.ndim == 0 for x in leaves)
+    num_rows = None if scalars else host_batch.common_rows(leaves, names, what)
+    # The same loader is asked again for the next replica, and may fill its arrays anew.
+    return Batch([host_batch.in_jax_dtype(x, copy=True) for x in leaves], treedef, num_rows)

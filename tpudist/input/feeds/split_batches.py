@@ -1,0 +1,239 @@
+"""Global batches, each split over the replicas: every process reads the rows of its own."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.input import process_rounds
+from tpudist.input.iterator_state import Position, count
+from tpudist.input.process_rounds import Rounds
+from tpudist.input.rows_of_replicas import Assignment
+from tpudist.input.sources import iterable
+from tpudist.input.sources.indexed import UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.sources.numpy_arrays import NumpyDataset
+from tpudist.input.transfer import host_batch, to_devices
+from tpudist.input.transfer.host_batch import HostBatch
+from tpudist.input.transfer.to_devices import Parts
+from tpudist.options import PartialBatch
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+
+
+class SplitBatches:
+    """A feed whose elements are the global batches of one source, which all processes read alike.
+
+    The first batch is the largest: its rows are the global batch (for what is read by number, what
+    it was batched by).
+    """
+
+    def __init__(
+        self, source: Any, replica_mesh: ReplicaMesh, partial_batch: PartialBatch | str | None
+    ):
+        """Splits `source`, which `adapt.checked` gave; see `DistributedDataset`."""
+        self.partial_batch = PartialBatch.of(partial_batch)
+        self.source = source
+        if isinstance(self.source, IndexedDataset):
+            self.source = self._without_surprise(self.source)
+        self._mesh = replica_mesh
+        pads_alone = partial_batch is not None and self.partial_batch is PartialBatch.PAD
+        self._counts_rows = replica_mesh.num_replicas > 1 or pads_alone
+        self.any_thread = isinstance(self.source, NumpyDataset)
+        # Those of the first batch there was, in any pass: what all later ones must look like.
+        self._size: int | None = self.source.global_batch_size
+        self._treedef: jax.tree_util.PyTreeDef | None = None
+        self._examples: list[tuple[Any, ...]] = []
+
+    @property
+    def cardinality(self) -> int:
+        """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if not known."""
+        dropping = self.partial_batch is PartialBatch.DROP
+        if dropping and not isinstance(self.source, IndexedDataset):
+            return UNKNOWN_CARDINALITY
+        return self.source.cardinality
+
+    def global_batch_size(self, *, read: bool) -> int | None:
+        """Rows of a full batch; None if that is not known before the first one is read."""
+        if self._size is None and read:
+            self._size = jax.tree.leaves(self.source.element_spec)[0].shape[0]
+        return self._size
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a state is good for."""
+        return iterable.plan_of(self.source)
+
+    @property
+    def element_spec(self) -> PyTree:
+        """Shapes, dtypes and shardings of a full element, structured as it is."""
+        leaves, treedef = jax.tree.flatten(self.source.element_spec)
+        size = leaves[0].shape[0]
+        assignment = self.assignment(size, size)
+        each, rows = assignment.rows_per_replica, assignment.rows(size)
+        if not self._counts_rows:
+            each, rows = size, None
+        return treedef.unflatten(
+            [
+                to_devices.part_spec(self._mesh, (each, *leaf.shape[1:]), leaf.dtype, rows)
+                for leaf in leaves
+            ]
+        )
+
+    def host_parts(
+        self, position: Position, *, keep: bool, rounds: Rounds | None
+    ) -> Iterator[tuple[Parts, Any]]:
+        """The batches of one pass, each with the state after it.
+
+        Args:
+            position: Where the pass begins.
+            keep: Whether they may share no memory with the source's.
+            rounds: How the processes agree on them, if there are several.
+        """
+        # A user's loader may fill its arrays anew for the next batch. On CPU, JAX uses aligned
+        # NumPy arrays in place; elsewhere it reads them until the copy to the device has ended.
+        copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
+        at, first = position.source, 0
+        if at is not None and self.source.global_batch_size is None:
+            self._size = self._size or count(at, "global batch size")
+            at = at.get("dataset")
+        if isinstance(at, dict):
+            first = at.get("batches", 0)
+
+        def begin() -> Any:
+            return self.source.begin(position.pass_number, at)
+
+        batches = begin() if rounds is None else rounds.told(begin)
+        return self._parts(batches, position, first, copy, rounds)
+
+    def _parts(
+        self, batches: Any, position: Position, first: int, copy: bool, rounds: Rounds | None
+    ) -> Iterator[tuple[Parts, Any]]:
+        checked = self._checked(batches, first)
+        if rounds is not None:
+            rounds.require_same(self.plan | position._asdict())
+            if not isinstance(self.source, IndexedDataset):
+                checked = process_rounds.in_step(checked, rounds, lambda batch: batch.num_rows)
+        num_elements, num_batches = position.step, first
+        for batch in checked:
+            num_batches += 1
+            size = self._size
+            assert size is not None
+            if batch.num_rows < size and self.partial_batch is PartialBatch.DROP:
+                continue
+            state = batches.get_state()
+            if self.source.global_batch_size is None:
+                state = {"global batch size": size, "dataset": state}
+            yield self._take(batch, size, copy), state
+            num_elements += 1
+        if not num_elements:
+            if num_batches:
+                raise ValueError(
+                    f"All {num_batches} batches of the dataset were partial ones and dropped, so "
+                    f"there was nothing to do. Use partial_batch='pad'."
+                )
+            raise ValueError(iterable.NO_BATCHES)
+
+    def assignment(self, num_rows: int, size: int) -> Assignment:
+        """Who reads which of the `num_rows` rows of a batch, where a full one has `size`."""
+        shrinks = self.partial_batch is PartialBatch.SHRINK
+        return _assignment(num_rows if shrinks else size, self._mesh.num_replicas, shrinks)
+
+    def _take(self, batch: Any, size: int, copy: bool) -> Parts:
+        borrowed, num_rows = not self.source.owns_memory and not copy, batch.num_rows
+        if not self._counts_rows:
+            leaves = batch.take(np.arange(num_rows), copy=copy)
+            return Parts(leaves, batch.treedef, None, borrowed)
+        shrinks = self.partial_batch is PartialBatch.SHRINK
+        rows, positions = _shares(num_rows, size, self._mesh, shrinks)
+        return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
+
+    def _without_surprise(self, source: IndexedDataset) -> IndexedDataset:
+        """Applies `partial_batch` where it is known from the start what it comes to."""
+        if self.partial_batch is PartialBatch.DROP:
+            return source.without_remainder()
+        if self.partial_batch is PartialBatch.ERROR and source.has_remainder:
+            raise ValueError(
+                f"The {type(source).__name__} does not split into full batches of "
+                f"{source.global_batch_size} examples, and partial_batch='error'. Use 'pad', which "
+                f"counts the last batch's real rows exactly, or 'drop'."
+            )
+        return source
+
+    def _checked(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """The batches; those of a user's loader must all look like the first one."""
+        if isinstance(self.source, IndexedDataset):
+            yield from batches
+            return
+        for index, batch in zip(itertools.count(first), batches, strict=False):
+            if self._treedef is None:
+                self._size = self._size or batch.num_rows
+                self._treedef, self._examples = batch.treedef, _examples(batch)
+            self._check(batch, index, self._size or 0)
+            yield batch
+
+    def _check(self, batch: HostBatch, index: int, size: int) -> None:
+        if batch.treedef != self._treedef:
+            raise ValueError(
+                f"Batch {index} of the dataset is structured as {batch.treedef}, but the first one "
+                f"as {self._treedef}. All batches must have the same structure."
+            )
+        examples = _examples(batch)
+        if examples != self._examples:
+            names = _names(batch.treedef)
+            different = [
+                f"{name or 'the array'} holds {_described(found)}, before {_described(wanted)}"
+                for name, found, wanted in zip(names, examples, self._examples, strict=True)
+                if found != wanted
+            ]
+            raise ValueError(
+                f"Batch {index} of the dataset differs from the first one: {'; '.join(different)}. "
+                f"Only the number of rows may change: a step is compiled for one dtype and shape. "
+                f"Pad or crop the rows to one shape, and convert them to one dtype."
+            )
+        if batch.num_rows > size:
+            raise ValueError(
+                f"Batch {index} of the dataset has {batch.num_rows} rows, but the first one has "
+                f"{size}, which sets the global batch size. A batch may be smaller, never larger: "
+                f"put a full batch first, or split the larger ones."
+            )
+        if batch.num_rows < size and self.partial_batch is PartialBatch.ERROR:
+            raise ValueError(
+                f"Batch {index} of the dataset has {batch.num_rows} rows, fewer than the global "
+                f"batch of {size}, and partial_batch='error'. Use 'pad', which counts its real "
+                f"rows exactly, or 'drop'."
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _assignment(size: int, num_replicas: int, in_equal_parts: bool) -> Assignment:
+    return Assignment(size, num_replicas, in_equal_parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shares(
+    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """How many of `num_rows` rows each replica reads, and where those of this process's stand."""
+    assignment = _assignment(num_rows if shrinks else size, mesh.num_replicas, shrinks)
+    positions = assignment.positions(num_rows, mesh.local_replicas)
+    positions.flags.writeable = False  # it is given out again
+    return assignment.rows(num_rows), positions
+
+
+def _examples(batch: HostBatch) -> list[tuple[Any, ...]]:
+    """Shapes and dtypes of one row of each leaf, as JAX will hold it."""
+    return [(leaf.shape[1:], host_batch.jax_dtype(leaf.dtype)) for leaf in batch.leaves]
+
+
+def _names(treedef: jax.tree_util.PyTreeDef) -> list[str]:
+    numbered = treedef.unflatten(range(treedef.num_leaves))
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+
+
+def _described(example: tuple[Any, ...]) -> str:
+    shape, dtype = example
+    return f"{dtype}[{','.join(['rows', *map(str, shape)])}]"

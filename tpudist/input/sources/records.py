@@ -1,0 +1,225 @@
+"""Examples that are read one by one, from anything with a length, and stacked to batches."""
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.transfer import host_batch, reused_memory
+
+PyTree = Any
+RandomTransform = Callable[[PyTree, np.random.Generator], PyTree]
+
+_MAX_THREADS = 8
+_MIN_CHUNK = 4  # examples for which it pays to ask another thread
+
+
+class RecordDataset(IndexedDataset):
+    """Examples that some threads read by their numbers; those of a batch are stacked.
+
+    All examples must have the structure, shapes and dtypes of the first one.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        transform: Callable[[Any], PyTree] | None = None,
+        *,
+        random_transform: RandomTransform | None = None,
+        num_threads: int | None = None,
+    ):
+        """Reads the first example of `source`; see `from_records`."""
+        self._source = source
+        self._num_rows = _length(source)
+        self._begin(transform, random_transform, num_threads)
+
+    def _begin(
+        self,
+        transform: Callable[[Any], PyTree] | None,
+        random_transform: RandomTransform | None,
+        num_threads: int | None,
+    ) -> None:
+        """Looks at the first example, once `_fetch` works."""
+        if random_transform is not None and not callable(random_transform):
+            raise TypeError(
+                f"random_transform is {random_transform!r}. Give a function of an example and a "
+                f"numpy.random.Generator that returns a pytree of arrays."
+            )
+        if transform is not None and not callable(transform):
+            raise TypeError(
+                f"A {type(transform).__name__} was given to make examples of records. Give a "
+                f"function of one record that returns a pytree of arrays."
+            )
+        if num_threads is None:
+            num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads!r}. Give a whole number of at least 1.")
+        self._transform = transform
+        self._random_transform = random_transform
+        self._threads = _Threads(num_threads)
+        (first,) = self._made([0], self._fetch([0]), epoch=0)
+        leaves, self._names, self._treedef = self._example(0, first)
+        if not leaves:
+            raise ValueError(f"{self._name(0)} holds no arrays. Give examples with at least one.")
+        self._leaf_specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    # Hooks.
+
+    def _fetch(self, numbers: list[int]) -> Sequence[Any]:
+        """The records of these numbers; called by several threads at once."""
+        fetch_all = getattr(self._source, "__getitems__", None)
+        if fetch_all is not None and len(numbers) > 1:
+            return fetch_all(numbers)
+        return [self._source[number] for number in numbers]
+
+    def _name(self, number: int) -> str:
+        """What to call an example in errors."""
+        return f"Example {number} of the {type(self._source).__name__}"
+
+    # What all of them share.
+
+    def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
+        flat = np.asarray(rows).reshape(-1)
+        stacked = [reused_memory.empty((len(flat), *x.shape), x.dtype) for x in self._leaf_specs]
+
+        def fill(start: int, end: int) -> None:
+            numbers = flat[start:end].tolist()
+            records = self._made(numbers, self._fetch(numbers), epoch)
+            for row, number, record in zip(range(start, end), numbers, records, strict=True):
+                leaves = self._leaves_if_good(number, record)
+                for into, leaf in zip(stacked, leaves, strict=True):
+                    into[row] = leaf
+
+        self._threads.run(fill, len(flat))
+        return [leaf.reshape(np.shape(rows) + leaf.shape[1:]) for leaf in stacked]
+
+    @property
+    def _is_transformed(self) -> bool:
+        """Whether examples are something else than records."""
+        return self._transform is not None or self._random_transform is not None
+
+    def _made(self, numbers: list[int], records: Sequence[Any], epoch: int) -> Iterator[Any]:
+        """What the user's functions make of records."""
+        if not self._is_transformed:
+            yield from records
+            return
+        for number, made in zip(numbers, records, strict=True):
+            try:
+                if self._transform is not None:
+                    made = self._transform(made)
+                if self._random_transform is not None:
+                    made = self._random_transform(made, self._rng(epoch, number))
+            except Exception as error:
+                error.add_note(f"This was raised for {self._name(number)}.")
+                raise
+            yield made
+
+    def _rng(self, epoch: int, number: int) -> np.random.Generator:
+        # A spawn key, for [seed, epoch, 0] gives the numbers of [seed, epoch], the order's.
+        seeds = np.random.SeedSequence([self._plan.seed or 0, epoch], spawn_key=(number,))
+        return np.random.default_rng(seeds)
+
+    def _leaves_if_good(self, number: int, made: Any) -> list[Any]:
+        """The leaves of an example that is like the first one, or an error."""
+        leaves, treedef = jax.tree_util.tree_flatten(made)
+        if treedef == self._treedef and all(map(_is_like, leaves, self._leaf_specs)):
+            return leaves
+        leaves, _, treedef = self._example(number, made)
+        self._check(number, leaves, treedef)
+        return leaves
+
+    def _example(self, number: int, made: Any) -> tuple[list[np.ndarray], list[str], Any]:
+        """The arrays of an example, their names, and its structure."""
+        if made is None:
+            raise ValueError(
+                f"{self._name(number)} is None. An example cannot be left out when it is read, "
+                f"since batches are counted before: filter the source first."
+            )
+        texts = [x for x in jax.tree_util.tree_leaves(made) if isinstance(x, str | bytes)]
+        if texts:
+            what, remedy = self._text("bytes" if isinstance(texts[0], bytes) else "str")
+            raise TypeError(
+                f"{self._name(number)} {what}, but devices hold numbers and booleans only. {remedy}"
+            )
+        return host_batch.as_arrays(made, self._name(number))
+
+    def _text(self, kind: str) -> tuple[str, str]:
+        """What is wrong with an example that holds text, and what to do."""
+        return (
+            f"holds {kind}",
+            "Leave it out, or make numbers of it: from_records(source, transform=function).",
+        )
+
+    def _check(self, number: int, leaves: list[np.ndarray], treedef: Any) -> None:
+        if treedef != self._treedef:
+            raise ValueError(
+                f"{self._name(number)} is structured as {treedef}, but the first one as "
+                f"{self._treedef}. All examples must have the same structure."
+            )
+        for name, leaf, spec in zip(self._names, leaves, self._leaf_specs, strict=True):
+            if leaf.shape == spec.shape and leaf.dtype == spec.dtype:
+                continue
+            ragged = leaf.shape != spec.shape
+            remedy = "Pad or crop all to one shape." if ragged else "Convert all to one dtype."
+            raise ValueError(
+                f"{self._name(number)} holds {_described(leaf)}{name and f' in {name}'}, but the "
+                f"first one {_described(spec)}. {remedy}"
+            )
+
+
+class _Threads:
+    """Threads that begin with the first batch and end with the last dataset that shares them."""
+
+    def __init__(self, num_threads: int):
+        self.num_threads = num_threads
+        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def run(self, function: Callable[[int, int], None], count: int) -> None:
+        """Calls `function(start, end)` for parts of `range(count)`, some of them at a time."""
+        chunk = max(_MIN_CHUNK, -(-count // self.num_threads))
+        if self.num_threads == 1 or count <= chunk:
+            function(0, count)
+            return
+        if self._executor is None:
+            self._executor = concurrent.futures.ThreadPoolExecutor(
+                self.num_threads, thread_name_prefix="tpudist-read"
+            )
+        starts = range(0, count, chunk)
+        parts = [self._executor.submit(function, i, min(i + chunk, count)) for i in starts]
+        concurrent.futures.wait(parts)  # so that nobody writes to the batch after an error
+        for part in parts:
+            part.result()
+
+
+def _is_like(leaf: Any, spec: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf is an array as it should be, where that can be said at once."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.shape == spec.shape and leaf.dtype == spec.dtype
+    return False
+
+
+def _length(source: Any) -> int:
+    if isinstance(source, dict | str | bytes) or not (
+        hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    ):
+        raise TypeError(
+            f"A {type(source).__name__} has no examples that can be read by number. Give something "
+            f"with len(source) and source[i]; distribute an iterable of batches as it is."
+        )
+    length = len(source)
+    if length == 0:
+        raise ValueError(f"The {type(source).__name__} has no examples. Give at least one.")
+    if length >= np.iinfo(np.int64).max:  # what repeats without end in Grain
+        raise ValueError(
+            f"The {type(source).__name__} has no end. Leave its repeat out, and call repeat of "
+            f"what from_records returns."
+        )
+    return length
+
+
+def _described(array: Any) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

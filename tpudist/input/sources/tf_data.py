@@ -1,0 +1,94 @@
+"""`tf.data.Dataset`s of global batches, read where TensorFlow has put them, without a copy."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.input.sources.passes_in_order import PassesInOrder
+from tpudist.options import AutoShardPolicy
+
+PyTree = Any
+
+
+class TfDataSource(PassesInOrder):
+    """The elements of a `tf.data.Dataset` as batches.
+
+    A position is the number of batches that were given, which `skip` leaves out: TensorFlow makes
+    them, but nobody reads them. A dataset that is shuffled must be given a seed for that.
+    """
+
+    owns_memory = True  # TensorFlow makes new tensors for each element
+
+    def __init__(self, source: Any):
+        """Wraps a dataset.
+
+        Raises:
+            TypeError: Its elements are no arrays of numbers.
+            ValueError: They are no batches.
+        """
+        super().__init__(source)
+        self.name = "tf.data.Dataset"
+        self._specs = _checked(source.element_spec)
+        self.plan = {"kind": "batches of a tf.data.Dataset", "element": str(source.element_spec)}
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """What the dataset's own options ask for."""
+        dataset: Any = self._source
+        asked = dataset.options().experimental_distribute.auto_shard_policy
+        return AutoShardPolicy(asked.value)
+
+    @property
+    def cardinality(self) -> int:
+        """Number of batches of a pass; -1 if it has no end, -2 if not known."""
+        dataset: Any = self._source
+        return int(dataset.cardinality())
+
+    @property
+    def element_spec(self) -> PyTree:
+        """Shapes and dtypes of a batch; the first one is read if the dataset does not say them."""
+        leaves, treedef = jax.tree_util.tree_flatten(self._specs, is_leaf=_is_spec)
+        if all(spec.shape.is_fully_defined() for spec in leaves):
+            specs = [
+                jax.ShapeDtypeStruct(tuple(spec.shape), spec.dtype.as_numpy_dtype)
+                for spec in leaves
+            ]
+            return treedef.unflatten(specs)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.first())
+
+    def _begin_pass(self, state: Any) -> Iterator[PyTree]:
+        dataset: Any = self._source
+        return dataset.skip(0 if state is None else state["batches"]).as_numpy_iterator()
+
+    def _leave_out_pass(self) -> None:
+        iter(self._source)  # type: ignore[call-overload]
+
+
+def _is_spec(value: Any) -> bool:
+    return hasattr(value, "is_compatible_with")
+
+
+def _checked(spec: PyTree) -> PyTree:
+    """The specs of an element, all of which are dense arrays of numbers with a dim of examples."""
+    named, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_spec)
+    for path, leaf in named:
+        name = jax.tree_util.keystr(path)
+        what = f"The elements of the tf.data.Dataset hold {leaf}{name and f' in {name}'}"
+        if type(leaf).__name__ != "TensorSpec":
+            raise TypeError(
+                f"{what}. Devices hold dense arrays only: use dataset.map with to_tensor or "
+                f"tf.sparse.to_dense, or dataset.padded_batch."
+            )
+        if np.dtype(leaf.dtype.as_numpy_dtype).kind == "O":
+            raise TypeError(
+                f"{what}, but devices hold numbers and booleans only. Convert texts to token ids "
+                f"with dataset.map, or leave them out."
+            )
+        if leaf.shape.rank == 0:
+            raise ValueError(
+                f"{what}, a scalar, but examples are counted along dim 0. Distribute "
+                f"dataset.batch(global_batch_size)."
+            )
+    return spec

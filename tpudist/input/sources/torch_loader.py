@@ -1,0 +1,171 @@
+"""PyTorch's data loaders, whose tensors are read where they are, without a copy."""
+
+import base64
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.input.iterator_state import count
+from tpudist.input.sources.passes_in_order import PassesInOrder
+
+PyTree = Any
+
+
+class TorchSource(PassesInOrder):
+    """The elements of a `torch.utils.data.DataLoader` as batches.
+
+    A `StatefulDataLoader` of torchdata is asked where it is. Of others the batches are counted, and
+    read again to come back to the same place, with the random numbers that the pass began with.
+    """
+
+    def __init__(self, source: Any):
+        """Wraps a loader."""
+        super().__init__(source)
+        self.name = f"{type(source).__name__} of PyTorch"
+        self.plan = {"kind": "batches of a PyTorch DataLoader"}
+        sampler = type(getattr(source, "sampler", None)).__name__
+        if sampler not in ("SequentialSampler", "_InfiniteConstantSampler"):
+            # So that processes that would shuffle differently are found out before they train.
+            self.plan["seed"] = str(_generator(source).initial_seed())
+
+    def _begin_pass(self, state: Any) -> Iterator[PyTree]:
+        given = None if state is None else state["iterator"]
+        if hasattr(self._source, "load_state_dict"):
+            return _Stateful(self._source, given)
+        return _Counted(self._source, given)
+
+    def _leave_out_pass(self) -> None:
+        """Draws what a pass would: a seed for workers, and an order of the examples."""
+        import torch  # type: ignore[import-not-found]
+
+        loader: Any = self._source
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        for _ in loader.batch_sampler or loader.sampler:
+            pass
+
+    def _can_go_back(self, state: Any) -> bool:
+        return state is not None
+
+
+class _Stateful(Iterator[PyTree]):
+    """A pass through a loader that keeps its state itself."""
+
+    def __init__(self, loader: Any, state: Any):
+        if state is not None:
+            loader.load_state_dict(_read(state["loader"]))
+        self._loader = loader
+        self._iterator = iter(loader)
+        if state is not None:  # torchdata leaves it elsewhere, so that the next pass would differ
+            _generator(loader).set_state(_read(state["generator"]))
+
+    def __next__(self) -> PyTree:
+        return as_numpy(next(self._iterator))
+
+    def get_state(self) -> Any:
+        generator = _generator(self._loader).get_state()
+        return {"loader": _written(self._loader.state_dict()), "generator": _written(generator)}
+
+
+class _Counted(Iterator[PyTree]):
+    """A pass through a loader that knows nothing of where it is, counted."""
+
+    def __init__(self, loader: Any, state: Any):
+        skipped = 0
+        if state is not None:
+            _generator(loader).set_state(_read(state["generator"]))
+            skipped = count(state, "batches")
+        self._before = _written(_generator(loader).get_state())
+        self._iterator = iter(loader)
+        self._num_given = 0
+        for _ in range(skipped):
+            if next(self._iterator, None) is None:
+                raise ValueError(
+                    f"The state is one after {skipped} batches of a pass through a "
+                    f"PyTorch DataLoader, which were read again to come back there, but now it "
+                    f"gave {self._num_given}. Make the loader as it was, or begin anew without "
+                    f"the state."
+                )
+            self._num_given += 1
+
+    def __next__(self) -> PyTree:
+        element = next(self._iterator)
+        self._num_given += 1
+        return as_numpy(element)
+
+    def get_state(self) -> Any:
+        """How many batches it gave, and the state that the random generator began with."""
+        return {"batches": self._num_given, "generator": self._before}
+
+
+def without_tensors(transform: Callable[[Any], PyTree] | None) -> Callable[[Any], PyTree]:
+    """What `transform` makes of an example, or the example, with arrays for tensors."""
+
+    def transform_to_numpy(record: Any) -> PyTree:
+        return as_numpy(record if transform is None else transform(record))
+
+    return transform_to_numpy
+
+
+def as_numpy(element: PyTree) -> PyTree:
+    """The same with arrays for tensors, which share their memory where NumPy knows their dtype.
+
+    Raises:
+        TypeError: A tensor is not dense.
+    """
+    return jax.tree.map(_array, element)
+
+
+def _array(value: Any) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    if value.layout is not torch.strided or value.is_nested:
+        raise TypeError(
+            f"A batch of the PyTorch DataLoader holds a tensor that is not dense: {value.layout}. "
+            f"Devices hold dense arrays only: convert it, such as with to_dense() or "
+            f"torch.nn.utils.rnn.pad_sequence."
+        )
+    tensor = value.detach().cpu()
+    if tensor.dtype is torch.bfloat16:  # NumPy does not know it by itself
+        return tensor.view(torch.int16).numpy().view(jax.numpy.bfloat16)
+    return tensor.resolve_conj().resolve_neg().numpy()
+
+
+def _generator(loader: Any) -> Any:
+    """What a loader takes its random numbers from."""
+    import torch  # type: ignore[import-not-found]
+
+    own = getattr(getattr(loader, "sampler", None), "generator", None)
+    return own or getattr(loader, "generator", None) or torch.default_generator
+
+
+_TENSOR = "tensor in base64"
+
+
+def _written(state: Any) -> Any:
+    """A state in the words of JSON: tensors as texts, never pickled."""
+    if isinstance(state, dict):
+        return {key: _written(x) for key, x in state.items()}
+    if isinstance(state, list | tuple):
+        return [_written(x) for x in state]
+    array = _array(state)
+    if isinstance(array, np.ndarray):
+        text = base64.b64encode(array.tobytes()).decode()
+        return {_TENSOR: text, "dtype": str(array.dtype), "shape": list(array.shape)}
+    return state
+
+
+def _read(written: Any) -> Any:
+    if isinstance(written, list):
+        return [_read(x) for x in written]
+    if not isinstance(written, dict):
+        return written
+    if _TENSOR not in written:
+        return {key: _read(x) for key, x in written.items()}
+    import torch  # type: ignore[import-not-found]
+
+    array = np.frombuffer(base64.b64decode(written[_TENSOR]), written["dtype"])
+    return torch.from_numpy(array.reshape(written["shape"]).copy())

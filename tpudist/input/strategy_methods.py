@@ -1,0 +1,133 @@
+"""The methods of a strategy that give its replicas their data."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tpudist import context
+from tpudist.input.dataset import DistributedDataset
+from tpudist.input.feeds import from_function
+from tpudist.input.input_context import InputContext
+from tpudist.input.sources.numpy_arrays import NumpyDataset
+from tpudist.input.tf1_iterator import InitializableIterator
+from tpudist.options import InputOptions, PartialBatch, warn_if_given
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+
+
+class DataMethods:
+    """What `Strategy` offers for input."""
+
+    replica_mesh: ReplicaMesh
+
+    # Hooks.
+
+    # Whether a dataset function may be called for each replica, which TensorFlow does for
+    # MirroredStrategy only.
+    takes_input_per_replica: bool = False
+    # Whether there is nothing to distribute: the default strategy's datasets are the user's own.
+    keeps_datasets: bool = False
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """Splits every batch of a dataset over the replicas, and copies it to them ahead of time.
+
+        Args:
+            dataset: An iterable of pytrees of numpy arrays, batched by the *global* batch size: a
+                list, a `NumpyDataset`, or a function that gives an iterator for each epoch.
+            options: Where batches wait for their step, and how many of them; what becomes of
+                partial batches; how several processes share the reading. Process 0 prints how.
+
+        Returns:
+            A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. The
+            first replicas get the rows of a partial last batch, which is padded to the same shape
+            and counted exactly. The default strategy gives the dataset itself, if one can iterate
+            over it.
+
+        Raises:
+            NotImplementedError: Options for PER_REPLICA replication; see
+                `distribute_datasets_from_function`.
+            TypeError: `dataset` or `options` are something else.
+            ValueError: `dataset` is not batched.
+
+        As `tf.distribute.Strategy.experimental_distribute_dataset`.
+        """
+        context.require_scope_or_default(self, "experimental_distribute_dataset")
+        if self.keeps_datasets:
+            return self._kept(dataset, options)
+        return self._distributed(dataset, from_function.options_of_split(options))
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Gives each replica whole batches of a dataset that `dataset_fn` makes.
+
+        In several processes the numbers of rows are exchanged on the host before each step, so that
+        all end together, when no process has anything left.
+
+        Args:
+            dataset_fn: Called with an `InputContext` at once, and once: in each process, whose
+                replicas take batches of its dataset in turn, or for each replica if `options` say
+                PER_REPLICA. It returns an iterable of batches, a function that gives one for each
+                pass, or a `NumpyDataset`; batched by the size of one replica's batch.
+            options: How often `dataset_fn` is called, where batches wait, and how many of them.
+
+        Returns:
+            A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. At the
+            end replicas without a batch have 0 real rows. The default strategy gives what
+            `dataset_fn` returns.
+
+        Raises:
+            NotImplementedError: PER_REPLICA on another strategy than MirroredStrategy, or a
+                replica that spans several processes.
+            ValueError: Options that contradict each other.
+            TypeError: `dataset_fn` or what it returns is something else.
+
+        As `tf.distribute.Strategy.distribute_datasets_from_function`.
+        """
+        context.require_scope_or_default(self, "distribute_datasets_from_function")
+        if self.keeps_datasets:
+            return self._kept(dataset_fn(InputContext()), options)
+        per_replica = self.takes_input_per_replica
+        options = from_function.options_of_function(options, self, per_replica)
+        pipelines = from_function.pipelines(dataset_fn, self.replica_mesh, options)
+        return self._distributed(pipelines, options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
+        """A dataset of the rows of numpy arrays; batch it, then distribute it.
+
+        As `tf.compat.v1.distribute.Strategy.experimental_make_numpy_dataset`.
+        """
+        context.require_scope_or_default(self, "experimental_make_numpy_dataset")
+        warn_if_given("experimental_make_numpy_dataset(session", session, "there are no sessions")
+        return NumpyDataset(numpy_input)
+
+    def _kept(self, dataset: Any, options: InputOptions | None) -> Any:
+        """The user's dataset; a function that gives one for each pass is made iterable."""
+        options = from_function.checked_options(options)
+        if options is not None and options.partial_batch is not None:
+            warn_if_given(
+                "InputOptions(partial_batch",
+                PartialBatch.of(options.partial_batch).value,
+                "the default strategy gives the dataset as it is",
+            )
+        is_function = callable(dataset) and not isinstance(dataset, Iterable)
+        return self._distributed(dataset) if is_function else dataset
+
+    def _distributed(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        holding = from_function.holding(options)
+        return DistributedDataset(dataset, self.replica_mesh, strategy=self, **holding)
+
+    # What the methods of `deprecated` come to.
+
+    def _make_dataset_iterator(self, dataset: Any) -> InitializableIterator:
+        context.require_scope_or_default(self, "make_dataset_iterator")
+        return InitializableIterator(self._distributed(dataset))
+
+    def _make_input_fn_iterator(
+        self, input_fn: Callable[[InputContext], Any]
+    ) -> InitializableIterator:
+        context.require_scope_or_default(self, "make_input_fn_iterator")
+        pipelines, options = from_function.pipelines_or_calls(input_fn, self.replica_mesh)
+        return InitializableIterator(self._distributed(pipelines, options))

@@ -1,0 +1,1 @@
+"""From the host's memory to the devices, ahead of the loop."""

@@ -1,0 +1,1 @@
+"""What a transformer is made of."""

@@ -1,0 +1,150 @@
+"""Causal attention, computed in the way that suits the devices: one switch.
+
+`auto` takes Splash attention (a kernel for TPUs that never holds the scores of a sequence) on TPUs,
+ring attention where a mesh axis splits the sequence, `jax.nn.dot_product_attention` elsewhere. Any
+of them can be forced, and all give the same results.
+
+Kernels cannot be partitioned by XLA, so they run in a `jax.shard_map` of their own over the axes
+inside a replica: batch and heads are split as the strategy's logical-axis rules say, and each
+device computes its share.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from tpudist.models.parts import ring_attention
+from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
+from tpudist.xla import splash_attention
+
+Kernel = Callable[[jax.Array, jax.Array, jax.Array], Any]
+_NAME = "attention"  # for remat policies
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    method: str = "auto",
+    splash_block: int | None = None,
+    splash_backward_block: int | None = None,
+) -> jax.Array:
+    """What each position gathers from itself and those before it, `[batch, length, heads, width]`.
+
+    Args:
+        query: `[batch, length, heads, width]`.
+        key: `[batch, length, kv_heads, width]`; `heads` is a multiple of `kv_heads`.
+        value: As `key`.
+        method: "auto", or the way to force.
+        splash_block: Rows and columns of the tiles of Splash attention.
+        splash_backward_block: Keys that its backward pass takes at a time.
+
+    Raises:
+        ValueError: An unknown method.
+    """
+    length = query.shape[1]
+    if method == "auto":
+        method = automatic(length)
+    if method == "dot_product":
+        out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return checkpoint_name(out, _NAME)
+    # These name what their backward passes need. Named here, the result would be saved beside it.
+    if method == "ring":
+        return _ring(query, key, value)
+    if method == "splash":
+        return _splash(query, key, value, splash_block, splash_backward_block)
+    raise ValueError(
+        f"attention={method!r} is not a way to compute attention. Use 'auto', 'dot_product', "
+        f"'splash' or 'ring'."
+    )
+
+
+def automatic(length: int) -> str:
+    """What "auto" means here, for sequences of `length`."""
+    if split_over("sequence", length):
+        return "ring"
+    if platform() != "tpu":
+        return "dot_product"
+    # Without a mesh nobody knows over which devices XLA will split the program.
+    alone = jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1
+    return "dot_product" if alone else "splash"
+
+
+def platform() -> str:
+    """The platform of the devices of the mesh in force, present or not; JAX's own without one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _splash(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    block: int | None,
+    backward_block: int | None,
+) -> jax.Array:
+    kernel = functools.partial(
+        splash_attention.causal_attention,
+        block=block,
+        backward_block=backward_block,
+        name=_NAME,
+        interpret=platform() != "tpu",
+    )
+    return _on_each_device(kernel, query, key, value, sequence=())
+
+
+def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    over = split_over("sequence", query.shape[1])
+    if len(over) > 1:
+        raise ValueError(
+            f"Ring attention goes around one mesh axis, but the logical-axis rules split "
+            f"'sequence' over {over}. Map it to one of them."
+        )
+    axis = over[0] if over else None
+
+    def kernel(query, key, value):
+        return ring_attention.causal_attention(query, key, value, axis, _NAME)
+
+    return _on_each_device(kernel, query, key, value, sequence=over)
+
+
+def _on_each_device(
+    kernel: Kernel,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    sequence: tuple[str, ...],
+) -> jax.Array:
+    """Runs `kernel` on each device's share of the batch, the heads, and perhaps the sequence."""
+    inner = inner_axes()
+    if not inner:
+        return kernel(query, key, value)
+    heads = split_over("heads", query.shape[2])
+    ways = math.prod(inner[axis] for axis in heads)
+    if key.shape[2] % ways:
+        # Each device gets the keys of its queries, even if another device has the same ones.
+        share = ways // key.shape[2] if ways % key.shape[2] == 0 else query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
+    # A kernel wants all axes to be manual, those of one device too. In the spec they cost nothing;
+    # left out, their gradients would be summed over them.
+    single = tuple(axis for axis in automatic_axes() if axis not in inner)
+    spec = PartitionSpec(
+        (*split_over("batch", query.shape[0]), *single) or None, sequence or None, heads or None
+    )
+    return jax.shard_map(
+        kernel,
+        in_specs=(spec, spec, spec),
+        out_specs=spec,
+        axis_names=set(automatic_axes()),
+        check_vma=False,
+    )(query, key, value)

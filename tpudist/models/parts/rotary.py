@@ -1,0 +1,75 @@
+"""Rotary positions: turns pairs of dims of queries and keys by angles that grow with the position.
+
+The pairs are the dims `i` and `i + width / 2` (Su et al. 2021, arXiv 2104.09864, as in Llama).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tpudist.models.parts.attention import platform
+
+Rotation = tuple[jax.Array, jax.Array]
+
+
+def rotation(length: int, width: int, base: float) -> Rotation:
+    """Cosines and sines `[length, 1, width]`, float32, of the angle of each position and dim.
+
+    Args:
+        length: Number of positions.
+        width: Of a head; even.
+        base: Ratio of the longest to the shortest wavelength.
+    """
+    half = width // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequencies
+    angles = jnp.concatenate((angles, angles), axis=-1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """`x`, `[batch, length, heads, width]`, turned; computed in float32."""
+    return by_product(x, rotation) if platform() == "tpu" else by_halves(x, rotation)
+
+
+def by_halves(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Turns the two halves of each head."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = (table[..., : x.shape[-1] // 2] for table in rotation)
+    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return turned.astype(x.dtype)
+
+
+@jax.custom_vjp
+def by_product(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Swaps the halves of each head by a matrix product.
+
+    TPUs hold the last dim in lanes: XLA writes out halves of 64 in each step of the rotation, in
+    float32. The product is one pass over `x`, forward and backward: of a step of a model with 16
+    billion parameters on v5e-256, 0.3 of 10.6 s.
+    """
+    cos, sin = rotation
+    half = x.shape[-1] // 2
+    swap = jnp.eye(2 * half, k=half, dtype=x.dtype) - jnp.eye(2 * half, k=-half, dtype=x.dtype)
+    with jax.named_scope("in_place_of_halves"):  # as work, it is nothing (see planner/work.py)
+        swapped = jnp.einsum(
+            "blhd,de->blhe",
+            x,
+            swap,
+            precision="highest",  # one term of each sum is not 0: this is exact
+            preferred_element_type=jnp.float32,
+        )
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+
+
+def _by_product_forward(x: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
+    return by_product(x, rotation), rotation
+
+
+def _by_product_backward(rotation: Rotation, gradient: jax.Array) -> tuple[jax.Array, None]:
+    cos, sin = rotation
+    return by_product(gradient, (cos, -sin)), None
+
+
+by_product.defvjp(_by_product_forward, _by_product_backward)

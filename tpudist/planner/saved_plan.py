@@ -1,0 +1,221 @@
+"""Compiled steps that travel: saved where they were planned, loaded where they run.
+
+A saved plan is a folder: `plan.json` (the plan), `program.json` (what the executable is of and for)
+and `program.bin` (the executable). To load an executable is to run code of whoever wrote it: JAX
+unpickles it. So the folder is private to its owner, and before a byte of the executable is looked
+at, owner, mode, versions, devices, program and checksum are checked.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpudist.planner import ask_compiler, private_files
+from tpudist.xla import executables
+from tpudist.xla.compiler import processor, program_text
+
+_log = logging.getLogger("tpudist")
+_FORMAT = 1
+_PLAN, _HEADER, _PROGRAM = "plan.json", "program.json", "program.bin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the executable of a plan comes from.
+
+    Attributes:
+        name: Of the step.
+        lowered: The program.
+        mesh: Its devices.
+        compiler_options: How it is compiled.
+        compiled: The executable, if it was compiled in this process.
+    """
+
+    name: str
+    lowered: jax.stages.Lowered
+    mesh: jax.sharding.Mesh
+    compiler_options: Mapping[str, Any]
+    compiled: jax.stages.Compiled | None
+
+
+def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
+    """Writes a plan and its executable; see `Plan.save`."""
+    folder = private_files.folder(
+        path, ours=(_PLAN, _HEADER, _PROGRAM)
+    )  # before what takes minutes
+    compiled = source.compiled
+    if compiled is None:
+        _log.warning(
+            "%s is compiled once more, in this process, to save it: strategy.plan(..., "
+            "in_process=True) keeps the executable.",
+            source.name,
+        )
+        compiled = executables.compiled_anew(source.lowered, source.compiler_options)
+    data = executables.to_bytes(compiled)
+    header = {
+        "format": _FORMAT,
+        "name": source.name,
+        "program": hash_of(source.lowered),
+        "num_bytes": len(data),
+        "checksum": hashlib.sha256(data).hexdigest(),
+        **_place(source.mesh),
+    }
+    private_files.write(folder / _PROGRAM, data)
+    private_files.write(folder / _PLAN, plan_as_json.encode())
+    private_files.write(folder / _HEADER, json.dumps(header).encode())
+
+
+def hash_of(lowered: jax.stages.Lowered) -> str:
+    """A hash of a program, without where it is for and where its source lies."""
+    return hashlib.sha256(program_text.without_locations(lowered).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A saved plan whose owner, versions, devices and checksum are right for a strategy.
+
+    Attributes:
+        plan_as_json: The plan.
+        name: Of the step.
+        program: The hash of its program.
+    """
+
+    plan_as_json: str
+    name: str
+    program: str
+    _data: bytes = dataclasses.field(repr=False)
+    _mesh: jax.sharding.Mesh = dataclasses.field(repr=False)
+
+    def check_program(self, name: str, lowered: jax.stages.Lowered, path: Any) -> None:
+        """Refuses another program.
+
+        Raises:
+            ValueError: `lowered` is not the program that was saved.
+        """
+        if hash_of(lowered) != self.program:
+            raise ValueError(
+                f"{path} holds a plan of '{self.name}', program {self.program[:12]}, but "
+                f"'{name}' with these arguments is program {hash_of(lowered)[:12]}. Load it with "
+                f"the function, the arguments (shapes, dtypes, shardings, Python values) and the "
+                f"options that were planned, or plan and save these."
+            )
+
+    def compiled_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
+        """The executable, if this is its program; else None."""
+        if hash_of(lowered) != self.program:
+            _log.info("%s is not the program that was loaded, and is compiled.", self.name)
+            return None
+        return executables.from_bytes(self._data, lowered, self._mesh.devices.flat)
+
+
+def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> Saved:
+    """Reads and checks what `save` wrote, for the devices of `mesh`; nothing is unpickled yet.
+
+    Raises:
+        FileNotFoundError: There is no saved plan.
+        PermissionError: The folder or a file is another user's, or others may write to it.
+        ValueError: It is damaged, of another format or other versions, or for other devices.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / _HEADER).exists():
+        raise FileNotFoundError(
+            f"{folder} holds no saved plan: there is no {_HEADER}. Plan.save({str(path)!r}) "
+            f"writes one."
+        )
+    header = _header(folder)
+    _check_place(header, mesh, folder)
+    data = private_files.read(folder / _PROGRAM)
+    if hashlib.sha256(data).hexdigest() != header["checksum"]:
+        raise ValueError(
+            f"{folder / _PROGRAM} is damaged: its {len(data)} bytes are not the "
+            f"{header['num_bytes']} that were written. Copy it again, or plan and save anew."
+        )
+    plan_as_json = private_files.read(folder / _PLAN).decode()
+    return Saved(plan_as_json, header["name"], header["program"], data, mesh)
+
+
+def _header(folder: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(private_files.read(folder / _HEADER))
+        found = header["format"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder / _HEADER} is damaged: {error!r}. Save the plan anew.") from None
+    if found != _FORMAT:
+        raise ValueError(
+            f"{folder} was saved in format {found}, and this tpudist reads format {_FORMAT}. Plan "
+            f"and save it with this tpudist."
+        )
+    needed = {"name", "program", "num_bytes", "checksum", "versions", "kind", "mesh", "devices"}
+    if missing := needed - set(header):
+        raise ValueError(f"{folder / _HEADER} is damaged: it has no {', '.join(sorted(missing))}.")
+    return header
+
+
+def _place(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """What an executable is bound to."""
+    devices = list(mesh.devices.flat)
+    is_tpu = devices[0].platform == "tpu"
+    versions = ask_compiler.versions()
+    if not is_tpu:
+        versions.pop("libtpu", None)
+    return {
+        "versions": versions,
+        "kind": devices[0].device_kind,
+        "processor": None if is_tpu else processor.name(),
+        "mesh": {str(name): size for name, size in mesh.shape.items()},
+        "devices": [
+            [d.id, *(getattr(d, "coords", None) or ()), getattr(d, "core_on_chip", 0) or 0]
+            for d in devices
+        ],
+    }
+
+
+def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) -> None:
+    here = _place(mesh)
+    what = f"{folder} was saved for"
+    if header["kind"] != here["kind"] or len(header["devices"]) != len(here["devices"]):
+        raise ValueError(
+            f"{what} {len(header['devices'])} x {header['kind']}, but the strategy has "
+            f"{len(here['devices'])} x {here['kind']}. Load it on the slice that it was planned "
+            f"for, or plan and save for this one."
+        )
+    if ask_compiler.is_elsewhere(mesh):
+        raise ValueError(
+            f"{folder} cannot be loaded here: the strategy's {len(here['devices'])} x "
+            f"{here['kind']} are described only, and nothing runs on them. Load it on the slice."
+        )
+    if header["mesh"] != here["mesh"]:
+        raise ValueError(
+            f"{what} the mesh {header['mesh']}, but the strategy's is {here['mesh']}. Make the "
+            f"strategy with the same replica_axes, or plan and save with these."
+        )
+    for package in sorted({*header["versions"], *here["versions"]}):
+        then, now = header["versions"].get(package), here["versions"].get(package)
+        if then != now:
+            raise ValueError(
+                f"{what} {package} {then}, and here is {now}. An executable is good for the "
+                f"versions that made it: install {package}=={then}, or plan and save with {now}."
+            )
+    if header["devices"] != here["devices"]:
+        differs = next(
+            (then, now)
+            for then, now in zip(header["devices"], here["devices"], strict=True)
+            if then != now
+        )
+        raise ValueError(
+            f"{what} devices in another order or place: [id, *coordinates, core] {differs[0]}, "
+            f"where the strategy's mesh has {differs[1]}. Make the strategy on all devices of a "
+            f"slice of the same shape."
+        )
+    if header.get("processor") != here["processor"]:
+        raise ValueError(
+            f"{what} the processor {header.get('processor')}, and this is {here['processor']}. "
+            f"Programs for the CPU hold its own instructions: plan and save on this machine."
+        )

@@ -1,0 +1,132 @@
+"""A plan as a picture: a bar of memory, one of time, and what is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpudist.planner.show.parts import GREEN, NETWORK_COLORS, RED, TEAL, Bars
+from tpudist.planner.show.plan_text import told
+from tpudist.planner.show.speed_text import merge
+from tpudist.planner.show.words import tell_bytes, tell_line, tell_seconds
+from tpudist.xla.estimate.collective_traffic import CollectiveUse
+
+if TYPE_CHECKING:
+    from tpudist.planner.plan import Plan
+
+NUM_COLLECTIVES = 6
+# In inches; a bar with its heading and its legend, and a collective.
+WIDTH, MARGIN, TOP, SECTION, BAR, ROW = 9.0, 0.3, 0.95, 1.25, 0.36, 0.27
+NAMES = 2.3
+"""Room for the names of collectives, in inches."""
+
+
+def draw(plan: Plan, path: str | Path) -> None:
+    """Writes a picture in the format that the name of the file ends in, such as .png or .svg.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: matplotlib knows no such format.
+
+    Draws without a display and without touching the caller's matplotlib settings.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Drawing a chart needs matplotlib, which is not installed: pip install matplotlib."
+        ) from error
+
+    said = told(plan)
+    bars = [section for section in said.sections if isinstance(section, Bars)]
+    uses = merge(plan.collectives)[:NUM_COLLECTIVES]
+    height = TOP + SECTION * len(bars) + (0.5 + ROW * len(uses) if uses else 0.0)
+    figure = Figure(figsize=(WIDTH, height), dpi=120, facecolor="white")
+    FigureCanvasAgg(figure)
+
+    def place(top: float, tall: float, left: float = MARGIN) -> Any:
+        """Axes at inches from the top and the left."""
+        box = (left / WIDTH, 1 - (top + tall) / height, (WIDTH - MARGIN - left) / WIDTH)
+        axes = figure.add_axes((*box, tall / height))
+        axes.set_axis_off()
+        return axes
+
+    def write(text: str, top: float, **style: Any) -> None:
+        figure.text(MARGIN / WIDTH, 1 - top / height, text, va="top", **style)
+
+    color = GREEN if said.fits else RED
+    write(said.title, 0.2, fontsize=14, fontweight="bold", color=color)
+    facts = [value for name, value in said.facts if name in ("memory", "step time", "speed")]
+    write("   |   ".join(facts), 0.53, fontsize=9.5, color="0.25")
+    for i, section in enumerate(bars):
+        top = TOP + SECTION * i
+        write(section.title, top, fontsize=9.5, fontweight="bold", color="0.15")
+        _draw_bar(place(top + 0.24, BAR), section)
+    if uses:
+        top = TOP + SECTION * len(bars)
+        timed = any(use.seconds for use in uses)
+        pale = " (pale: hidden behind computation)" if timed else ""
+        write(f"Communication per step{pale}", top, fontsize=9.5, fontweight="bold", color="0.15")
+        _draw_collectives(place(top + 0.24, ROW * len(uses), NAMES), uses, timed)
+    figure.savefig(path)
+
+
+def _draw_bar(axes: Any, bars: Bars) -> None:
+    begin = 0.0
+    for part in bars.parts:
+        label = f"{part.name} {part.told}"
+        axes.barh(0, part.amount, left=begin, height=1, color=part.color, label=label)
+        begin += part.amount
+    if bars.free:
+        label = f"{bars.free.name} {bars.free.told}"
+        axes.barh(0, bars.free.amount, left=begin, height=1, color="0.9", label=label)
+    axes.set_xlim(0, bars.whole or 1.0)
+    axes.set_ylim(-0.5, 0.5)
+    if not bars.parts:
+        return
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(0, -0.05),
+        borderaxespad=0,
+        borderpad=0.3,
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        handlelength=0.8,
+        handleheight=0.8,
+        handletextpad=0.5,
+        columnspacing=1.8,
+    )
+
+
+def _draw_collectives(axes: Any, uses: Sequence[CollectiveUse], timed: bool) -> None:
+    amounts = [use.seconds if timed else use.sent_bytes for use in uses]
+    for row, (use, amount) in enumerate(zip(uses, amounts, strict=True)):
+        color = NETWORK_COLORS.get(use.network, TEAL)
+        axes.barh(row, amount, color=color, alpha=0.35 if timed else 1, height=0.7)
+        if timed:
+            axes.barh(row, use.exposed_s, color=color, height=0.7)
+        told_amount = tell_seconds(amount) if timed else tell_bytes(amount)
+        line = f"   {tell_line(use.source)}" if use.source else ""
+        axes.annotate(
+            told_amount + line,
+            (amount, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color="0.3",
+        )
+        axes.text(
+            -0.012,
+            row,
+            f"{use.kind}, {' '.join(use.axes)} ({use.network.upper()})",
+            ha="right",
+            va="center",
+            fontsize=8.5,
+            transform=axes.get_yaxis_transform(),
+        )
+    axes.set_xlim(0, 1.6 * max(*amounts, 1e-12))
+    axes.set_ylim(len(uses) - 0.5, -0.5)

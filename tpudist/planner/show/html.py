@@ -1,0 +1,143 @@
+"""A plan for a notebook: HTML that needs nothing else, readable on light and on dark pages."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from tpudist.planner.show.parts import Bars, Part, Rows, Told
+from tpudist.planner.show.plan_text import told
+from tpudist.planner.show.words import tell_line
+
+if TYPE_CHECKING:
+    from tpudist.planner.plan import Plan
+
+# The page gives text its colour; everything else is a mid-tone or half transparent. `all: revert`
+# and the long selectors keep what notebooks say of every table out of ours.
+_STYLE = """
+.tpudist-plan { max-width: 60rem; font-size: 0.9rem; line-height: 1.45; }
+.tpudist-plan .verdict { padding: 0.6rem 0.9rem; border-left: 0.3rem solid; border-radius: 0.3rem; }
+.tpudist-plan .fits { border-color: #2fa56a; background: rgba(47, 165, 106, 0.12); }
+.tpudist-plan .refused { border-color: #e2574c; background: rgba(226, 87, 76, 0.12); }
+.tpudist-plan .title { font-size: 1.15rem; font-weight: 600; margin-bottom: 0.3rem; }
+.tpudist-plan .head { font-weight: 600; margin: 1.1rem 0 0.4rem; }
+.tpudist-plan .bar { display: flex; height: 1.15rem; border-radius: 0.25rem; overflow: hidden;
+  background: rgba(128, 128, 128, 0.22); margin-bottom: 0.45rem; }
+.tpudist-plan .bar div { min-width: 1px; }
+.tpudist-plan .swatch { display: inline-block; width: 0.7em; height: 0.7em; margin-right: 0.5em;
+  border-radius: 0.15em; }
+.tpudist-plan .dim { opacity: 0.65; }
+.tpudist-plan ul { margin: 0.3rem 0 0; padding-left: 1.2rem; }
+.tpudist-plan .wide { overflow-x: auto; }
+.tpudist-plan table { all: revert; border-collapse: collapse; color: inherit; font-size: inherit; }
+.tpudist-plan table tr { all: revert; background: none !important; }
+.tpudist-plan table td, .tpudist-plan table th { all: revert; padding: 0.12rem 1.1rem 0.12rem 0;
+  text-align: left; vertical-align: top; color: inherit; }
+.tpudist-plan table th { font-weight: 400; opacity: 0.65; }
+.tpudist-plan table .number { text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
+.tpudist-plan table .line, .tpudist-plan table .what { white-space: nowrap; }
+.tpudist-plan table.facts td:first-child { opacity: 0.65; }
+.tpudist-plan table.facts tr:nth-child(-n+3) td:last-child { font-weight: 600; }
+"""
+
+
+def html(
+    plan: Plan, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
+) -> str:
+    """What a notebook shows of a plan: a `div` with its style.
+
+    Args:
+        plan: What to show.
+        num_steps: Length of a run, to say how many chip-hours it takes.
+        price_per_chip_hour: To say what they cost, in the currency of the price.
+    """
+    return lay_out(told(plan, num_steps, price_per_chip_hour))
+
+
+def lay_out(said: Told) -> str:
+    """What a notebook shows of what is told: a `div` with its style."""
+    facts = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in said.facts
+    )
+    parts = [
+        f'<div class="tpudist-plan"><style>{_STYLE}</style>',
+        f'<div class="verdict {"fits" if said.fits else "refused"}">',
+        f'<div class="title">{escape(said.title)}</div>',
+        f'<table class="facts"><tbody>{facts}</tbody></table></div>',
+    ]
+    for section in said.sections:
+        parts.append(f'<div class="head">{escape(section.title)}</div>')
+        if isinstance(section, Bars):
+            parts.append(_bars(section))
+        elif isinstance(section, Rows):
+            parts.append(_rows(section))
+        else:
+            parts.append(_lines(section.lines))
+    return "\n".join([*parts, "</div>"])
+
+
+def page(shown: str) -> str:
+    """A whole page around what a notebook shows of a plan or of a search, for a file."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        "<title>tpudist plan</title><style>:root { color-scheme: light dark; } "
+        "body { font-family: system-ui, sans-serif; margin: 2rem; }</style></head>"
+        f"<body>{shown}</body></html>\n"
+    )
+
+
+def _bars(bars: Bars) -> str:
+    pieces = "".join(
+        f'<div style="width:{100 * part.amount / (bars.whole or 1):.3f}%;background:{part.color}"'
+        f' title="{escape(f"{part.name}: {part.told}")}"></div>'
+        for part in bars.parts
+    )
+    rows = [_legend(part) for part in bars.parts]
+    if bars.free:
+        rows.append(_legend(bars.free, 'class="dim"'))
+    return (
+        f'<div class="bar">{pieces}</div>'
+        f"<table><tbody>{''.join(rows)}</tbody></table>{_lines(bars.lines)}"
+    )
+
+
+def _legend(part: Part, attributes: str = "") -> str:
+    color = "transparent" if attributes else part.color
+    return (
+        f'<tr {attributes}><td><span class="swatch" style="background:{color}"></span>'
+        f'{escape(part.name)}</td><td class="number">{escape(part.told)}</td>'
+        f'<td class="number">{escape(part.share)}</td></tr>'
+    )
+
+
+def _rows(rows: Rows) -> str:
+    kinds = [
+        "number" if c.is_number else "line" if c.is_line else "what" if c.is_short else ""
+        for c in rows.columns
+    ]
+    head = "".join(
+        f'<th class="{kind}">{escape(column.name)}</th>'
+        for kind, column in zip(kinds, rows.columns, strict=True)
+    )
+    body = "".join(
+        "<tr>" + "".join(map(_cell, kinds, row)) + "</tr>"  # as many cells as columns
+        for row in rows.rows
+    )
+    more = f'<div class="dim">{escape(rows.more)}</div>' if rows.more else ""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{table}</div>{more}'
+
+
+def _cell(kind: str, text: str) -> str:
+    if kind == "line" and text:
+        return (
+            f'<td class="line" title="{escape(text)}"><code>{escape(tell_line(text))}</code></td>'
+        )
+    return f'<td class="{kind}">{escape(text)}</td>'
+
+
+def _lines(lines: tuple[str, ...]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""

@@ -1,0 +1,160 @@
+"""What a plan says about memory, and what to try where there is too little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tpudist.planner.show.advice import what_to_try
+from tpudist.planner.show.parts import (
+    BLUE,
+    GREEN,
+    GREY,
+    NUM_ROWS,
+    ORANGE,
+    PURPLE,
+    RED,
+    SPARE,
+    TEAL,
+    YELLOW,
+    Bars,
+    Column,
+    Lines,
+    Part,
+    Rows,
+)
+from tpudist.planner.show.words import each, tell_bytes, tell_op, tell_shape, tell_share
+from tpudist.xla.estimate.refusal import Refusal
+from tpudist.xla.hlo.buffers import Buffer
+
+if TYPE_CHECKING:
+    from tpudist.planner.plan import Plan
+
+_MEMORY_COLORS = {
+    "parameters": BLUE,
+    "optimizer state": PURPLE,
+    "gradients and activations": ORANGE,
+    "batch": TEAL,
+    "other arguments": YELLOW,
+    "outputs": GREEN,
+}
+
+
+def memory(plan: Plan) -> Iterable[Bars | Rows | Lines]:
+    """What is held on a device by category, and the largest of it; or why it does not fit."""
+    chip = each(plan.num_chips, plan.num_devices)
+    if plan.refusal:
+        yield from _refused(plan, plan.refusal)
+    elif report := plan.memory:
+        kinds = [name for name, amount in report.categories.items() if amount > 0]
+        colors = _colors(kinds, _MEMORY_COLORS)
+        parts = [
+            _part(name, report.categories[name], report.capacity_bytes, color)
+            for name, color in colors.items()
+        ]
+        lines = []
+        if report.donated_bytes:
+            lines.append(f"{tell_bytes(report.donated_bytes)} are overwritten in place (donated).")
+        if padding := sum(report.padding_bytes.values()):
+            most = max(report.padding_bytes, key=lambda name: report.padding_bytes[name])
+            lines.append(f"{tell_bytes(padding)} are padding, most of it of {most}.")
+        if report.host_bytes:
+            lines.append(f"{tell_bytes(report.host_bytes)} more are in the host's memory.")
+        if report.not_donated:
+            lines.append(f"Not overwritten in place: {_names(report.not_donated)}.")
+        if (gaps := report.allocated_bytes - report.peak_bytes) > 0:
+            parts.append(_part("gaps between values", gaps, report.capacity_bytes, RED))
+        if report.program_bytes:
+            parts.append(_part("the program", report.program_bytes, report.capacity_bytes, GREY))
+        free = None
+        if left := max(0, report.free_bytes or 0):
+            free = _part("free", left, report.capacity_bytes, GREY)
+        yield Bars(
+            f"Memory per {chip}: what the compiler reserves",
+            max(report.capacity_bytes or 0, sum(part.amount for part in parts)),
+            tuple(parts),
+            tuple(lines),
+            free,
+        )
+        yield from _largest("Largest temporaries", report.largest, report.peak_bytes)
+
+
+def _refused(plan: Plan, refusal: Refusal) -> Iterable[Bars | Rows | Lines]:
+    chip = each(plan.num_chips, plan.num_devices)
+    lines = ()
+    if refusal.argument_bytes:
+        rest = refusal.needed_bytes - refusal.argument_bytes
+        lines = (
+            f"{tell_bytes(refusal.argument_bytes)} of it are arguments and outputs (parameters, "
+            f"optimizer state, batch), {tell_bytes(rest)} temporaries.",
+        )
+    if refusal.needed_bytes:
+        parts = (
+            _part(f"what a {chip} has", refusal.available_bytes, None, GREY),
+            _part("too much", refusal.over_bytes, None, RED),
+        )
+        title = f"Memory per {chip}: the compiler refuses"
+        yield Bars(title, sum(part.amount for part in parts), parts, lines)
+    else:
+        yield Lines("The compiler refuses", (refusal.text.strip(),))
+    yield from _largest("Largest buffers", refusal.largest, refusal.needed_bytes)
+    yield Lines("What to try", what_to_try(plan))
+
+
+def _part(name: str, num_bytes: int, capacity: int | None, color: str) -> Part:
+    share = tell_share(num_bytes / capacity) if capacity else ""
+    return Part(name, num_bytes, tell_bytes(num_bytes), share, color)
+
+
+def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable[Rows]:
+    # What is a thousandth of all is not worth a line.
+    worth = [b for b in buffers[:NUM_ROWS] if b.num_bytes * 1000 > of_bytes]
+    if not worth:
+        return
+    columns = (
+        Column("size", is_number=True),
+        Column("of it padding", is_number=True, only_wide=True),
+        Column("shape"),
+        Column("made by"),
+        Column("line", is_line=True),
+    )
+    rows = tuple(
+        (
+            tell_bytes(buffer.num_bytes),
+            tell_bytes(buffer.padding_bytes) if buffer.padding_bytes else "",
+            tell_shape(buffer.shape),
+            tell_op(buffer.op_name) or buffer.name,
+            buffer.source or "",
+        )
+        for buffer in worth
+    )
+    rest = buffers[len(worth) :]
+    sizes = tell_bytes(sum(buffer.num_bytes for buffer in rest))
+    more = f"And {len(rest)} more: {sizes}." if rest else ""
+    yield Rows(title, columns, rows, more)
+
+
+def replicated(plan: Plan) -> Iterable[Lines]:
+    """Which parameters are not split inside a replica; nothing if all are."""
+    report = plan.memory
+    if report and report.replicated:
+        line = (
+            f"{tell_share(report.replicated_share)} of the parameters' bytes are whole on every "
+            f"device of a replica: {_names(report.replicated)}."
+        )
+        yield Lines("Not split", (line,))
+
+
+def _names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
+
+
+def _colors(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:
+    colors: dict[str, str] = {}
+    for name in names:
+        spare = next(
+            (color for color in SPARE if color not in [*known.values(), *colors.values()]), GREY
+        )
+        colors[name] = known.get(name, spare)
+    return colors

@@ -1,0 +1,75 @@
+"""Says what is being done while a plan is made: to a callback, on a terminal or in a notebook."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tpudist.planner.show.words import tell_seconds
+
+# Called with what is being done, and for how many seconds.
+Progress = Callable[[str, float], None]
+
+
+@contextlib.contextmanager
+def shown(progress: Progress | None) -> Iterator[Progress]:
+    """What to tell progress to: `progress`, or a line that a terminal or a notebook shows.
+
+    The line is gone at the end. In a pipe or a log there is none.
+    """
+    if progress is not None:
+        yield progress
+        return
+    if _in_notebook():
+        line = _cell()
+    else:
+        line = _spinner() if sys.stderr.isatty() else contextlib.nullcontext(_nobody)
+    with line as tell:
+        yield tell
+
+
+def _nobody(doing: str, seconds: float) -> None:
+    """Tells nobody."""
+
+
+def _in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this: IPython was imported then, and its shell has a kernel."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+@contextlib.contextmanager
+def _cell() -> Iterator[Progress]:
+    """A line below the cell, by the notebook's own means; rich would need ipywidgets."""
+    from IPython.display import display  # type: ignore[import-not-found]
+
+    def page(text: str) -> dict[str, Any]:
+        return {"text/plain": text}
+
+    handle = display(page("planning"), raw=True, display_id=True)
+    assert handle is not None
+
+    def tell(doing: str, seconds: float) -> None:
+        since = f", {tell_seconds(seconds)}" if seconds >= 1 else ""
+        handle.update(page(f"planning: {doing}{since}"), raw=True)
+
+    try:
+        yield tell
+    finally:
+        handle.update(page(""), raw=True)
+
+
+@contextlib.contextmanager
+def _spinner() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("planning")
+
+        def tell(doing: str, seconds: float) -> None:
+            bar.update(task, description=f"planning: {doing}")
+
+        yield tell

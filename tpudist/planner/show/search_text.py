@@ -1,0 +1,179 @@
+"""What a search found, in words: a terminal and a notebook show it as they show a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
+from tpudist.planner.show.parts import Column, Lines, Rows, Told
+from tpudist.planner.show.words import (
+    plural,
+    tell_bytes,
+    tell_count,
+    tell_line,
+    tell_op,
+    tell_seconds,
+    tell_share,
+)
+
+if TYPE_CHECKING:
+    from tpudist.planner.layouts.search_result import Outcome, SearchResult
+
+# Of the buffers of one that is too large.
+_NUM_LARGEST = 2
+
+
+def told(result: SearchResult) -> Told:
+    """A search in words."""
+    fitting, too_large = result.of(FITS), result.of(TOO_LARGE)
+    num = len(result.outcomes)
+    sections: list[Rows | Lines] = []
+    if fitting:
+        sections.append(_fitting(fitting))
+    if too_large:
+        title = f"Does not fit ({len(too_large)} of {num})"
+        sections.append(Lines(title, tuple(_too_large(one, fitting) for one in too_large)))
+    if failed := result.of(FAILED):
+        lines = tuple(f"{one.candidate.name}: {one.reason}" for one in failed)
+        sections.append(Lines(f"Failed ({len(failed)} of {num})", lines))
+    if late := result.of(NOT_REACHED):
+        title = f"Not reached within {tell_seconds(result.time_budget_s)} ({len(late)} of {num})"
+        sections.append(Lines(title, tuple(_together(late))))
+    best = f"best on {result.topology}: {result.best.candidate.name}" if result.best else ""
+    return Told(best or _in_vain(result), bool(fitting), tuple(_facts(result)), tuple(sections))
+
+
+def _in_vain(result: SearchResult) -> str:
+    """The title of a search that found nothing."""
+    if result.of(TOO_LARGE):
+        return f"nothing that was tried fits {result.topology}"
+    if result.of(FAILED):
+        return f"all that was tried for {result.topology} failed"
+    return f"nothing was compiled for {result.topology} within {tell_seconds(result.time_budget_s)}"
+
+
+def _facts(result: SearchResult) -> Iterable[tuple[str, str]]:
+    best = result.best
+    if best and best.plan:
+        if best.plan.time:
+            mfu = "" if best.plan.mfu is None else f", MFU {best.plan.mfu:.1%}"
+            yield "step time", f"{tell_seconds(best.plan.time.step_s)}{mfu} (an estimate)"
+        if best.plan.tokens_per_s is not None:
+            yield "speed", f"{tell_count(best.plan.tokens_per_s)} tokens/s"
+        yield "memory", _memory(best)
+    tried = len(result.outcomes) - len(result.of(NOT_REACHED))
+    of = f" of {len(result.outcomes)}" if tried < len(result.outcomes) else ""
+    yield "tried", f"{plural(tried, 'candidate')}{of} in {tell_seconds(result.seconds)}"
+
+
+def _fitting(outcomes: tuple[Outcome, ...]) -> Rows:
+    columns = (
+        Column("layout", is_short=True),
+        Column("remat", is_short=True),
+        Column("microbatches", is_number=True, only_wide=True),
+        Column("step", is_number=True),
+        Column("tokens/s", is_number=True),
+        Column("MFU", is_number=True),
+        Column("memory", is_number=True),
+        Column("ICI", is_number=True, only_wide=True),
+        Column("DCN", is_number=True, only_wide=True),
+        Column("", only_wide=True),
+    )
+    title = "Fits, the fastest first" if outcomes[0].step_s else "Fits, the smallest first"
+    rows = tuple(_row(one) for one in outcomes)
+    used = [i for i in range(len(columns)) if any(row[i] not in ("", "-") for row in rows)]
+    return Rows(
+        title,
+        tuple(columns[i] for i in used),
+        tuple(tuple(row[i] for i in used) for row in rows),
+    )
+
+
+def _row(one: Outcome) -> tuple[str, ...]:
+    plan = one.plan
+    assert plan is not None
+    return (
+        one.candidate.geometry,
+        one.candidate.remat,
+        str(one.candidate.microbatches),
+        tell_seconds(plan.time.step_s) if plan.time else "-",
+        "-" if plan.tokens_per_s is None else tell_count(plan.tokens_per_s),
+        "-" if plan.mfu is None else f"{plan.mfu:.1%}",
+        _memory(one),
+        tell_bytes(plan.ici_bytes) if plan.ici_bytes else "-",
+        tell_bytes(plan.dcn_bytes) if plan.dcn_bytes else "-",
+        f"the same program as {one.same_as}" if one.same_as else "",
+    )
+
+
+def _together(outcomes: tuple[Outcome, ...]) -> Iterable[str]:
+    """One sentence for each reason."""
+    for reason in dict.fromkeys(one.reason for one in outcomes):
+        yield f"{reason}: {'; '.join(x.candidate.name for x in outcomes if x.reason == reason)}"
+
+
+def _memory(one: Outcome) -> str:
+    report = one.plan.memory if one.plan else None
+    if report is None:
+        return "-"
+    if not report.capacity_bytes:
+        return tell_bytes(report.peak_bytes)
+    share = tell_share(report.peak_bytes / report.capacity_bytes)
+    return f"{tell_bytes(report.peak_bytes)} ({share})"
+
+
+def _too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
+    """By how much, what is biggest, and what would make it fit."""
+    refusal = one.plan.refusal if one.plan else None
+    said = f"{one.candidate.name}: "
+    if refusal and refusal.needed_bytes:
+        said += (
+            f"needs {tell_bytes(refusal.needed_bytes)} of {tell_bytes(refusal.available_bytes)}, "
+            f"{tell_bytes(refusal.over_bytes)} too much."
+        )
+    else:
+        said += "too large; the compiler does not say by how much."
+    largest = refusal.largest[:_NUM_LARGEST] if refusal else ()
+    if largest:
+        told = ", ".join(
+            " ".join(
+                filter(
+                    None,
+                    (
+                        tell_bytes(buffer.num_bytes),
+                        tell_op(buffer.op_name) or buffer.name,
+                        f"({tell_line(buffer.source)})" if buffer.source else "",
+                    ),
+                )
+            )
+            for buffer in largest
+        )
+        said += f" Biggest: {told}."
+    if one.remedy is None:
+        return f"{said} Nothing that was tried makes it fit."
+    cost = _cost(one.remedy.candidate, fitting)
+    return f"{said} It fits with {' and '.join(one.remedy.changes)}{cost}."
+
+
+def _cost(name: str, fitting: tuple[Outcome, ...]) -> str:
+    """What one costs beside the best, as " (2.31 s per step, 4% slower than the best)".
+
+    Beside steps of other numbers of tokens it is slower per token, as they are ranked.
+    """
+    best = fitting[0]
+    found = next(one for one in fitting if one.candidate.name == name)
+    if not found.step_s or not best.step_s:
+        return ""
+    times, per = [found.step_s, best.step_s], ""
+    if all(one.plan and one.plan.tokens_per_s for one in fitting):  # as `ranked` has it
+        tokens = [one.plan.tokens_per_step or 1 for one in (found, best) if one.plan]
+        times = [time / number for time, number in zip(times, tokens, strict=True)]
+        per = " per token" if tokens[0] != tokens[1] else ""
+    slower = tell_share(times[0] / times[1] - 1)
+    beside = f"{slower} slower{per} than the best"
+    if found is best:
+        beside = "the best"
+    elif times[0] <= times[1]:
+        beside = f"as fast{per} as the best"
+    return f" ({tell_seconds(found.step_s)} per step, {beside})"

@@ -1,0 +1,166 @@
+"""What a plan says about time and communication."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tpudist.planner.show.parts import (
+    BLUE,
+    GREY,
+    NETWORK_COLORS,
+    NUM_ROWS,
+    PURPLE,
+    Bars,
+    Column,
+    Part,
+    Rows,
+)
+from tpudist.planner.show.words import (
+    each,
+    tell_bytes,
+    tell_count,
+    tell_flops,
+    tell_op,
+    tell_seconds,
+    tell_share,
+)
+from tpudist.xla.estimate.collective_traffic import CollectiveUse
+from tpudist.xla.estimate.step_time import TimeEstimate
+from tpudist.xla.hardware.chips import CHIPS
+
+if TYPE_CHECKING:
+    from tpudist.planner.plan import Plan
+
+
+def time(plan: Plan) -> Iterable[Bars | Rows]:
+    """Where a step's time goes, and what takes longest; nothing where there is no estimate."""
+    spent = plan.time
+    if spent is None:
+        return
+    parts = [
+        ("compute", spent.compute_s, BLUE),
+        ("custom kernels", spent.kernels_s, PURPLE),
+        ("waiting for ICI", spent.exposed_ici_s, NETWORK_COLORS["ici"]),
+        ("waiting for DCN", spent.exposed_dcn_s, NETWORK_COLORS["dcn"]),
+        ("waiting for the host", spent.exposed_host_s, NETWORK_COLORS["host"]),
+    ]
+    # Beside copies that are waited for: what is missing to the bound of all bytes.
+    parts.append(("waiting for HBM", spent.step_s - sum(seconds for _, seconds, _ in parts), GREY))
+    parts = tuple(
+        Part(name, seconds, tell_seconds(seconds), tell_share(seconds / spent.step_s), color)
+        for name, seconds, color in parts
+        if seconds > 1e-3 * spent.step_s
+    )
+    yield Bars("Time of a step: an estimate", spent.step_s, parts, tuple(_about_time(plan, spent)))
+    if spent.top:
+        columns = (
+            Column("time", is_number=True),
+            Column("share", is_number=True),
+            Column("kind"),
+            Column("operation"),
+            Column("line", is_line=True),
+        )
+        rows = tuple(
+            (tell_seconds(seconds), tell_share(seconds / (spent.step_s or 1.0)), *what)
+            for what, seconds in _merged_ops(spent)[:NUM_ROWS]
+        )
+        yield Rows("What takes longest", columns, rows)
+
+
+def _merged_ops(spent: TimeEstimate) -> list[tuple[tuple[str, str, str], float]]:
+    """Kind, operation and line, each once, with its seconds; the longest first."""
+    seconds: dict[tuple[str, str, str], float] = {}
+    for op in spent.top:
+        what = (op.kind, tell_op(op.op_name) or op.name, op.source or "")
+        seconds[what] = seconds.get(what, 0.0) + op.seconds
+    return sorted(seconds.items(), key=lambda pair: -pair[1])
+
+
+def _about_time(plan: Plan, spent: TimeEstimate) -> Iterable[str]:
+    for network, whole, exposed in (
+        ("ICI", spent.ici_s, spent.exposed_ici_s),
+        ("DCN", spent.dcn_s, spent.exposed_dcn_s),
+        ("The way to the host's memory", spent.host_s, spent.exposed_host_s),
+    ):
+        if whole > 0:
+            hidden = max(0.0, whole - exposed)
+            yield (
+                f"{network} is busy for {tell_seconds(whole)}; computation hides "
+                f"{tell_seconds(hidden)} of it."
+            )
+    bounds = []
+    if chip := CHIPS.get(plan.chip):
+        peak = chip.bf16_flops_per_s / chip.devices_per_chip
+        least = tell_seconds(spent.flops / peak)
+        bounds.append(f"{least} for {tell_flops(spent.flops)} at the chip's peak")
+    if spent.memory_bound_s:
+        bounds.append(
+            f"{tell_seconds(spent.memory_bound_s)} for {tell_bytes(spent.hbm_bytes)} through HBM"
+        )
+    if bounds:
+        yield f"Lower bounds: {'; '.join(bounds)}."
+
+
+def collectives(plan: Plan) -> Iterable[Rows]:
+    """What a step sends, what is waited for longest first; nothing if it sends nothing."""
+    if not plan.collectives:
+        return
+    networks = {use.network for use in plan.collectives}
+    columns = (
+        Column("what", is_short=True),
+        Column("along"),
+        Column("over", only_wide=len(networks) == 1),
+        Column("times", is_number=True),
+        Column("sends", is_number=True),
+        Column("takes", is_number=True, only_wide=True),
+        Column("waited", is_number=True),
+        Column("async", only_wide=True),
+        Column("line", is_line=True),
+    )
+    merged = merge(plan.collectives)
+    rows = tuple(
+        (
+            use.kind,
+            " ".join(use.axes) or "some devices",
+            use.network if use.network == "host" else use.network.upper(),
+            tell_count(use.count),
+            tell_bytes(use.sent_bytes),
+            tell_seconds(use.seconds) if use.seconds else "",
+            tell_seconds(use.exposed_s) if use.seconds else "",
+            "yes" if use.is_async else "no",
+            use.source or "",
+        )
+        for use in merged[:NUM_ROWS]
+    )
+    rest = merged[NUM_ROWS:]
+    more = ""
+    if rest:
+        sent = tell_bytes(sum(use.sent_bytes for use in rest))
+        waited = tell_seconds(sum(use.exposed_s for use in rest))
+        more = f"And {len(rest)} more: {sent} sent, {waited} waited."
+    sums = [f"{tell_bytes(plan.ici_bytes)} over ICI"] if plan.ici_bytes else []
+    sums += [f"{tell_bytes(plan.dcn_bytes)} over DCN"] if plan.dcn_bytes else []
+    chip, sent = each(plan.num_chips, plan.num_devices), " and ".join(sums) or "nothing"
+    yield Rows(f"Communication: a {chip} sends {sent} per step", columns, rows, more)
+
+
+def merge(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
+    """Uses alike in all but size and place in the program as one; the most waited for first."""
+    groups: dict[tuple, list[CollectiveUse]] = {}
+    for use in uses:
+        key = (use.kind, use.axes, use.network, use.is_async, use.source)
+        groups.setdefault(key, []).append(use)
+    merged = [
+        dataclasses.replace(
+            group[0],
+            num_bytes=sum(use.num_bytes for use in group),
+            count=sum(use.count for use in group),
+            sent_bytes=sum(use.sent_bytes for use in group),
+            seconds=sum(use.seconds for use in group),
+            exposed_s=sum(use.exposed_s for use in group),
+        )
+        for group in groups.values()
+    ]
+    return sorted(merged, key=lambda use: (-use.exposed_s, -use.seconds, -use.sent_bytes))

@@ -1,0 +1,146 @@
+"""A plan for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tpudist.planner.show.parts import Bars, Lines, Part, Rows, Told
+from tpudist.planner.show.plan_text import told
+from tpudist.planner.show.words import tell_line
+
+if TYPE_CHECKING:
+    from tpudist.planner.plan import Plan
+
+WIDE = 100
+"""Columns of a terminal that has room for everything."""
+
+
+def table(
+    plan: Plan, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
+) -> RenderableType:
+    """What `rich` prints of a plan.
+
+    Args:
+        plan: What to show.
+        num_steps: Length of a run, to say how many chip-hours it takes.
+        price_per_chip_hour: To say what they cost, in the currency of the price.
+    """
+    return lay_out(told(plan, num_steps, price_per_chip_hour))
+
+
+def lay_out(said: Told) -> RenderableType:
+    """What `rich` prints of what is told."""
+    return _Shown(said)
+
+
+class _Shown:
+    """Lays itself out when it is known how wide the terminal is."""
+
+    def __init__(self, said: Told):
+        self._told = said
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        width = options.max_width
+        color = "green" if self._told.fits else "red"
+        yield Panel(
+            _facts(self._told.facts),
+            title=Text(f" {self._told.title} ", style=f"bold {color}"),
+            title_align="left",
+            border_style=color,
+            box=box.ASCII if options.ascii_only else box.ROUNDED,
+            padding=(0, 1),
+        )
+        for section in self._told.sections:
+            yield Text(f"\n{section.title}", style="bold")
+            yield Padding(_section(section, width), (0, 0, 0, 2))
+
+
+def _facts(facts: tuple[tuple[str, str], ...]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for i, (name, value) in enumerate(facts):
+        grid.add_row(name, Text(value, style="bold" if i < 3 else ""))
+    return grid
+
+
+def _section(section: Bars | Rows | Lines, width: int) -> RenderableType:
+    if isinstance(section, Bars):
+        return _bars(section)
+    if isinstance(section, Rows):
+        return _rows(section, width)
+    return _lines(section.lines)
+
+
+def _bars(bars: Bars) -> RenderableType:
+    """The bar with its parts one below the other, each beginning where the one before ended."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(ratio=1)
+    begin = 0.0
+    for part in bars.parts:
+        grid.add_row(part.name, part.told, part.share, _Piece(part, begin, bars.whole))
+        begin += part.amount
+    if free := bars.free:
+        grid.add_row(*(Text(x, style="dim") for x in (free.name, free.told, free.share)))
+    return Group(grid, _lines(bars.lines)) if bars.lines else grid
+
+
+class _Piece:
+    """One part of a bar, at its place."""
+
+    def __init__(self, part: Part, begin: float, whole: float):
+        self._part, self._begin, self._whole = part, begin, whole or 1.0
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        end = self._begin + self._part.amount
+        if options.ascii_only:
+            cells = options.max_width / self._whole
+            first, last = round(self._begin * cells), round(end * cells)
+            yield Text(" " * first + "#" * max(1, last - first), no_wrap=True)
+        else:
+            yield Bar(self._whole, self._begin, end, color=self._part.color)
+
+
+def _rows(rows: Rows, width: int) -> RenderableType:
+    kept = [i for i, c in enumerate(rows.columns) if width >= WIDE or not c.only_wide]
+    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for i in kept:
+        column = rows.columns[i]
+        shown.add_column(
+            column.name,
+            justify="right" if column.is_number else "left",
+            no_wrap=column.is_number or column.is_short,
+            overflow="fold",
+        )
+    for row in rows.rows:
+        cells = []
+        for i in kept:
+            is_line = rows.columns[i].is_line
+            cells.append(Text(tell_line(row[i], 2 if width >= WIDE else 1) if is_line else row[i]))
+        shown.add_row(*cells)
+    return Group(shown, Text(rows.more, style="dim")) if rows.more else shown
+
+
+def _lines(lines: tuple[str, ...]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for line in lines:
+        grid.add_row("-", Text(line))
+    return grid

@@ -1,0 +1,1 @@
+"""Many values become one."""

@@ -1,0 +1,150 @@
+"""The ways to combine values over replicas that may be chosen instead of XLA's own."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist import context
+from tpudist.reduce_op import ReduceOp
+from tpudist.reductions import cross_device_ops, destinations, eager_programs
+from tpudist.reductions.cross_device_ops import CrossDeviceOps
+from tpudist.xla import collectives, reductions
+from tpudist.xla.packing import Packing
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """All values travel to one device, which combines them and sends the result to all.
+
+    As `tf.distribute.ReductionToOneDevice`.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: jax.Device | str | None = None,
+        accumulation_fn: Callable[[list[jax.Array]], Any] | None = None,
+    ):
+        """By one device.
+
+        Args:
+            reduce_to_device: One of the strategy's devices, or its name; by default the first.
+            accumulation_fn: Gives the sum of a list of arrays, in the order of the replicas; by
+                default they are added in this order.
+        """
+        self.reduce_to_device, self.accumulation_fn = reduce_to_device, accumulation_fn
+
+    def check_devices(self, devices: Sequence[jax.Device]) -> None:
+        """Refuses devices among which `reduce_to_device` is not."""
+        where = self.reduce_to_device
+        if where is None:
+            return
+        if self._device not in devices:
+            raise ValueError(
+                f"ReductionToOneDevice(reduce_to_device={where!r}) is to combine values of "
+                f"{', '.join(map(str, devices))}, but is none of them. Name one, or leave it out."
+            )
+
+    @property
+    def _device(self) -> jax.Device | None:
+        return destinations.device_of(self.reduce_to_device, "ReductionToOneDevice")
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        """All values travel to one device; see the class."""
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        """All values travel to one device; see the class."""
+        if self.accumulation_fn is not None and reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
+            raise ValueError(
+                f"ReductionToOneDevice(accumulation_fn=...) was asked for {reduce_op}, but its "
+                f"function adds. Leave it out, or reduce by SUM or MEAN."
+            )
+        mesh = eager_programs.current() or context.current().strategy.replica_mesh
+        devices = list(mesh.mesh.devices.flat)
+        root = 0 if self.reduce_to_device is None else devices.index(self._device)
+        arrays = [x.array for x, _ in value_destination_pairs]
+        return reductions.by_one_replica(reduce_op, arrays, root, self.accumulation_fn)
+
+
+class _Packed(CrossDeviceOps):
+    """An all-reduce of several values in a number of packs."""
+
+    def __init__(self, num_packs: int = 1):
+        """In so many packs.
+
+        Args:
+            num_packs: Into how many collectives the values that are reduced together are divided;
+                0 for one per value. `CommunicationOptions(bytes_per_pack=...)` goes before it.
+
+        Raises:
+            ValueError: A negative number.
+        """
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
+            raise ValueError(
+                f"{type(self).__name__}(num_packs={num_packs!r}) was asked for. `num_packs` must "
+                f"be a whole number >= 0; 0 is one pack for each value."
+            )
+        self.num_packs = num_packs
+
+    def check_devices(self, devices: Sequence[jax.Device]) -> None:
+        """Warns of packs that XLA combines again."""
+        platform = devices[0].platform
+        if self.num_packs != 1 and platform != "cpu":
+            warnings.warn(
+                f"{type(self).__name__}(num_packs={self.num_packs}) has no effect: on {platform} "
+                f"devices XLA combines collectives as it likes.",
+                stacklevel=3,
+            )
+
+    @property
+    def packing(self) -> Packing | None:
+        """Which values share a collective; None if all do."""
+        return None if self.num_packs == 1 else Packing(num_packs=self.num_packs)
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        """Combines one value; see the class."""
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        """Combines several values in packs; see the class."""
+        packing = options.packing if options is not None and options.packing else self.packing
+        cross_device_ops.tell_compiler(packing)
+        arrays = [x.array for x, _ in value_destination_pairs]
+        return self._combine(reduce_op, arrays, packing)
+
+    def _combine(self, op: ReduceOp, arrays: list[Any], packing: Packing | None) -> list[Any]:
+        return collectives.all_reduce(op, arrays, packing)
+
+
+class HierarchicalCopyAllReduce(_Packed):
+    """Combines within groups of devices first, then across the groups.
+
+    8 devices make 2 groups of 4, and 32 make 4 of 8: neighbours, which are well connected as a
+    rule. Within a group three collectives run, between groups one.
+
+    As `tf.distribute.HierarchicalCopyAllReduce`.
+    """
+
+    def _combine(self, op: ReduceOp, arrays: list[Any], packing: Packing | None) -> list[Any]:
+        return reductions.by_groups(op, arrays, packing)
+
+
+class NcclAllReduce(_Packed):
+    """All-reduces by NCCL, which is how XLA does it on GPUs; nothing else has it.
+
+    As `tf.distribute.NcclAllReduce`.
+    """
+
+    def check_devices(self, devices: Sequence[jax.Device]) -> None:
+        """Refuses devices that are no GPUs."""
+        platforms = {d.platform for d in devices}
+        if platforms != {"gpu"}:
+            raise ValueError(
+                f"NcclAllReduce was asked for on {len(devices)} {'/'.join(sorted(platforms))} "
+                f"device(s), but NCCL connects NVIDIA GPUs only. Leave cross_device_ops out, and "
+                f"XLA chooses; or use HierarchicalCopyAllReduce() or ReductionToOneDevice()."
+            )
+        super().check_devices(devices)

@@ -1,0 +1,292 @@
+"""How replicas combine their values: the choice of an algorithm, and the one way to all-reduce.
+
+Every reduction of a strategy goes through `all_reduce` or `reduce`. Without a choice XLA decides.
+With a `CrossDeviceOps` the compiled program does what that says: it is traced like everything else,
+on values of which each replica holds its part.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist import context
+from tpudist.reduce_op import ReduceOp
+from tpudist.reductions import communication_options, destinations, eager_programs
+from tpudist.reductions.communication_options import CommunicationOptions
+from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica
+from tpudist.xla import collectives, placement, traces
+from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, mirrored_on
+from tpudist.xla.packing import Packing
+
+PyTree = Any
+
+
+def all_reduce(op: ReduceOp, value: PyTree, options: Any = None) -> PyTree:
+    """Combines `value` over all replicas, in a trace, as the current strategy does it.
+
+    All leaves at once. See `collectives.all_reduce`.
+    """
+    strategy = context.current().strategy
+    ops = strategy.cross_device_ops
+    options = options if options is not None else strategy.communication_options
+    if options is not None:
+        tell_compiler(options.packing)
+    if ops is None or strategy.num_replicas_in_sync == 1:
+        return collectives.all_reduce(op, value, options and options.packing)
+    leaves, treedef = jax.tree.flatten(value)
+    parts = [LocalPart(jax.numpy.asarray(x)) for x in leaves]
+    return treedef.unflatten(ops.batch_reduce(op, [(x, x) for x in parts], options))
+
+
+def reduce(op: ReduceOp, x: jax.Array, options: Any = None) -> jax.Array:
+    """As `all_reduce`, for one array: by `reduce` of the cross-device ops."""
+    strategy = context.current().strategy
+    if strategy.cross_device_ops is None or strategy.num_replicas_in_sync == 1:
+        return all_reduce(op, x, options)
+    part = LocalPart(jax.numpy.asarray(x))
+    return strategy.cross_device_ops.reduce(op, part, part, options)
+
+
+def all_gather(value: PyTree, axis: int, options: Any = None) -> PyTree:
+    """Concatenates over all replicas, in a trace; see `collectives.all_gather`."""
+    options = options if options is not None else context.current().strategy.communication_options
+    if options is not None:
+        tell_compiler(options.packing)
+    return collectives.all_gather(value, axis, options and options.packing)
+
+
+def tell_compiler(packing: Packing | None) -> None:
+    """Notes what the program that is being traced must be compiled with."""
+    frame = context.current().frame
+    findings = None if frame is None else frame.root.findings
+    if packing is not None and findings is not None:
+        found = findings.compiler_options
+        for name, value in packing.compiler_options(collectives.platform()).items():
+            found[name] = min(value, found.get(name, value))  # thresholds are one for a program
+
+
+class CrossDeviceOps:
+    """How the values of several devices are combined; a base class for ways of one's own.
+
+    A subclass implements `reduce_implementation` and `batch_reduce_implementation`, and is given to
+    `MirroredStrategy(cross_device_ops=...)`. They are called once for a compiled program. In it
+    `per_replica_value.values` are the values of all replicas, and what is returned must be equal on
+    every replica, as anything computed from them is.
+
+    As `tf.distribute.CrossDeviceOps`.
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines the values of all replicas.
+
+        Args:
+            reduce_op: How.
+            per_replica_value: PerReplica. An array that is equal on n replicas counts n times in a
+                `SUM`; one on one device is the value of one replica.
+            destinations: Where the result is wanted: a value, for all of its devices, or one device
+                or its name. In a program that is being traced it is on all devices in any case.
+            options: How to communicate.
+
+        Raises:
+            ValueError: Destinations or options that are none, or a partial batch.
+        """
+        return self._reduced(
+            "reduce",
+            reduce_op,
+            [(per_replica_value, destinations)],
+            options,
+            lambda op, pairs, options: [
+                self.reduce_implementation(op, pairs[0][0], pairs[0][1], options)
+            ],
+        )[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combines several values, together as far as possible; see `reduce`.
+
+        A list, in their order.
+        """
+        return self._reduced(
+            "batch_reduce",
+            reduce_op,
+            value_destination_pairs,
+            options,
+            self.batch_reduce_implementation,
+        )
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """`tensor` on all devices of `destinations`; of a PerReplica, the first replica's value."""
+        _check_destinations(destinations, "broadcast")
+        return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions | None,
+    ) -> Any:
+        """What `reduce` does: gives one array, equal on every replica."""
+        raise NotImplementedError(_missing(self, "reduce_implementation", "reduce"))
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        """What `batch_reduce` does: gives one array for each pair, equal on every replica."""
+        raise NotImplementedError(_missing(self, "batch_reduce_implementation", "batch_reduce"))
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """What `broadcast` does."""
+        if isinstance(tensor, PerReplica) and traces.is_traced(tensor.array):
+            return collectives.broadcast(tensor.array)
+        tensor = tensor.values[0] if isinstance(tensor, PerReplica) else tensor
+        if traces.is_traced(tensor):
+            return tensor
+        mesh, device = _mesh_of(destinations), _check_destinations(destinations, "broadcast")
+        if mesh is None:
+            return jax.device_put(tensor, device)
+        return placement.replicate(mesh, tensor)
+
+    def check_devices(self, devices: Sequence[jax.Device]) -> None:
+        """Refuses devices that this cannot combine values of.
+
+        Raises:
+            ValueError: It cannot.
+        """
+
+    @property
+    def packing(self) -> Packing | None:
+        """Which values share a collective; None if XLA decides."""
+        return None
+
+    def _reduced(
+        self,
+        what: str,
+        reduce_op: ReduceOp | str,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+        implementation: Callable[..., Any],
+    ) -> list[Any]:
+        op = ReduceOp.parse(reduce_op)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(
+                    f"{what} takes pairs (value, destinations), but was given {pair!r}."
+                )
+        devices = [_check_destinations(where, what) for _, where in pairs]
+        values = [_as_part(value, what) for value, _ in pairs]
+        results: list[Any] = [
+            x if isinstance(x, PerReplica) else _reduced_equal(op, x) for x in values
+        ]
+        several = [i for i, x in enumerate(values) if isinstance(x, PerReplica)]
+        some = [(values[i], pairs[i][1]) for i in several]
+        if some and isinstance(some[0][0], LocalPart):
+            options = communication_options.checked(
+                options, f"{what}(options", collectives.platform()
+            )
+            done = _arrays(self, implementation(op, some, options), len(some))
+        elif some:
+            done = self._run(what, op, some, options, implementation)
+        else:
+            done = []
+        for i, x in zip(several, done, strict=True):
+            results[i] = x
+        return [destinations.moved(x, d) for x, d in zip(results, devices, strict=True)]
+
+    def _run(self, what: str, op: ReduceOp, pairs, options, implementation) -> list[jax.Array]:
+        """Combines concrete values, by a small program on their mesh."""
+        mesh = placement.mesh_of(pairs[0][0].array)
+        options = communication_options.checked(options, f"{what}(options", mesh.platform)
+        if mesh.num_replicas == 1:
+            return [placement.component(mesh, x.array, 0) for x, _ in pairs]
+        self.check_devices(list(mesh.mesh.devices.flat))
+
+        def function(*parts):
+            some = [(LocalPart(x), LocalPart(x)) for x in parts]
+            return _arrays(self, implementation(op, some, options), len(some))
+
+        packing = options.packing if options is not None and options.packing else self.packing
+        key = what, op, options
+        return eager_programs.run(self, key, function, mesh, [x.array for x, _ in pairs], packing)
+
+
+def _as_part(value: Any, what: str) -> Any:
+    """The value as the program that is being traced sees it; a concrete one where nothing is."""
+    if not isinstance(value, PerReplica):
+        if isinstance(value, DistributedValues) and hasattr(value, "read_value"):
+            value = value.read_value()  # type: ignore[attr-defined]
+        return jax.numpy.asarray(value)
+    if isinstance(value, LocalPart) or traces.is_traced(value.array):
+        return value if isinstance(value, LocalPart) else LocalPart(value.array)
+    if value.is_padded:
+        raise ValueError(
+            f"{what} was given {value!r}, a partial batch, whose parts have no common shape. "
+            f"Reduce over the examples: strategy.reduce(op, value, axis=0)."
+        )
+    frame = context.current().frame
+    return value if frame is None else LocalPart(frame.capture(value))
+
+
+def _reduced_equal(op: ReduceOp, x: jax.Array) -> jax.Array:
+    """A value that is equal on n replicas counts n times; one on one device is that of one."""
+    if traces.is_traced(x):
+        n = context.current().strategy.num_replicas_in_sync
+    else:
+        mesh = mirrored_on(x)
+        n = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
+    return x * jax.numpy.asarray(n, x.dtype) if op is ReduceOp.SUM and n > 1 else x
+
+
+def _arrays(ops: Any, results: Any, count: int) -> list[jax.Array]:
+    """What an implementation returned, if it is an array for each value."""
+    if not isinstance(results, list | tuple) or len(results) != count:
+        found = f"{len(results)}" if isinstance(results, list | tuple) else repr(results)
+        raise ValueError(
+            f"{type(ops).__name__}.batch_reduce_implementation was given {count} value(s), and "
+            f"returned {found}. It returns a list with one array for each."
+        )
+    arrays = [x.array if isinstance(x, LocalPart) else x for x in results]
+    for x in arrays:
+        if x is None or isinstance(x, DistributedValues):
+            raise ValueError(
+                f"{type(ops).__name__} reduced a value to {x!r}. It must be an array that is equal "
+                f"on every replica, such as the sum of `per_replica_value.values`."
+            )
+    return [jax.numpy.asarray(x) for x in arrays]
+
+
+def _check_destinations(where: Any, what: str) -> jax.Device | None:
+    if isinstance(where, LocalPart) or traces.is_traced(where):
+        return None
+    return destinations.device_of(where, what)
+
+
+def _mesh_of(where: Any) -> ReplicaMesh | None:
+    if hasattr(where, "distribute_strategy"):
+        return where.distribute_strategy.replica_mesh
+    array = where.array if isinstance(where, PerReplica) else where
+    if isinstance(array, jax.Array) and isinstance(array.sharding, jax.sharding.NamedSharding):
+        return placement.mesh_of(array)
+    return None
+
+
+def _missing(ops: CrossDeviceOps, method: str, what: str) -> str:
+    return (
+        f"{what} was asked of {type(ops).__name__}, which does not say how: {method} must be "
+        f"implemented in descendants of tpudist.CrossDeviceOps. Override it, or use "
+        f"tpudist.ReductionToOneDevice() or tpudist.HierarchicalCopyAllReduce()."
+    )

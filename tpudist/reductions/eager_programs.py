@@ -1,0 +1,64 @@
+"""Small programs of all replicas, outside of replica functions: compiled once, and kept."""
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.xla import compile, replica_equality
+from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.packing import Packing
+
+_current: contextvars.ContextVar[ReplicaMesh | None] = contextvars.ContextVar("mesh", default=None)
+
+
+def current() -> ReplicaMesh | None:
+    """The replicas for which a program is being traced here, if one is."""
+    return _current.get()
+
+
+def run(
+    owner: Any,
+    key: Any,
+    function: Callable[..., Sequence[jax.Array]],
+    mesh: ReplicaMesh,
+    arrays: Sequence[jax.Array],
+    packing: Packing | None = None,
+) -> list[jax.Array]:
+    """Calls `function` of local parts on every replica, as a small compiled program.
+
+    Args:
+        owner: Keeps the program for the next call.
+        key: What the function depends on beside its arguments.
+        function: Gives arrays that are equal on every replica.
+        mesh: The replicas.
+        arrays: Stacked ones.
+        packing: What it says to the compiler.
+
+    Raises:
+        ValueError: The results are not provably equal.
+    """
+    programs = vars(owner).setdefault("_programs", {})
+    key = key, mesh, tuple((x.shape, x.dtype) for x in arrays)
+    if key not in programs:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        token = _current.set(mesh)
+        try:
+            program = compile.trace(function, mesh, shapes, [True] * len(arrays))
+        finally:
+            _current.reset(token)
+        proof = replica_equality.prove(program.closed, ["the value of each replica"] * len(arrays))
+        if any(proof.differs):
+            raise ValueError(
+                f"{type(owner).__name__} gave a result that may differ between replicas: it "
+                f"depends on {next(filter(None, proof.causes))}. Compute it from all of "
+                f"`per_replica_value.values`, or combine with a built-in CrossDeviceOps."
+            )
+        body = compile.spread(program, mesh, [False] * len(program.closed.out_avals))
+        compiler_options = packing.compiler_options(mesh.platform) if packing else None
+        programs[key] = jax.jit(body, compiler_options=compiler_options or None)
+    results = programs[key](*arrays)
+    if mesh.platform == "cpu":
+        jax.block_until_ready(results)  # many in flight starve each other: see `runtime`
+    return results

@@ -1,0 +1,155 @@
+"""Joins what the replicas hold, and parts it again. Padding rows are left out."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist import context
+from tpudist.values import indexed_slices
+from tpudist.values.per_replica import LocalPart, PerReplica
+from tpudist.xla import collectives, placement
+from tpudist.xla.mesh import ReplicaMesh
+
+
+def in_trace(value: Any) -> Any:
+    """A PerReplica that a function in cross-replica context captures, as a part of its trace."""
+    frame = context.current().frame
+    if frame is None or not isinstance(value, PerReplica) or isinstance(value, LocalPart):
+        return value
+    return LocalPart(frame.capture(value))
+
+
+def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
+    """Concatenates one leaf's parts along dim `axis`, in replica order, without padding rows."""
+    indexed_slices.check_dense(value, "gather")
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
+        raise TypeError(f"gather was asked for axis={axis!r}. It concatenates along one int axis.")
+    value = in_trace(value)
+    if not isinstance(value, PerReplica):
+        return value if isinstance(value, jax.Array) else jnp.asarray(value)
+    shape = value.shape
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"gather was asked for axis {axis}, but each replica holds {list(shape)}, of "
+            f"{len(shape)} dim(s). Scalars have no dim to concatenate along: add one in the "
+            f"replica function, with x[None]."
+        )
+    dim = int(axis) % len(shape)
+    if isinstance(value, LocalPart):
+        if dim == 0 and context.current().frame.may_hold_padding(shape[0]):
+            raise ValueError(
+                f"gather along the examples was asked for in merge_call, where the {shape[0]} rows "
+                f"of each replica may be padding, and shapes cannot depend on it. Return the value "
+                f"from the replica function, and gather the result: strategy.gather(result, "
+                f"axis=0)."
+            )
+        return collectives.all_gather(value.array, dim)
+    rows = value.rows
+    if rows is not None and value.is_padded and dim != value.dim and len(set(rows)) > 1:
+        raise ValueError(
+            f"gather along axis {axis} needs parts of equal shape in the other dims, but the "
+            f"replicas hold {rows} real rows along dim {value.dim}. Gather along that dim."
+        )
+    return _gather(dim, rows if value.is_padded else None, value.dim, mesh.replicated)(value.array)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gather(dim: int, rows: tuple[int, ...] | None, dim_of_rows: int, sharding: Any):
+    def program(stacked):
+        n, size = stacked.shape[0], stacked.shape[1 + dim]
+        moved = jnp.moveaxis(stacked, 0, dim)
+        joined = moved.reshape(*moved.shape[:dim], n * size, *moved.shape[dim + 2 :])
+        if rows is None:
+            return joined
+        if dim == dim_of_rows:
+            return _real(joined, rows, size, dim)
+        return jax.lax.slice_in_dim(joined, 0, rows[0], axis=dim_of_rows)
+
+    return jax.jit(program, out_shardings=sharding)
+
+
+def _real(joined: jax.Array, rows: tuple[int, ...], size: int, dim: int) -> jax.Array:
+    """The first `rows` of each replica's `size` places along a dim."""
+    real = np.concatenate([i * size + np.arange(r) for i, r in enumerate(rows)])
+    return jnp.take(joined, jnp.asarray(real, jnp.int32), axis=dim)
+
+
+def without_padding(
+    mesh: ReplicaMesh, array: jax.Array, rows: tuple[int, ...], dim: int
+) -> jax.Array:
+    """The real rows of an array that holds those of all replicas along `dim`, one after another."""
+    size = array.shape[dim] // mesh.num_replicas
+    if all(r == size for r in rows):
+        return array
+    return _take_real(rows, size, dim, mesh.replicated)(array)
+
+
+@functools.lru_cache(maxsize=1024)
+def _take_real(rows: tuple[int, ...], size: int, dim: int, sharding: Any):
+    return jax.jit(lambda array: _real(array, rows, size, dim), out_shardings=sharding)
+
+
+def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
+    """The parts of this process's replicas, in order, without padding rows."""
+    if context.current().frame is not None:
+        return _parts_in_trace(mesh, in_trace(value))
+    parts = []
+    for i in mesh.local_replicas:
+        part = placement.component(mesh, value.array, i)
+        if value.rows is not None and value.is_padded:
+            part = jax.lax.slice_in_dim(part, 0, value.rows[i], axis=value.dim)
+        parts.append(part)
+    return tuple(parts)
+
+
+def _parts_in_trace(mesh: ReplicaMesh, value: LocalPart) -> tuple[jax.Array, ...]:
+    frame, shape = context.current().frame, value.shape
+    padded = value.counts is not None or (shape and frame.may_hold_padding(shape[0]))
+    if padded or mesh.num_processes > 1:
+        why = (
+            f"{shape[0]} rows of each replica may be padding, and shapes cannot depend on it"
+            if padded
+            else "it is one program for all processes"
+        )
+        raise RuntimeError(
+            f"The local results of {value!r} were asked for in a function that is traced once for "
+            f"all replicas (by merge_call or tpudist.function): {why}. Combine them with "
+            f"strategy.reduce, or return the value and read its parts after the call."
+        )
+    return value.values
+
+
+def stack_parts(mesh: ReplicaMesh, parts: Sequence[Any]) -> PerReplica:
+    """A PerReplica of host values, one for each replica of this process."""
+    arrays = [_number(x) for x in parts]
+    shapes = {x.shape for x in arrays}
+    if len(shapes) == 1:
+        return PerReplica(placement.stack(mesh, np.stack(arrays)))
+    ranks = {len(shape) for shape in shapes}
+    uneven = [dim for dim in range(min(ranks)) if len({shape[dim] for shape in shapes}) > 1]
+    if len(ranks) > 1 or len(uneven) > 1 or mesh.num_processes > 1:
+        raise ValueError(
+            f"Values of shapes {sorted(shapes)} were given for the replicas. They may differ in "
+            f"one dim, and only if all replicas are in one process."
+        )
+    [dim] = uneven
+    rows = tuple(x.shape[dim] for x in arrays)
+    padding = [
+        [(0, 0)] * dim + [(0, max(rows) - r)] + [(0, 0)] * (min(ranks) - dim - 1) for r in rows
+    ]
+    padded = [np.pad(x, p) for x, p in zip(arrays, padding, strict=True)]
+    return PerReplica(placement.stack(mesh, np.stack(padded)), rows, dim)
+
+
+def _number(value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"A value for a replica is {value!r}, but replicas hold arrays of numbers and booleans "
+            f"only. Give numbers, and keep the rest in Python."
+        )
+    return array

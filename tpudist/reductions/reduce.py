@@ -1,0 +1,211 @@
+"""Makes one value of what the replicas hold: reduce, gather, local parts.
+
+Each works on a PerReplica outside of replica functions, as a small compiled program on the mesh,
+and on the part of one replica inside the trace of `merge_call`. Padding rows count nothing.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist import context
+from tpudist.reduce_op import ReduceOp
+from tpudist.reductions import cross_device_ops, eager_programs
+from tpudist.reductions.gather import gather, in_trace, stack_parts
+from tpudist.values import indexed_slices
+from tpudist.values.indexed_slices import IndexedSlices
+from tpudist.values.per_replica import LocalPart, PerReplica
+from tpudist.xla import placement
+from tpudist.xla.mesh import ReplicaMesh
+
+
+def reduce(strategy: Any, op: ReduceOp, value: Any, axis: Any, options: Any = None) -> jax.Array:
+    """Combines one leaf over replicas and, with `axis`, over dims of each replica's part."""
+    mesh = strategy.replica_mesh
+    if isinstance(value, IndexedSlices):
+        return _reduce_slices(mesh, op, value, axis)  # type: ignore[return-value]
+    value = in_trace(value)
+    axis = _checked_axis(axis, value)
+    n = mesh.num_replicas
+    if isinstance(value, LocalPart):
+        real = _real_rows_in_trace(value) if axis is not None and 0 in axis else None
+        return _reduce_part(op, value.array, axis, real, options)
+    if not isinstance(value, PerReplica):
+        return _reduce_equal(op, jnp.asarray(value), axis, n)
+    array, real = value.array, None
+    if value.is_padded:
+        array, axis = _rows_first(value, axis)
+        real = placement.stacked_counts(mesh, value.rows)  # type: ignore[arg-type]
+    if strategy.cross_device_ops is not None and n > 1:
+        return _reduce_by_choice(strategy, op, array, axis, real, options)
+    return _reduce_stacked(op, axis, mesh.replicated)(array, real)
+
+
+def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Array, tuple]:
+    """The stacked array with the dim of the real rows first, and the dims to reduce over."""
+    dim = value.dim
+    if axis is None or dim not in axis:
+        raise ValueError(
+            f"Replicas hold {value.rows} real rows along dim {dim}, as of a partial batch, so "
+            f"their values have no common shape to be reduced to. Reduce over that dim too: "
+            f"reduce(op, value, axis={dim})."
+        )
+    if not dim:
+        return value.array, axis
+    moved = tuple(0 if a == dim else a + (a < dim) for a in axis)
+    return jnp.moveaxis(value.array, 1 + dim, 1), moved
+
+
+def reduce_all(strategy: Any, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
+    """As `reduce` without an axis, of several leaves: what can travel together does."""
+    values = [in_trace(x) for x in values]
+    ops = strategy.cross_device_ops
+    together = [
+        i
+        for i, x in enumerate(values)
+        if isinstance(x, LocalPart) or (isinstance(x, PerReplica) and ops is not None)
+    ]
+    results: list[Any] = [
+        None if i in together else reduce(strategy, op, x, None, options)
+        for i, x in enumerate(values)
+    ]
+    if together:
+        some = [values[i] for i in together]
+        if ops is None or isinstance(some[0], LocalPart):
+            done = cross_device_ops.all_reduce(op, [x.array for x in some], options)
+        else:
+            done = ops.batch_reduce(op, [(x, x) for x in some], options)
+        for i, x in zip(together, done, strict=True):
+            results[i] = x
+    return results
+
+
+def _reduce_by_choice(
+    strategy: Any, op: ReduceOp, stacked: jax.Array, axis: Any, real: Any, options: Any
+) -> jax.Array:
+    """As `_reduce_stacked`, by the strategy's cross-device ops."""
+
+    def function(x, *real):
+        with context.entered(context.Mode(strategy)):
+            return [_reduce_part(op, x, axis, real[0] if real else None, options)]
+
+    ops = strategy.cross_device_ops
+    arrays = [stacked] if real is None else [stacked, real]
+    key = strategy.replica_mesh, op, axis, options
+    return eager_programs.run(ops, key, function, strategy.replica_mesh, arrays)[0]
+
+
+def _reduce_slices(mesh: ReplicaMesh, op: ReduceOp, value: IndexedSlices, axis: Any) -> Any:
+    """The slices of all replicas behind each other; see `indexed_slices.all_reduce`."""
+    if axis is not None:
+        raise ValueError(
+            f"reduce of IndexedSlices was asked for with axis={axis!r}. Slices are combined over "
+            f"replicas only: axis=None."
+        )
+    parts = [in_trace(value.values), in_trace(value.indices)]
+    if context.current().frame is not None:
+        values, indices = (x.array if isinstance(x, LocalPart) else x for x in parts)
+        return indexed_slices.all_reduce(op, IndexedSlices(values, indices, value.dense_shape))
+    n = indexed_slices.check_op(op, mesh.num_replicas)
+    stacked = [
+        x if isinstance(x, PerReplica) else stack_parts(mesh, [x] * len(mesh.local_replicas))
+        for x in parts
+    ]
+    values, indices = (gather(mesh, x, 0) for x in stacked)
+    return IndexedSlices(values if n == 1 else values / n, indices, value.dense_shape)
+
+
+def _checked_axis(axis: Any, value: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes):
+        raise TypeError(
+            f"reduce was asked for axis={axis!r}. An axis is an int (the dim of the examples, as a "
+            f"rule 0), a tuple of ints, or None to reduce over replicas only."
+        )
+    shape = tuple(np.shape(value)) if not hasattr(value, "shape") else tuple(value.shape)
+    for a in axes:
+        if not -len(shape) <= a < len(shape):
+            raise ValueError(
+                f"`axis` = {a} out of range for `value` with rank {len(shape)}: each replica holds "
+                f"{list(shape)}. Use axis=None to reduce over replicas only."
+            )
+    return tuple(int(a) % len(shape) for a in axes)
+
+
+@functools.lru_cache(maxsize=256)
+def _reduce_stacked(op: ReduceOp, axis: tuple[int, ...] | None, sharding: Any):
+    def program(stacked, real):
+        axes = (0,) if axis is None else (0, *(a + 1 for a in axis))
+        where = None
+        if real is not None:
+            mask = jnp.arange(stacked.shape[1])[None] < real[:, None]
+            where = mask.reshape(mask.shape + (1,) * (stacked.ndim - 2))
+        return _over(op, stacked, axes, where)
+
+    program.__name__ = f"reduce_{op.name.lower()}"
+    return jax.jit(program, out_shardings=sharding)
+
+
+def _over(op: ReduceOp, x: jax.Array, axes: tuple[int, ...], where) -> jax.Array:
+    if op is ReduceOp.SUM:
+        dtype = None if x.dtype == jnp.bool_ else x.dtype
+        return jnp.sum(x, axes, dtype=dtype, where=where)
+    if op is ReduceOp.MEAN:
+        if where is None:
+            return jnp.mean(x, axes)
+        # Divided once at the end: the true number of rows, empty replicas included.
+        count = jnp.sum(jnp.broadcast_to(where, x.shape), axes)
+        return jnp.sum(x, axes, where=where) / jnp.maximum(count, 1)
+    extreme = jnp.min if op is ReduceOp.MIN else jnp.max
+    return extreme(x, axes, where=where, initial=None if where is None else _least(op, x.dtype))
+
+
+def _least(op: ReduceOp, dtype: Any) -> Any:
+    """What changes no `MIN` or `MAX` of values of a dtype."""
+    smallest = op is ReduceOp.MIN
+    if dtype == jnp.bool_:
+        return smallest
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).max if smallest else jnp.iinfo(dtype).min
+    return jnp.inf if smallest else -jnp.inf
+
+
+def _reduce_equal(op: ReduceOp, x: jax.Array, axis, n: int) -> jax.Array:
+    """A value that is equal on n replicas counts n times."""
+    if axis is not None:
+        x = _over(op, x, axis, None)
+    if op is not ReduceOp.SUM:
+        return x
+    return x * (n if x.dtype == jnp.bool_ else jnp.asarray(n, x.dtype))
+
+
+def _reduce_part(op: ReduceOp, x: jax.Array, axis, real: Any, options: Any) -> jax.Array:
+    """What one replica does to combine its part `x`, `real` rows of it, with the others."""
+    if axis is None:
+        return cross_device_ops.reduce(op, x, options)
+    if real is None:
+        return cross_device_ops.reduce(op, _over(op, x, axis, None), options)
+    mask = (jnp.arange(x.shape[0]) < real).reshape(-1, *(1,) * (x.ndim - 1))
+    if op is not ReduceOp.MEAN:
+        return cross_device_ops.reduce(op, _over(op, x, axis, mask), options)
+    count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis)
+    total, count = cross_device_ops.all_reduce(
+        ReduceOp.SUM, [_over(ReduceOp.SUM, x, axis, mask), count], options
+    )
+    return total / jnp.maximum(count, 1)
+
+
+def _real_rows_in_trace(part: LocalPart) -> jax.Array | None:
+    """How many rows of a replica's part are real, if it has as many as a batch that may be padded.
+
+    That dim 0 counts examples is not known, but said by who reduces over it.
+    """
+    if part.counts is not None:
+        return part.counts[0]
+    frame, rows = context.current().frame, part.shape[0]
+    return frame.real_rows(rows) if frame.may_hold_padding(rows) else None

@@ -1,0 +1,1 @@
+"""One function given to `Strategy.run`, from call to result."""

@@ -1,0 +1,267 @@
+"""The arguments of one call of `Strategy.run`, sorted by what becomes of them.
+
+Arrays are fed to the compiled program; each replica gets its own part of a PerReplica; NNX objects
+are fed as the values of their Variables; everything else (Python numbers, strings, functions,
+Variables) is part of the program's identity and reaches the function as it is.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tpudist.run import containers
+from tpudist.state import nnx_contents
+from tpudist.values.per_replica import PerReplica, is_distributed
+
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_LEAF_TYPES = (nnx.State, *nnx_contents.OBJECT_TYPES)
+_WHOLE = np.empty(())
+_is = operator.is_
+_single_array_types: set[type] = set()
+# isinstance of an NNX type takes a microsecond, and there may be hundreds of leaves.
+_is_leaf_type: dict[type, bool] = {}
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether an argument is taken as a whole, though JAX knows how to take it apart."""
+    known = _is_leaf_type.get(type(x))
+    if known is None:
+        known = _is_leaf_type[type(x)] = is_distributed(x) or isinstance(x, _LEAF_TYPES)
+    return known
+
+
+class Flattener:
+    """Takes the arguments of one function apart, and learns how little of it is needed.
+
+    Asking `is_leaf` at each node of a large state costs more than all else of a call. An argument
+    that was a plain pytree of arrays is fed to `jit` whole from then on: `jit` takes it apart in
+    C++, and its cache misses if it is something else now, so that it is looked at again.
+    """
+
+    def __init__(self):
+        """Knows nothing yet."""
+        self._plain: set[int] = set()
+        # Keys take long to hash, and so have numbers.
+        self._numbers = itertools.count()
+        self._number_of_key: dict[tuple, int] = {}
+        self._keys: dict[int, tuple] = {}
+        # By the types of positional arguments that are one element each: the number of their key.
+        self._one_each: dict[tuple[type, ...], int] = {}
+
+    def elements(self, args: tuple, kwargs: dict, start: int = 0) -> tuple[list[Any], int]:
+        """What is fed for the arguments, of which the first is argument `start`: plain ones whole.
+
+        Also a number for their structure, as far as it was looked at.
+        """
+        types = None
+        if not kwargs and not start:
+            types = tuple(map(type, args))
+            known = self._one_each.get(types)
+            if known is not None:
+                return list(args), known
+        plain = self._plain
+        elements: list[Any] = []
+        key: list[Any] = []
+        for i, arg in enumerate((*args, kwargs) if kwargs else args, start):
+            if type(arg) in _single_array_types or i in plain:
+                elements.append(arg)
+                key.append(None)
+            else:
+                some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
+                elements += some
+                key.append((treedef, tuple(map(type, some))))
+        whole_key = (len(args), *key)
+        number = self._number_of_key.get(whole_key)
+        if number is None:
+            number = self._number_of_key.setdefault(whole_key, next(self._numbers))
+            self._keys[number] = whole_key
+        if types is not None and len(elements) == len(args) and all(map(_is, elements, args)):
+            self._one_each[types] = number
+        return elements, number
+
+    def leaves(self, args: tuple, kwargs: dict) -> tuple[list[Any], tuple]:
+        """All flat arguments, and how they were nested; learns which are plain."""
+        leaves: list[Any] = []
+        structure: list[Any] = []
+        self._one_each.clear()  # what is plain may change
+        for i, arg in enumerate((*args, kwargs) if kwargs else args):
+            if isinstance(arg, _ARRAY_TYPES):
+                _single_array_types.add(type(arg))
+            some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
+            if all(isinstance(x, _ARRAY_TYPES) for x in some):
+                self._plain.add(i)
+            else:
+                self._plain.discard(i)
+            leaves += some
+            structure.append(treedef)
+        return leaves, tuple(structure)
+
+    def kinds_of_elements(self, elements: Sequence[Any], number: int) -> "Kinds":
+        """The kinds of what `elements` gave; a plain argument counts as an array."""
+        whole: set[int] = set()
+        position = 0
+        for item in self._keys[number][1:]:
+            if item is None:
+                whole.add(position)
+            position += 1 if item is None else len(item[1])
+        return Kinds.of([_WHOLE if i in whole else x for i, x in enumerate(elements)])
+
+
+def unflatten(
+    leaves: Sequence[Any], structure: tuple, num_args: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inverse of `Flattener.leaves`: positional and keyword arguments."""
+    made: list[Any] = []
+    position = 0
+    for treedef in structure:
+        end = position + treedef.num_leaves
+        made.append(treedef.unflatten(leaves[position:end]))
+        position = end
+    return tuple(made[:num_args]), made[num_args] if len(made) > num_args else {}
+
+
+def leaves_of(argnums: Sequence[int], structure: tuple) -> frozenset[int]:
+    """Positions among `Flattener.leaves` of those of some arguments; of no such argument, none."""
+    ends = list(itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0))
+    spans = list(itertools.pairwise(ends))
+    return frozenset(leaf for i in argnums if 0 <= i < len(spans) for leaf in range(*spans[i]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """Positions of the flat arguments by kind. Depends on their types only, so it is made once."""
+
+    dynamic: tuple[int, ...]  # arrays, per_replica and states: what is fed, in order
+    arrays: tuple[int, ...]
+    per_replica: tuple[int, ...]
+    objects: tuple[int, ...]
+    states: tuple[int, ...]
+    static: tuple[int, ...]
+
+    @functools.cached_property
+    def fed(self) -> tuple[tuple[int, bool], ...]:
+        """The positions of `dynamic`, each with whether it is a PerReplica."""
+        return tuple((i, i in self.per_replica) for i in self.dynamic)
+
+    @functools.cached_property
+    def only_arrays(self) -> bool:
+        """Whether all arguments are arrays."""
+        return not (self.per_replica or self.objects or self.states or self.static)
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any]) -> "Kinds":
+        """Sorts `leaves`."""
+        found: dict[str, list[int]] = {field.name: [] for field in dataclasses.fields(cls)}
+        for i, x in enumerate(leaves):
+            kind = _kind(x)
+            found[kind].append(i)
+            if kind in ("arrays", "per_replica", "states"):
+                found["dynamic"].append(i)
+        return cls(**{name: tuple(indices) for name, indices in found.items()})
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, PerReplica):
+        return "per_replica"
+    if isinstance(x, nnx_contents.OBJECT_TYPES):
+        return "objects"
+    if isinstance(x, nnx.State):
+        return "states"
+    return "arrays" if isinstance(x, _ARRAY_TYPES) else "static"
+
+
+class ByIdentity:
+    """Makes an unhashable argument part of a key, as the object it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        """Holds `value`."""
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and other.value is self.value
+
+
+def hashable(value: Any) -> Any:
+    """`value` with its type (1, 1.0 and True are different programs), or a stand-in by identity."""
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 equals -0.0, and NaN does not equal itself
+    try:
+        hash(value)
+    except TypeError:
+        return ByIdentity(value)
+    return type(value), value
+
+
+class Call:
+    """What one call was given, for the trace that it may start.
+
+    Attributes:
+        careful: Whether all arguments have been looked at, so that a step may be made for them.
+    """
+
+    __slots__ = (
+        "_leaves",
+        "args",
+        "binding",
+        "careful",
+        "elements",
+        "fn",
+        "function",
+        "kwargs",
+        "rows",
+    )
+
+    def __init__(self, function, fn, args, kwargs, elements, binding, rows, careful):
+        """`elements` is what is fed for the arguments, `rows` the real rows of each group."""
+        self.function, self.fn, self.args, self.kwargs = function, fn, args, kwargs
+        self.elements, self.binding, self.rows = elements, binding, rows
+        self.careful = careful
+        self._leaves: list[Any] | None = None
+
+    def leaves(self) -> list[Any]:
+        """All flat arguments."""
+        leaves = self._leaves
+        if leaves is None:
+            leaves = self._leaves = self.function.flattener.leaves(self.args, self.kwargs)[0]
+        return leaves
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: str) -> None:
+    """Refuses a PerReplica that was made for another number of replicas, and arrays of objects."""
+    for i in kinds.arrays:
+        if isinstance(leaves[i], np.ndarray | np.generic) and leaves[i].dtype.kind in "OSUMm":
+            raise TypeError(
+                f"'{name}' was given a numpy array of {leaves[i].dtype}, which no device can hold. "
+                f"Pass numbers, or a list or tuple of Python values."
+            )
+    for i in kinds.static:
+        if containers.holds(leaves[i], _is_array):
+            raise TypeError(
+                f"'{name}' was given a {type(leaves[i]).__name__} that holds an array. JAX cannot "
+                f"look into it, so the array would be frozen into the program. Register a "
+                f"dataclass (@jax.tree_util.register_dataclass), or pass a plain dict, list or "
+                f"tuple."
+            )
+    for i in kinds.per_replica:
+        parts = leaves[i].array.shape[0]
+        if parts != num_replicas:
+            raise ValueError(
+                f"'{name}' was given {leaves[i]!r}, but runs on {num_replicas} replica(s). It was "
+                f"made under another strategy: distribute it with the one that runs the function."
+            )

@@ -1,0 +1,63 @@
+"""What a call of a replica function looks like, in words: to say why it was compiled once more."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.options import RunOptions
+from tpudist.run.call_arguments import is_leaf
+from tpudist.state import nnx_contents
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import compile_log
+
+
+def of_call(
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    options: RunOptions,
+) -> dict[str, str]:
+    """For each array and Python value of a call, by name: its dtype and shape, or its value.
+
+    NNX objects are looked into: their Variables, and what decides how they compute.
+    """
+    found: dict[str, str] = {}
+    for name, leaf in zip(names_of_leaves(fn, args, kwargs), leaves, strict=True):
+        if isinstance(leaf, nnx_contents.OBJECT_TYPES):
+            for path, value in nnx_contents.contents(leaf):
+                found[".".join([name, *path])] = _describe(value)
+        else:
+            found[name] = _describe(leaf)
+    found["options"] = repr(options)
+    return found
+
+
+def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """What each flat argument is called: the function's parameter and the path in it."""
+    try:
+        parameters = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    names = []
+    for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
+        rest = jax.tree_util.keystr(path[2:])
+        key = path[1]
+        if isinstance(key, jax.tree_util.DictKey):
+            names.append(f"{key.key}{rest}")
+        else:
+            i = key.idx
+            names.append((parameters[i] if i < len(parameters) else f"args[{i}]") + rest)
+    return names
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, PerReplica):
+        rows = "" if value.rows is None else " with counted rows"
+        return f"{compile_log.describe(value)} per replica{rows}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return compile_log.describe(value)
+    plain = isinstance(value, str | int | float | complex | None)
+    return f"the value {value!r}" if plain else f"a {type(value).__name__}"

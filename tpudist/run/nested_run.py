@@ -1,0 +1,150 @@
+"""`strategy.run` inside a program that is being traced: in `tpudist.function`, and in `merge_call`.
+
+The replica function is traced by itself, with all that it can reach as inputs, so that the proof
+says of each result whether replicas agree on it, as it does for a call of its own. Then its program
+becomes a part of the one around it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.run import call_arguments, outputs, row_groups
+from tpudist.run.inputs import Inputs
+from tpudist.run.results import Found, finished
+from tpudist.run.trace import Tracing, causes_of_variables
+from tpudist.run.trace_frame import ReplicaFrame
+from tpudist.state import nnx_binding, nnx_contents
+from tpudist.values.per_replica import LocalPart, PerReplica
+from tpudist.xla import compile, replica_equality
+
+
+def run(
+    strategy: Any, frame: ReplicaFrame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Calls `fn` on every replica, as a part of the trace of `frame`; see `Strategy.run`."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    leaves, structure = call_arguments.Flattener().leaves(args, kwargs)
+    leaves = [_part(frame, x) for x in leaves]
+    kinds = call_arguments.Kinds.of(leaves)
+    binding = nnx_binding.Binding([leaves[i] for i in kinds.objects]) if kinds.objects else None
+    counts = _row_counts(frame, leaves)
+    inputs = _inputs(kinds, leaves, binding, counts)
+    variables = list(frame.values)
+    tracing = Tracing(
+        strategy,
+        fn,
+        structure,
+        kinds,
+        leaves,
+        binding,
+        inputs,
+        len(args),
+        variables,
+        frozenset(),
+        None,
+        outer=frame,
+    )
+    values = [
+        *frame.values.values(),
+        *(jax.tree.leaves(binding.values()) if binding is not None else ()),
+        *_arrays(kinds, leaves),
+        *(x for _, pair in counts for x in pair),
+    ]
+    found = Found()
+    closed = jax.make_jaxpr(tracing.body(found, 0))(*values)
+    if found.interruption is not None:
+        _begin(frame, found, compile.evaluated(closed, values))
+        raise found.interruption
+    causes = causes_of_variables(variables) + [None] * inputs.num_nnx
+    causes += ["an argument" if s else None for s in inputs.stacked[inputs.num_nnx :]]
+    proof = replica_equality.prove(closed, causes, [frame.cause_of(x) for x in closed.consts])
+    own = proof.causes[: len(proof.causes) - len(found.computed)]
+    proof = dataclasses.replace(proof, causes=own)
+    changed = [i for i, _ in found.nnx]
+    stack, aggregated = outputs.place_outputs(
+        proof, found.variables, changed, binding, name, strategy.num_replicas_in_sync
+    )
+    frame.read |= found.read
+    results = finished(compile.evaluated(closed, values), aggregated)
+    if found.computed:
+        _begin(frame, found, results[-len(found.computed) :])
+        results = results[: -len(found.computed)]
+    rest = results[found.num_results :]
+    for variable, value in zip(found.variables, rest, strict=False):
+        frame.set(variable, value)
+    _write(binding, found, rest[len(found.variables) :])
+    return _result(frame, found, results, stack, leaves, binding, counts)
+
+
+def _begin(frame: ReplicaFrame, found: Found, values: Sequence[jax.Array]) -> None:
+    """The Variables that the function has made are made by the trace around it."""
+    for variable, value in zip(found.computed, values, strict=True):
+        frame.begin(variable, value, computed=True)
+
+
+def _part(frame: ReplicaFrame, x: Any) -> Any:
+    captured = isinstance(x, PerReplica) and not isinstance(x, LocalPart)
+    return LocalPart(frame.capture(x)) if captured else x
+
+
+def _row_counts(frame: ReplicaFrame, leaves: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Which numbers of rows may hold padding, each with how many are real here and on all."""
+    found: dict[int, tuple[int, Any]] = {}
+    for x in leaves:
+        if isinstance(x, LocalPart) and x.counts is not None and x.shape:
+            found[id(x.counts)] = (x.shape[0], x.counts)
+    sizes = {size for size, _ in found.values()}
+    rest = [(size, pair) for size, pair in frame.row_counts.items() if size not in sizes]
+    return [*found.values(), *rest]
+
+
+def _inputs(kinds, leaves, binding, counts: list[tuple[int, Any]]) -> Inputs:
+    sizes = tuple(size for size, _ in counts)
+    groups = row_groups.RowGroups(sizes, (0,) * len(sizes)) if counts else None
+    inputs = Inputs.of(kinds, leaves, binding, groups, ())
+    of_counts = {id(pair): group for group, (_, pair) in enumerate(counts)}
+    of_argument = tuple(
+        of_counts.get(id(leaves[i].counts)) if isinstance(leaves[i], LocalPart) else None
+        for i in inputs.leaves_of_arguments
+    )
+    return dataclasses.replace(inputs, group_of_argument=of_argument)
+
+
+def _arrays(kinds: call_arguments.Kinds, leaves: Sequence[Any]) -> list[Any]:
+    """The arrays among the arguments, in the order of `Inputs`."""
+    arrays = []
+    for i in kinds.dynamic:
+        arrays += [x.array if isinstance(x, PerReplica) else x for x in jax.tree.leaves(leaves[i])]
+    return arrays
+
+
+def _write(binding, found: Found, values: Sequence[Any]) -> None:
+    if binding is None or not found.nnx:
+        return
+    changed = list(dict.fromkeys(i for i, _ in found.nnx))
+    held = jax.tree.structure([binding.values()[i] for i in changed])
+    nnx_binding.write([binding.variables[i] for i in changed], held.unflatten(values))
+
+
+def _result(frame, found: Found, outputs, stack, leaves, binding, counts) -> Any:
+    pair_of: dict[int, Any] = {}
+    for size, pair in counts:
+        pair_of[size] = None if size in pair_of else pair
+    merged = []
+    for kind, what in found.result:
+        if kind == "array":
+            x = outputs[what]
+            if stack[what]:
+                x = LocalPart(x, pair_of.get(x.shape[0]) if x.ndim else None)
+                frame.note_part(x)
+            merged.append(x)
+        elif kind == "argument":
+            merged.append(leaves[what])
+        elif kind == "object":
+            merged.append(nnx_contents.nodes_of(binding.objects())[what])
+        else:
+            merged.append(what)
+    return found.treedef.unflatten(merged)

@@ -1,0 +1,63 @@
+"""What a replica function must not do, and what it is told: name, cause, rule and remedy.
+
+State that replicas share must not differ between them, replicas must not disagree on whether to
+communicate, and state must not be a constant of the program.
+"""
+
+from tpudist.state import nnx_contents
+from tpudist.xla import compile, compile_log, replica_equality
+from tpudist.xla.mesh import ReplicaMesh
+
+
+def check_hazards(proof: replica_equality.Agreement, name: str) -> None:
+    """Refuses a program in which replicas could wait for each other for ever."""
+    for hazard in proof.hazards:
+        where = f" (at {hazard.where})" if hazard.where else ""
+        raise ValueError(
+            f"'{name}' has a {hazard.collective} between replicas in a branch or loop{where} whose "
+            f"condition depends on {hazard.cause}. Replicas that disagree would wait for each "
+            f"other for ever. Reduce the condition over the replicas first, or move the "
+            f"communication out."
+        )
+
+
+def check_communication(proof: replica_equality.Agreement, mesh: ReplicaMesh, name: str) -> None:
+    """Refuses collectives that XLA answers with an internal error, or by ending the process.
+
+    Those of the replica context are safe; a function may also call `jax.lax.psum` itself.
+    """
+    if mesh.devices_per_replica == 1:
+        return
+    for one in proof.communication:
+        where = f" (at {one.where})" if one.where else ""
+        if mesh.num_replicas == 1:
+            problem = "there is one replica, and XLA refuses collectives of one"
+        elif one.moves_16_bit_floats and mesh.platform == "cpu":
+            problem = (
+                "XLA:CPU aborts the process on those of 16-bit floats in replicas of many devices"
+            )
+        else:
+            continue
+        raise ValueError(
+            f"'{name}' calls {one.collective} over '{mesh.replica_axis}' by itself{where}, but "
+            f"{problem}. Use tpudist.get_replica_context().all_reduce or all_gather, which know."
+        )
+
+
+def check_constants(program: compile.ReplicaProgram, name: str) -> None:
+    """Refuses a program that carries state or data as constants, which would never change."""
+    for array in compile.constant_arrays(program):
+        for variable in nnx_contents.holders_of(array):
+            raise ValueError(
+                f"'{name}' uses an NNX object that it captures: the {type(variable).__name__} "
+                f"{compile_log.describe(array)} would be frozen into the program as a constant, "
+                f"and never change. Pass the object as an argument: strategy.run({name}, "
+                f"args=(model, ...))."
+            )
+    for array in compile.large_constants(program):
+        raise ValueError(
+            f"'{name}' captures an array {compile_log.describe(array)} of "
+            f"{array.nbytes / 2**20:.1f} MiB, which would be frozen into the program as a "
+            f"constant. Arrays above {compile.MAX_CONSTANT_BYTES / 2**20:.0f} MiB must be "
+            f"passed as arguments: strategy.run({name}, args=(array, ...))."
+        )

@@ -1,0 +1,217 @@
+"""What a replica function may ask and say: `tpudist.get_replica_context()`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpudist import context
+from tpudist.deprecated import DeprecatedContextMethods
+from tpudist.reduce_op import ReduceOp
+from tpudist.reductions import communication_options, cross_device_ops
+from tpudist.values import indexed_slices
+from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
+from tpudist.xla import collectives, traces
+
+PyTree = Any
+
+
+class ReplicaContext(DeprecatedContextMethods):
+    """The view of one replica, inside a function that `Strategy.run` runs on all of them.
+
+    Valid only while it is the current one: a context kept after the function has ended raises.
+    As `tf.distribute.ReplicaContext`.
+    """
+
+    def __init__(self, strategy: Any, replica_id_in_sync_group: Any = None, *, frame: Any = None):
+        """Made by strategies. `frame` is the trace it belongs to; None for the default context."""
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+        self._frame = frame
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that runs the function."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run the function together."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """This replica's number, an int32 scalar from 0 to `num_replicas_in_sync` - 1."""
+        self._check_current("replica_id_in_sync_group")
+        return collectives.replica_id() if self._frame is not None else self._replica_id
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree, options: Any = None) -> PyTree:
+        """Combines `value` over all replicas; every replica gets the same result.
+
+        Args:
+            reduce_op: `SUM`, `MEAN`, `MIN` or `MAX`. `MEAN` divides by the number of replicas, not
+                of examples: where replicas may hold unequal numbers of examples, sum the values and
+                the counts and divide.
+            value: Pytree of arrays `[...]`, of the same shapes in every replica. A value that is
+                equal on n replicas counts n times in a `SUM`. The rows of `IndexedSlices` are put
+                behind those of the other replicas.
+            options: `tpudist.experimental.CommunicationOptions`: how much travels in one
+                collective.
+
+        Returns:
+            Pytree of the same shapes, equal in every replica. Dtypes are kept, but the `MEAN` of
+            integers is float32.
+
+        Raises:
+            RuntimeError: The context is not the current one.
+
+        Differentiable for `SUM` and `MEAN`: the gradient is the same reduction of the upstream
+        gradients. Cost: each of n replicas sends 2 (n - 1) / n times the bytes of `value`, if XLA
+        picks a ring. As `tf.distribute.ReplicaContext.all_reduce`.
+        """
+        op = ReduceOp.parse(reduce_op)
+        self._check_current("all_reduce")
+        options = self._communication(options, "all_reduce(options")
+        if self._frame is None:
+            return jax.tree.map(jnp.asarray, value)
+        return indexed_slices.all_reduce(
+            op, value, lambda op, dense: cross_device_ops.all_reduce(op, dense, options)
+        )
+
+    def all_gather(self, value: PyTree, axis: int, options: Any = None) -> PyTree:
+        """Concatenates the replicas' values along dim `axis`; every replica gets all of them.
+
+        Args:
+            value: Pytree of arrays `[...]` with at least one dim, of the same shapes everywhere.
+            axis: The dim, which may be negative.
+            options: As of `all_reduce`.
+
+        Raises:
+            RuntimeError: The context is not the current one.
+            ValueError: A leaf has no such dim, or `options` are of another type.
+
+        Differentiable: the gradient is the sum of the upstream gradients, of which each replica
+        keeps its own part. As `tf.distribute.ReplicaContext.all_gather`.
+        """
+        self._check_current("all_gather")
+        options = self._communication(options, "all_gather(options")
+        indexed_slices.check_dense(value, "all_gather")
+        if self._frame is None:
+            return jax.tree.map(jnp.asarray, value)
+        return cross_device_ops.all_gather(value, axis, options)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> PyTree:
+        """Calls `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
+
+        In it, arrays among the arguments are PerReplica, to be combined with `strategy.reduce` or
+        `strategy.extended.reduce_to`; everything is part of the same compiled program. Each replica
+        gets its own part of the result.
+
+        Raises:
+            RuntimeError: The context is not the current one.
+
+        As `tf.distribute.ReplicaContext.merge_call`.
+        """
+        self._check_current("merge_call")
+        kwargs = dict(kwargs or {})
+        if self._frame is None:
+            mode = context.Mode(self._strategy)
+            with context.entered(mode):
+                return merge_fn(self._strategy, *args, **kwargs)
+        args = jax.tree.map(self._as_merged, tuple(args), is_leaf=is_distributed)
+        kwargs = {
+            name: jax.tree.map(self._as_merged, value, is_leaf=is_distributed)
+            for name, value in kwargs.items()
+        }
+        with context.entered(context.Mode(self._strategy, frame=self._frame)):
+            result = merge_fn(self._strategy, *args, **kwargs)
+        return jax.tree.map(
+            lambda x: x.array if isinstance(x, LocalPart) else x,
+            result,
+            is_leaf=is_distributed,
+        )
+
+    def _communication(self, options: Any, place: str) -> Any:
+        return communication_options.checked(options, place, self._strategy.replica_mesh.platform)
+
+    def _as_merged(self, x: Any) -> Any:
+        """What stands for an argument of `merge_call`: itself if it is the same on all replicas."""
+        if isinstance(x, PerReplica):
+            return LocalPart(jnp.asarray(x))
+        same = not traces.is_traced(x) or self._frame.is_same_everywhere(x)
+        return x if same else LocalPart(x)
+
+    def example_mask(self, batch: jax.Array) -> jax.Array:
+        """Which rows of a batch are real: False on the padding of a partial batch.
+
+        Args:
+            batch: Any array `[rows, ...]` with this replica's examples in dim 0; or with those of
+                all replicas, `[num_replicas * rows, ...]`, as `all_gather` gives it.
+
+        Returns:
+            bool `[rows]`.
+
+        Raises:
+            ValueError: The rows are not those of the batch that was passed to `run`, or two
+                batches with different numbers of real rows were.
+        """
+        self._check_current("example_mask")
+        rows = batch.shape[0]
+        if (each := self._rows_of_each(rows)) != rows:
+            real = collectives.all_gather(self._frame.real_rows(each)[None], 0)
+            return (jnp.arange(each) < real[:, None]).reshape(rows)
+        real = self._frame.real_rows(rows) if self._frame is not None else None
+        return jnp.ones((rows,), bool) if real is None else jnp.arange(rows) < real
+
+    def _rows_of_each(self, rows: int) -> int:
+        """How many rows each replica has, if `rows` are those of all of them together."""
+        n = self.num_replicas_in_sync
+        frame = self._frame
+        if frame is None or frame.may_hold_padding(rows) or rows % n:
+            return rows
+        return rows // n if frame.may_hold_padding(rows // n) else rows
+
+    def num_examples(self, batch: jax.Array) -> Any:
+        """How many real rows the batch has over all replicas, an int32; see `example_mask`.
+
+        Those of all microbatches count, where the batch is computed in several.
+        """
+        self._check_current("num_examples")
+        rows = self._rows_of_each(batch.shape[0])
+        total = self._frame.total_rows(rows) if self._frame is not None else None
+        if total is not None:
+            return total
+        return rows * self.num_replicas_in_sync * context.num_parts()
+
+    def random_key(self, key: jax.Array | int) -> jax.Array:
+        """A random key of this replica's own, made from one that all replicas share.
+
+        Args:
+            key: A key, or an int to make one of; a new one at each step.
+        """
+        self._check_current("random_key")
+        if isinstance(key, int):
+            key = jax.random.key(key)
+        return jax.random.fold_in(key, self.replica_id_in_sync_group)
+
+    def _check_current(self, what: str) -> None:
+        mode = context.current()
+        if mode.replica_context is self:
+            return
+        if mode.strategy is not self._strategy and mode.strategy is not None:
+            found = f"the current strategy is {mode.strategy!r}, not {self._strategy!r}"
+        elif mode.replica_context is None:
+            found = "the current context is cross-replica"
+        else:
+            found = "another replica function is being run"
+        raise RuntimeError(
+            f"{what} was called on a ReplicaContext that is not the current one: {found}. A "
+            f"context is valid only inside the call of the replica function that got it: call "
+            f"tpudist.get_replica_context() again where you need it."
+        )

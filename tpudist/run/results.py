@@ -1,0 +1,219 @@
+"""What the trace of a replica function gave: its program, and what becomes of each output.
+
+A result is merged over the replicas: one plain array where they agree, a PerReplica where they do
+not, without the padding of a partial batch; what was no array comes back as itself.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpudist.reduce_op import ReduceOp
+from tpudist.reductions import cross_device_ops, gather
+from tpudist.state import nnx_contents
+from tpudist.state.variable import Variable
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import collectives, compile, placement
+
+
+@dataclasses.dataclass
+class Found:
+    """What one call of the function gave, in the order of the flat outputs."""
+
+    treedef: Any = None
+    result: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    num_results: int = 0
+    variables: list[Variable] = dataclasses.field(default_factory=list)
+    read: set[Variable] = dataclasses.field(default_factory=set)
+    nnx: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    structure_changed: bool = False
+    plain: bool = False
+    # The trace is to be made again, with the Variables that it made; those with computed values.
+    incomplete: bool = False
+    computed: list[Variable] = dataclasses.field(default_factory=list)
+    interruption: BaseException | None = None
+    row_multiple: int = 1  # the rows of the batch must divide by it
+
+
+class Outcome:
+    """What a compiled step returns beside new state, and the trace that explains it.
+
+    Attributes:
+        results: A list of arrays, or what the function returned if it needs no merging.
+        traced: The trace.
+    """
+
+    __slots__ = ("results", "traced")
+
+    def __init__(self, results: Any, traced: "TracedStep"):
+        """Made in the trace, and again by JAX at each call."""
+        self.results = results
+        self.traced = traced
+
+    def any_array(self) -> jax.Array | None:
+        """One of the arrays, or None if there is none."""
+        node = self.results
+        while not isinstance(node, jax.Array):  # the first child of each; a large tree has no hurry
+            if isinstance(node, dict) and node:
+                node = next(iter(node.values()))
+            elif isinstance(node, list | tuple) and node:
+                node = node[0]
+            else:
+                return next(iter(jax.tree.leaves(self.results)), None)
+        return node
+
+
+# JAX keeps the structures that compiled functions return, and must not keep Variables alive so.
+jax.tree_util.register_pytree_node(
+    Outcome,
+    lambda x: ((x.results,), weakref.ref(x.traced)),
+    lambda traced, children: Outcome(children[0], traced()),  # type: ignore[arg-type]
+)
+
+
+@dataclasses.dataclass(eq=False)
+class TracedStep:
+    """A replica function traced for one signature.
+
+    Attributes:
+        program: Its jaxpr.
+        all_variables: Shapes of all the Variables that were inputs of the trace.
+        positions: For each Variable that is read or written, its position among them.
+        stack_outputs: Which outputs differ and leave stacked.
+        aggregated: Outputs that are combined at the end of the step, by reduction.
+        rows_of_result: Which results hold the rows of a group of arguments, and in which dim.
+        even_groups: The groups of which all replicas must have as many rows as the others.
+        mesh: The replicas.
+    """
+
+    program: compile.ReplicaProgram
+    found: Found
+    all_variables: list[jax.ShapeDtypeStruct]
+    positions: dict[Variable, int]
+    stack_outputs: list[bool]
+    aggregated: dict[ReduceOp | None, list[int]]
+    rows_of_result: dict[int, tuple[int, int]]
+    even_groups: frozenset[int]
+    mesh: Any
+
+    @property
+    def variables(self) -> set[Variable]:
+        """The Variables that the function reads or writes."""
+        return set(self.positions)
+
+    @property
+    def variable_order(self) -> list[Variable]:
+        """The same, in the order in which they were made."""
+        return sorted(self.positions, key=self.positions.__getitem__)
+
+    @property
+    def written_variables(self) -> set[Variable]:
+        """The Variables that the function assigns."""
+        return set(self.found.variables)
+
+    @property
+    def written_leaves(self) -> set[int]:
+        """The NNX leaves that the function changes."""
+        return {leaf for leaf, _ in self.found.nnx}
+
+    def emit(
+        self,
+        mesh: Any,
+        captured: Sequence[Variable],
+        values: Sequence[Any],
+        state: Sequence[tuple[str, Any, int]],
+    ) -> tuple[list[Any], Outcome]:
+        """Puts the program into the function that `jit` traces.
+
+        Args:
+            mesh: The replicas.
+            captured: The Variables among `values`, first.
+            values: All inputs.
+            state: What is to be written back: ("variable", Variable, position of its input) or
+                ("nnx", (leaf, array of the leaf), position of its input).
+        """
+        # State that lives in host memory is on the devices while the step runs.
+        given, values = values, [placement.on_device(x) for x in values]
+        fed = dict(zip(captured, values, strict=False))
+        at = {position: fed[v] for v, position in self.positions.items()}
+        variables = [
+            at[i] if i in at else jnp.zeros(x.shape, x.dtype)
+            for i, x in enumerate(self.all_variables)
+        ]
+        run = compile.spread(self.program, mesh, self.stack_outputs, self._finish)
+        outputs = run(*variables, *values[len(captured) :])
+        n = self.found.num_results
+        new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
+        new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
+        written = [
+            placement.as_before(new[key], given[position]) if key in new else given[position]
+            for _, key, position in state
+        ]
+        results = list(outputs[:n])
+        if self._plain:
+            results = self.found.treedef.unflatten(results)
+        return written, Outcome(results, self)
+
+    def _finish(self, outputs: list[jax.Array]) -> list[jax.Array]:
+        return finished(outputs, self.aggregated)
+
+    def result(self, results: Any, now: Any) -> Any:
+        """What the function returned in the call `now`, merged over replicas."""
+        if self.even_groups:
+            self._check_even(now)
+        if self._plain:
+            return results
+        merged = []
+        nodes = None
+        for kind, what in self.found.result:
+            if kind == "array":
+                merged.append(self._merged(what, results[what], now.rows))
+            elif kind == "argument":
+                merged.append(now.leaves()[what])
+            elif kind == "object":
+                nodes = nodes or nnx_contents.nodes_of(now.binding.objects())
+                merged.append(nodes[what])
+            else:
+                merged.append(what)
+        return self.found.treedef.unflatten(merged)
+
+    def _check_even(self, now: Any) -> None:
+        for group in self.even_groups:
+            if len(set(now.rows[group])) > 1:
+                raise ValueError(
+                    f"'{now.function.name}' gathered parts of different shapes: the replicas hold "
+                    f"{now.rows[group]} real rows in a dim that they were not gathered along. "
+                    f"Gather along that dim, or give every replica as many rows."
+                )
+
+    def __post_init__(self):
+        self._plain = (
+            self.found.plain
+            and all(kind == "array" for kind, _ in self.found.result)
+            and not any(self.stack_outputs[: self.found.num_results])
+            and not self.rows_of_result
+        )
+
+    def _merged(self, i: int, array: jax.Array, rows) -> Any:
+        group, dim = self.rows_of_result.get(i, (None, 0))
+        real = None if group is None else rows[group]
+        if self.stack_outputs[i]:
+            return PerReplica(array, real, dim)
+        return array if real is None else gather.without_padding(self.mesh, array, real, dim)
+
+
+def finished(
+    outputs: Sequence[jax.Array], aggregated: dict[ReduceOp | None, list[int]]
+) -> list[jax.Array]:
+    """What each replica has at the end of its program: `outputs`, some combined over replicas."""
+    outputs = list(outputs)
+    for op, indices in aggregated.items():
+        some = [outputs[i] for i in indices]
+        done = collectives.broadcast(some) if op is None else cross_device_ops.all_reduce(op, some)
+        for i, x in zip(indices, done, strict=True):
+            outputs[i] = x.astype(outputs[i].dtype)
+    return outputs

@@ -1,0 +1,243 @@
+"""Finds the compiled step for a call of `Strategy.run`, by function and arguments.
+
+What most calls need is looked at, and no more: arguments that were plain pytrees of arrays are fed
+whole, and `jit` notices if they are something else now.
+"""
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.options import RunOptions
+from tpudist.run import call_arguments, row_groups
+from tpudist.run.captures import Findings
+from tpudist.run.step import LookAgain, Step
+from tpudist.run.step_loop import StepSequence
+from tpudist.run.weak_identity import WeakIdentityDict
+from tpudist.state import nnx_binding
+from tpudist.xla import compile_log
+from tpudist.xla.runtime import Throttle
+
+_DEFAULT_OPTIONS = RunOptions()
+
+
+class Replicator:
+    """The compiled replica functions of one strategy."""
+
+    def __init__(self, strategy: Any):
+        """For replica functions of `strategy`."""
+        self.strategy = strategy
+        self.mesh = strategy.replica_mesh
+        self.throttle = Throttle(list(self.mesh.mesh.devices.flat))
+        self.bindings = nnx_binding.Bindings()
+        self._functions: weakref.WeakKeyDictionary[Any, _Function] = weakref.WeakKeyDictionary()
+        self._methods = WeakIdentityDict()
+        self._others: dict[Any, _Function] = {}
+        self._sequences: weakref.WeakKeyDictionary[Step, dict] = weakref.WeakKeyDictionary()
+        self._definitions: collections.Counter = collections.Counter()
+        # Threads share steps, and Variables that one step takes away and gives back.
+        self._one_at_a_time = threading.RLock()
+
+    def run(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict,
+        options: RunOptions | None = None,
+        whole: bool = False,
+    ) -> Any:
+        """Calls `fn` on every replica, see `Strategy.run`; or on the `whole` of them, once."""
+        options = options or _DEFAULT_OPTIONS
+        with self._one_at_a_time:
+            function = self._function(fn, whole)
+            step, now = self._find(function, fn, args, kwargs, options, careful=False)
+            if step is not None and not step.needs_care:
+                try:
+                    return step(now)
+                except LookAgain:
+                    step.needs_care = True
+            step, now = self._find(function, fn, args, kwargs, options, careful=True)
+            return step(now)
+
+    def run_steps(
+        self,
+        fn: Callable,
+        args: tuple,
+        elements: Sequence[Any],
+        options: RunOptions | None,
+    ) -> list[Any] | None:
+        """Calls `fn(*args, element)` for each of `elements`, in one program.
+
+        None, and nothing is called, if the elements are not alike.
+        """
+        options = options or _DEFAULT_OPTIONS
+        with self._one_at_a_time:
+            function = self._function(fn)
+            step, now = self._find(function, fn, (*args, elements[0]), {}, options, careful=True)
+            calls = [now]
+            for x in elements[1:]:
+                other, now = self._find(function, fn, (*args, x), {}, options, careful=False)
+                if other is not step:
+                    return None
+                calls.append(now)
+            own = [step.arguments_of(now) for now in calls]
+            shapes = [[(x.shape, x.dtype) for x in arrays] for arrays in own]
+            if any(other != shapes[0] for other in shapes):
+                return None
+            sequence = self._sequences.setdefault(step, {}).get(len(calls))
+            if sequence is None:
+                sequence = self._sequences[step][len(calls)] = StepSequence(step, len(calls))
+            return sequence(calls, own)
+
+    def lower(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict,
+        options: RunOptions | None = None,
+        whole: bool = False,
+    ) -> Any:
+        """Traces and lowers what `run` would call, without running it."""
+        with self._one_at_a_time:
+            step, now = self.step_for(fn, args, kwargs, options, whole)
+            return step.lower(now)
+
+    def step_for(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict,
+        options: RunOptions | None = None,
+        whole: bool = False,
+    ) -> tuple[Step, call_arguments.Call]:
+        """The step that `run` would call, and the call that it would make."""
+        with self._one_at_a_time:
+            function = self._function(fn, whole)
+            options = options or _DEFAULT_OPTIONS
+            return self._find(function, fn, args, kwargs, options, careful=True)
+
+    def adopt(self, fn: Callable, saved: Any) -> None:
+        """Lets the steps of `fn` that are still to be compiled use a program that is ready."""
+        with self._one_at_a_time:
+            self._function(fn).loaded.insert(0, saved)
+
+    def _find(self, function: "_Function", fn, args, kwargs, options, *, careful: bool) -> Any:
+        """The step for these arguments; None if it must be looked for with care."""
+        structure: tuple = ()
+        leaves: list[Any] = []
+        if careful:
+            leaves, structure = function.flattener.leaves(args, kwargs)
+        elements, key = function.flattener.elements(args, kwargs)
+        if options is not _DEFAULT_OPTIONS:
+            key_of_form = key, options
+        else:
+            key_of_form = key  # a dataclass takes long to hash
+        form = function.forms.get(key_of_form)
+        if form is None:
+            if not careful:
+                return None, None
+            kinds = function.flattener.kinds_of_elements(elements, key)
+            form = function.forms[key_of_form] = _Form(kinds)
+        kinds = form.kinds
+        binding = groups = step_key = None
+        rows: tuple = ()
+        if not kinds.only_arrays:
+            if kinds.objects:
+                binding = self.bindings.find([elements[i] for i in kinds.objects])
+            if kinds.per_replica:
+                groups, rows = row_groups.RowGroups.of([elements[i] for i in kinds.per_replica])
+            step_key = (
+                tuple([call_arguments.hashable(elements[i]) for i in kinds.static])
+                if kinds.static
+                else (),
+                tuple([jax.tree.structure(elements[i]) for i in kinds.states])
+                if kinds.states
+                else (),
+                binding and binding.static_id,
+                groups,
+            )
+        now = call_arguments.Call(function, fn, args, kwargs, elements, binding, rows, careful)
+        if not careful:
+            return form.latest.get(step_key), now
+        step = form.steps.get((step_key, structure))
+        if step is None:
+            step = Step(
+                self, function, kinds, call_arguments.Kinds.of(leaves), structure, groups, options
+            )
+            form.steps[step_key, structure] = step
+        form.latest[step_key] = step
+        return step, now
+
+    def _function(self, fn: Callable, whole: bool = False) -> "_Function":
+        owner = getattr(fn, "__self__", None)
+        if owner is not None and hasattr(fn, "__func__"):
+            try:
+                table, key = self._methods.setdefault(owner, {}), fn.__func__  # type: ignore
+            except TypeError:
+                table, key = self._others, fn
+        else:
+            table, key = self._functions, fn
+        try:
+            found = table.get(key)
+        except TypeError:
+            table, key = self._others, call_arguments.ByIdentity(fn)
+            found = table.get(key)
+        if found is None:
+            found = _Function(fn, self._definitions, whole)
+            if self.strategy.twin_of is not None:
+                # What the function makes it makes once, for all devices that it is planned for.
+                home = self.strategy.twin_of._replicator._function(fn, whole)
+                found.findings.created = home.findings.created
+            try:
+                table[key] = found
+            except TypeError:
+                self._others[key] = found
+        return found
+
+
+class _Function:
+    """One function: its steps, and what the last compile of it was for."""
+
+    def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.flattener = call_arguments.Flattener()
+        self.forms: dict[Any, _Form] = {}
+        self.findings = Findings()
+        self.whole = whole
+        # Programs that were compiled elsewhere, as `planner.saved_plan.Saved`.
+        self.loaded: list[Any] = []
+        self._last: dict[str, str] | None = None
+        self._num_compiles = 0
+        code = getattr(fn, "__code__", None)
+        self.earlier_copies = definitions[code] if code is not None else 0
+        if code is not None:
+            definitions[code] += 1
+
+    def record(self, signature: dict[str, str], seconds: float) -> None:
+        """Logs a compile for a call that looks like `signature`, with what has changed."""
+        last, self._last = self._last, signature
+        self._num_compiles += 1
+        if last is not None:
+            cause = compile_log.signature_change(last, signature)
+        elif self.earlier_copies:
+            cause = (
+                f"a new function object of the same definition (the {self.earlier_copies + 1}th): "
+                f"define the function once, outside of the loop"
+            )
+        else:
+            cause = "first call"
+        number = max(self._num_compiles, self.earlier_copies + 1)
+        compile_log.record_compile(self.name, cause, seconds, number)
+
+
+class _Form:
+    """Calls of one function whose arguments look alike, as far as is looked in a call."""
+
+    def __init__(self, kinds: call_arguments.Kinds):
+        self.kinds = kinds
+        self.steps: dict[Any, Step] = {}  # by all of the structure
+        self.latest: dict[Any, Step] = {}  # by what is known without looking into plain arguments

@@ -1,0 +1,91 @@
+"""Several calls of one step as one program: a scan over their batches.
+
+What the host does for a call, it does once for all of them; what the step computes is the same.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpudist.run import call_description
+from tpudist.run.call_arguments import Call
+from tpudist.run.inputs import pinned
+from tpudist.run.step import Step
+from tpudist.xla import compile_log
+
+
+class StepSequence:
+    """A number of calls of a step that differ in the last argument only."""
+
+    def __init__(self, step: Step, num_steps: int):
+        """Nothing is traced yet."""
+        self._step, self._num_steps = step, num_steps
+        self._jitted: Callable | None = None
+        self._made_for: Any = None
+
+    def __call__(self, calls: Sequence[Call], own: list[list[Any]]) -> list[Any]:
+        """Makes the calls: what the function returned in each, merged over the replicas.
+
+        Args:
+            calls: The calls; the first of them has been looked at with care.
+            own: For each call, the inputs that are its own (`Step.arguments_of`).
+        """
+        step, first = self._step, calls[0]
+        start, compiles = time.perf_counter(), compile_log.backend_compiles().number
+        written, outcomes = step.attempt(first, lambda *inputs: self._dispatch(own, *inputs))
+        if compile_log.backend_compiles().number != compiles:
+            known = call_description.of_call(
+                first.fn, first.args, first.kwargs, first.leaves(), step.options
+            )
+            known["steps"] = f"{self._num_steps} in one program"
+            step.function.record(known, time.perf_counter() - start)
+        step.finish(written, first.binding, None if written else outcomes[0].any_array())
+        return [
+            outcome.traced.result(outcome.results, now)
+            for outcome, now in zip(outcomes, calls, strict=True)
+        ]
+
+    def _dispatch(self, own: list[list[Any]], donated: list[Any], kept: list[Any]) -> Any:
+        step = self._step
+        values = step.in_order(donated, kept)
+        shared = values[: len(values) - len(own[0])]
+        state = step.state_positions
+        constant = sorted(set(range(len(shared))) - set(state))
+        if self._jitted is None or self._made_for is not step.plan:
+            self._jitted = self._program(state, constant, [shared[i] for i in state])
+            self._made_for = step.plan
+        step.before_dispatch()
+        return self._jitted([shared[i] for i in state], [shared[i] for i in constant], own)
+
+    def _program(self, state: list[int], constant: list[int], arrays: list[Any]) -> Callable:
+        step, num_steps = self._step, self._num_steps
+
+        def one(carry, constants, own):
+            values: list[Any] = [None] * (len(state) + len(constant))
+            for i, x in [*zip(state, carry, strict=True), *zip(constant, constants, strict=True)]:
+                values[i] = x
+            written, outcome = step.body([*values, *own])
+            # As the carry of a loop, state keeps its dtype. Random keys have nothing to convert.
+            kept = [
+                x if x.dtype == y.dtype else x.astype(y.dtype)
+                for x, y in zip(written, carry, strict=True)
+            ]
+            return kept, outcome
+
+        def steps(carry, constants, own):
+            stacked = [jnp.stack(xs) for xs in zip(*own, strict=True)]
+            carry, outcomes = jax.lax.scan(
+                lambda carry, own: one(carry, constants, own), carry, stacked, length=num_steps
+            )
+            return carry, [jax.tree.map(lambda x, k=k: x[k], outcomes) for k in range(num_steps)]
+
+        steps.__name__ = steps.__qualname__ = f"{step.function.name}_times_{num_steps}"
+        return jax.jit(
+            steps,
+            donate_argnums=(0,) if step.donates_state else (),
+            out_shardings=([pinned(x, step.mesh) for x in arrays], None),
+            **step.compiler_options,
+        )

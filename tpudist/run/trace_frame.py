@@ -1,0 +1,305 @@
+"""One replica function being traced: what its Variables hold so far, and which rows are real.
+
+Every Variable of the strategy is an input of the trace, so that a read finds its value wherever the
+Python code stands, however deep in `jax.grad` or `lax.scan`. Those that were not touched are
+dropped. What the function is found to need beside them (a PerReplica that it captures, a Variable
+that it makes) is noted in `Findings`, and the function traced once more with it.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist import context
+from tpudist.run.captures import (
+    Capture,
+    Findings,
+    Guest,
+    MakesVariables,
+    NewVariable,
+    NextElement,
+    OtherStrategy,
+    check_parts,
+)
+from tpudist.xla.traces import is_traced, trace_state
+
+
+class ReplicaFrame:
+    """The state of one trace.
+
+    Attributes:
+        strategy: The strategy that runs the function.
+        values: What each Variable holds now, as this replica sees it.
+        read: The Variables that were read.
+        written: The Variables that were assigned.
+        findings: What the function was found to need; None in a nested trace.
+        whole: Whether this is the trace of a cross-replica function, of `tpudist.function`.
+        made: The Variables that this trace has made; those with a value to compute, with it.
+        incomplete: Whether something was needed that is no input: the trace is to be made again.
+        elements: What was taken from the iterators that the function reads, still to be handed out.
+        row_multiple: By which numbers of rows the function divides: its microbatches.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        values: Mapping[Any, jax.Array],
+        rows: Mapping[int, tuple[jax.Array, jax.Array] | None],
+        findings: Findings | None = None,
+        function: Any = None,
+        outer: "ReplicaFrame | None" = None,
+    ):
+        """Begins a trace.
+
+        Args:
+            strategy: See the class.
+            values: The Variables' values at the start.
+            rows: By static number of rows per replica: how many are real here and over all
+                replicas; None where two batches of that size may differ in it.
+            findings: See the class.
+            function: The function that is traced.
+            outer: The frame that this one is nested in, for `strategy.run` in a function.
+        """
+        self.strategy = strategy
+        self.values = dict(values)
+        self.read: set[Any] = set()
+        self.written: dict[Any, None] = {}
+        self.findings = findings
+        self._function = function
+        self.outer = outer
+        self.whole = False
+        self.made: dict[Any, Any] = {}
+        self.incomplete = False
+        self.row_multiple = 1
+        self.elements: list[tuple[Callable[[Any], bool], Any]] = []
+        self.differing: dict[int, Any] = {}
+        self.same: dict[int, Any] = {}
+        self._num_created = 0
+        self._captured: dict[int, Any] = {}
+        self._rows = rows
+        self._trace_state = trace_state()
+
+    def get(self, variable: Any) -> jax.Array:
+        """What `variable` holds now on this replica."""
+        if not self._owns(variable) and self._may_be_guest(variable):
+            return self._guest(variable)
+        self._check_owner(variable)
+        self.read.add(variable)
+        return self.values[variable]
+
+    def set(self, variable: Any, value: jax.Array) -> None:
+        """Makes `variable` hold `value` on this replica.
+
+        Raises:
+            RuntimeError: In a nested transformation, whose values must not leave it.
+        """
+        self._check_owner(variable)
+        if trace_state() != self._trace_state:
+            raise RuntimeError(
+                f"Variable '{variable.name}' was assigned inside a nested jax transformation (such "
+                f"as jax.grad, jax.vmap, lax.scan or jax.jit) of the replica function. A value "
+                f"made there cannot leave it in this way: return the new value from the "
+                f"transformed function (with has_aux=True, or as the scan's carry), and assign it "
+                f"outside."
+            )
+        self.values[variable] = value
+        self.written[variable] = None
+
+    # What the function needs beside its arguments.
+
+    def capture(self, value: Any) -> jax.Array:
+        """This replica's part of a PerReplica that the function captures."""
+        root = self.root
+        assert root.findings is not None
+        for capture in root.findings.captures:
+            if capture.key == id(value.array) and capture in self.values:
+                return self.get(capture)
+        if id(value.array) not in root._captured:
+            root.incomplete = True
+            root._captured[id(value.array)] = value
+            capture = Capture(value, self._function, self.strategy)
+            check_parts(value, self.strategy, capture)
+            root.findings.captures.append(capture)
+        return jax.lax.index_in_dim(value.array, 0, keepdims=False)
+
+    def leave_to(self, strategy: Any) -> None:
+        """Begins anew under `strategy`, to which the function turns out to belong.
+
+        Only a function that was begun outside of every scope may belong to another strategy.
+        """
+        if self.strategy is context.default_mode().strategy:
+            raise OtherStrategy(strategy)
+
+    def is_same_everywhere(self, value: Any) -> bool:
+        """Whether a traced value is an argument that all replicas got the same of, as it is."""
+        return id(value) in self.same
+
+    def note_part(self, part: Any) -> None:
+        """Remembers that the array of a LocalPart differs between replicas."""
+        self.root.differing[id(part.array)] = part.array
+
+    def cause_of(self, constant: Any) -> str | None:
+        """Why a value that a nested trace captures differs between replicas, or None.
+
+        In cross-replica context all arrays are equal but those of PerReplicas; in `merge_call` a
+        function may capture what belongs to one replica.
+        """
+        if not is_traced(constant) or (self.root.whole and id(constant) not in self.root.differing):
+            return None
+        return "a value that it captures"
+
+    def next_element(self, iterator: Any) -> Any:
+        """What `next(iterator)` gives in a function of all replicas: taken before each call.
+
+        Raises:
+            ValueError: In `merge_call`, whose function is part of a replica function.
+        """
+        if not self.whole:
+            raise ValueError(
+                "next(iterator) was called in merge_call, whose function is traced once as part of "
+                "the replica function. Call it before strategy.run, and pass the element."
+            )
+        if self.elements and self.elements[0][0](iterator):
+            return self.elements.pop(0)[1]
+        raise NextElement(iterator)
+
+    @property
+    def root(self) -> "ReplicaFrame":
+        """The outermost frame."""
+        return self if self.outer is None else self.outer.root
+
+    def _may_be_guest(self, variable: Any) -> bool:
+        default = context.default_mode().strategy
+        return variable.strategy is default and not variable.on_read
+
+    def _guest(self, variable: Any) -> jax.Array:
+        """The value of a variable that was made out of all scopes."""
+        root = self.root
+        assert root.findings is not None
+        for guest in root.findings.captures:
+            if guest.key == id(variable) and guest in self.values:
+                return self.get(guest)
+        root.incomplete = True
+        root.findings.captures.append(Guest(variable, self.strategy))
+        return jnp.asarray(np.asarray(variable._value))
+
+    def next_created(self, make: Callable[[], Any]) -> Any:
+        """The Variable that the function makes next: that of the first trace, if there was one."""
+        root = self.root
+        assert root.findings is not None
+        created = root.findings.created
+        if root._num_created == len(created):
+            home = self.strategy.twin_of
+            if home is not None and home.replica_mesh != self.strategy.replica_mesh:
+                raise MakesVariables
+            created.append(make())
+        variable = created[root._num_created]
+        root._num_created += 1
+        return variable
+
+    def is_made(self, variable: Any) -> bool:
+        """Whether a Variable that the function makes was made by an earlier trace."""
+        return variable in self.values and variable not in self.root.made
+
+    def begin(self, variable: Any, value: Any, computed: bool) -> None:
+        """Lets a Variable that the function makes begin with `value`.
+
+        Raises:
+            RuntimeError: It is computed in a nested transformation, which it cannot leave.
+        """
+        root = self.root
+        if computed and trace_state() != self._trace_state:
+            raise RuntimeError(
+                f"Variable '{variable.name}' was made inside a nested jax transformation of the "
+                f"replica function, with an initial value that is computed there. Give a function "
+                f"that computes it: Variable(lambda: jnp.zeros(...))."
+            )
+        root.incomplete = True
+        root.made.setdefault(variable, None)
+        self.made[variable] = value if computed else None
+        self.values[variable] = value
+
+    @contextlib.contextmanager
+    def in_part(self, part: Any, num_parts: int) -> Iterator[None]:
+        """Lets the function see one part of the batch: rows `part`, `part + num_parts`, and so on.
+
+        Over all replicas the real rows of all parts count.
+        """
+        before, root = self._rows, self.root
+        root.row_multiple = math.lcm(root.row_multiple, num_parts)
+
+        def of_part(rows, pair):
+            real = (pair[0] - part + num_parts - 1) // num_parts
+            return jnp.clip(real, 0, rows // num_parts), pair[1]
+
+        self._rows = {
+            rows // num_parts: None if pair is None else of_part(rows, pair)
+            for rows, pair in before.items()
+            if rows % num_parts == 0
+        }
+        try:
+            yield
+        finally:
+            self._rows = before
+
+    def real_rows(self, rows: int) -> jax.Array | None:
+        """How many of this replica's `rows` rows are real; None if nothing was padded."""
+        pair = self._rows_of(rows)
+        return None if pair is None else pair[0]
+
+    def total_rows(self, rows: int) -> jax.Array | None:
+        """How many rows are real over all replicas; None if nothing was padded."""
+        pair = self._rows_of(rows)
+        return None if pair is None else pair[1]
+
+    def may_hold_padding(self, rows: int) -> bool:
+        """Whether a value of so many rows may be a batch whose last rows are padding."""
+        return rows in self._rows
+
+    @property
+    def row_counts(self) -> dict[int, tuple[jax.Array, jax.Array]]:
+        """By rows per replica: how many are real here and on all, where that is known."""
+        return {rows: pair for rows, pair in self._rows.items() if pair is not None}
+
+    def _rows_of(self, rows: int) -> tuple[jax.Array, jax.Array] | None:
+        if not self._rows:
+            return None
+        if rows not in self._rows:
+            sizes = " or ".join(map(str, self._rows))
+            raise ValueError(
+                f"Which of {rows} rows are real was asked for, but the batch given to strategy.run "
+                f"has {sizes} rows on each replica, of which the last may be padding. Keep one row "
+                f"per example: average the other dims (positions, pixels) of a loss before."
+            )
+        if self._rows[rows] is None:
+            raise ValueError(
+                f"Which of {rows} rows are real was asked for, but strategy.run was given several "
+                f"batches of {rows} rows per replica with different numbers of real ones. Zip the "
+                f"datasets into one, or use other batch sizes."
+            )
+        return self._rows[rows]
+
+    def _owns(self, variable: Any) -> bool:
+        return variable.strategy in (self.strategy, self.strategy.twin_of)
+
+    def _check_owner(self, variable: Any) -> None:
+        if not self._owns(variable):
+            if self.root.whole:
+                self.leave_to(variable.strategy)
+            raise RuntimeError(
+                f"Variable '{variable.name}' was made under {variable.strategy!r}, but is used in "
+                f"a replica function of {self.strategy!r}. Make it in the scope of the strategy "
+                f"that runs the function: with strategy.scope(): ..."
+            )
+        if variable not in self.values and getattr(variable, "_value", None) is None:
+            raise RuntimeError(
+                f"Variable '{variable.name}' was made in a replica function that failed before its "
+                f"initial value was computed, so it has none. Make it again."
+            )
+        if variable not in self.values:
+            raise NewVariable

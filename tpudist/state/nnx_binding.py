@@ -1,0 +1,178 @@
+"""How NNX objects hold arrays: the one file that knows.
+
+`Binding` finds the Variables of NNX objects once, and then reads and writes their raw values
+directly: for 300 Variables that takes tens of microseconds, where splitting and merging takes tens
+of milliseconds. A binding is used again as long as every object still holds the very same
+attributes.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tpudist.reduce_op import VariableAggregation
+
+_static_ids: dict[Any, int] = {}
+
+
+class Binding:
+    """The Variables of a tuple of NNX objects, in a fixed order.
+
+    Attributes:
+        variables: The Variables; None where an object holds a bare array instead.
+        paths: Where each is, such as `('layer', 'kernel')`, below its object.
+        static_id: A number that is equal for two bindings if and only if all but the values is
+            equal.
+    """
+
+    def __init__(self, objects: Sequence[Any]):
+        """Finds the Variables of `objects`."""
+        self._graphdef, state = nnx.graphlib.flatten(tuple(objects), with_paths=True)
+        leaves = list(state.leaves)
+        self.paths: list[tuple] = list(state.paths)
+        self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
+        self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
+        static = self._graphdef, jax.tree.structure(self.values())
+        self.static_id = _static_ids.setdefault(static, len(_static_ids))
+        self.kinds = tuple(type(x) for x in leaves)
+        nodes = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
+        self.summed = _summed_metrics(nodes)
+        # Holding the attribute dicts, not the objects: a binding must not keep a model alive.
+        self._attributes = [vars(node) for node in nodes]
+        self._seen = [tuple(attributes.values()) for attributes in self._attributes]
+        self._roots = [_reference(x) for x in objects]
+
+    def is_of(self, objects: Sequence[Any]) -> bool:
+        """Whether this is the binding of `objects`, and nothing but values has changed in them."""
+        if len(objects) != len(self._roots):
+            return False
+        for root, x in zip(self._roots, objects, strict=True):
+            if root() is not x:
+                return False
+        for attributes, seen in zip(self._attributes, self._seen, strict=True):
+            if len(attributes) != len(seen) or not all(
+                map(operator.is_, attributes.values(), seen)
+            ):
+                return False
+        return True
+
+    def objects(self) -> list[Any]:
+        """The objects themselves."""
+        return [root() for root in self._roots]
+
+    def values(self) -> list[Any]:
+        """The raw values, in the order of `variables`."""
+        return [
+            x if v is None else v._raw_value
+            for v, x in zip(self.variables, self._bare, strict=True)
+        ]
+
+    def write_value(self, index: int, value: Any) -> None:
+        """Replaces one raw value, in place."""
+        variable = self.variables[index]
+        if variable is not None:
+            write([variable], [value])
+            return
+        node, *parts = self.paths[index]
+        node = self._roots[node]()
+        for part in parts[:-1]:
+            node = getattr(node, part) if _is_attribute(node, part) else node[part]
+        if _is_attribute(node, parts[-1]):
+            setattr(node, parts[-1], value)
+        else:
+            node[parts[-1]] = value
+        self._bare[index] = value
+
+    def aggregation(self, index: int) -> VariableAggregation | None:
+        """How a Variable that differs between replicas becomes one; None if it must not differ."""
+        variable = self.variables[index]
+        if variable is None:
+            return None
+        asked = variable.get_metadata().get("aggregation")
+        if asked is not None:
+            return _parsed(asked, variable)
+        if isinstance(variable, nnx.BatchStat):
+            return VariableAggregation.MEAN
+        return VariableAggregation.SUM if id(variable) in self.summed else None
+
+    def is_random_key(self, index: int) -> bool:
+        """Whether a Variable is the key of an NNX random stream."""
+        return isinstance(self.variables[index], nnx.RngKey)
+
+    def name(self, index: int) -> str:
+        """The kind and path of a Variable, for people."""
+        return f"{self.kinds[index].__name__} '{'.'.join(map(str, self.paths[index][1:]))}'"
+
+    def copy_with(self, values: Sequence[Any]) -> tuple:
+        """New objects of the same structure that hold `values` (tracers, as a rule)."""
+        return nnx.graphlib.unflatten(self._graphdef, list(values))
+
+    def values_of(self, copies: tuple) -> list[Any] | None:
+        """The values that copies made by `copy_with` hold now; None if their structure changed."""
+        graphdef, leaves = nnx.graphlib.flatten(copies, with_paths=False)
+        if graphdef != self._graphdef:
+            return None
+        # In tree mode the leaves are the Variables themselves.
+        return [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
+
+
+def _is_attribute(node: Any, part: Any) -> bool:
+    """Whether a part of a path is an attribute: the items of an `nnx.List` have numbers."""
+    return isinstance(node, nnx.Pytree) and isinstance(part, str)
+
+
+def _parsed(aggregation: Any, variable: nnx.Variable) -> VariableAggregation:
+    if isinstance(aggregation, VariableAggregation):
+        return aggregation
+    names = VariableAggregation.__members__
+    if not isinstance(aggregation, str) or aggregation.upper() not in names:
+        raise ValueError(
+            f"A {type(variable).__name__} was made with aggregation={aggregation!r}. Use a "
+            f"tpudist.VariableAggregation or its name: {', '.join(names).lower()}."
+        )
+    return names[aggregation.upper()]
+
+
+def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Makes each Variable hold the value, without the checks of an assignment."""
+    # Variables have slots; this is what their own set_raw_value does after its checks.
+    for variable, value in zip(variables, values, strict=True):
+        object.__setattr__(variable, "_raw_value", value)
+
+
+class Bindings:
+    """The bindings of one strategy, found again by their objects."""
+
+    def __init__(self):
+        """Empty."""
+        self._by_id: dict[tuple[int, ...], Binding] = {}
+
+    def find(self, objects: Sequence[Any]) -> Binding:
+        """The binding of `objects`: the known one if it still holds, or a new one."""
+        key = tuple(map(id, objects))
+        binding = self._by_id.get(key)
+        if binding is None or not binding.is_of(objects):
+            known = binding is not None
+            binding = Binding(objects)
+            if any(isinstance(x, nnx.Variable) for x in objects):
+                return binding  # nobody would say when a Variable is gone, and its id another's
+            self._by_id[key] = binding
+            if not known:
+                for x in objects:
+                    weakref.finalize(x, self._by_id.pop, key, None).atexit = False
+        return binding
+
+
+def _reference(x: Any) -> Callable[[], Any]:
+    """A weak reference; a strong one to a Variable, which has slots and takes no weak ones."""
+    return (lambda: x) if isinstance(x, nnx.Variable) else weakref.ref(x)
+
+
+def _summed_metrics(nodes: Sequence[Any]) -> set[int]:
+    """Ids of the Variables whose value is a sum over examples: those of NNX's averages."""
+    averages = [x for x in nodes if isinstance(x, nnx.metrics.Average)]
+    return {id(v) for x in averages for v in (x.total, x.count)}

@@ -1,0 +1,504 @@
+"""Variables: state that lives on a mesh, read and assigned from closures, as in `tf.distribute`.
+
+A *mirrored* variable (ON_WRITE) is equal on every replica; what the replicas assign is aggregated
+first. An *ON_READ* variable has a component on each replica, changed without communication and
+aggregated when it is read in cross-replica context. Inside a replica function reads and assignments
+act on the trace (`trace_frame.ReplicaFrame`); the new values are written back when the step has
+been dispatched.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpudist import context
+from tpudist.options import warn_if_given, warn_of_op_arguments
+from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from tpudist.reductions import cross_device_ops
+from tpudist.state import colocation, variable_value
+from tpudist.state.scatter_updates import ScatterUpdates
+from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
+from tpudist.values.array_like import ReadsAsArray
+from tpudist.values.component import Component
+from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica, local_part
+from tpudist.xla import collectives, placement
+from tpudist.xla.traces import at_once, is_traced, tracing_nothing
+
+_names = itertools.count()
+_NONE, _SUM, _FIRST = (VariableAggregation[x] for x in ("NONE", "SUM", "ONLY_FIRST_REPLICA"))
+
+
+class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValues):
+    """A value that is kept from step to step, where the strategy in scope puts it.
+
+    In a replica function reads give this replica's value. What replicas assign to a mirrored
+    variable is aggregated, or must be equal on all of them: with `aggregation=NONE` a value that
+    would differ is refused when the function is compiled. In cross-replica context a mirrored
+    variable reads as one array; an ON_READ variable is aggregated.
+
+    Arithmetic, indexing, numpy and JAX take it as the array that it reads as: see `ReadsAsArray`.
+    It is a node of JAX's trees, and what `jax.jit`, `jax.grad` or `jax.tree.map` hand to a function
+    for it is that array; only `strategy.run` and `merge_call` pass the variable itself.
+
+    As `tf.Variable` under `tf.distribute`, with three differences: mirrored copies never diverge,
+    nothing is assigned inside nested JAX transformations, and what is assigned is returned as an
+    array.
+
+    Attributes:
+        name: For messages, and for finding it in a checkpoint.
+        shape: Of the value.
+        dtype: Of the value.
+        trainable: Whether optimizers train it.
+        synchronization: ON_WRITE or ON_READ; under a strategy whose variables are ordinary ones
+            (one replica on one device), what was asked for.
+        aggregation: How the replicas' values combine.
+        constraint: What optimizers apply to the value after they have changed it, or None.
+        strategy: The strategy that it belongs to; also `distribute_strategy`.
+        on_read: Whether each replica has a component of its own.
+    """
+
+    def __new__(cls, *_args, **_kwargs):
+        """A new variable; in a replica function, the one that its first trace made here."""
+        frame = context.current().frame
+        make = super().__new__
+        return make(cls) if frame is None else frame.next_created(lambda: make(cls))
+
+    def __init__(
+        self,
+        initial_value: Any | Callable[[], Any] = None,
+        trainable: bool | None = None,
+        validate_shape: bool = True,
+        caching_device: Any = None,
+        name: str | None = None,
+        variable_def: Any = None,
+        dtype: Any = None,
+        import_scope: str | None = None,
+        constraint: Callable[[jax.Array], Any] | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Any = None,
+        experimental_enable_variable_lifting: bool = True,
+    ):
+        """Makes a variable under the current strategy.
+
+        Args:
+            initial_value: An array, a number, or a function without arguments that gives one. It is
+                evaluated once. Each component of an ON_READ variable starts with it.
+            trainable: For optimizers; by default True, and False for ON_READ.
+            validate_shape: For `tf.Variable`: shapes are always known.
+            caching_device: For `tf.Variable`: each replica reads its own copy.
+            name: By default `Variable_0`, `Variable_1`, ...
+            variable_def: For `tf.Variable`: there are no graphs.
+            dtype: By default that of the initial value.
+            import_scope: For `tf.Variable`: there are no graphs.
+            constraint: A function of the value, which `tpudist.Optimizer` applies after each
+                update: a projection.
+            synchronization: AUTO and ON_WRITE give a mirrored variable, ON_READ one component per
+                replica.
+            aggregation: How the replicas' values combine: when assigned (mirrored), when read
+                (ON_READ).
+            shape: That of the initial value; None for a dim stands for any size.
+            experimental_enable_variable_lifting: For `tf.Variable`: variables made in a replica
+                function are always made once.
+
+        Raises:
+            ValueError: `synchronization=NONE`, `aggregation=MEAN` of integers, no initial value,
+                one of another shape than `shape`, or an argument that is not what it should be.
+
+        As `tf.Variable`; parameters without a meaning here warn when they are given.
+        """
+        frame = context.current().frame
+        if frame is not None and frame.is_made(self):
+            return  # by the first trace of the function
+        if not validate_shape:
+            warn_if_given("Variable(validate_shape", validate_shape, "shapes are always known")
+        warn_if_given("Variable(caching_device", caching_device, "replicas read their own copies")
+        warn_if_given("Variable(variable_def", variable_def, "there are no graphs")
+        warn_if_given("Variable(import_scope", import_scope, "there are no graphs")
+        if not experimental_enable_variable_lifting:
+            lifting = experimental_enable_variable_lifting
+            what = "Variable(experimental_enable_variable_lifting"
+            warn_if_given(what, lifting, "variables made in a replica function are made once")
+        strategy = context.get_strategy()
+        self.strategy = strategy.twin_of or strategy
+        self.name = f"Variable_{next(_names)}" if name is None else name
+        self.synchronization = variable_value.checked(
+            VariableSynchronization, synchronization, "synchronization", self.name
+        )
+        self.aggregation = variable_value.checked(
+            VariableAggregation, aggregation, "aggregation", self.name
+        )
+        if initial_value is None:
+            raise ValueError(
+                f"Variable '{self.name}' was made without an initial value. Give one: "
+                f"Variable(jnp.zeros(...)), or a function that computes it."
+            )
+        if constraint is not None and not callable(constraint):
+            raise ValueError(
+                f"Variable '{self.name}' was given constraint={constraint!r}, which is neither "
+                f"None nor a function of the value."
+            )
+        self.constraint = constraint
+        ordinary = not self.strategy.variables_have_components
+        if self.synchronization is VariableSynchronization.NONE and not ordinary:
+            raise ValueError(
+                f"Variable '{self.name}' was made with VariableSynchronization.NONE, which is not "
+                f"supported with strategies: use ON_READ for one component per replica."
+            )
+        on_read = self.synchronization is VariableSynchronization.ON_READ
+        if self.synchronization is VariableSynchronization.AUTO and not ordinary:
+            self.synchronization = VariableSynchronization.ON_WRITE
+        self.on_read = on_read and not ordinary
+        self.trainable = not on_read if trainable is None else bool(trainable)
+        value = variable_value.initial_array(initial_value, dtype)
+        variable_value.check_shape(shape, value, self.name)
+        whole = not jnp.issubdtype(value.dtype, jnp.inexact)
+        if self.aggregation is VariableAggregation.MEAN and whole and not ordinary:
+            raise ValueError(
+                f"Variable '{self.name}' has dtype {value.dtype} and aggregation MEAN, which "
+                f"would not stay an integer. Use a floating dtype, or SUM."
+            )
+        self.shape, self.dtype = tuple(value.shape), value.dtype
+        self.spec = colocation.spec_for(self.strategy, self.shape)
+        self._components: weakref.WeakValueDictionary[int, Component] = (
+            weakref.WeakValueDictionary()
+        )
+        self._value: Any = None
+        if frame is not None:
+            frame.begin(self, value, computed=is_traced(value))
+        if not is_traced(value):
+            self.start_with(value)
+
+    def start_with(self, value: jax.Array) -> None:
+        """Gives a new variable its initial value, and makes it one of its strategy's."""
+        self._value = self.strategy.place_variable(self, value)
+        self.strategy.own_variable(self)
+
+    # Reading.
+
+    def read_value(self) -> jax.Array:
+        """The value, as the current context sees it; see the class.
+
+        Raises:
+            ValueError: An ON_READ variable with aggregation NONE, read in cross-replica context.
+            RuntimeError: Read in a function that `jax.jit` traces on its own, or under another
+                strategy.
+        """
+        mode = context.current()
+        if mode.frame is not None:
+            local = mode.frame.get(self)
+            aggregates = self.on_read and self._in_cross_replica_context(mode)
+            return self._aggregated_in_trace(local) if aggregates else local
+        self._check_usable_here(mode, "read")
+        if not self.on_read:
+            # The next step may overwrite this array in place; see `Strategy.own_variable`.
+            self.strategy.lend_variable(self)
+            value = self._on_mesh()
+            return mode.strategy.replicate(value) if self._is_guest(mode) else value
+        if self._in_cross_replica_context(mode):
+            return self._aggregated()
+        if self.strategy.num_replicas_in_sync > 1:
+            raise RuntimeError(
+                f"ON_READ variable '{self.name}' was read in the update of another variable, "
+                f"which is equal on every replica: each has a component of its own. Read it "
+                f"before, and pass the value: update(v, fn, args=(variable.read_value(),))."
+            )
+        return self.strategy.read_component(self._value, 0)
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
+        """The rows of the value at `indices`. As `tf.Variable.sparse_read`."""
+        warn_of_op_arguments("sparse_read", False, name)
+        return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
+
+    def _on_mesh(self) -> jax.Array:
+        """The array, or a copy of it on the mesh if it is stored elsewhere."""
+        storage = self.strategy.storage
+        return self._value if storage is None else storage.fetch([self._value])[0]
+
+    # What each replica holds.
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this process's replicas hold, in order; see `Component`.
+
+        Of an ordinary variable (of a strategy of one device) it is itself.
+        """
+        if not self.strategy.variables_have_components:
+            return (self,)
+        return tuple(map(self._component, self.strategy.replica_mesh.local_replicas))
+
+    def _component(self, replica: int) -> Component:
+        # The same object as long as anybody has it.
+        found = self._components.get(replica)
+        if found is None:
+            found = self._components.setdefault(replica, Component(self, replica))
+        return found
+
+    def component_value(self, replica: int) -> jax.Array:
+        """What one replica of this process holds."""
+        self._check_usable_here(context.current(), "read")
+        if self.on_read:
+            return self.strategy.read_component(self._value, replica)
+        self.strategy.lend_variable(self)
+        return placement.copy_of(self.strategy.replica_mesh, self._value, replica)
+
+    def set_component(self, replica: int, value: jax.Array) -> None:
+        """Replaces what one replica of this process holds of an ON_READ variable."""
+        self._check_usable_here(context.current(), "assigned")
+        mesh = self.strategy.replica_mesh
+        self._value = placement.with_component(mesh, self._value, replica, value)
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy that the variable belongs to."""
+        return self.strategy
+
+    @property
+    def device(self) -> jax.Device:
+        """A device that holds the value, or a part of it: the first of this process's replicas.
+
+        As `tf.Variable.device`, which is a name.
+        """
+        mesh, storage = self.strategy.replica_mesh, self.strategy.storage
+        return mesh.devices_of(mesh.local_replicas[0])[0] if storage is None else storage.device
+
+    @property
+    def initial_value(self) -> Any:
+        """Not kept.
+
+        Raises:
+            RuntimeError: Always, as in TensorFlow's eager mode.
+        """
+        raise RuntimeError(
+            f"The initial value of variable '{self.name}' is not kept: it would take as much "
+            f"memory again. Keep what you made the variable of, or read it before you train."
+        )
+
+    def local_part(self) -> LocalPart:
+        """The components of an ON_READ variable, in a program that is being traced."""
+        frame = context.current().frame
+        assert frame is not None, "outside of traces there are `values`"
+        return LocalPart(frame.get(self))
+
+    # Assigning.
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> jax.Array | None:
+        """Sets the value; in a replica function the replicas' values are aggregated first.
+
+        Args:
+            value: Of this variable's shape, and a dtype that converts without loss of kind.
+            use_locking: For `tf.Variable`: steps run one at a time.
+            name: For `tf.Variable`: nothing is named.
+            read_value: Whether to return the new value.
+
+        Raises:
+            ValueError: The shape or dtype is wrong; a `PerReplica` is assigned in cross-replica
+                context; or a plain number is assigned in a replica function to a variable that
+                sums.
+            RuntimeError: Assigned in a nested transformation, or under another strategy.
+        """
+        warn_of_op_arguments("assign", use_locking, name)
+        mode = context.current()
+        if mode.frame is None:
+            return self._assign_eagerly(value, read_value)
+        self._check_number(value, mode)
+        crossing = self.on_read and self._in_cross_replica_context(mode)
+        value = self.conformed(value if crossing else local_part(value))
+        if mode.replica_context is not None and not self.on_read:
+            value = self._aggregated_write(value)
+        mode.frame.set(self, self._split_in_trace(value) if crossing else value)
+        return value if read_value else None
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> jax.Array | None:
+        """Adds `delta`; in a replica function what the replicas add is aggregated first."""
+        warn_of_op_arguments("assign_add", use_locking, name)
+        return self._assign_change(delta, 1, "assign_add", read_value)
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> jax.Array | None:
+        """Subtracts `delta`; in a replica function what they subtract is aggregated first."""
+        warn_of_op_arguments("assign_sub", use_locking, name)
+        return self._assign_change(delta, -1, "assign_sub", read_value)
+
+    def _assign_change(self, delta, sign: int, what: str, read_value: bool):
+        mode = context.current()
+        if self.on_read and self.aggregation is _SUM and self._in_cross_replica_context(mode):
+            raise ValueError(
+                f"{what} of ON_READ variable '{self.name}' with aggregation SUM in cross-replica "
+                f"context is not supported: it is not clear which component it would change. Use "
+                f"assign, or {what} in the replica function."
+            )
+        if mode.frame is None:
+            self._check_usable_here(mode, "assigned")
+            delta = self.strategy.replicate(self.conformed(delta))
+            with self._at_home(mode):
+                new = self._on_mesh() + sign * delta
+            if self.on_read:
+                self._value = new
+                return self.read_value() if read_value and self._readable_in(mode) else None
+            return self._assign_eagerly(new, read_value)
+        self._check_number(delta, mode)
+        crossing = self.on_read and self._in_cross_replica_context(mode)
+        delta = self.conformed(delta if crossing else local_part(delta))
+        if mode.replica_context is not None and not self.on_read:
+            delta = self._aggregated_write(delta)
+        mode.frame.set(self, mode.frame.get(self) + sign * delta)
+        return self.read_value() if read_value and self._readable_in(mode) else None
+
+    def _assign_eagerly(self, value: Any, read_value: bool):
+        mode = context.current()
+        self._check_usable_here(mode, "assigned")
+        with self._at_home(mode):
+            self._value = self._placed(value, mode)
+        return self.read_value() if read_value and self._readable_in(mode) else None
+
+    def _placed(self, value: Any, mode: context.Mode) -> jax.Array:
+        value = self.conformed(value)
+        summed = self.on_read and self.aggregation is _SUM
+        if summed and self._in_cross_replica_context(mode):
+            value = variable_value.shares(value, self.strategy.num_replicas_in_sync)
+        return self.strategy.place_variable(self, value)
+
+    def _at_home(self, mode: context.Mode) -> contextlib.AbstractContextManager:
+        """What is in force where a new value is computed: not the mesh of another's scope."""
+        return placement.off_mesh() if self._is_guest(mode) else contextlib.nullcontext()
+
+    def _is_guest(self, mode: context.Mode) -> bool:
+        """Whether this is the scope of another strategy, where ordinary variables may be used."""
+        return mode.strategy is not self.strategy and context.has_strategy()
+
+    def _readable(self) -> bool:
+        return not (self.on_read and self.aggregation is _NONE)
+
+    def _readable_in(self, mode: context.Mode) -> bool:
+        if self.on_read and mode.updating and mode.frame is None:
+            return self.strategy.num_replicas_in_sync == 1
+        return self._readable() or not self._in_cross_replica_context(mode)
+
+    # What the contexts make of a value.
+
+    def _in_cross_replica_context(self, mode: context.Mode) -> bool:
+        """Whether the replicas of this variable's strategy are seen from outside, as one."""
+        # Out of all scopes one is in replica context, but in that of the default strategy.
+        acting = context.acting_for(self.strategy)
+        inside = mode.replica_context is not None and mode.strategy is acting
+        return not inside and not mode.updating
+
+    def _aggregated_write(self, value: jax.Array) -> jax.Array:
+        if self.aggregation is _NONE:
+            return value  # that it is equal everywhere is proven when the function has been traced
+        if self.strategy.num_replicas_in_sync == 1:
+            return value
+        if self.aggregation is _FIRST:
+            return collectives.broadcast(value)
+        whole = not jnp.issubdtype(self.dtype, jnp.inexact)
+        if self.aggregation is VariableAggregation.MEAN and whole:
+            raise ValueError(
+                f"Variable '{self.name}' has dtype {self.dtype}, and its aggregation MEAN of what "
+                f"replicas assign would not stay an integer. Use a floating dtype, or SUM."
+            )
+        op = ReduceOp.from_variable_aggregation(self.aggregation)
+        return cross_device_ops.reduce(op, value)
+
+    def _aggregated_in_trace(self, local: jax.Array) -> jax.Array:
+        self._check_readable()
+        return self._aggregated_write(local)
+
+    def _split_in_trace(self, value: jax.Array) -> jax.Array:
+        if self.aggregation is not _SUM:
+            return value
+        shares = variable_value.shares(value, self.strategy.num_replicas_in_sync)
+        return shares[collectives.replica_id()]
+
+    def _aggregated(self) -> jax.Array:
+        self._check_readable()
+        if self.aggregation is _FIRST:
+            return self._value[0]
+        op = ReduceOp.from_variable_aggregation(self.aggregation)
+        return self.strategy.reduce(op, PerReplica(self._value), axis=None)
+
+    def _check_readable(self) -> None:
+        if not self._readable():
+            raise ValueError(
+                f"ON_READ variable '{self.name}' was read in cross-replica context, but its "
+                f"aggregation is NONE, so its components have no one value. Read them with "
+                f"strategy.experimental_local_results, or make it with an aggregation."
+            )
+
+    def _check_number(self, value: Any, mode: context.Mode) -> None:
+        on_read = self.synchronization is VariableSynchronization.ON_READ
+        in_replica = mode.replica_context is not None and not on_read
+        number = isinstance(value, int | float | complex) and not isinstance(value, bool)
+        if in_replica and number and self.aggregation is _SUM:
+            n = self.strategy.num_replicas_in_sync
+            if n > 1:
+                raise ValueError(
+                    f"The number {value!r} was assigned to variable '{self.name}', which sums what "
+                    f"its replicas assign: {n} replicas would make it {n} times as much. Use "
+                    f"aggregation ONLY_FIRST_REPLICA for a number that is the same on all of them."
+                )
+
+    def _check_usable_here(self, mode: context.Mode, what: str) -> None:
+        if self._is_guest(mode) and self.strategy is not context.default_mode().strategy:
+            raise RuntimeError(
+                f"Variable '{self.name}' was made under {self.strategy!r}, but is {what} in the "
+                f"scope of {mode.strategy!r}. Mixing strategies is not supported."
+            )
+        if not tracing_nothing() and not variable_value.computes_here():
+            raise RuntimeError(
+                f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
+                f"transformation) traces, outside of strategy.run: its value would be frozen into "
+                f"the program. Pass variable.read_value() as an argument, or use strategy.run."
+            )
+
+    def conformed(self, value: Any) -> jax.Array:
+        """`value` as an array of this variable's shape and dtype; an error if it does not fit."""
+        if isinstance(value, PerReplica):
+            raise ValueError(
+                f"A PerReplica was assigned to variable '{self.name}' in cross-replica context. "
+                f"Its replicas' values differ, and the variable has one: reduce it first, with "
+                f"strategy.reduce(...), or assign in the replica function."
+            )
+        return variable_value.conformed(value, self.name, self.shape, self.dtype)
+
+    def __repr__(self) -> str:
+        return variable_value.described(self)
+
+    def __reduce__(self):
+        raise TypeError(
+            f"Variable '{self.name}' cannot be pickled: it belongs to a strategy and its devices. "
+            f"Save its value, variable.numpy(); or copy.deepcopy makes a variable of the same "
+            f"strategy with the same value."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Variable":
+        """A new variable of the same strategy, with the same value (that of each component)."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(vars(self))
+        with at_once():
+            new._value = self._value.copy()
+        self.strategy.own_variable(new)
+        return new

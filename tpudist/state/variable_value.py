@@ -1,0 +1,112 @@
+"""What a variable may hold: its initial value, and values that fit what it is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.values.array_like import ReadsAsArray
+from tpudist.xla.traces import at_once, is_traced
+
+
+def checked(kind: type, value: Any, what: str, name: str) -> Any:
+    """`value`, if it is a member of the enum `kind`; else a ValueError."""
+    if not isinstance(value, kind):
+        names = ", ".join(f"{kind.__name__}.{m}" for m in kind.__members__)
+        raise ValueError(f"Variable '{name}' was given {what}={value!r}. Use one of {names}.")
+    return value
+
+
+def initial_array(initial_value: Any, dtype: Any) -> jax.Array:
+    """The initial value as an array; one that is computed in a trace stays a traced one."""
+    value = initial_value
+    with at_once():
+        if callable(value):
+            value = value()
+        if isinstance(value, ReadsAsArray):
+            value = value.read_value()
+        if not is_traced(value):
+            return _as_array(value, dtype)
+    return _as_array(value, dtype)
+
+
+def check_shape(shape: Any, value: jax.Array, name: str) -> None:
+    """Refuses a `shape` that the initial value does not have; None fits."""
+    if shape is None:
+        return
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    sizes = zip(dims, value.shape, strict=False)
+    if len(dims) != value.ndim or any(dim not in (None, size) for dim, size in sizes):
+        raise ValueError(
+            f"Variable '{name}' was made with shape={shape!r} and an initial value of shape "
+            f"{value.shape}. The shape of a variable does not change: leave `shape` out."
+        )
+
+
+def _as_array(value: Any, dtype: Any) -> jax.Array:
+    array = jnp.asarray(value, dtype)
+    # A Python number makes a weakly typed array, whose dtype would change in the first assignment.
+    return jax.lax.convert_element_type(array, array.dtype)
+
+
+def shares(value: jax.Array, n: int) -> jax.Array:
+    """`[n, ...]` parts that sum to `value`: equal, but integers with the rest in the first."""
+    value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.broadcast_to(value / n, (n, *value.shape)).astype(value.dtype)
+    first = (jnp.arange(n) < jnp.expand_dims(value % n, -1)).astype(value.dtype)
+    return jnp.expand_dims(value // n, 0) + jnp.moveaxis(first, -1, 0)
+
+
+def conformed(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """`value` as an array of a variable's shape and dtype.
+
+    Raises:
+        ValueError: The shape is another, or the dtype does not convert without loss of kind.
+    """
+    value = value.read_value() if isinstance(value, ReadsAsArray) else value
+    plain = isinstance(value, int | float | complex | bool)
+    array = jnp.asarray(value)
+    same = array.dtype == dtype  # as that of random keys, which NumPy does not know
+    converts = not same and (plain or getattr(array, "weak_type", False))
+    fits = same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))
+    if array.shape != shape or not fits:
+        raise ValueError(
+            f"Variable '{name}' holds {dtype}{list(shape)}, but was assigned "
+            f"{array.dtype}{list(array.shape)}. Convert the value: shape and dtype of a "
+            f"variable do not change."
+        )
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return array if is_key else array.astype(dtype)  # which makes a weak type a strong one
+
+
+# A larger one is not copied to the host only to be printed.
+_MAX_SHOWN = 10_000
+
+
+def described(variable: Any) -> str:
+    """A variable for people: what it is, and what it holds if that can be read."""
+    kind = "ON_READ, " if variable.on_read else ""
+    shape = ",".join(map(str, variable.shape))
+    return (
+        f"<tpudist.Variable '{variable.name}' {variable.dtype}[{shape}] "
+        f"({kind}aggregation {variable.aggregation.name}) of {variable.strategy!r}"
+        f"{_shown(variable._value, 'components' if variable.on_read else 'value')}>"
+    )
+
+
+def _shown(value: jax.Array | None, name: str) -> str:
+    if value is None or not computes_here() or value.is_deleted() or not hasattr(value, "sharding"):
+        return ""
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    within_reach = value.is_fully_addressable or value.is_fully_replicated
+    if is_key or not within_reach or value.size > _MAX_SHOWN:
+        return ""
+    text = np.array2string(np.asarray(value), threshold=8, edgeitems=2, separator=", ")
+    return f", {name}={' '.join(text.split())}"
+
+
+def computes_here() -> bool:
+    """Whether operations run at once, as they do inside `jax.ensure_compile_time_eval()`."""
+    return not is_traced(jnp.add(0, 0))

@@ -1,0 +1,1 @@
+"""What all strategies share: a mesh and a rule of placement."""

@@ -1,0 +1,235 @@
+"""Splits values over the devices of one replica, its *logical devices*, by counts per dim.
+
+`tf.distribute` says into how many parts each dim of a value is cut; XLA is told over which mesh
+axes. The devices of a replica are numbered row by row along the axes inside a replica, and the
+parts of a value row by row along its dims, as TensorFlow numbers both.
+"""
+
+import collections
+import contextlib
+import contextvars
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpudist import context
+from tpudist.options import warn_if_given
+from tpudist.values.per_replica import LocalPart, PerReplica, local_part
+from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.traces import tracing_nothing
+
+
+def prime_axes(num_devices: int) -> dict[str, int]:
+    """Axes `logical_0`, `logical_1`, ... of prime sizes whose product is `num_devices`.
+
+    Any split into counts with that product is then one over whole axes.
+    """
+    sizes = []
+    factor = 2
+    while num_devices > 1:
+        while num_devices % factor == 0:
+            sizes.append(factor)
+            num_devices //= factor
+        factor += 1
+    return {f"logical_{i}": size for i, size in enumerate(sizes)}
+
+
+def spec_of_split(
+    axes: Mapping[str, int], shape: Sequence[int], partition_dimensions: Sequence[int]
+) -> PartitionSpec:
+    """Over which of `axes` each dim of `shape` is split, to be cut in so many parts.
+
+    Args:
+        axes: Sizes of the mesh axes inside a replica, by name.
+        shape: Of the value.
+        partition_dimensions: The number of parts along each dim. Their product is the number of
+            devices of a replica.
+
+    Raises:
+        ValueError: Not one count per dim, a dim that does not divide, another product, or counts
+            that are no products of whole axes.
+    """
+    counts = [_count(x, partition_dimensions) for x in partition_dimensions]
+    if len(counts) != len(shape):
+        raise ValueError(
+            f"Length of `partition_dimensions` must equal the rank of the value ({len(shape)}, of "
+            f"shape {tuple(shape)}). Received partition_dimensions={list(counts)}: give one count "
+            f"for each dim, 1 for a dim that stays whole."
+        )
+    for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
+        if size % count:
+            raise ValueError(
+                f"Dim {dim} of a value of shape {tuple(shape)} must be divisible by the "
+                f"corresponding value of `partition_dimensions` ({count}). Received: {size}."
+            )
+    num_devices = math.prod(axes.values())
+    if math.prod(counts) != num_devices:
+        raise ValueError(
+            f"The product of `partition_dimensions` should be the same as the number of logical "
+            f"devices of a replica (={num_devices}). Received partition_dimensions={list(counts)}, "
+            f"and their product is {math.prod(counts)}."
+        )
+    found = next(_assignments({a: n for a, n in axes.items() if n > 1}, counts), None)
+    if found is None:
+        named = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        sizes = list(axes.values())
+        possible = {math.prod(sizes[i] for i in subset) for subset in _subsets(len(sizes))}
+        raise ValueError(
+            f"partition_dimensions={list(counts)} does not split over the axes of a replica, "
+            f"{named}: every axis is split over one dim, whole. One dim can be cut in "
+            f"{', '.join(map(str, sorted(possible)))} parts. Choose other counts, or axes of "
+            f"smaller sizes."
+        )
+    return PartitionSpec(*(_entry(names) for names in found))
+
+
+def _count(count: Any, all_counts: Any) -> int:
+    if isinstance(count, bool) or not hasattr(count, "__index__") or count.__index__() < 1:
+        raise ValueError(
+            f"partition_dimensions={all_counts!r} holds {count!r}. Give whole numbers from 1."
+        )
+    return count.__index__()
+
+
+def _subsets(number: int) -> list[tuple[int, ...]]:
+    """The subsets of the first whole numbers, those with the smallest numbers first."""
+    sizes = range(number + 1)
+    return sorted(
+        subset for size in sizes for subset in itertools.combinations(range(number), size)
+    )
+
+
+def _assignments(axes: dict[str, int], counts: Sequence[int]) -> Iterator[list[tuple[str, ...]]]:
+    """The ways to give each count the axes of which it is the product; those in order first."""
+    if not counts:
+        if not axes:
+            yield []
+        return
+    for subset in _subsets(len(axes)):
+        names = tuple(list(axes)[i] for i in subset)
+        if math.prod(axes[name] for name in names) == counts[0]:
+            rest = {name: size for name, size in axes.items() if name not in names}
+            for others in _assignments(rest, counts[1:]):
+                yield [names, *others]
+
+
+def _entry(names: tuple[str, ...]) -> Any:
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def split(mesh: ReplicaMesh, value: Any, partition_dimensions: Sequence[int]) -> Any:
+    """`value`, cut over the devices of each replica; see `spec_of_split`."""
+    axes = {axis: mesh.mesh.shape[axis] for axis in mesh.inner_axes}
+    value = _as_value(value)
+    return _constrain(mesh, value, spec_of_split(axes, value.shape, partition_dimensions))
+
+
+def whole(mesh: ReplicaMesh, value: Any) -> Any:
+    """`value`, held whole by every device of a replica."""
+    value = _as_value(value)
+    return _constrain(mesh, value, PartitionSpec(*(None,) * len(value.shape)))
+
+
+def _as_value(value: Any) -> Any:
+    mode = context.current()
+    in_replica = mode.frame is not None and mode.replica_context is not None
+    stays = isinstance(value, PerReplica) and not in_replica
+    return value if stays else jnp.asarray(local_part(value))
+
+
+def _constrain(mesh: ReplicaMesh, value: Any, spec: PartitionSpec) -> Any:
+    tracing = context.current().frame is not None
+    if isinstance(value, PerReplica) and tracing:
+        return LocalPart(_constrain(mesh, local_part(value), spec))
+    if isinstance(value, PerReplica):
+        stacked = NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, *spec))
+        return PerReplica(_placed(value.array, stacked), value.rows, value.dim)
+    if not tracing:
+        return _placed(value, NamedSharding(mesh.mesh, spec))
+    if mesh.devices_per_replica == 1:
+        return value  # and XLA knows no axes here that are not manual
+    return jax.lax.with_sharding_constraint(value, spec)
+
+
+def _placed(value: Any, sharding: NamedSharding) -> jax.Array:
+    if not tracing_nothing():
+        return jax.lax.with_sharding_constraint(value, sharding)
+    return jax.device_put(value, sharding)
+
+
+NO_SINGLE_DEVICE = (
+    "XLA splits the work of a replica over all its logical devices; split values instead, with "
+    "experimental_split_to_logical_devices"
+)
+
+
+def check_device(mesh: ReplicaMesh, logical_device_id: int) -> None:
+    """Refuses a logical device that replicas do not have.
+
+    Raises:
+        ValueError: It is not below the number of devices of a replica.
+    """
+    num_devices = mesh.devices_per_replica
+    if not isinstance(logical_device_id, int) or not 0 <= logical_device_id < num_devices:
+        raise ValueError(
+            f"`logical_device_id` to assign must be lower than the total number of logical devices "
+            f"per replica. Received logical device id {logical_device_id!r} but there are only "
+            f"total of {num_devices} logical devices in a replica."
+        )
+
+
+def devices_at(mesh: ReplicaMesh, logical_device_id: int) -> tuple[jax.Device, ...]:
+    """The logical device of that number in each replica."""
+    return tuple(mesh.mesh.devices.reshape(mesh.num_replicas, -1)[:, logical_device_id])
+
+
+# The strategy and the number of the innermost `choose` block.
+_chosen: contextvars.ContextVar[tuple[Any, int] | None] = contextvars.ContextVar(
+    "tpudist.logical_device", default=None
+)
+
+
+def choose(strategy: Any, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
+    """In the `with` block, `worker_devices` are those of this number in each replica.
+
+    Raises:
+        ValueError: Replicas have no such device.
+    """
+    check_device(strategy.replica_mesh, logical_device_id)
+    if strategy.replica_mesh.devices_per_replica > 1:
+        what = "experimental_logical_device(logical_device_id"
+        warn_if_given(what, logical_device_id, NO_SINGLE_DEVICE)
+    return _choosing(strategy, logical_device_id)
+
+
+@contextlib.contextmanager
+def _choosing(strategy: Any, logical_device_id: int) -> Iterator[None]:
+    token = _chosen.set((strategy, logical_device_id))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def worker_devices(strategy: Any) -> tuple[jax.Device, ...]:
+    """The devices that run replica functions; with a device assignment one of each replica."""
+    mesh, choice = strategy.replica_mesh, _chosen.get()
+    if choice is not None and choice[0] is strategy:
+        return devices_at(mesh, choice[1])
+    if getattr(strategy, "device_assignment", None) is not None:
+        return devices_at(mesh, 0)
+    return tuple(mesh.mesh.devices.flat)
+
+
+def num_replicas_per_host(mesh: ReplicaMesh) -> int:
+    """The largest number of replicas that have a device on the same host."""
+    replicas = mesh.mesh.devices.reshape(mesh.num_replicas, -1)
+    hosts = collections.Counter(
+        host for replica in replicas for host in {d.process_index for d in replica}
+    )
+    return max(hosts.values())

@@ -1,0 +1,192 @@
+"""The state of a strategy: where models, optimizers and Variables are made, and which there are."""
+
+import contextlib
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpudist import context
+from tpudist.run.weak_identity import WeakIdentitySet
+from tpudist.state import nnx_creation
+from tpudist.state.variable import Variable
+from tpudist.xla import placement, traces
+from tpudist.xla.abstract_placement import value_on
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+# Arrays below this many elements are not worth a transfer of their own.
+MIN_ELSEWHERE = 1024
+
+
+class StateMethods:
+    """What a strategy does for state; a part of `Strategy`."""
+
+    replica_mesh: ReplicaMesh
+    # Where state lives between steps, as a `CentralStorage`, if that is not the mesh itself.
+    storage: Any = None
+    # The strategy that this one stands for on other devices; see `Strategy.on`.
+    twin_of: Any = None
+    mesh: jax.sharding.Mesh
+    scope: Callable[[], contextlib.AbstractContextManager]
+
+    def __init__(self):
+        """No Variables yet."""
+        self.lent = WeakIdentitySet()
+        self._owned: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+
+    def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
+        """The placement rule: over which mesh axes a variable without an annotation is split.
+
+        This one mirrors everything. It may name only axes inside a replica: variables are equal on
+        every replica.
+        """
+        return PartitionSpec()
+
+    def create(self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None) -> Any:
+        """Makes a model, an optimizer or any pytree on the mesh, never whole on one device.
+
+        `init(*args)` is compiled, with each array made where it belongs: as its annotation says
+        (Flax `out_sharding` with logical or mesh axis names), else by the strategy's placement
+        rule.
+
+        Args:
+            init: Gives NNX objects or any pytree of arrays. It must not change its arguments.
+            args: NNX objects or pytrees that it reads, such as the model for an optimizer's state.
+            memory_kind: Where the arrays live between steps: `pinned_host` is the host's memory,
+                from where `run` brings them to the devices in the course of the step, and back.
+                Arrays of fewer than 1024 elements, and random keys, stay on the devices. Where
+                activations fill the devices, XLA brings the arrays late and the peak of a step is
+                lower (Llama-3.1-8B on v6e-8, AdamW: 26.5 rather than 31.3 GB); where the state
+                itself does, arrays that come are held beside those that go, and the peak may be
+                higher: `strategy.plan` says which. By default the devices' own memory.
+
+        Returns:
+            What `init` returns.
+
+        Raises:
+            ValueError: The devices have no such memory, or the strategy keeps its state elsewhere.
+        """
+        context.require_scope_or_default(self, "create")
+        with self.scope():
+            return nnx_creation.plan_creation(init, args, self._place_in(memory_kind)).run()
+
+    def create_abstract(
+        self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
+    ) -> Any:
+        """What `create` would return, with `jax.ShapeDtypeStruct`s for arrays: nothing is computed.
+
+        They know their shardings. `lower` takes such objects, also on devices that are not there.
+        """
+        context.require_scope_or_default(self, "create_abstract")
+        with self.scope():
+            return nnx_creation.plan_creation(init, args, self._place_in(memory_kind)).unmade()
+
+    def lower_create(
+        self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
+    ) -> jax.stages.Lowered:
+        """The lowered program of `create`, which is not run: compile it to read what it holds."""
+        context.require_scope_or_default(self, "lower_create")
+        with self.scope():
+            return nnx_creation.plan_creation(init, args, self._place_in(memory_kind)).lower()
+
+    def _place_in(self, memory_kind: str | None) -> Callable[..., jax.sharding.Sharding]:
+        """The placement rule, for state in one of the devices' memories."""
+        if memory_kind is None:
+            return self._sharding_of
+        if self.storage is not None:
+            raise ValueError(
+                f"memory_kind={memory_kind!r} was asked for, but {self!r} keeps all its state in "
+                f"one place. Say which memory when the strategy is made."
+            )
+        placement.check_memory_kind(self.replica_mesh, memory_kind)
+
+        def place(value: Any, *, variable: Any) -> jax.sharding.Sharding:
+            sharding = self._sharding_of(value, variable=variable)
+            is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+            stays = is_key or math.prod(value.shape) < MIN_ELSEWHERE
+            return sharding if stays else sharding.with_memory_kind(memory_kind)
+
+        return place
+
+    def _sharding_of(self, value: Any, *, variable: Any) -> jax.sharding.Sharding:
+        if self.storage is not None:
+            return self.storage.sharding
+        if variable is not None:
+            annotated = nnx_creation.named_sharding(variable, self.mesh)
+            if annotated is not None:
+                return annotated
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return self.replica_mesh.replicated
+        return NamedSharding(self.mesh, self.partition(tuple(value.shape), value.dtype))
+
+    def spec_of(self, value: Any, *, variable: Any = None) -> PartitionSpec:
+        """Over which axes inside a replica `create` splits an array, or one that `variable` holds.
+
+        Args:
+            value: An array, or its shape and dtype.
+            variable: The NNX Variable that holds it, for its annotation.
+        """
+        sharding = self._sharding_of(value, variable=variable)
+        return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+    def place_variable(self, variable: Variable, value: Any) -> jax.Array:
+        """Puts a Variable's value where it lives; its components, if it is ON_READ."""
+        mesh = self.replica_mesh
+        with traces.at_once():
+            if self.storage is not None:
+                return self.storage.place(value)
+            if variable.on_read:
+                stacked = value.ndim == len(variable.shape) + 1
+                parts = (
+                    value
+                    if stacked
+                    else jax.numpy.broadcast_to(value[None], (mesh.num_replicas, *variable.shape))
+                )
+                return jax.device_put(_host_if_needed(mesh, parts), mesh.stacked)
+            spec = variable.spec  # that of another one, beside which it was made
+            if spec is None:
+                spec = self.partition(variable.shape, variable.dtype)
+            placed = jax.device_put(_host_if_needed(mesh, value), NamedSharding(self.mesh, spec))
+            # The next step may overwrite the array, which must then be no one else's; but
+            # `device_put` shares memory with `value` where it is already, may_alias or not.
+            return placed.copy()
+
+    def own_variable(self, variable: Variable) -> None:
+        """Counts `variable` among those that replica functions may read and assign."""
+        self._owned[next(self._numbers)] = variable
+
+    def owned_variables(self) -> list[Variable]:
+        """The strategy's Variables that are still in use, in the order in which they were made."""
+        if self.twin_of is not None:
+            return self.twin_of.owned_variables()
+        return [v for _, v in sorted(self._owned.items())]
+
+    def value_of(self, variable: Any) -> Any:
+        """The array of a Variable, or of what a function captures; for a twin, how it would be."""
+        if self.twin_of is None:
+            return variable._value
+        return value_on(self.replica_mesh, variable, self.twin_of.replica_mesh)
+
+    def lend_variable(self, variable: Variable) -> None:
+        """Notes that somebody holds the Variable's array, which must not be overwritten then."""
+        self.lent.add(variable)
+
+    def read_component(self, stacked: jax.Array, replica: int) -> jax.Array:
+        """One replica's part of an ON_READ variable."""
+        return placement.component(self.replica_mesh, stacked, replica)
+
+    def replicate(self, value: PyTree) -> PyTree:
+        """`value` (host values or arrays) whole on every device of the mesh."""
+        return placement.replicate(self.replica_mesh, value)
+
+
+def _host_if_needed(mesh: ReplicaMesh, value: Any) -> Any:
+    """In several processes a value enters from the host, and JAX checks that all hold the same."""
+    return np.asarray(value) if mesh.num_processes > 1 and value.is_fully_addressable else value

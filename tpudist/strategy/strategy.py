@@ -1,0 +1,460 @@
+"""Strategy: a mesh and a placement rule. Everything else is shared.
+
+A strategy of one's own passes its mesh to `Strategy.__init__` and, if variables are not simply
+mirrored, overrides `partition`, the placement rule.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tpudist import context, step_boundaries
+from tpudist.deprecated import DeprecatedStrategyMethods
+from tpudist.input.strategy_methods import DataMethods
+from tpudist.options import RunOptions, ValueContext
+from tpudist.planner.strategy_methods import PlanMethods
+from tpudist.reduce_op import ReduceOp
+from tpudist.reductions import gather, reduce
+from tpudist.run import nested_run
+from tpudist.run.replica_context import ReplicaContext
+from tpudist.run.step_cache import Replicator
+from tpudist.state.variable import Variable
+from tpudist.strategy import logical_axes
+from tpudist.strategy.extended import StrategyExtended
+from tpudist.strategy.state_methods import StateMethods
+from tpudist.values.indexed_slices import is_slices
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import mesh as meshes
+from tpudist.xla import traces
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+
+
+class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods):
+    """Where replicas, variables and data live, and how a function runs on all replicas.
+
+    As `tf.distribute.Strategy`.
+    """
+
+    extended: StrategyExtended
+
+    def __init__(self, replica_mesh: ReplicaMesh, *, logical_axis_rules: Sequence[Any] = ()):
+        """A strategy on a mesh.
+
+        Args:
+            replica_mesh: The replicas and their devices.
+            logical_axis_rules: Pairs of a logical axis name, as models annotate their parameters
+                with, and a mesh axis (or a tuple of them, or None), as Flax has them. They go
+                before the default ones of `logical_axes`.
+        """
+        self.logical_axis_rules = logical_axes.rules(replica_mesh, logical_axis_rules)
+        self._begin(replica_mesh)
+
+    def _begin(self, replica_mesh: ReplicaMesh) -> None:
+        """Without Variables and compiled functions."""
+        super().__init__()
+        self.replica_mesh = replica_mesh
+        self.extended = StrategyExtended(self)
+        self._replicator = Replicator(self)
+
+    # Hooks; see also `StateMethods.partition`, the placement rule.
+
+    # Whether each replica has a component of every Variable. Else there is one of each, as
+    # everywhere out of `tf.distribute`, and `synchronization` says nothing.
+    variables_have_components: bool = True
+    # How reductions communicate, as a `CrossDeviceOps`; None leaves it to XLA.
+    cross_device_ops: Any = None
+    # The `CommunicationOptions` of reductions that are given none.
+    communication_options: Any = None
+    # Options for the compiler, for all programs of this strategy.
+    compiler_options: Mapping[str, Any] = {}
+
+    def around_scope(self) -> contextlib.AbstractContextManager:
+        """What is in force in the scope, outside of all traces: the mesh."""
+        return jax.set_mesh(self.mesh)
+
+    def around_run(self) -> contextlib.AbstractContextManager:
+        """What is in force while a replica function is called, beside what its trace needs."""
+        return jax.set_mesh(self.mesh)
+
+    # Who and where.
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh: axis `replica`, and the axes inside a replica."""
+        return context.acting_for(self).replica_mesh.mesh
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over which gradients are aggregated."""
+        return context.acting_for(self).replica_mesh.num_replicas
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver, for strategies of several workers; None here."""
+        return None
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        return f"{type(self).__name__}({axes} on {self.replica_mesh.platform})"
+
+    def __copy__(self):
+        raise RuntimeError(
+            f"{self!r} cannot be copied: Variables belong to it. Make another strategy instead."
+        )
+
+    def __deepcopy__(self, memo):
+        return self.__copy__()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator["Strategy"]:
+        context.require_scope_or_default(self, "scope")
+        with contextlib.ExitStack() as stack:
+            now = context.current()
+            frame = now.frame if now.strategy is self else None
+            mode = context.Mode(self, frame=frame, updating=now.updating and frame is not None)
+            stack.enter_context(context.entered(mode))
+            again = now.strategy is self and context.depth() > 1
+            if traces.tracing_nothing() and not again:  # JAX sets no mesh while it traces
+                stack.enter_context(nnx.logical_axis_rules(self.logical_axis_rules))
+                stack.enter_context(self.around_scope())
+            yield self
+
+    def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
+        """Makes this the current strategy in a `with` block, in cross-replica context.
+
+        Arrays, NNX modules, optimizers and Variables made in it live on the mesh: mirrored, or
+        split as annotated. A scope may be entered again in itself.
+
+        Raises:
+            RuntimeError: On entering: inside the scope of another strategy, or in a replica
+            function.
+
+        As `tf.distribute.Strategy.scope`.
+        """
+        return _Scope(self)
+
+    # Running.
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PyTree:
+        """Calls `fn` on every replica, as one compiled program, and merges what it returns.
+
+        The function is traced once for each kind of arguments (shapes, dtypes, Python values), as
+        one replica sees it. In it, `tpudist.get_replica_context()` reaches the other replicas. NNX
+        objects among the arguments, and Variables that it reads and assigns, are changed in place.
+
+        Args:
+            fn: The replica function.
+            args: Positional arguments. Of a PerReplica each replica gets its own part; arrays are
+                the same on all; Python values are part of the program, which is compiled anew for
+                others.
+            kwargs: Keyword arguments, alike.
+            options: How to compile.
+
+        Returns:
+            The structure that `fn` returns. A leaf that is equal on every replica is a plain
+            `jax.Array`, one that may differ a `PerReplica`; what was no array comes back as itself.
+            With one replica nothing is a PerReplica.
+
+        Raises:
+            RuntimeError: In a replica function, or in the scope of another strategy. ValueError:
+            State that replicas share would differ between them, an NNX object or a large
+                array is captured instead of passed, or `args` is not a list or tuple.
+
+        As `tf.distribute.Strategy.run`, which calls the function on each replica.
+        """
+        if not isinstance(args, tuple | list):
+            raise ValueError(
+                f"positional args must be a list or tuple, got {type(args).__name__}. For one "
+                f"argument write args=(value,)."
+            )
+        return self._call(fn, tuple(args), dict(kwargs) if kwargs else {}, options)
+
+    def run_steps(
+        self,
+        fn: Callable[..., PyTree],
+        iterator: Iterator[PyTree],
+        num_steps: int,
+        args: Sequence[Any] = (),
+        options: RunOptions | None = None,
+    ) -> list[PyTree]:
+        """Runs `fn(*args, next(iterator))` on every replica `num_steps` times, as one program.
+
+        The program is a scan over that many elements, so the host works once for all of them. NNX
+        objects among `args`, and Variables, go from step to step; the results are those of as many
+        calls of `run`.
+
+        Args:
+            fn: The replica function; the element is its last argument.
+            iterator: Of a distributed dataset, or any iterator of what `run` takes.
+            num_steps: How many, from 1. Where fewer elements are left, or of other shapes, they are
+                run one by one.
+            args: What comes before the element.
+            options: How to compile.
+
+        Returns:
+            What `run` would return, for each step.
+
+        Raises:
+            StopIteration: No element is left.
+            ValueError: `num_steps` is not a whole number from 1; and what `run` raises.
+
+        As `steps_per_execution` of Keras, and `experimental_run_steps_on_iterator`.
+        """
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"run_steps was asked for {num_steps!r} steps. Give at least 1.")
+        context.require_scope_or_default(self, "run_steps")
+        if context.current().frame is not None:
+            raise RuntimeError(
+                "run_steps was called in a tpudist.function or merge_call, which are programs of "
+                "their own. Call it outside, or call strategy.run as often as needed."
+            )
+        with step_boundaries.one_step():
+            elements = list(itertools.islice(iterator, num_steps))
+        if not elements:
+            raise StopIteration
+        args = tuple(args)
+        results = None
+        if len(elements) == num_steps > 1:
+            with self._in_mesh_if_outside():
+                results = self._replicator.run_steps(fn, args, elements, options)
+        if results is None:
+            results = [self.run(fn, (*args, x), options=options) for x in elements]
+        return results
+
+    def call_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+        """Calls `fn` once for all replicas, as one compiled program; see `tpudist.function`."""
+        return self._call(fn, args, kwargs, None, whole=True)
+
+    def lower_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The lowered program of `call_whole` with the same arguments, which may be abstract."""
+        with self._in_mesh():
+            return self._replicator.lower(fn, args, kwargs, whole=True)
+
+    def _call(self, fn, args: tuple, kwargs: dict[str, Any], options, whole: bool = False) -> Any:
+        if context.depth():
+            if self.storage is None and context.is_in_scope_of(self):
+                return self._replicator.run(fn, args, kwargs, options, whole)
+            context.require_scope_or_default(self, "run")
+            frame = context.current().frame
+            if frame is not None and frame.strategy is self:
+                return nested_run.run(self, frame, fn, args, kwargs)
+        # The mesh in force is part of JAX's cache key: always in it, never out.
+        in_mesh = self.storage is None and self._is_innermost()
+        if in_mesh or not traces.tracing_nothing():
+            return self._replicator.run(fn, args, kwargs, options, whole)
+        with self.around_run():  # the rest of `_in_mesh` waits for a trace: `axis_rules`
+            return self._replicator.run(fn, args, kwargs, options, whole)
+
+    def lower(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> jax.stages.Lowered:
+        """The lowered program of `run` with the same arguments, which is not run.
+
+        Arguments may be `jax.ShapeDtypeStruct`. Compile it to read what the compiler did:
+        `strategy.lower(step, args).compile().as_text()`.
+        """
+        context.require_scope_or_default(self, "lower")
+        with self._in_mesh():
+            return self._replicator.lower(fn, tuple(args), dict(kwargs or {}), options)
+
+    @contextlib.contextmanager
+    def _in_mesh(self) -> Iterator[None]:
+        with self.around_run(), nnx.logical_axis_rules(self.logical_axis_rules):
+            yield
+
+    def _in_mesh_if_outside(self) -> contextlib.AbstractContextManager:
+        # JAX refuses to set a mesh while it traces.
+        return self._in_mesh() if traces.tracing_nothing() else contextlib.nullcontext()
+
+    def axis_rules(self) -> contextlib.AbstractContextManager:
+        """Puts the logical axis rules in force, if no scope of this strategy has done so."""
+        if self._is_innermost():
+            return contextlib.nullcontext()
+        return nnx.logical_axis_rules(self.logical_axis_rules)
+
+    def _is_innermost(self) -> bool:
+        return context.depth() > 0 and context.current().strategy is self
+
+    # Combining.
+
+    def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Any) -> PyTree:
+        """Combines `value` over replicas, and over dims of each replica's part if `axis` says so.
+
+        Args:
+            reduce_op: `SUM`, `MEAN`, `MIN` or `MAX`.
+            value: Pytree of PerReplica, or of values that are equal everywhere, which count n times
+                in a `SUM` over n replicas.
+            axis: None to combine elementwise over replicas; a dim (or a tuple of them), usually 0,
+                the examples', to combine over it as well. `MEAN` then divides by the true number of
+                elements, so partial batches are exact.
+
+        Returns:
+            Pytree of arrays that every replica holds.
+
+        Raises:
+            RuntimeError: In a replica function, or in the scope of another strategy.
+            ValueError: An unknown op, a dim that is not there, or parts of unequal shapes without
+                an axis.
+
+        As `tf.distribute.Strategy.reduce`, which refuses the `SUM` of a plain value.
+        """
+        context.require_scope_or_default(self, "reduce")
+        op = ReduceOp.parse(reduce_op)
+        return self._map(lambda x: reduce.reduce(self, op, x, axis), value)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Concatenates the replicas' parts along dim `axis`, in replica order, without padding.
+
+        Values that are equal everywhere are returned as they are.
+
+        Raises:
+            RuntimeError: In a replica function, or in the scope of another strategy.
+            ValueError: The parts have no such dim.
+
+        As `tf.distribute.Strategy.gather`; negative axes work.
+        """
+        context.require_scope_or_default(self, "gather")
+        return self._map(lambda x: gather.gather(self.replica_mesh, x, axis), value)
+
+    def reduce_together(self, reduce_op: ReduceOp | str, value: PyTree, options: Any) -> PyTree:
+        """As `reduce` with axis=None, of all leaves at once, as far as they can travel together."""
+        context.require_scope_or_default(self, "reduce")
+        op = ReduceOp.parse(reduce_op)
+        return self._map_all(lambda xs: reduce.reduce_all(self, op, xs, options), value)
+
+    def _map(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
+        return self._map_all(lambda xs: [function(x) for x in xs], value)
+
+    def _map_all(self, function: Callable[[list[Any]], list[Any]], value: PyTree) -> PyTree:
+        def read(x):
+            if isinstance(x, Variable):
+                x = PerReplica(x._value) if self._has_components(x) else x.read_value()
+            return x
+
+        with self._in_mesh_if_outside():
+            self._replicator.throttle.before_step()
+            leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+            result = treedef.unflatten(function([read(x) for x in leaves]))
+        for x in jax.tree.leaves(result)[:1]:
+            self._replicator.throttle.after_step(x)
+        return result
+
+    def _has_components(self, variable: Variable) -> bool:
+        return variable.on_read and context.current().frame is None
+
+    def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
+        """The parts of this process's replicas, in order; `(value,)` if it is equal everywhere.
+
+        Of a Variable: its components, `Variable.values`. Of a tree: one tree for each replica. As
+        `tf.distribute.Strategy.experimental_local_results`.
+        """
+        mesh = self.replica_mesh
+        n = len(mesh.local_replicas)
+
+        in_trace = context.current().frame is not None
+        if isinstance(value, Variable) and not in_trace:
+            return value.values
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+        if self.num_replicas_in_sync == 1 and not any(isinstance(x, PerReplica) for x in leaves):
+            return (value,)
+        whole = leaves and not isinstance(leaves[0], PerReplica | Variable)
+        if jax.tree.structure(0) == treedef and whole:
+            return (value,)
+        if not leaves:
+            return (value,)
+
+        def local(x):
+            if isinstance(x, Variable) and self.variables_have_components:
+                if not in_trace:
+                    return x.values
+                x = x.local_part() if x.on_read else x.read_value()
+            return gather.local_parts(mesh, x) if isinstance(x, PerReplica) else (x,) * n
+
+        parts = [local(x) for x in leaves]
+        return tuple(treedef.unflatten([p[i] for p in parts]) for i in range(n))
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], PyTree]
+    ) -> PyTree:
+        """A PerReplica of what `value_fn` gives for each replica of this process.
+
+        As `tf.distribute.Strategy.experimental_distribute_values_from_function`.
+        """
+        context.require_scope_or_default(self, "experimental_distribute_values_from_function")
+        n = self.num_replicas_in_sync
+        if n == 1:
+            return value_fn(ValueContext(0, 1))
+        trees = [value_fn(ValueContext(i, n)) for i in self.replica_mesh.local_replicas]
+        structures = {jax.tree.structure(tree) for tree in trees}
+        if len(structures) > 1:
+            raise ValueError(
+                f"value_fn gave different structures for different replicas: "
+                f"{', '.join(sorted(map(str, structures)))}. Give every replica the same structure."
+            )
+        return jax.tree.map(lambda *x: gather.stack_parts(self.replica_mesh, x), *trees)
+
+
+class _Scope(contextlib.AbstractContextManager):
+    """A scope that can be entered again, in itself and after it was left."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> Strategy:
+        entered = self._strategy._entered()
+        strategy = entered.__enter__()
+        self._entered.append(entered)
+        return strategy
+
+    def __exit__(self, *exception) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+class DefaultStrategy(Strategy):
+    """What is in force outside of every scope: one replica on the first device."""
+
+    keeps_datasets = True
+    has_one_device = True
+
+    variables_have_components = False
+
+    def __init__(self):
+        """On JAX's default device."""
+        super().__init__(meshes.make_mesh(jax.local_devices()[:1]))
+
+    def _entered(self):
+        if context.has_strategy():
+            raise RuntimeError(
+                "Must not nest tpudist.Strategy scopes: the default strategy's was entered in that "
+                f"of {context.get_strategy()!r}. Leave it first."
+            )
+        return contextlib.nullcontext(self)
+
+
+def _default_mode() -> context.Mode:
+    strategy = DefaultStrategy()
+    return context.Mode(strategy, ReplicaContext(strategy, 0))
+
+
+context.set_default_mode_factory(_default_mode)
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, PerReplica | Variable) or is_slices(x)

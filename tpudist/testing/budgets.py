@@ -1,0 +1,222 @@
+"""Budgets for communication, in a test suite: what a step may send, and a ledger of what it sends.
+
+    def test_the_step_only_reduces_gradients():
+        with strategy.scope():
+            assert_collectives(step, (model, batch), topology="v5e-16", allow={"all-reduce"})
+
+The step is planned (`Strategy.plan`), so no TPU is needed, and nothing runs. On the devices of the
+process, emulated ones also, it is fast: a test without a `topology` takes seconds and sees the
+collectives of the CPU's program. With one it sees those of the TPU's.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpudist import context
+from tpudist.planner import Plan
+from tpudist.planner.show.words import tell_axes, tell_bytes, tell_count
+from tpudist.testing import ledger as ledgers
+from tpudist.testing.ledger import UPDATE, Entry, Record
+from tpudist.xla.estimate.collective_traffic import CollectiveUse
+
+_NETWORKS = {"ici": "ICI", "dcn": "DCN", "host": "host"}
+_COLUMNS = ("kind", "each", "times", "sent/step", "axes", "over", "source")
+
+
+def assert_collectives(
+    step: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    topology: str | None = None,
+    strategy: Any = None,
+    max_ici_bytes: float | None = None,
+    max_dcn_bytes: float | None = None,
+    allow: Collection[str] | None = None,
+    ledger: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+) -> Plan:
+    """Fails if `step` communicates what it may not, or otherwise than its ledger says.
+
+    Args:
+        step: A replica function, as of `Strategy.run`.
+        args: Its arguments, as of `Strategy.plan`: arrays, or their shapes.
+        kwargs: Its keyword arguments, likewise.
+        topology: A TPU slice such as "v5e-256" to compile for, which needs libtpu and no TPU; None
+            for the devices of the strategy, where all counts as ICI.
+        strategy: Whose step it is; the current one by default.
+        max_ici_bytes: What a device may send to others of its slice in a step.
+        max_dcn_bytes: What a device may send to other slices in a step.
+        allow: The kinds of collectives that may occur, such as {"all-reduce"}. Across slices, XLA
+            does an all-reduce in parts of other kinds, which then have to be allowed, too.
+            Transfers to the host's memory are none.
+        ledger: A JSON file, to be committed, of what steps communicate. What is missing from it is
+            written, except where the environment variable CI is set; what differs from it fails,
+            unless the environment variable TPUDIST_UPDATE_LEDGER is 1 (or pytest runs with `-p
+            tpudist.pytest_plugin --tpudist-update-ledger`): then it is written anew.
+        name: The step's name in the ledger; by default that of the function. Give one where a
+            function is planned with several meshes on one topology.
+
+    Returns:
+        The plan, to look at what else it says.
+
+    Raises:
+        AssertionError: The step does what it may not, or does not fit; the message is a table of
+            the collectives, each with its source line.
+        ValueError: `allow` has a kind that is none, or `ledger` is another file.
+    """
+    __tracebackhide__ = True  # pytest then shows the line of the test
+    allow = None if allow is None else _kinds(allow)
+    strategy = context.get_strategy() if strategy is None else strategy
+    with strategy.scope():
+        # What a cache kept of the same program may have the lines of an older source.
+        plan: Plan = strategy.plan(
+            step,
+            args,
+            kwargs,
+            topology=topology,
+            cache=False,
+            progress=lambda doing, seconds: None,
+        )
+    where = f"{name or plan.name} on {plan.topology}"
+    if not plan.fits:
+        raise AssertionError(f"{where} cannot be compiled. {plan.refusal}")
+    failures = _over_budget(plan, "ici", max_ici_bytes) + _over_budget(plan, "dcn", max_dcn_bytes)
+    if allow is not None:
+        failures += _not_allowed(plan, allow)
+    if not failures and ledger is not None:
+        failures += _compared(plan, where, Path(ledger))
+    if failures:
+        mesh = tell_axes(plan.mesh)
+        raise AssertionError("\n\n".join((f"{where} (mesh: {mesh}):", *failures)))
+    return plan
+
+
+# The kinds that `collective_traffic` tells apart.
+_KINDS = frozenset(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute "
+    "collective-broadcast send".split()
+)
+
+
+def _kinds(allow: Collection[str]) -> frozenset[str]:
+    kinds = frozenset([allow]) if isinstance(allow, str) else frozenset(allow)
+    if unknown := kinds - _KINDS:
+        raise ValueError(
+            f"allow has {', '.join(map(repr, sorted(unknown)))}, which is no kind of collective. "
+            f"The kinds are {', '.join(sorted(_KINDS))}."
+        )
+    return kinds
+
+
+def _not_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
+    found = [
+        use
+        for use in plan.collectives
+        if use.network != "host" and use.kind.removeprefix("dcn-") not in allow
+    ]
+    if not found:
+        return []
+    kinds = sorted({use.kind.removeprefix("dcn-") for use in found})
+    return [
+        f"{', '.join(kinds)} may not occur: allow is {{{', '.join(map(repr, sorted(allow)))}}}.\n"
+        f"{_table(found)}\n"
+        f"If that is meant, add it to allow. If not, look at the lines: there, an array has other "
+        f"axes than what is done with it needs. A rule in logical_axis_rules or "
+        f"jax.lax.with_sharding_constraint says how it is to be split."
+    ]
+
+
+def _over_budget(plan: Plan, network: str, most: float | None) -> list[str]:
+    found = [use for use in plan.collectives if use.network == network]
+    sent = sum(use.sent_bytes for use in found)
+    if most is None or sent <= most:
+        return []
+    return [
+        f"A device sends {sent:,.0f} bytes ({tell_bytes(sent)}) per step over "
+        f"{_NETWORKS[network]}, and max_{network}_bytes is {most:,.0f} ({tell_bytes(most)}).\n"
+        f"{_table(found)}\n"
+        f"If that is meant, raise max_{network}_bytes. If not, begin with the first line."
+    ]
+
+
+def _compared(plan: Plan, name: str, path: Path) -> list[str]:
+    """Compares a plan with its record in a ledger, or writes that."""
+    known = ledgers.read(path).get(name)
+    counts = ledgers.count(plan.collectives, path.parent)
+    versions = {x: plan.versions[x] for x in ("jax", "libtpu") if plan.versions.get(x)}
+    if known is not None and (known.counts, known.mesh) == (counts, plan.mesh):
+        return []
+    if os.environ.get(UPDATE) == "1" or (known is None and not os.environ.get("CI")):
+        ledgers.add(path, name, Record(plan.mesh, versions, counts))
+        return []
+    if known is None:
+        return [
+            f'{path} has no "{name}", and what a test writes in CI is lost. Run the test where you '
+            f"work, and commit the file."
+        ]
+    said = [f"It does not communicate as {path} says (-), but so (+):"]
+    if known.mesh != plan.mesh:
+        said.append(
+            f"The ledger was written for the mesh {tell_axes(known.mesh)}. To keep a record of "
+            f"each, give each a name."
+        )
+    said.append(_difference(known.counts, counts, plan.collectives, path.parent))
+    if known.versions != versions:
+        said.append(f"It was written with {known.versions}; these are {versions}.")
+    said.append(
+        f"If that is meant, run the test with {UPDATE}=1 in the environment and commit the file. "
+        f"If not, look at the lines."
+    )
+    return ["\n".join(said)]
+
+
+def _difference(
+    old: dict[Entry, float], new: dict[Entry, float], uses: Iterable[CollectiveUse], folder: Path
+) -> str:
+    lines: dict[Entry, list[str]] = {}
+    for use in uses:
+        lines.setdefault(ledgers.entry(use, folder), []).append(_line(use))
+    rows = []
+    for entry in sorted({*old, *new}):
+        for sign, counts in (("-", old), ("+", new)):
+            if entry in counts and old.get(entry) != new.get(entry):
+                seen = lines.get(entry, []) if sign == "+" else []
+                source = ", ".join(dict.fromkeys(seen)) or entry.source
+                size, times = tell_bytes(entry.num_bytes), tell_count(counts[entry])
+                axes, over = ",".join(entry.axes), _NETWORKS[entry.network]
+                rows.append((f"{sign} {entry.kind}", size, times, axes, over, source))
+    header = [column for column in _COLUMNS if column != "sent/step"]
+    return _aligned([("  " + header[0], *header[1:]), *rows])
+
+
+def _table(uses: Iterable[CollectiveUse]) -> str:
+    rows = [
+        (
+            use.kind,
+            tell_bytes(use.num_bytes),
+            tell_count(use.count),
+            tell_bytes(use.sent_bytes),
+            ",".join(use.axes),
+            _NETWORKS[use.network],
+            _line(use),
+        )
+        for use in sorted(uses, key=lambda use: -use.sent_bytes)
+    ]
+    return _aligned([_COLUMNS, *rows])
+
+
+def _line(use: CollectiveUse) -> str:
+    """The source line, as seen from here; or what JAX calls it, if it has none."""
+    if use.source is None:
+        return use.op_name or "(added by the compiler)"
+    file, _, line = use.source.rpartition(":")
+    here = os.path.relpath(file)
+    return f"{file if here.startswith('..') else here}:{line}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,0 +1,1 @@
+"""What the command line of `scripts/train.py` says, and where a run puts its files."""

@@ -1,0 +1,1 @@
+"""What the models are trained on, and the simplest predictor that each must beat."""

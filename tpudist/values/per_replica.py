@@ -1,0 +1,229 @@
+"""Values in a program of replicas: equal everywhere, or one per replica.
+
+A value that is equal on every replica is a plain `jax.Array`. One that differs is a `PerReplica`:
+one stacked array `[num_replicas, ...]`, of which each replica holds its own part.
+"""
+
+from typing import Any
+
+import jax
+
+from tpudist import context
+from tpudist.xla import collectives, placement
+from tpudist.xla.mesh import mirrored_on
+from tpudist.xla.traces import is_traced
+
+PyTree = Any
+
+
+class _OrMirrored(type):
+    """Counts plain arrays that are equal on every replica among the instances of a class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        if cls not in (DistributedValues, Mirrored) or not isinstance(instance, jax.Array):
+            return False
+        return not is_traced(instance) and mirrored_on(instance) is not None
+
+
+class DistributedValues(metaclass=_OrMirrored):
+    """Values that replicas hold: a PerReplica, a Variable, or a mirrored array; for `isinstance`.
+
+    As `tf.distribute.DistributedValues`.
+    """
+
+
+class Mirrored(DistributedValues):
+    """Values that are equal on every replica; for `isinstance`, and never made.
+
+    They are plain arrays, which a mesh of several replicas holds whole: what `reduce` gives, and
+    what a replica function returns if it is equal everywhere. As TensorFlow's Mirrored, which is a
+    container of one tensor per replica.
+    """
+
+
+def is_distributed(x: Any) -> bool:
+    """Whether `x` is a container of what replicas hold, and no plain array."""
+    return issubclass(type(x), DistributedValues)
+
+
+@jax.tree_util.register_pytree_node_class
+class PerReplica(DistributedValues):
+    """A value that differs between replicas.
+
+    A pytree node around one array, so it passes through `jax.jit`, `jax.tree.map` and checkpoints.
+    It is not an array: how the parts combine is for you to say, with `strategy.reduce`,
+    `strategy.gather` or `strategy.experimental_local_results`. In a replica function each replica
+    sees its own part.
+
+    As `tf.distribute`'s PerReplica; a partial batch is padded, and `rows` counts what is real.
+
+    Attributes:
+        array: `[num_replicas, ...]`, sharded over the replicas.
+        rows: How many leading rows of each replica's part are real, one number per replica, where
+            dim 0 of the parts counts examples; None where it does not.
+        dim: Which dim of the parts it is that `rows` counts, if another one than dim 0.
+    """
+
+    __slots__ = ("array", "dim", "rows")
+
+    def __init__(
+        self,
+        array: jax.Array | jax.ShapeDtypeStruct,
+        rows: tuple[int, ...] | None = None,
+        dim: int = 0,
+    ):
+        """Wraps a stacked array; see the class."""
+        self.array: Any = array
+        self.rows, self.dim = rows, dim
+
+    def tree_flatten(self):
+        """The stacked array is the child, `rows` and their `dim` are structure.
+
+        One that a replica function captures is taken apart as this replica's part.
+        """
+        local = self._local()
+        return (self.array if local is None else local,), (self.rows, self.dim)
+
+    @classmethod
+    def tree_unflatten(cls, rows_and_dim, children):
+        """The inverse of `tree_flatten`."""
+        return cls(children[0], *rows_and_dim)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one replica's part, padding included."""
+        return tuple(self.array.shape[1:])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the part of some replica holds less than its shape says."""
+        return self.rows is not None and any(rows != self.shape[self.dim] for rows in self.rows)
+
+    @property
+    def dtype(self):
+        """Dtype of the parts."""
+        return self.array.dtype
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The parts of this process's replicas, in order, padding included.
+
+        In a program that is being traced, those of all replicas: an all-gather.
+        """
+        local = self._traced_part()
+        if local is not None:
+            return tuple(collectives.all_gather(local[None], 0))
+        mesh = placement.mesh_of(self.array)
+        return tuple(placement.component(mesh, self.array, i) for i in mesh.local_replicas)
+
+    def _traced_part(self) -> Any:
+        """This replica's part in the program that is being traced; None outside of all traces."""
+        if is_traced(self.array):
+            return self.array
+        frame = context.current().frame
+        if frame is None or not isinstance(self.array, jax.Array):
+            return None
+        return frame.capture(self)
+
+    def _local(self) -> Any:
+        """What stands for this value in a replica function: the replica's own part; else None."""
+        mode = context.current()
+        return None if mode.frame is None or mode.replica_context is None else self._traced_part()
+
+    def __repr__(self) -> str:
+        rows = "" if self.rows is None else f", rows={self.rows}"
+        rows += f" of dim {self.dim}" if self.dim else ""
+        array = self.array
+        if not hasattr(array, "dtype"):
+            return f"PerReplica({array!r}{rows})"
+        shape = ",".join(map(str, self.shape))
+        return f"PerReplica({array.dtype}[{shape}] on each of {array.shape[0]} replicas{rows})"
+
+    def _refusal(self) -> TypeError:
+        return TypeError(
+            f"{self!r} was used as one array, but every replica has its own. Combine the parts "
+            f"with strategy.reduce('sum', value, axis=None), concatenate them with "
+            f"strategy.gather(value, axis=0), or read this process's with "
+            f"strategy.experimental_local_results(value)."
+        )
+
+    def _as_array(self) -> Any:
+        """This replica's part, where there is one; else an error that says how to read it."""
+        local = self._local()
+        if local is None:
+            raise self._refusal()
+        return local
+
+    def __jax_array__(self) -> Any:
+        return self._as_array()
+
+    def __getattr__(self, name: str) -> Any:
+        """What arrays have (`sum`, `astype`, ...), where this stands for a replica's own part."""
+        is_own = name.startswith("_") or name in ("array", "rows", "dim")
+        if not is_own and (local := self._local()) is not None:
+            return getattr(local, name)
+        raise AttributeError(
+            f"A {type(self).__name__} has no attribute '{name}': every replica has its own array. "
+            f"Use it in a replica function, or read it with strategy.experimental_local_results."
+        )
+
+
+def _forward(name: str) -> None:
+    """Makes operator `name` that of this replica's part."""
+
+    def operator(self, *others):
+        others = [x._as_array() if isinstance(x, PerReplica) else x for x in others]
+        return getattr(self._as_array(), name)(*others)
+
+    operator.__name__ = name
+    setattr(PerReplica, name, operator)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    _forward(f"__{_name}__")
+    _forward(f"__r{_name}__")
+for _name in ("lt", "le", "gt", "ge", "neg", "abs", "getitem", "len", "iter"):
+    _forward(f"__{_name}__")
+for _name in ("array", "float", "int", "bool", "index", "complex"):
+    _forward(f"__{_name}__")
+
+
+@jax.tree_util.register_pytree_node_class
+class LocalPart(PerReplica):
+    """A PerReplica in a program that is being traced: `array` is this replica's own part.
+
+    It stands for the values of all replicas in cross-replica context.
+
+    Attributes:
+        counts: How many of its rows are real, on this replica and over all, if it is known to hold
+            a batch that may be padded.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self, array: Any, counts: tuple[Any, Any] | None = None):
+        """Wraps a traced array."""
+        super().__init__(array)
+        self.counts = counts
+
+    def _traced_part(self) -> Any:
+        return self.array
+
+    def tree_flatten(self):
+        """The array is the child, `counts` are forgotten."""
+        return (self.array,), ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one replica's part."""
+        return tuple(self.array.shape)
+
+    def __repr__(self) -> str:
+        return f"PerReplica({self.array.dtype}{list(self.shape)} on each replica, being traced)"
+
+
+def local_part(value: Any) -> Any:
+    """This replica's part of a PerReplica, in the trace of a replica function; else `value`."""
+    return value._traced_part() if isinstance(value, PerReplica) else value

@@ -1,0 +1,109 @@
+"""Every compile is recorded with its cause."""
+
+import collections
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+_log = logging.getLogger("tpudist.compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRecord:
+    """One compile of a replica function.
+
+    Attributes:
+        function: Its name.
+        cause: Why it was compiled: the first call, or what changed since the last one.
+        seconds: From the call to the dispatch of the new program: tracing, proving, compiling.
+    """
+
+    function: str
+    cause: str
+    seconds: float
+
+
+_records: collections.deque[CompileRecord] = collections.deque(maxlen=1000)
+
+
+_records_lock = threading.Lock()
+
+
+class BackendCompiles:
+    """Counts what XLA compiles in this process, or loads from its cache, since it was made.
+
+    Attributes:
+        number: How many programs that were.
+    """
+
+    def __init__(self):
+        """Listens from now on."""
+        self.number = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.number += 1
+
+
+@functools.cache
+def backend_compiles() -> BackendCompiles:
+    """The process's counter, which starts when it is first asked for."""
+    return BackendCompiles()
+
+
+# From so many compiles of one function on, they are a warning: each costs more than many steps.
+_MANY_COMPILES = 5
+
+
+def record_compile(function: str, cause: str, seconds: float, number: int) -> None:
+    """Adds a compile to the log, and tells the logger `tpudist.compile`.
+
+    Args:
+        function: The name of the replica function.
+        cause: Why it was compiled.
+        seconds: How long the call took that compiled it.
+        number: Of this compile among those of the function, from 1.
+    """
+    with _records_lock:
+        _records.append(CompileRecord(function, cause, seconds))
+    level = logging.INFO if number < _MANY_COMPILES else logging.WARNING
+    _log.log(level, "compiled %s in %.2f s (time %d): %s", function, seconds, number, cause)
+
+
+def compile_log() -> list[CompileRecord]:
+    """The compiles of replica functions in this process, oldest first (the last 1000)."""
+    with _records_lock:
+        return list(_records)
+
+
+def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """What differs between two signatures, in words.
+
+    Args:
+        old: For each input by name, its description before, as `describe` gives it.
+        new: For each input by name, its description now.
+    """
+    changed = [
+        f"{name} was {old[name]}, is {after}"
+        for name, after in new.items()
+        if name in old and old[name] != after
+    ]
+    changed += [f"{name} ({after}) is new" for name, after in new.items() if name not in old]
+    changed += [f"{name} ({before}) is gone" for name, before in old.items() if name not in new]
+    if not changed:
+        return "the sharding or the weak type of an argument changed"
+    more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return "; ".join(changed[:3]) + more
+
+
+def describe(value: Any) -> str:
+    """An array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
+    shape = ",".join(map(str, value.shape))
+    weak = "weak " if getattr(value, "weak_type", False) else ""
+    return f"{weak}{value.dtype}[{shape}]"

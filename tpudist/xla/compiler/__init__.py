@@ -1,0 +1,1 @@
+"""Compiles for TPUs where there is none."""

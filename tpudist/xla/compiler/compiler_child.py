@@ -1,0 +1,109 @@
+"""The program of the process that compiles for `compiler_process`: `python -m` this module.
+
+A request is a program (StableHLO bytecode), the slice, and which of its devices the program's
+partitions are; the answer, what the compiler made of it. libtpu ends the process that uses it when
+one of its own checks fails, which is why it is used here.
+"""
+
+import dataclasses
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+
+from tpudist.xla import topology
+from tpudist.xla.compiler import child, flags
+from tpudist.xla.hlo import compiled_program
+
+# A compiler holds 0.5 to 2 GB; whoever plans again after this starts it anew, in seconds.
+_IDLE_S = 120.0
+# Of Shardy, and of GSPMD before it.
+_SHARDINGS = ("sdy.sharding", "mhlo.sharding")
+# A TPU takes longer lists of arguments as one tuple (jax.jit does it so).
+_MOST_ARGUMENTS = 2000
+
+
+def main() -> None:
+    """Answers until the parent ends, or has not asked for a while."""
+    slices: dict[tuple[str, int], list[jax.Device]] = {}
+
+    def answer(request: dict[str, Any], program: bytes) -> child.Answer:
+        key = (request["slice"], request["num_slices"])
+        try:
+            if key not in slices:
+                slices[key] = topology.devices(request["slice"], num_slices=request["num_slices"])
+            return _compiled(request, program, slices[key])
+        except Exception as error:  # whatever it is, it is the caller's
+            return {"error": type(error).__name__, "message": str(error)}, b""
+
+    child.serve(answer, idle_s=_IDLE_S)
+
+
+def _compiled(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device]) -> child.Answer:
+    with mlir.make_ir_context():
+        module = ir.Module.parse(bytecode)
+        with tempfile.TemporaryDirectory() as folder:
+            options = _options(request, module, folder)
+            by_id = {device.id: device for device in devices}
+            used = xla_client.DeviceList(tuple(by_id[number] for number in request["ids"]))
+            started = time.monotonic()
+            try:
+                executable = devices[0].client.compile(
+                    module, executable_devices=used, compile_options=options
+                )
+            except jax.errors.JaxRuntimeError as error:
+                text, buffers = map(str.encode, compiled_program.of_refused(folder))
+                found = {"error": type(error).__name__, "message": str(error)}
+                return found | {"text_bytes": len(text)}, text + buffers
+            seconds = time.monotonic() - started
+            program = compiled_program.described(executable, seconds, folder)
+    found = dataclasses.asdict(program)
+    text, buffers = found.pop("text").encode(), found.pop("buffers").encode()
+    return {"program": found, "text_bytes": len(text)}, text + buffers
+
+
+def _options(request: dict[str, Any], module: Any, folder: str) -> Any:
+    """As `jax.jit` sets them for the same program."""
+    options = xla_client.CompileOptions()
+    options.num_replicas = 1
+    options.num_partitions = len(request["ids"])
+    options.device_assignment = xla_client.DeviceAssignment.create(
+        np.array([request["ids"]], np.int32)
+    )
+    build = options.executable_build_options
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = request["shardy"]
+    main = next(f for f in module.body.operations if str(f.name).strip('"') == "main")
+    arguments = _attributes(main, "arg_attrs", len(main.type.inputs))
+    results = _attributes(main, "res_attrs", len(main.type.results))
+    options.parameter_is_tupled_arguments = len(arguments) > _MOST_ARGUMENTS
+    build.allow_spmd_sharding_propagation_to_parameters = [_is_open(a) for a in arguments]
+    build.allow_spmd_sharding_propagation_to_output = [_is_open(r) for r in results]
+    overrides = dict(request["options"])
+    for name in flags.BUILD_OPTIONS:
+        if name in overrides:
+            setattr(build, name, overrides.pop(name))
+    options.env_option_overrides = [("xla_dump_to", folder), *overrides.items()]
+    return options
+
+
+def _attributes(function: Any, name: str, number: int) -> list[Any]:
+    """Those of the arguments, or of the results, of a function: mappings."""
+    if name not in function.attributes:
+        return [{}] * number
+    return [ir.DictAttr(attributes) for attributes in function.attributes[name]]
+
+
+def _is_open(attributes: Any) -> bool:
+    """Whether the compiler may choose how an argument or a result is split."""
+    given = [str(attributes[name]) for name in _SHARDINGS if name in attributes]
+    return not given or any("?" in sharding for sharding in given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Options for the TPU compiler that are worth setting, per chip, each with its reason.
+
+They are passed as `compiler_options` (of `jax.jit`, `Lowered.compile`, `Strategy.plan`), never as
+environment variables. Published flags rot, so the table is short: what libtpu does by itself is not
+in it. With libtpu 0.0.42.1 these change no program that was tried, on v5e and v5p: the
+latency-hiding scheduler, asynchronous all-gathers, all-reduces and permutes, the whole family
+`xla_tpu_enable_async_collective_fusion*`, `xla_tpu_overlap_compute_collective_tc`. Nor do they on
+v6e, but for the two below, which do nothing apart. A test compiles a program with every chip's
+options: what libtpu refuses cannot stay, and what it refuses since some version says until which
+one it is for.
+
+Sources: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py; apple/axlearn,
+common/compiler_options.py.
+"""
+
+import dataclasses
+import re
+import sys
+from typing import Any
+
+from tpudist.xla import versions
+from tpudist.xla.hardware.chips import CHIPS, Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: For the compiler.
+        value: Likewise.
+        generations: The chips that it is for.
+        reason: What it does there, and who says so.
+        across_slices: Whether it is only for programs of several slices.
+        until_libtpu: The last libtpu that is known to take it, such as (0, 0, 42); None for all.
+    """
+
+    name: str
+    value: bool | int | str
+    generations: tuple[str, ...]
+    reason: str
+    across_slices: bool = False
+    until_libtpu: tuple[int, int, int] | None = None
+
+
+_ALL = tuple(CHIPS)
+OPTIONS = (
+    Option(
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib",
+        1_000_000,
+        ("v4", "v5e", "v5p", "v6e"),
+        "No collective matmul: each all-gather or reduce-scatter stays one operation, instead of a "
+        "loop of permutes and small matmuls that runs at a fraction of the peak. Two layers of an "
+        "MLP with fsdp=16: XLA's own estimate of the computation falls from 2.7 to 1.2 ms on v4, "
+        "from 2.9 to 1.9 on v5e and from 1.7 to 0.8 on v5p; gathered weights take more memory (94 "
+        "-> 146 MiB). Off in maxtext's v6e recipes and in axlearn; v6e had no such loop there.",
+    ),
+    Option(
+        "xla_tpu_all_gather_collective_matmul_mode",
+        "none",
+        ("tpu7x",),
+        "No collective matmul either. Left as it is, libtpu 0.0.42.1 ends with a segmentation "
+        "fault in its pass RemoveAllGatherReduceScatterForCMV1, on training steps whose parameters "
+        "are split over fsdp. The other choice is post_spmd: four layers as of Llama-3.1-70B with "
+        "fsdp=16 take 0.96 s with it, by the planner's rules, and 0.81 s without.",
+    ),
+    Option(
+        "xla_tpu_reduce_scatter_collective_matmul_mode",
+        "none",
+        ("tpu7x",),
+        "Likewise for reduce-scatters.",
+    ),
+    Option(
+        "xla_tpu_scoped_vmem_limit_kib",
+        98_304,
+        ("v6e",),
+        "Larger tiles for fused operations: 96 of the 128 MiB of VMEM. In maxtext (dense models) "
+        "and axlearn, who measured it. XLA's own estimates of the matmuls of 24576 x 4096 x 14336 "
+        "in a training step fall from 3.3-4.4 to 2.7-3.0 ms; those of a small program rise (0.4 -> "
+        "0.6 ms), and compiling can take several times as long.",
+    ),
+    Option(
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        True,
+        ("v6e",),
+        "With the next one, weights are gathered beside the computation, as on v5e and v5p without "
+        "asking; else v6e gathers nothing so. Three layers as of Llama-3.1-8B with fsdp=8: of 24 "
+        "ms on ICI, 15 are waited for rather than 24. In maxtext's v6e recipes "
+        "(CF_FOR_ALL_GATHER). libtpu 0.0.50 refuses it on v6e, as a source of wrong results.",
+        until_libtpu=(0, 0, 42),
+    ),
+    Option(
+        "xla_enable_async_all_gather",
+        True,
+        ("v4", "v6e"),
+        "On v4, gathers weights while it computes; the default only since v5 (axlearn). On v6e, "
+        "see the one before.",
+    ),
+    Option(
+        "xla_tpu_host_transfer_overlap_limit",
+        24,
+        ("v6e",),
+        "So many offloaded tensors may be on their way at a time. In maxtext's flags for host "
+        "offload, and in axlearn.",
+    ),
+    Option(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        False,
+        ("v6e", "tpu7x"),
+        "All-reduces not on SparseCores: axlearn found a discrepancy in quality on v6e and an "
+        "abnormal loss on tpu7x. Newer libtpus do not compile a gradient step for tpu7x otherwise.",
+    ),
+    Option(
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        False,
+        ("tpu7x",),
+        "Reduce-scatters neither.",
+    ),
+    Option(
+        "xla_enable_async_collective_permute",
+        True,
+        ("v4",),
+        "Likewise for permutes, on v4.",
+    ),
+    Option(
+        "xla_tpu_enable_data_parallel_all_reduce_opt",
+        True,
+        _ALL,
+        "Reduces a layer's gradients over the data-center network while those of the next are "
+        "computed. In maxtext (DATA_PARALLEL_OVERLAP) and axlearn.",
+        across_slices=True,
+    ),
+    Option(
+        "xla_tpu_data_parallel_opt_different_sized_ops",
+        True,
+        _ALL,
+        "Likewise for gradients of different sizes: pipelines them over a loop's iterations.",
+        across_slices=True,
+    ),
+    Option(
+        "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction",
+        True,
+        _ALL,
+        "Waits for reductions over the data-center network in as few places as possible (axlearn). "
+        'libtpu 0.0.50 refuses programs with it: "Custom emitter for SinkAnchor not found".',
+        across_slices=True,
+        until_libtpu=(0, 0, 42),
+    ),
+    Option(
+        "xla_tpu_host_dcn_reduce_max_sinking_limit",
+        64 * 1024**2,
+        _ALL,
+        "Only for those up to 64 MiB: their buffers are held until then (axlearn).",
+        across_slices=True,
+        until_libtpu=(0, 0, 42),
+    ),
+)
+
+
+def of(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
+    """The options for programs on this chip, as `compiler_options`.
+
+    Args:
+        chip: A chip or its generation, such as "v5e"; None, as for devices that are no TPUs, has
+            no options.
+        num_slices: Of the program; several have more options.
+
+    Raises:
+        ValueError: No such generation.
+    """
+    if chip is None:
+        return {}
+    generation = chip if isinstance(chip, str) else chip.generation
+    if generation not in CHIPS:
+        raise ValueError(f"{generation!r} is no generation of TPUs. These are: {', '.join(CHIPS)}.")
+    return {
+        option.name: option.value
+        for option in OPTIONS
+        if generation in option.generations
+        and (num_slices > 1 or not option.across_slices)
+        and (option.until_libtpu is None or _libtpu() <= option.until_libtpu)
+    }
+
+
+def _libtpu() -> tuple[int, ...]:
+    """The version of the libtpu that compiles, to its third number; later than all if unknown."""
+    version = versions.installed("libtpu") if versions.users_libtpu() is None else ""
+    return tuple(map(int, re.findall(r"\d+", version)[:3])) or (sys.maxsize,)

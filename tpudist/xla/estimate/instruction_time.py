@@ -1,0 +1,195 @@
+"""Prices single instructions on a chip: how long one run takes, once its operands are there.
+
+The rules, fixed before any training run was compared and the same for all chips and programs:
+
+1. XLA writes `estimated_cycles` into most instructions. They compare instructions well, but at the
+   chip's clock they are not times: matrix multiplications come out up to a fifth slower or faster
+   than was measured, a copy of 32 MiB at half of the bandwidth that was measured. So cycles are
+   converted at the rate at which published microbenchmarks come out as published: one rate for
+   instructions that multiply matrices, one for all others. Where there are several, the mean
+   decides; chips that nobody measured get the mean of the others.
+2. Nothing is faster than what was measured: an instruction takes at least its FLOPs at the best
+   share of the peak that was published for the chip, and at least its bytes to and from HBM at the
+   measured share of the bandwidth.
+3. A custom kernel, of which XLA knows no cycles, takes its FLOPs at that share of the peak, or less
+   where its matrices are narrower than the matrix unit: a head of 128 fills half of one that is
+   256 wide (v6e and tpu7x: docs.cloud.google.com/tpu/docs/v6e; 128 before).
+4. What only names values (tuples, bitcasts) takes no time.
+
+Rates are per JAX device: a chip of v2, v3 or tpu7x is two, which share it evenly.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+
+from tpudist.xla.estimate import flops, hbm_traffic, kernels
+from tpudist.xla.hardware.chips import CHIPS, Chip
+from tpudist.xla.hlo.hlo_module import Instruction, Module
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A published measurement of `[m, k] @ [k, n]` in bfloat16 on one device.
+
+    Attributes:
+        m: Rows of the result.
+        k: Size of the dim summed over.
+        n: Columns of the result.
+        seconds: What was measured.
+        cycles: What XLA (libtpu 0.0.42.1) estimates for it, alone in a program.
+    """
+
+    m: int
+    k: int
+    n: int
+    seconds: float
+    cycles: int
+
+    @property
+    def flops_per_s(self) -> float:
+        """The operations per second that were measured."""
+        return 2 * self.m * self.k * self.n / self.seconds
+
+    @property
+    def cycles_per_s(self) -> float:
+        """The rate at which XLA's estimate comes out as measured."""
+        return self.cycles / self.seconds
+
+
+# v2: jax-ml/scaling-book, profiling.md, up-projection of its example, on one of two devices a chip.
+# v5e: yashjayswal24.github.io/portfolio/blog/2026/tpu-profiling, and
+#   AI-Hypercomputer/jetstream-pytorch, pull request 168 ("Matmul replicated").
+# v6e: AI-Hypercomputer/tpu-recipes, microbenchmarks/README.md (827 TFLOP/s), and
+#   yangwhale/gpu-tpu-pedia, tpu/v7_perf, results_trace_test.csv: the time on the device.
+# tpu7x: likewise, results_v7_trace.csv, the square ones; and the square ones of 4096 and more in
+#   AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/Ironwood_Microbenchmarks_readme.md. Both
+#   are of one of two devices a chip; they differ by up to a quarter.
+MATMULS: Mapping[str, tuple[Matmul, ...]] = {
+    "v2": (Matmul(8192, 8192, 16384, 96e-3, 68_237_782),),
+    "v5e": (
+        Matmul(32768, 8192, 32768, 94.1e-3, 152_434_120),
+        Matmul(32768, 32768, 32768, 438.17e-3, 566_254_936),
+    ),
+    "v6e": (
+        Matmul(8192, 8192, 8192, 2 * 8192**3 / 827e12, 2_977_840),
+        Matmul(8192, 8192, 8192, 1510.94e-6, 2_977_840),
+    ),
+    "tpu7x": (
+        Matmul(8192, 8192, 8192, 1016.85e-6, 2_604_600),
+        Matmul(12288, 12288, 12288, 3381.94e-6, 8_291_528),
+        Matmul(16384, 16384, 16384, 7971.29e-6, 19_773_884),
+        Matmul(4096, 4096, 4096, 2 * 4096**3 / 892.94e12, 316_312),
+        Matmul(16384, 16384, 16384, 2 * 16384**3 / 950.13e12, 19_773_884),
+        Matmul(32768, 32768, 32768, 2 * 32768**3 / 956.38e12, 152_679_096),
+    ),
+}
+# What XLA estimates for `2 * a` of bf16[4096, 4096], 32 MiB to read and 32 MiB to write: its cycles
+# for the copy that was measured on v6e (`Chip.hbm_efficiency`).
+COPY_CYCLES: Mapping[str, int] = {
+    "v2": 303_136,
+    "v3": 301_184,
+    "v4": 151_816,
+    "v5e": 302_992,
+    "v5p": 117_880,
+    "v6e": 178_272,
+    "tpu7x": 106_944,
+}
+COPY_BYTES = 2 * 2 * 4096**2
+_WIDE_UNITS = ("v6e", "tpu7x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """What one run of an instruction takes.
+
+    Attributes:
+        seconds: The time it takes.
+        kind: "matmul", "kernel" or "elementwise".
+        flops: Its operations in matrix multiplications.
+        hbm_bytes: Its bytes to and from HBM.
+    """
+
+    seconds: float
+    kind: str
+    flops: float
+    hbm_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one device does per second.
+
+    Attributes:
+        flops_per_s: Of a large matrix multiplication.
+        flops_8_bit_per_s: Likewise, of 8-bit numbers.
+        hbm_bytes_per_s: Of a large copy, both ways together.
+        matmul_cycles_per_s: XLA's cycles of instructions that multiply matrices.
+        other_cycles_per_s: XLA's cycles of all others.
+        unit_width: Width of the matrix unit.
+    """
+
+    flops_per_s: float
+    flops_8_bit_per_s: float
+    hbm_bytes_per_s: float
+    matmul_cycles_per_s: float
+    other_cycles_per_s: float
+    unit_width: int
+
+    @classmethod
+    def of(cls, chip: Chip) -> "Rates":
+        """The rates of one device of `chip`."""
+        peak = chip.bf16_flops_per_s / chip.devices_per_chip
+        share = _best_share(chip)
+        hbm_bytes_per_s = chip.hbm_bytes_per_s * chip.hbm_efficiency / chip.devices_per_chip
+        return cls(
+            peak * share,
+            (chip.int8_ops_per_s or chip.bf16_flops_per_s) / chip.devices_per_chip * share,
+            hbm_bytes_per_s,
+            chip.cycles_per_s * _speed(chip),
+            COPY_CYCLES[chip.generation] * hbm_bytes_per_s / COPY_BYTES,
+            256 if chip.generation in _WIDE_UNITS else 128,
+        )
+
+    def price(self, module: Module, instruction: Instruction) -> Price:
+        """What one run of `instruction` takes; loops and calls take nothing, their bodies do."""
+        num_flops = flops.of(module, instruction)
+        num_bytes = hbm_traffic.num_bytes(module, instruction)
+        hbm_s = num_bytes / self.hbm_bytes_per_s
+        cycles = instruction.cycles or 0
+        if kernels.is_kernel(instruction):
+            width = kernels.narrowest_dim(module, instruction) or self.unit_width
+            filled = min(1.0, width / self.unit_width)
+            seconds = max(num_flops / (self.flops_per_s * filled), hbm_s)
+            return Price(seconds, "kernel", num_flops, num_bytes)
+        if num_flops:
+            is_8_bit = flops.is_8_bit(module, instruction)
+            peak = self.flops_8_bit_per_s if is_8_bit else self.flops_per_s
+            seconds = max(cycles / self.matmul_cycles_per_s, num_flops / peak, hbm_s)
+            return Price(seconds, "matmul", num_flops, num_bytes)
+        seconds = max(cycles / self.other_cycles_per_s, hbm_s)
+        return Price(seconds, "elementwise", 0.0, num_bytes)
+
+
+def _speed(chip: Chip) -> float:
+    """How much faster matrix multiplications were measured than XLA's cycles at the clock."""
+
+    def measured(chip: Chip) -> float:
+        found = MATMULS[chip.generation]
+        return statistics.mean(matmul.cycles_per_s for matmul in found) / chip.cycles_per_s
+
+    if chip.generation in MATMULS:
+        return measured(chip)
+    return statistics.mean(measured(CHIPS[generation]) for generation in MATMULS)
+
+
+def _best_share(chip: Chip) -> float:
+    """The best share of the peak that was measured."""
+
+    def measured(chip: Chip) -> float:
+        peak = chip.bf16_flops_per_s / chip.devices_per_chip
+        return max(matmul.flops_per_s for matmul in MATMULS[chip.generation]) / peak
+
+    if chip.generation in MATMULS:
+        return measured(chip)
+    return statistics.mean(measured(CHIPS[generation]) for generation in MATMULS)

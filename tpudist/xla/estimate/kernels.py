@@ -1,0 +1,95 @@
+"""Counts the operations of custom kernels (Pallas), of which XLA knows neither FLOPs nor cycles.
+
+In a compiled program a Pallas kernel is a custom call "tpu_custom_call" whose body only the TPU
+understands. What it computes follows from its name and its operands for JAX's attention kernels;
+any other kernel tells it by itself, if its author gave `pl.pallas_call` a `cost_estimate`.
+"""
+
+import math
+import re
+
+from tpudist.xla.hlo.hlo_module import Instruction, Module
+
+# Products of [queries, head] and [keys, head], per kernel: Q K^T and P V forward; Q K^T and dP for
+# each of the two backward kernels, and dV and dK in one, dQ in the other or in the same one.
+_MATMULS = {"fwd": 2, "dkv": 4, "dq": 3, "fused": 5}
+_ATTENTION = re.compile(r"\b(?P<family>splash|flash)_(?:mha|mqa)_(?:bwd_)?(?P<part>fwd|dkv|dq)")
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether an instruction is a custom kernel."""
+    return instruction.opcode == "custom-call" and '="tpu_custom_call"' in instruction.attributes
+
+
+def flops(module: Module, instruction: Instruction) -> float | None:
+    """Operations of one run of a custom kernel; None if it is none, or nobody says how many."""
+    if not is_kernel(instruction):
+        return None
+    if match := _attention(instruction):
+        return _attention_flops(module, instruction, match["family"], match["part"])
+    estimate = _ESTIMATE.search(instruction.attributes)
+    return float(estimate[1]) if estimate else None
+
+
+def narrowest_dim(module: Module, instruction: Instruction) -> int | None:
+    """The narrowest dim of its matrix multiplications, where it is known: the width of a head."""
+    if not is_kernel(instruction) or not _attention(instruction):
+        return None
+    queries = _large_operands(module, instruction)
+    return queries[0][-1] if queries else None
+
+
+def _attention(instruction: Instruction) -> re.Match | None:
+    return _ATTENTION.search(instruction.name) or _ATTENTION.search(instruction.op_name)
+
+
+def _large_operands(module: Module, instruction: Instruction) -> list[tuple[int, ...]]:
+    """Shapes of queries, keys and values, [..., heads, length, head]."""
+    operands = (operand.arrays[0] for operand in module.operands_of(instruction))
+    floats = [a for a in operands if a.dtype in ("bf16", "f32", "f16") and len(a.dims) >= 2]
+    return [array.dims for array in floats[:3]]
+
+
+def _attention_flops(
+    module: Module, instruction: Instruction, family: str, part: str
+) -> float | None:
+    shapes = _large_operands(module, instruction)
+    if len(shapes) < 3:
+        return None
+    queries, keys, _ = shapes
+    *heads, length, width = queries
+    products = "fused" if part == "dkv" and _returns_queries(instruction, queries) else part
+    full = 2.0 * math.prod(heads) * length * keys[-2] * width * _MATMULS[products]
+    if family == "flash":
+        return full
+    return full * _share_of_blocks(module, instruction, part, keys[-2])
+
+
+def _returns_queries(instruction: Instruction, queries: tuple[int, ...]) -> bool:
+    """Whether a backward kernel for keys and values also gives the gradient of the queries.
+
+    That comes with one more dim, the blocks of keys: [..., blocks, length, head].
+    """
+    found = (array.dims for array in instruction.arrays if len(array.dims) > len(queries))
+    return any(dims[-2:] == queries[-2:] for dims in found)
+
+
+def _share_of_blocks(module: Module, instruction: Instruction, part: str, keys: int) -> float:
+    """The share of all blocks of queries and keys that a splash kernel visits.
+
+    A masked kernel is given tables of its blocks [heads, rows, columns]; their contents are not in
+    the text. We take the mask to be causal: row i of n visits the columns up to the diagonal, or of
+    those the last, if a narrow table says that the mask is a window. An unmasked kernel has no
+    tables.
+    """
+    operands = (operand.arrays[0] for operand in module.operands_of(instruction))
+    tables = [a.dims for a in operands if a.dtype in ("s8", "s16", "s32") and len(a.dims) == 3]
+    if not tables:
+        return 1.0
+    _, rows, columns = tables[0]
+    suffix = "" if part == "fwd" else f"_{part}"
+    block = re.search(rf"\bblock_kv{suffix}\W+(\d+)", instruction.attributes)
+    total = keys // int(block[1]) if block else columns
+    visited = sum(min(columns, math.ceil((row + 1) * total / rows)) for row in range(rows))
+    return visited / (rows * total)

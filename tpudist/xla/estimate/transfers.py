@@ -1,0 +1,274 @@
+"""Finds the transfers of a compiled program: which instruction begins one, and which one waits.
+
+Transfers are collectives inside a slice (ICI) or across slices (DCN), copies between a device and
+its host's memory, and copies between HBM and VMEM that run beside the computation.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from tpudist.xla.estimate import hbm_traffic, instruction_time
+from tpudist.xla.hardware import links
+from tpudist.xla.hardware.chips import Chip
+from tpudist.xla.hlo import collective_ops, shapes
+from tpudist.xla.hlo.hlo_module import Computation, Instruction, Module
+
+_COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One transfer, as often as its instruction runs.
+
+    Attributes:
+        kind: The HLO opcode, "copy-to-host", "copy-from-host", or "prefetch" for HBM and VMEM.
+        num_bytes: Size of the whole operand or result on one device.
+        sent_bytes: What one device sends over the network.
+        network: "ici", "dcn", "host" or "hbm".
+        axes: The mesh axes it runs along.
+        seconds: How long one takes if nothing else is under way.
+        busy_s: How long it keeps busy each of the things that transfers compete for.
+        op_name: The path of the JAX operation that asked for it, or that made what is sent.
+        source: The user's line "file:line", or None if nobody asked for it.
+    """
+
+    kind: str
+    num_bytes: int
+    sent_bytes: float
+    network: str
+    axes: tuple[str, ...]
+    seconds: float
+    busy_s: Mapping[Any, float]
+    op_name: str
+    source: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What an instruction has to do with a transfer.
+
+    Attributes:
+        phase: "start", "done", or "whole" if it begins the transfer and waits for it.
+        key: What its start and its done have in common.
+        transfer: The transfer, but for a done.
+    """
+
+    phase: str
+    key: object
+    transfer: Transfer | None = None
+
+
+class Finder:
+    """Finds transfers in a program, and says how long they take on the devices of a mesh."""
+
+    def __init__(self, module: Module, mesh: Mesh, chip: Chip | None):
+        """Prepares to read `module`, compiled for `mesh`; without a chip, nothing takes time."""
+        self._module = module
+        self._mesh = mesh
+        self._chip = chip
+        on_torus = chip is not None and hasattr(mesh.devices.flat[0], "coords")
+        self._torus = links.Torus(mesh, chip) if on_torus and chip else None
+        self._hbm_bytes_per_s = instruction_time.Rates.of(chip).hbm_bytes_per_s if chip else 0.0
+        self._host_bytes_per_s = chip.host_bytes_per_s / chip.devices_per_chip if chip else 0.0
+        slices = [getattr(d, "slice_index", 0) or 0 for d in mesh.devices.flat]
+        self._slices = np.array(slices).reshape(mesh.devices.shape)
+
+    def role(self, instruction: Instruction) -> Role | None:
+        """What `instruction` has to do with a transfer; None if nothing."""
+        role = self._role(instruction)
+        transfer = role.transfer if role else None
+        if role is None or transfer is None or transfer.source or transfer.network == "hbm":
+            return role
+        origin = self._module.origin(instruction)
+        op_name = transfer.op_name or origin.op_name
+        asked = dataclasses.replace(transfer, op_name=op_name, source=origin.source)
+        return dataclasses.replace(role, transfer=asked)
+
+    def _role(self, instruction: Instruction) -> Role | None:
+        opcode = instruction.opcode
+        if opcode in ("fusion", "async-start", "call-start"):
+            return self._role_of_caller(instruction)
+        if opcode in ("send", "recv-done"):
+            return self._role_between_slices(instruction)
+        if opcode.endswith("-done") and instruction.operands:
+            return Role("done", instruction.operands[0])
+        if opcode.removesuffix("-start") in _COPIES:
+            return self._role_of_copy(instruction)
+        found = self._collective(instruction)
+        if found is None:
+            return None
+        phase = "start" if opcode.endswith("-start") else "whole"
+        return Role(phase, instruction.name, self._along_groups(found))
+
+    def _collective(self, instruction: Instruction) -> collective_ops.Collective | None:
+        if instruction.opcode.removesuffix("-start") not in collective_ops.KINDS:
+            return None
+        return collective_ops.read(
+            instruction.line,
+            instruction.computation,
+            self._module.num_devices,
+            instruction.sources,
+        )
+
+    def _role_of_caller(self, instruction: Instruction) -> Role | None:
+        """Of a fusion, or of a computation that runs beside the others, with a collective in it.
+
+        The latter is how a TPU leaves a collective to its SparseCores.
+        """
+        name = instruction.callee("calls") or instruction.callee("to_apply") or ""
+        callee = self._module.computations.get(name)
+        inside = self._collective_inside(callee) if callee else None
+        if callee is None or inside is None:
+            return None
+        inner, found = inside
+        if instruction.opcode != "fusion":
+            return Role("start", instruction.name, self._along_groups(found))
+        key = collective_ops.fused_piece(inner.line)
+        if key is None:
+            return Role("whole", instruction.name, self._along_groups(found))
+        targets = {i.attribute("custom_call_target") for i in callee.instructions.values()}
+        if "AsyncCollectiveStart" in targets:
+            return Role("start", key, self._along_groups(found))
+        return Role("done", key) if "AsyncCollectiveDone" in targets else None
+
+    def _collective_inside(
+        self, computation: Computation
+    ) -> tuple[Instruction, collective_ops.Collective] | None:
+        for inner in computation.instructions.values():
+            if inner.opcode == "fusion":
+                callee = self._module.computations.get(inner.callee("calls") or "")
+                found = self._collective_inside(callee) if callee else None
+                if found:
+                    return found
+            elif found := self._collective(inner):
+                return inner, found
+        return None
+
+    def _role_between_slices(self, instruction: Instruction) -> Role | None:
+        """Of a send to other slices, or of the wait for what they sent."""
+        if instruction.opcode == "recv-done":
+            (recv,) = self._module.operands_of(instruction)
+            return Role("done", recv.attribute("_xla_host_transfer_rendezvous") or recv.name)
+        found = self._collective(instruction)
+        if found is None:
+            return None
+        key = instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name
+        if not found.kind.startswith("dcn-"):
+            return Role("start", key, self._along_groups(found))
+        across = [
+            axis
+            for axis in range(self._slices.ndim)
+            if (self._slices != np.take(self._slices, [0], axis)).any()
+        ]
+        axes = tuple(str(self._mesh.axis_names[axis]) for axis in across)
+        num_slices = len(np.unique(self._slices))
+        kind = found.kind.removeprefix("dcn-")
+        # What is handed to the network is the operand: of an all-gather, a part of the whole.
+        whole = found.num_bytes * (num_slices if kind == "all-gather" else 1)
+        sent = links.received_bytes(kind, whole, num_slices)
+        return Role("start", key, self._over_dcn(found, sent, axes))
+
+    def _along_groups(self, found: collective_ops.Collective) -> Transfer:
+        groups = found.groups or ()
+        axes = axes_of(self._mesh, groups)
+        size = max((len(group) for group in groups), default=1)
+        sent = links.received_bytes(found.kind, found.num_bytes, size)
+        if self._torus is None:
+            return _collective_transfer(found, sent, "ici", axes, 0.0, {})
+        if self._torus.crosses_slices(groups):
+            return self._over_dcn(found, sent, axes)
+        route = self._torus.route(found.kind, found.num_bytes, groups)
+        return _collective_transfer(found, sent, "ici", axes, route.seconds, route.busy_s)
+
+    def _over_dcn(
+        self, found: collective_ops.Collective, sent: float, axes: tuple[str, ...]
+    ) -> Transfer:
+        seconds = 0.0
+        if self._chip:
+            seconds = sent * self._chip.devices_per_chip / self._chip.dcn_bytes_per_s
+        return _collective_transfer(found, sent, "dcn", axes, seconds, {"dcn": seconds})
+
+    def _role_of_copy(self, instruction: Instruction) -> Role | None:
+        """Of a copy to or from the host's memory, or between HBM and VMEM beside the others."""
+        is_start = instruction.opcode.endswith("-start")
+        operands = self._module.operands_of(instruction)
+        if not instruction.arrays or not operands[0].arrays:
+            return None
+        source, target = operands[0].arrays[0], instruction.arrays[0]
+        moved = instruction.arrays[-2] if is_start else target
+        if "slice-start" in instruction.opcode:
+            target = moved
+        if "dynamic-update-slice" in instruction.opcode:
+            source, target = operands[1].arrays[0], source
+            moved = source
+        on_host = [array.memory_space == shapes.HOST for array in (source, target)]
+        if any(on_host) and not all(on_host):
+            kind, network = "copy-to-host" if on_host[1] else "copy-from-host", "host"
+            sent, rate = moved.num_bytes, self._host_bytes_per_s
+        elif is_start:
+            kind, network = "prefetch", "hbm"
+            sent = hbm_traffic.num_bytes(self._module, instruction)
+            rate = self._hbm_bytes_per_s
+        else:
+            return None
+        seconds = sent / rate if rate else 0.0
+        transfer = Transfer(
+            kind,
+            moved.num_bytes,
+            sent,
+            network,
+            (),
+            seconds,
+            {kind: seconds},
+            instruction.op_name,
+            instruction.source,
+        )
+        return Role("start" if is_start else "whole", instruction.name, transfer)
+
+
+def _collective_transfer(
+    found: collective_ops.Collective,
+    sent_bytes: float,
+    network: str,
+    axes: tuple[str, ...],
+    seconds: float,
+    busy_s: Mapping[Any, float],
+) -> Transfer:
+    return Transfer(
+        found.kind.removeprefix("dcn-"),
+        found.num_bytes,
+        sent_bytes,
+        network,
+        axes,
+        seconds,
+        busy_s,
+        found.op_name,
+        found.source,
+    )
+
+
+def axes_of(mesh: Mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
+    """The axes of `mesh` along which devices of one group differ, in the order of the mesh.
+
+    Args:
+        mesh: The mesh that the program was compiled for.
+        groups: Positions in the flat mesh of devices that take part together; for a permute, pairs.
+    """
+    return _axes_of(mesh.devices.shape, tuple(map(str, mesh.axis_names)), groups)
+
+
+@functools.lru_cache(maxsize=4096)
+def _axes_of(
+    shape: tuple[int, ...], names: tuple[str, ...], groups: tuple[tuple[int, ...], ...]
+) -> tuple[str, ...]:
+    differs = np.zeros(len(shape), dtype=bool)
+    for size in {len(group) for group in groups}:
+        same = np.array([group for group in groups if len(group) == size])
+        places = np.stack(np.unravel_index(same, shape))  # [axis, group, device]
+        differs |= (places != places[:, :, :1]).any(axis=(1, 2))
+    return tuple(name for name, runs in zip(names, differs, strict=True) if runs)

@@ -1,0 +1,1 @@
+"""Chips, slices of them and the links between."""

@@ -1,0 +1,387 @@
+"""What each generation of TPU chips can do, from published sources: what the planner prices with.
+
+All rates are per chip (a chip of v2, v3 or tpu7x is two JAX devices), per second, in bytes or
+operations; G is 10^9 for rates and Gi is 2^30 for memory, as in the documents. Where a document
+does not say, the rule beside the figure does, and it is the same for all chips.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+_GI = 1024**3
+_DOCS = "docs.cloud.google.com/tpu/docs"
+_BOOK = "jax-ml/scaling-book, tpus.md"
+_PAPER = "Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020"
+_RECIPES = "AI-Hypercomputer/tpu-recipes, microbenchmarks"
+
+# "50 GB/s, of which 45 are usable" (scaling-book, of v4): the same share for every generation.
+_USABLE_ICI = 0.9
+# The share of the peak that a copy of 32 MB reaches (v6e: 1360 of 1638 GB/s), the only measurement,
+# for every generation. Source: tpu-recipes, microbenchmarks. Matmuls: `instruction_time.MATMULS`.
+_HBM = 1360 / 1638
+_HOST_LINK = "PCIe: 15 GB/s per chip is typical, 32 for v6e (scaling-book)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One generation of TPU chips.
+
+    Attributes:
+        generation: "v5e", as in the names of slices.
+        device_kind: What `jax.Device.device_kind` says.
+        devices_per_chip: How many JAX devices a chip is.
+        bf16_flops_per_s: Peak of matrix multiplication in bfloat16.
+        int8_ops_per_s: Peak in int8; None where no document gives one.
+        cycles_per_s: The clock in which XLA counts `estimated_cycles`.
+        hbm_bytes: Memory, as documented.
+        compiler_hbm_bytes: Memory that libtpu lets one program use: what its refusal calls
+            "available HBM", for all devices of a chip together.
+        hbm_bytes_per_s: Peak bandwidth of the memory.
+        ici_links: Links to neighboring chips.
+        ici_bytes_per_s: Of one link, one way, usable.
+        torus_dims: Dimensions of the slice's grid.
+        largest: Shape of the largest slice, in chips.
+        wraps_from: From this length on, an axis of the grid wraps around (`wrapped` says which).
+        chips_per_host: The most chips that a host of such slices has.
+        dcn_bytes_per_s: To other slices, over the data-center network: a chip's share of what its
+            host can send.
+        host_bytes_per_s: Between a chip and its host's memory, one way.
+        hbm_efficiency: Share of the memory's peak bandwidth that a large copy reaches.
+        cores_in_name: What the number of a name such as "v5p-128" counts per chip.
+        sources: Where the figures come from, by attribute.
+    """
+
+    generation: str
+    device_kind: str
+    devices_per_chip: int
+    bf16_flops_per_s: float
+    int8_ops_per_s: float | None
+    cycles_per_s: float
+    hbm_bytes: int
+    compiler_hbm_bytes: int
+    hbm_bytes_per_s: float
+    ici_links: int
+    ici_bytes_per_s: float
+    torus_dims: int
+    largest: tuple[int, ...]
+    wraps_from: int
+    chips_per_host: int
+    dcn_bytes_per_s: float
+    host_bytes_per_s: float
+    hbm_efficiency: float
+    cores_in_name: int
+    sources: Mapping[str, str]
+
+    def wrapped(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
+        """Which axes of a slice of this shape (in chips) are rings; the others are lines.
+
+        A grid of three dimensions is a torus only if it is made of whole cubes of 4 x 4 x 4; one of
+        two dimensions has a ring along each axis that is as long as the pod's.
+        Source: docs.cloud.google.com/tpu/docs/v5p and v4, scaling-book; as `wrap` in
+        AI-Hypercomputer/maxtext, accelerator_to_spec_map.py.
+        """
+        if self.torus_dims == 3:
+            return (all(size % self.wraps_from == 0 for size in shape),) * len(shape)
+        return tuple(size >= self.wraps_from for size in shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnnouncedChip:
+    """A chip whose figures are published and which no libtpu compiles for yet.
+
+    Its row is kept ready: when libtpu has learned it (a test tells), what is not published today,
+    links, clock, hosts and what the compiler leaves of the memory, makes it a `Chip`.
+
+    Attributes:
+        generation: As libtpu and Cloud are expected to call it, such as "tpu8t".
+        device_kind: What `jax.Device.device_kind` says.
+        devices_per_chip: How many JAX devices a chip is.
+        bf16_flops_per_s: Peak of matrix multiplication in bfloat16.
+        fp8_flops_per_s: Likewise in 8-bit floats.
+        hbm_bytes: Memory.
+        hbm_bytes_per_s: Its peak bandwidth.
+        num_chips: Of the largest slice, if published.
+        sources: Where the figures come from, by attribute.
+    """
+
+    generation: str
+    device_kind: str
+    devices_per_chip: int
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    num_chips: int | None
+    sources: Mapping[str, str]
+
+
+def of_device(device: Any) -> Chip | None:
+    """The chip that a JAX device is on; None if it is not a TPU, or one that is not known."""
+    kind = getattr(device, "device_kind", None)
+    return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+
+
+def _chip(generation: str, *, sources: Mapping[str, str], **facts: Any) -> Chip:
+    return Chip(
+        generation=generation,
+        ici_bytes_per_s=_USABLE_ICI * facts.pop("ici_link_bytes_per_s"),
+        hbm_efficiency=_HBM,
+        sources={
+            "ici_bytes_per_s": "as documented per chip / links / 2 ways, 90% usable (scaling-book)",
+            "compiler_hbm_bytes": "the refusal of libtpu 0.0.42.1 for this chip",
+            "hbm_efficiency": f"{_RECIPES}: v6e, also for the others",
+            "chips_per_host": f"machine types: {_DOCS}",
+            "host_bytes_per_s": _HOST_LINK,
+            **sources,
+        },
+        **facts,
+    )
+
+
+# The clock follows from the peak: 2 x 128 x 128 FLOPs per cycle and MXU; since v6e, 4 x 256 x 256.
+CHIPS: Mapping[str, Chip] = {
+    chip.generation: chip
+    for chip in (
+        _chip(
+            "v2",
+            device_kind="TPU v2",
+            devices_per_chip=2,
+            cores_in_name=2,
+            bf16_flops_per_s=46e12,
+            int8_ops_per_s=None,
+            cycles_per_s=0.70e9,
+            hbm_bytes=16 * _GI,
+            compiler_hbm_bytes=2 * int(7.48 * _GI),
+            hbm_bytes_per_s=700e9,
+            ici_links=4,
+            ici_link_bytes_per_s=62e9,
+            torus_dims=2,
+            largest=(16, 16),
+            wraps_from=16,
+            chips_per_host=4,
+            dcn_bytes_per_s=25e9 / 4,
+            host_bytes_per_s=15e9,
+            sources={
+                "bf16_flops_per_s": f"{_PAPER}; {_DOCS}/v2",
+                "cycles_per_s": _PAPER,
+                "hbm_bytes": f"{_DOCS}/v2",
+                "hbm_bytes_per_s": f"{_PAPER}; {_DOCS}/v2",
+                "ici_link_bytes_per_s": f"496 Gbit/s: {_PAPER}",
+                "dcn_bytes_per_s": f"25 GB/s per host, as is typical ({_BOOK})",
+            },
+        ),
+        _chip(
+            "v3",
+            device_kind="TPU v3",
+            devices_per_chip=2,
+            cores_in_name=2,
+            bf16_flops_per_s=123e12,
+            int8_ops_per_s=None,
+            cycles_per_s=0.94e9,
+            hbm_bytes=32 * _GI,
+            compiler_hbm_bytes=2 * int(15.48 * _GI),
+            hbm_bytes_per_s=900e9,
+            ici_links=4,
+            ici_link_bytes_per_s=82e9,
+            torus_dims=2,
+            largest=(32, 32),
+            wraps_from=32,
+            chips_per_host=4,
+            dcn_bytes_per_s=25e9 / 4,
+            host_bytes_per_s=15e9,
+            sources={
+                "bf16_flops_per_s": f"{_PAPER}; {_DOCS}/v3",
+                "cycles_per_s": _PAPER,
+                "hbm_bytes": f"{_DOCS}/v3",
+                "hbm_bytes_per_s": f"{_PAPER}; {_DOCS}/v3",
+                "ici_link_bytes_per_s": f"656 Gbit/s: {_PAPER}",
+                "dcn_bytes_per_s": f"25 GB/s per host, as is typical ({_BOOK})",
+            },
+        ),
+        _chip(
+            "v4",
+            device_kind="TPU v4",
+            devices_per_chip=1,
+            cores_in_name=2,
+            bf16_flops_per_s=275e12,
+            int8_ops_per_s=275e12,
+            cycles_per_s=1.05e9,
+            hbm_bytes=32 * _GI,
+            compiler_hbm_bytes=int(30.75 * _GI),
+            hbm_bytes_per_s=1200e9,
+            ici_links=6,
+            ici_link_bytes_per_s=50e9,
+            torus_dims=3,
+            largest=(16, 16, 16),
+            wraps_from=4,
+            chips_per_host=4,
+            dcn_bytes_per_s=25e9 / 4,
+            host_bytes_per_s=16e9,
+            sources={
+                "bf16_flops_per_s": f"{_DOCS}/v4",
+                "int8_ops_per_s": f"{_DOCS}/v4",
+                "cycles_per_s": "275e12 / (8 MXUs x 2 x 128 x 128)",
+                "hbm_bytes": f"{_DOCS}/v4",
+                "hbm_bytes_per_s": f"{_DOCS}/v4",
+                "ici_link_bytes_per_s": _BOOK,
+                "dcn_bytes_per_s": f"25 GB/s per host ({_BOOK})",
+            },
+        ),
+        _chip(
+            "v5e",
+            device_kind="TPU v5 lite",
+            devices_per_chip=1,
+            cores_in_name=1,
+            bf16_flops_per_s=197e12,
+            int8_ops_per_s=393e12,
+            cycles_per_s=1.503e9,
+            hbm_bytes=16 * _GI,
+            compiler_hbm_bytes=int(15.75 * _GI),
+            hbm_bytes_per_s=819e9,
+            ici_links=4,
+            ici_link_bytes_per_s=50e9,
+            torus_dims=2,
+            largest=(16, 16),
+            wraps_from=16,
+            chips_per_host=8,
+            dcn_bytes_per_s=25e9 / 8,
+            host_bytes_per_s=15e9,
+            sources={
+                "bf16_flops_per_s": f"{_DOCS}/v5e",
+                "int8_ops_per_s": f"{_DOCS}/v5e",
+                "cycles_per_s": "197e12 / (4 MXUs x 2 x 128 x 128)",
+                "hbm_bytes": f"{_DOCS}/v5e",
+                "hbm_bytes_per_s": f"{_DOCS}/v5e",
+                "ici_link_bytes_per_s": f"400 GB/s per chip, 4 ports: {_DOCS}/v5e",
+                "dcn_bytes_per_s": f"6.4 Tbit/s per pod of 256: {_DOCS}/v5e",
+            },
+        ),
+        _chip(
+            "v5p",
+            device_kind="TPU v5",
+            devices_per_chip=1,
+            cores_in_name=2,
+            bf16_flops_per_s=459e12,
+            int8_ops_per_s=918e12,
+            cycles_per_s=1.75e9,
+            hbm_bytes=95 * _GI,
+            compiler_hbm_bytes=int(95.74 * _GI),
+            hbm_bytes_per_s=2765e9,
+            ici_links=6,
+            ici_link_bytes_per_s=100e9,
+            torus_dims=3,
+            largest=(16, 20, 28),
+            wraps_from=4,
+            chips_per_host=4,
+            dcn_bytes_per_s=50e9 / 8,
+            host_bytes_per_s=15e9,
+            sources={
+                "bf16_flops_per_s": f"{_DOCS}/v5p",
+                "int8_ops_per_s": "jax, pallas/mosaic/tpu_info.py",
+                "cycles_per_s": "459e12 / (8 MXUs x 2 x 128 x 128)",
+                "hbm_bytes": f"{_DOCS}/v5p",
+                "hbm_bytes_per_s": f"{_DOCS}/v5p (jax, tpu_info.py: 2460e9)",
+                "ici_link_bytes_per_s": f"1200 GB/s per chip, 6 links: {_DOCS}/v5p",
+                "dcn_bytes_per_s": f"50 Gbit/s per chip: {_DOCS}/v5p",
+            },
+        ),
+        _chip(
+            "v6e",
+            device_kind="TPU v6 lite",
+            devices_per_chip=1,
+            cores_in_name=1,
+            bf16_flops_per_s=918e12,
+            int8_ops_per_s=1836e12,
+            cycles_per_s=1.75e9,
+            hbm_bytes=32 * _GI,
+            compiler_hbm_bytes=int(31.25 * _GI),
+            hbm_bytes_per_s=1638e9,
+            ici_links=4,
+            ici_link_bytes_per_s=100e9,
+            torus_dims=2,
+            largest=(16, 16),
+            wraps_from=16,
+            chips_per_host=8,
+            dcn_bytes_per_s=100e9 / 8,
+            host_bytes_per_s=32e9,
+            sources={
+                "bf16_flops_per_s": f"{_DOCS}/v6e",
+                "int8_ops_per_s": f"{_DOCS}/v6e",
+                "cycles_per_s": "918e12 / (2 MXUs x 4 x 256 x 256)",
+                "hbm_bytes": f"{_DOCS}/v6e",
+                "hbm_bytes_per_s": f"{_DOCS}/v6e",
+                "ici_link_bytes_per_s": f"800 GB/s per chip, 4 ports: {_DOCS}/v6e",
+                "dcn_bytes_per_s": f"100 Gbit/s per chip: {_DOCS}/tpu7x",
+            },
+        ),
+        _chip(
+            "tpu7x",
+            device_kind="TPU7x",
+            devices_per_chip=2,
+            cores_in_name=2,
+            bf16_flops_per_s=2307e12,
+            int8_ops_per_s=None,
+            cycles_per_s=2.2e9,
+            hbm_bytes=192 * _GI,
+            compiler_hbm_bytes=2 * int(94.75 * _GI),
+            hbm_bytes_per_s=7380e9,
+            ici_links=6,
+            ici_link_bytes_per_s=100e9,
+            torus_dims=3,
+            largest=(16, 24, 24),
+            wraps_from=4,
+            chips_per_host=4,
+            dcn_bytes_per_s=100e9 / 8,
+            host_bytes_per_s=32e9,
+            sources={
+                "bf16_flops_per_s": f"{_DOCS}/tpu7x",
+                "cycles_per_s": "2307e12 / (4 MXUs x 4 x 256 x 256)",
+                "hbm_bytes": f"{_DOCS}/tpu7x",
+                "hbm_bytes_per_s": f"{_DOCS}/tpu7x",
+                "ici_link_bytes_per_s": f"1200 GB/s per chip: {_DOCS}/tpu7x; 6 links of a 3D torus",
+                "dcn_bytes_per_s": f"100 Gbit/s per chip: {_DOCS}/tpu7x",
+                "host_bytes_per_s": "not published; as v6e",
+            },
+        ),
+    )
+}
+
+_JAX_0_12 = "jax 0.12, tpu_info.py"
+_NEXT_26 = "Google Cloud Next, April 2026"
+_ANNOUNCED_SOURCES = {
+    "devices_per_chip": f"TensorCores per chip: {_JAX_0_12}",
+    "bf16_flops_per_s": _JAX_0_12,
+    "fp8_flops_per_s": _JAX_0_12,
+    "hbm_bytes": f"{_JAX_0_12}; 216 and 288 GiB: {_NEXT_26}",
+    "hbm_bytes_per_s": _JAX_0_12,
+}
+
+# libtpu 0.0.50.1 says "Invalid TPU external name" of both; tests/test_topology.py asks it.
+ANNOUNCED: Mapping[str, AnnouncedChip] = {
+    chip.generation: chip
+    for chip in (
+        AnnouncedChip(
+            generation="tpu8t",
+            device_kind="TPU8t",
+            devices_per_chip=1,
+            bf16_flops_per_s=996.1e12,
+            fp8_flops_per_s=5976.9e12,
+            hbm_bytes=216 * _GI,
+            hbm_bytes_per_s=6400e9,
+            num_chips=9600,
+            sources={**_ANNOUNCED_SOURCES, "num_chips": f"9,600 in a superpod: {_NEXT_26}"},
+        ),
+        AnnouncedChip(
+            generation="tpu8i",
+            device_kind="TPU8i",
+            devices_per_chip=2,
+            bf16_flops_per_s=1101e12,
+            fp8_flops_per_s=8808e12,
+            hbm_bytes=288 * _GI,
+            hbm_bytes_per_s=8600e9,
+            num_chips=None,
+            sources=_ANNOUNCED_SOURCES,
+        ),
+    )
+}

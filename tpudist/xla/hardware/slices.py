@@ -1,0 +1,204 @@
+"""The names of TPU slices: "v5e-256", "v5p-128", "2xv5e-256", "v5e:16x16", "2xv5e:4x4".
+
+A name is a generation and, after a hyphen, a number as Google Cloud uses it, or, after a colon, the
+shape in chips. In front may stand how many such slices the data-center network connects.
+
+What the number counts. TensorCores, two per chip, for v2 to v5p (4x4x4 is 128 of them:
+docs.cloud.google.com/tpu/docs/v5p) and tpu7x (GKE calls 2x2x2 "tpu7x-16", as do the repositories
+AI-Hypercomputer/xpk and maxtext). Chips for v5e and v6e, which have one core.
+
+Which shape a number means. Cloud's default is the one "most similar to a cube"
+(docs.cloud.google.com/tpu/docs/types-topologies): up to 32 chips 2x2x1, 2x2x2, 2x2x4, 2x4x4, then
+whole cubes of 4x4x4, put together to the smallest surface; in two dimensions, powers of two with
+sides equal or 1:2. After a colon, any shape can be given.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import math
+import re
+
+from tpudist.xla import versions
+from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, Chip
+
+# Cloud says "v5litepod", libtpu also "v5" for v5p; the others are what people say.
+_ALIASES = {"v5litepod": "v5e", "v5": "v5p", "v7x": "tpu7x", "trillium": "v6e", "ironwood": "tpu7x"}
+_ANNOUNCED_ALIASES = {alias: f"tpu{alias[-2:]}" for alias in ("8t", "v8t", "8i", "v8i")}
+_EXAMPLES = '"v5e-8", "v5p-128", "2xv5e-256" or, with the shape in chips, "v5e:2x4"'
+_SMALL_3D = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+_CUBE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """One or several equal TPU slices.
+
+    Attributes:
+        name: As it was asked for.
+        generation: A key of `chips.CHIPS`.
+        shape: Of one slice, in chips.
+        num_slices: Slices, connected by the data-center network.
+    """
+
+    name: str
+    generation: str
+    shape: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def chip(self) -> Chip:
+        """The facts about its chips."""
+        return CHIPS[self.generation]
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all slices."""
+        return self.num_slices * math.prod(self.shape)
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices of all slices."""
+        return self.num_chips * self.chip.devices_per_chip
+
+    @property
+    def raw(self) -> str:
+        """The name of one slice for libtpu: "v5e:16x16"."""
+        return f"{self.generation}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Which axes of the shape are rings."""
+        return self.chip.wrapped(self.shape)
+
+
+def parse(name: str) -> Slice:
+    """The slice of this name.
+
+    Raises:
+        ValueError: Not a name, or a slice that does not exist; near names are listed.
+    """
+    match = re.fullmatch(
+        r"(?:(?P<slices>\d+)x)?(?P<generation>[a-zA-Z]\w*?)"
+        r"(?:-(?P<number>\d+)|:(?P<shape>\d+(?:x\d+)*))",
+        name.strip() if isinstance(name, str) else "",
+    )
+    _check_not_announced(name)
+    generation = _generation(match["generation"]) if match else None
+    if match is None or generation is None:
+        raise ValueError(
+            f"{name!r} is not a TPU slice. {_near(str(name))}Give a generation and its size, such "
+            f"as {_EXAMPLES}; the generations and their largest slices are {_known()}."
+        )
+    num_slices = int(match["slices"] or 1)
+    if num_slices < 1:
+        raise ValueError(f"{name!r} asks for no slice. Give at least 1, such as {_EXAMPLES}.")
+    if match["number"]:
+        shape = _shape_of(int(match["number"]), generation, name)
+    else:
+        shape = tuple(map(int, match["shape"].split("x")))
+    _check(shape, CHIPS[generation], name)
+    return Slice(name=name, generation=generation, shape=shape, num_slices=num_slices)
+
+
+def _check_not_announced(name: str) -> None:
+    """Says of a slice of a chip that is announced why nothing can be compiled for it."""
+    word = re.split(r"[-:]", str(name).strip().lower())[0]
+    word = re.sub(r"^\d+x", "", word)
+    chip = ANNOUNCED.get(_ANNOUNCED_ALIASES.get(word, word))
+    if chip is None:
+        return
+    installed = versions.installed("libtpu")
+    here = f"the one here is {installed}" if installed else "none is installed here"
+    raise ValueError(
+        f"{name!r} is a slice of {chip.device_kind}, a chip that is announced: this libtpu does "
+        f"not know it yet ({here}), so no program can be compiled for it. What is published of the "
+        f"chip: `tpudist topologies`. Plan for one of {', '.join(CHIPS)} meanwhile."
+    )
+
+
+def _generation(word: str) -> str | None:
+    word = word.lower()
+    word = _ALIASES.get(word, word)
+    return word if word in CHIPS else None
+
+
+def _shape_of(number: int, generation: str, name: str) -> tuple[int, ...]:
+    chip = CHIPS[generation]
+    num_chips, left_over = divmod(number, chip.cores_in_name)
+    shape = None if left_over else default_shape(num_chips, chip.torus_dims)
+    if shape is None:
+        counted = "TensorCores, 2 per chip" if chip.cores_in_name == 2 else "chips"
+        near = sorted(_numbers(chip), key=lambda n: abs(math.log(n / max(number, 1))))[:3]
+        raise ValueError(
+            f"{name!r} is not a {generation} slice: its number counts {counted}, and Google Cloud "
+            f"has no such slice. Near are "
+            f"{', '.join(f'{generation}-{n}' for n in sorted(near))}. Or give a shape in chips, "
+            f'such as "{generation}:{_text(default_shape(8, chip.torus_dims))}".'
+        )
+    return shape
+
+
+def default_shape(num_chips: int, torus_dims: int) -> tuple[int, ...] | None:
+    """The shape that Google Cloud gives so many chips by default; None if it has none."""
+    if num_chips < 1:
+        return None
+    if torus_dims == 2:
+        power = num_chips.bit_length() - 1
+        if num_chips != 1 << power or num_chips == 2:
+            return None
+        return (1 << power // 2, 1 << (power + 1) // 2)
+    if num_chips in _SMALL_3D:
+        return _SMALL_3D[num_chips]
+    cubes, left_over = divmod(num_chips, _CUBE**3)
+    if left_over or not cubes:
+        return None
+    a, b, c = min(
+        (
+            (a, b, cubes // (a * b))
+            for a, b in itertools.product(_divisors(cubes), repeat=2)
+            if cubes % (a * b) == 0 and a <= b <= cubes // (a * b)
+        ),
+        key=lambda sides: sides[0] * sides[1] + sides[1] * sides[2] + sides[0] * sides[2],
+    )
+    return (_CUBE * a, _CUBE * b, _CUBE * c)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+
+
+def _check(shape: tuple[int, ...], chip: Chip, name: str) -> None:
+    too_large = any(a > b for a, b in zip(sorted(shape), sorted(chip.largest), strict=False))
+    if len(shape) != chip.torus_dims or min(shape) < 1 or too_large:
+        raise ValueError(
+            f'"{name}" is not a shape of a {chip.generation} slice. It has {chip.torus_dims} '
+            f"dimensions and at most {math.prod(chip.largest)} chips, as "
+            f'"{chip.generation}:{_text(chip.largest)}". For more chips, ask for several slices, '
+            f'such as "2x{chip.generation}:{_text(chip.largest)}". The generations and their '
+            f"largest slices are {_known()}."
+        )
+
+
+def _numbers(chip: Chip) -> list[int]:
+    """The numbers after the hyphen that are known, up to the largest slice."""
+    most = math.prod(chip.largest)
+    step = _CUBE**3 if chip.torus_dims == 3 else 1
+    counts = [*_SMALL_3D, *range(step, most + 1, step)] if step > 1 else range(1, most + 1)
+    return [chip.cores_in_name * n for n in counts if default_shape(n, chip.torus_dims)]
+
+
+def _near(name: str) -> str:
+    """A sentence with the names that look like this one, or nothing."""
+    known = [f"{generation}-{n}" for generation, chip in CHIPS.items() for n in _numbers(chip)[:40]]
+    known += [f"{chip.generation}:{_text(chip.largest)}" for chip in CHIPS.values()]
+    found = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(found)}? " if found else ""
+
+
+def _known() -> str:
+    return ", ".join(f"{chip.generation}:{_text(chip.largest)}" for chip in CHIPS.values())
+
+
+def _text(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape or ()))

@@ -1,0 +1,1 @@
+"""Reads the program that XLA compiled."""

@@ -1,0 +1,79 @@
+"""Reads which source lines an instruction comes from, in the two forms that HLO has for it."""
+
+import functools
+import pathlib
+import re
+
+_LIBRARY = pathlib.Path(__file__).parents[2]
+_MODELS = _LIBRARY / "models"
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+@functools.lru_cache(maxsize=4096)
+def users_line(stack: tuple[str, ...]) -> str | None:
+    """The innermost line "file:line" that is the user's, or None if nobody asked.
+
+    Lines of this library and of installed ones are not, unless there are no others.
+    """
+    others = [line for line in stack if not _is_own(line)]
+    theirs = (line for line in others if not _INSTALLED.intersection(pathlib.Path(line).parts))
+    return next(theirs, None) or next(iter(others or stack), None)
+
+
+def _is_own(line: str) -> bool:
+    path = pathlib.Path(line.rpartition(":")[0])
+    # The reference models are written as a user would write them, but for what lays out arrays and
+    # applies layers on their behalf.
+    is_models = path.is_relative_to(_MODELS) and path.name not in ("logical.py", "pipeline.py")
+    return path.is_relative_to(_LIBRARY) and not is_models
+
+
+class Sources:
+    """The tables of source lines at the top of the text, to which instructions refer by number."""
+
+    def __init__(self, text: str):
+        """Reads the tables of `text`, a compiled program."""
+        tables: dict[str, dict[int, str]] = {}
+        table: dict[int, str] = {}
+        for line in _before_computations(text).splitlines():
+            if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+                table = tables.setdefault(line, {})
+            elif entry := re.match(r"(\d+) (.*)", line):
+                table[int(entry[1])] = entry[2]
+        self._files = tables.get("FileNames", {})
+        self._locations = tables.get("FileLocations", {})
+        self._frames = tables.get("StackFrames", {})
+        self._stacks: dict[int, tuple[str, ...]] = {}
+
+    def of(self, instruction: str) -> tuple[str, ...]:
+        """The source lines of an instruction, given as its line of text; innermost first."""
+        if inline := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction):
+            return (f"{inline[1]}:{inline[2]}",)
+        frame = _number(instruction, "stack_frame_id")
+        if frame not in self._stacks:
+            self._stacks[frame] = self._walk(frame)
+        return self._stacks[frame]
+
+    def _walk(self, frame: int) -> tuple[str, ...]:
+        lines = []
+        while frame in self._frames:
+            location = self._locations[_number(self._frames[frame], "file_location_id")]
+            file = self._files[_number(location, "file_name_id")].strip('"')
+            line = f"{file}:{_number(location, 'line')}"
+            if line not in lines[-1:]:
+                lines.append(line)
+            # Parents are printed one too high: a frame without one prints 1, its child 2.
+            frame = _number(self._frames[frame], "parent_frame_id") - 1
+        return tuple(lines)
+
+
+def _before_computations(text: str) -> str:
+    """The top of the text, where the tables stand: before the first computation."""
+    first = re.search(r"^(?:ENTRY )?%?[\w.-]+ \(.*\{$", text, re.MULTILINE)
+    return text[: first.start()] if first else text
+
+
+def _number(text: str, name: str) -> int:
+    """The value of `name=value` in `text`, 0 where there is none."""
+    match = re.search(rf"\b{name}=(\d+)", text)
+    return int(match[1]) if match else 0
