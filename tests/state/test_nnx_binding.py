@@ -1,4 +1,6 @@
 import contextlib
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +73,31 @@ def test_a_binding_is_used_again_until_an_attribute_changes():
     model.bias = nnx.Param(jnp.ones(3))
     second = bindings.find([model])
     assert second is not first
-    assert second.static_id == first.static_id
+    assert second.structure is first.structure
     model.extra = "static"
-    assert bindings.find([model]).static_id != first.static_id
+    assert bindings.find([model]).structure is not first.structure
+
+
+class Table:
+    """Something large that a model has beside its Variables."""
+
+
+def test_nothing_of_a_model_outlives_its_strategy():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(2))
+            self.table = Table()
+
+    def train(num_models):
+        strategy = tpudist.MirroredStrategy()
+        models = [strategy.create(Model) for _ in range(num_models)]
+        for model in models:
+            strategy.run(lambda model, x: (model.scale * x).sum(), args=(model, 2.0))
+        return [weakref.ref(model.table) for model in models]
+
+    tables = train(3)
+    gc.collect()
+    assert [table() for table in tables] == [None] * 3
 
 
 # Changes in place.

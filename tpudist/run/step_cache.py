@@ -157,7 +157,7 @@ class Replicator:
                 tuple([jax.tree.structure(elements[i]) for i in kinds.states])
                 if kinds.states
                 else (),
-                binding and binding.static_id,
+                binding and binding.structure,
                 groups,
             )
         now = call_arguments.Call(function, fn, args, kwargs, elements, binding, rows, careful)

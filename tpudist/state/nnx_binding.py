@@ -16,7 +16,16 @@ from flax import nnx
 
 from tpudist.reduce_op import VariableAggregation
 
-_static_ids: dict[Any, int] = {}
+
+class Structure:
+    """All of some NNX objects but their values: one object for all that are alike."""
+
+    __slots__ = ("__weakref__",)
+
+
+# A structure lives as long as a binding or a compiled step that has it, and what is static in its
+# objects (functions, arrays of NumPy) no longer than that.
+_structures: weakref.WeakValueDictionary[Any, Structure] = weakref.WeakValueDictionary()
 
 
 class Binding:
@@ -25,8 +34,7 @@ class Binding:
     Attributes:
         variables: The Variables; None where an object holds a bare array instead.
         paths: Where each is, such as `('layer', 'kernel')`, below its object.
-        static_id: A number that is equal for two bindings if and only if all but the values is
-            equal.
+        structure: The same object for two bindings if and only if all but the values is equal.
     """
 
     def __init__(self, objects: Sequence[Any]):
@@ -37,7 +45,7 @@ class Binding:
         self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
         self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
         static = self._graphdef, jax.tree.structure(self.values())
-        self.static_id = _static_ids.setdefault(static, len(_static_ids))
+        self.structure = _structures.setdefault(static, Structure())
         self.kinds = tuple(type(x) for x in leaves)
         nodes = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
         self.summed = _summed_metrics(nodes)
