@@ -1,6 +1,6 @@
 """The programming model of `tf.distribute` on JAX: write the step for one replica."""
 
-from tpudist import checkpoint, cluster_resolver, compat, errors, experimental
+from tpudist import checkpoint, cluster_resolver, compat, errors, experimental, planner
 from tpudist.checkpoint.train_state import TrainState
 from tpudist.context import (
     experimental_set_strategy,
@@ -86,7 +86,13 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "planner",
     "rows_of_microbatches",
     "scale_regularization_loss",
     "value_and_grad_in_microbatches",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names: those of the rooms are found in the rooms."""
+    return sorted(__all__)

@@ -1,0 +1,196 @@
+"""Figures of the house: rooms, floors, arrows and circles of tpudist, and how its files read.
+
+    python scripts/house.py [--json] [FOLDER]
+
+FOLDER holds a package `tpudist`; by default the repository of this file. A *room* is a module or a
+folder at the top of the package. An *arrow* is a room that imports another, however often; imports
+inside functions count, those under `if TYPE_CHECKING` do not. The *floor* of a room is one above
+the highest that it imports. A *circle* is a group of modules, or of rooms, that import each other.
+"""
+
+import argparse
+import ast
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+
+def modules_of(package: Path) -> dict[str, ast.Module]:
+    """The modules of a package by their dotted names: `xla.mesh`, `xla` for the folder's own."""
+    found = {}
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found[name] = ast.parse(file.read_text())
+    return found
+
+
+def imports_of(modules: Mapping[str, ast.Module], package: str) -> dict[str, set[str]]:
+    """Which modules of the package each of them imports."""
+    found = {}
+    for name, tree in modules.items():
+        full = {dotted for node in _running(tree) for dotted in _imported(node)}
+        inside = {dotted.removeprefix(f"{package}.") for dotted in full if _is_in(dotted, package)}
+        found[name] = {_module(dotted, modules) for dotted in inside} - {name}
+    return found
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _running(child)
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def _is_in(dotted: str, package: str) -> bool:
+    return dotted == package or dotted.startswith(f"{package}.")
+
+
+def _module(dotted: str, modules: Mapping[str, ast.Module]) -> str:
+    """The module of a name: `values.component` of `values.component.Component`."""
+    while dotted and dotted not in modules:
+        dotted = dotted.rpartition(".")[0]
+    return dotted or "__init__"
+
+
+def circles_of(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of names that reach each other along the arrows (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(arrows.get(name, ())):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[-len(group) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in arrows:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def rooms_of(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Which rooms each room imports."""
+    rooms: dict[str, set[str]] = {}
+    for name, others in imports.items():
+        room = name.split(".")[0]
+        rooms.setdefault(room, set()).update({other.split(".")[0] for other in others} - {room})
+    return rooms
+
+
+def floors_of(rooms: Mapping[str, set[str]]) -> dict[str, int]:
+    """The floor of each room, from 1; rooms of a circle stand where they are first met."""
+    floors: dict[str, int] = {}
+
+    def floor(room: str, below: frozenset[str]) -> int:
+        if room not in floors:
+            others = [x for x in rooms[room] if x not in below]
+            floors[room] = 1 + max((floor(x, below | {room}) for x in others), default=0)
+        return floors[room]
+
+    for room in rooms:
+        floor(room, frozenset([room]))
+    return floors
+
+
+def share_of_any(modules: Mapping[str, ast.Module]) -> float:
+    """The share of parameters whose annotation is `Any`, of those that have one, in percent."""
+    annotations = [
+        ast.unparse(node.annotation)
+        for tree in modules.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg) and node.annotation is not None
+    ]
+    return 100 * sum(text == "Any" for text in annotations) / max(len(annotations), 1)
+
+
+def share_of_comments(package: Path) -> float:
+    """The share of lines that hold a comment, of those that are not empty, in percent."""
+    comments = lines = 0
+    for file in package.rglob("*.py"):
+        text = file.read_text()
+        lines += sum(bool(line.strip()) for line in text.splitlines())
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments += sum(token.type == tokenize.COMMENT for token in tokens)
+    return 100 * comments / max(lines, 1)
+
+
+def names_in_dir(folder: Path) -> int | None:
+    """How many names `dir` shows of the imported package that do not begin with an underscore."""
+    program = "import tpudist; print(sum(not name.startswith('_') for name in dir(tpudist)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return int(done.stdout) if done.returncode == 0 else None
+
+
+def figures(folder: Path) -> dict[str, object]:
+    """All figures of the package in a folder."""
+    package = folder / "tpudist"
+    modules = modules_of(package)
+    imports = imports_of(modules, package.name)
+    rooms = rooms_of(imports)
+    sizes = {
+        str(file.relative_to(package)): len(file.read_text().splitlines())
+        for file in package.rglob("*.py")
+    }
+    longest = max(sizes, key=lambda name: sizes[name])
+    return {
+        "rooms (entries at the top)": len(rooms),
+        "floors": max(floors_of(rooms).values()),
+        "arrows between rooms": sum(map(len, rooms.values())),
+        "circles of rooms": circles_of(rooms),
+        "circles of modules": circles_of(imports),
+        "modules": len(modules),
+        "median module, in lines": statistics.median(sizes.values()),
+        "longest module, in lines": f"{sizes[longest]} ({longest})",
+        "annotated parameters that are Any, in %": round(share_of_any(modules), 1),
+        "lines with a comment, in %": round(share_of_comments(package), 1),
+        "names in dir(tpudist)": names_in_dir(folder),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Figures of the house.")
+    parser.add_argument("folder", nargs="?", default=Path(__file__).resolve().parents[1], type=Path)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    found = figures(options.folder.resolve())
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        if isinstance(value, list):
+            print(f"{name:42}{len(value)}")
+            for circle in value:
+                print(f"{'':42}{', '.join(circle)}")
+        else:
+            print(f"{name:42}{value}")
+
+
+if __name__ == "__main__":
+    main()
