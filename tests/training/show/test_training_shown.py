@@ -17,7 +17,7 @@ from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.show import display
 from tpudist.training.show.curves import draw_curves
 from tpudist.training.show.metrics import MetricsWriter
-from tpudist.training.show.summary import tell_bytes, where_variables_live
+from tpudist.training.show.summary import where_variables_live
 
 
 @pytest.mark.parametrize(
@@ -180,20 +180,13 @@ def test_control_characters_do_not_reach_the_terminal():
     )
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (999.9e3, "1 MB"), (3.67e6, "3.67 MB")]
-)
-def test_bytes_are_told_with_three_digits(count, text):
-    assert tell_bytes(count) == text
-
-
 def test_where_variables_live_is_told_by_axes():
     mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    split = jax.device_put(jnp.zeros((4, 250)), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+    split = jax.device_put(jnp.zeros((4, 256)), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
     whole = jax.device_put(jnp.zeros(25), NamedSharding(mesh, PartitionSpec()))
     assert (
         where_variables_live({"a": split, "b": whole})
-        == "4 kB split over fsdp (2 kB per device), 100 B replicated on 8 devices"
+        == "4.00 KiB split over fsdp (2.00 KiB per device), 100 B replicated on 8 devices"
     )
     assert where_variables_live(jnp.zeros(2)) == "8 B on 1 device"
     assert where_variables_live({}) == "none"

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from tpudist.xla.estimate.sizes import tell_bytes
+
 PyTree = Any
 
 
@@ -41,15 +43,6 @@ def where_variables_live(tree: PyTree) -> str:
             how = f"replicated on {num_devices} devices"
         parts.append(f"{tell_bytes(total[axes])} {how}")
     return ", ".join(parts) or "none"
-
-
-def tell_bytes(count: float) -> str:
-    """`925_000` as "925 kB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def tell_mesh(mesh: jax.sharding.Mesh) -> str:
