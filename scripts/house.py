@@ -1,11 +1,14 @@
 """Figures of the house: rooms, floors, arrows and circles of tpudist, and how its files read.
 
-    python scripts/house.py [--json] [FOLDER]
+    python scripts/house.py [--json | --draw FILE.svg] [FOLDER]
 
-FOLDER holds a package `tpudist`; by default the repository of this file. A *room* is a module or a
-folder at the top of the package. An *arrow* is a room that imports another, however often; imports
-inside functions count, those under `if TYPE_CHECKING` do not. The *floor* of a room is one above
-the highest that it imports. A *circle* is a group of modules, or of rooms, that import each other.
+FOLDER holds a package `tpudist`; by default the repository of this file. `--draw` draws the
+floors: the picture of docs/architecture.md, which a test compares with the imports.
+
+A *room* is a module or a folder at the top of the package. An *arrow* is a room that imports
+another, however often; imports inside functions count, those under `if TYPE_CHECKING` do not. The
+*floor* of a room is one above the highest that it imports. A *circle* is a group of modules, or of
+rooms, that import each other.
 """
 
 import argparse
@@ -15,8 +18,10 @@ import json
 import statistics
 import subprocess
 import sys
+import textwrap
 import tokenize
 from collections.abc import Iterator, Mapping
+from html import escape
 from pathlib import Path
 
 
@@ -174,11 +179,59 @@ def figures(folder: Path) -> dict[str, object]:
     }
 
 
+_STYLE = """
+text { font-family: system-ui, sans-serif; fill: #1f2328; }
+rect { fill: #f0f4fa; stroke: #8aa0bd; }
+.name { font-size: 17px; font-weight: 600; }
+.what, .floor { font-size: 12px; fill: #57606a; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; } .what, .floor { fill: #9da7b3; }
+  rect { fill: #1c2733; stroke: #4d6480; }
+}"""
+_WIDTH, _HEIGHT, _GAP, _MARGIN = 1180, 84, 10, 34
+
+
+def _shown(room: str) -> str:
+    return {"__init__": "tpudist", "__main__": "python -m tpudist"}.get(room, room)
+
+
+def draw(folder: Path) -> str:
+    """The floors of the house as SVG: the rooms of each, and the first line said of them."""
+    modules = modules_of(folder / "tpudist")
+    floors = floors_of(rooms_of(imports_of(modules, "tpudist")))
+    top = max(floors.values())
+    parts = []
+    for floor in range(top, 0, -1):
+        rooms = sorted(room for room, on in floors.items() if on == floor)
+        y = (top - floor) * (_HEIGHT + _GAP) + _GAP
+        width = (_WIDTH - _MARGIN - _GAP * len(rooms)) / len(rooms)
+        parts.append(f'<text class="floor" x="10" y="{y + _HEIGHT / 2 + 4:.0f}">{floor}</text>')
+        for i, room in enumerate(rooms):
+            x = _MARGIN + i * (width + _GAP)
+            parts.append(
+                f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{_HEIGHT}" rx="6"/>'
+            )
+            parts.append(f'<text class="name" x="{x + 12:.0f}" y="{y + 24}">{_shown(room)}</text>')
+            said = (ast.get_docstring(modules[room]) or "").split("\n\n")[0]
+            lines = textwrap.wrap(" ".join(said.split()), max(int((width - 20) / 6.1), 10))
+            for line, text in enumerate(lines[:3]):
+                at = y + 43 + 15 * line
+                parts.append(f'<text class="what" x="{x + 12:.0f}" y="{at}">{escape(text)}</text>')
+    height = top * (_HEIGHT + _GAP) + _GAP
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}">'
+    title = "<title>The floors of tpudist: a room imports only rooms below it</title>"
+    return "\n".join([head, title, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Figures of the house.")
     parser.add_argument("folder", nargs="?", default=Path(__file__).resolve().parents[1], type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the floors as SVG")
     options = parser.parse_args()
+    if options.draw:
+        options.draw.write_text(draw(options.folder.resolve()))
+        return
     found = figures(options.folder.resolve())
     if options.json:
         print(json.dumps(found, indent=2))

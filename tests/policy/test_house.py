@@ -45,3 +45,8 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     assert found["rooms (entries at the top)"] <= 28
     assert found["floors"] <= 13
     assert found["arrows between rooms"] < 140
+
+
+def test_the_picture_of_the_floors_is_that_of_the_imports():
+    """`python scripts/house.py --draw docs/images/house.svg` draws it."""
+    assert (ROOT / "docs" / "images" / "house.svg").read_text() == house.draw(ROOT)

@@ -30,9 +30,9 @@ def compute_average_loss(
         A scalar, of at least float32.
 
     Raises:
-        RuntimeError: Called in cross-replica context. ValueError: The loss has no example dim, is
-        not floating point, or `global_batch_size` is not
-            positive.
+        RuntimeError: Called in cross-replica context.
+        ValueError: The loss has no example dim, is not floating point, or `global_batch_size` is
+            not positive.
 
     As `tf.nn.compute_average_loss`, whose default denominator counts padding.
     """

@@ -128,8 +128,7 @@ class Optimizer(nnx.Optimizer):
 
         Raises:
             ValueError: A gradient is None, or not of its Variable's shape and dtype; no pairs;
-            other
-                Variables than before.
+                other Variables than before.
 
         As `tf.keras.optimizers.Optimizer.apply_gradients`.
         """

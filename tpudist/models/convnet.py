@@ -43,10 +43,11 @@ class ConvNet(nnx.Module):
         """Logits; in training, BatchNorm uses this batch's statistics and remembers them.
 
         Args:
-            images: `[batch, height, width, 1]`. training: Whether to normalise by the batch (and
-            update the running statistics) or by what was remembered. example_mask: `[batch]`, False
-            on padding, which then does not count in the statistics. At least one
-                example of a training batch must be real.
+            images: `[batch, height, width, 1]`.
+            training: Whether to normalise by the batch (and update the running statistics) or by
+                what was remembered.
+            example_mask: `[batch]`, False on padding, which then does not count in the statistics.
+                At least one example of a training batch must be real.
         """
         mask = None if example_mask is None else example_mask[:, None, None, None]
         x = jax.nn.relu(self.norm1(self.conv1(images), use_running_average=not training, mask=mask))

@@ -71,9 +71,8 @@ class Step:
         self.written_leaves: set[int] = set()
         self.traced: dict[Any, TracedStep] = {}
         self.needs_care = False  # arguments that must be moved to the mesh at each call
-        self._now: call_arguments.Call | None = (
-            None  # the call under way, for the trace that it may start
-        )
+        # The call under way, for the trace that it may start.
+        self._now: call_arguments.Call | None = None
         self._jitted: Callable | None = None
         self._lowering = False  # nothing is moved then: not all of it may be within reach
         self._state: list[tuple[str, Any, int]] = []

@@ -133,7 +133,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
 
         Raises:
             RuntimeError: On entering: inside the scope of another strategy, or in a replica
-            function.
+                function.
 
         As `tf.distribute.Strategy.scope`.
         """
@@ -168,9 +168,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             With one replica nothing is a PerReplica.
 
         Raises:
-            RuntimeError: In a replica function, or in the scope of another strategy. ValueError:
-            State that replicas share would differ between them, an NNX object or a large
-                array is captured instead of passed, or `args` is not a list or tuple.
+            RuntimeError: In a replica function, or in the scope of another strategy.
+            ValueError: State that replicas share would differ between them, an NNX object or a
+                large array is captured instead of passed, or `args` is not a list or tuple.
 
         As `tf.distribute.Strategy.run`, which calls the function on each replica.
         """

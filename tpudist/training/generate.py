@@ -26,12 +26,14 @@ def generate(
     """Draws `num_bytes` bytes that go on from `prompt`, the same on every replica.
 
     Args:
-        strategy: What runs the model, wherever its variables live. logits: `logits(model, tokens)`
-        of the next byte after each of `tokens` `[1, window]`, as `[1, window, 256]`. model: Passed
-        to `logits`. prompt: At least one byte; the last `window` bytes count. num_bytes: How many
-        bytes to draw. window: How many bytes the model sees. Its whole window is computed for each
-        byte: there is no cache, and none
-            is needed for a few hundred bytes.
+        strategy: What runs the model, wherever its variables live.
+        logits: `logits(model, tokens)` of the next byte after each of `tokens` `[1, window]`, as
+            `[1, window, 256]`.
+        model: Passed to `logits`.
+        prompt: At least one byte; the last `window` bytes count.
+        num_bytes: How many bytes to draw.
+        window: How many bytes the model sees. Its whole window is computed for each byte: there is
+            no cache, and none is needed for a few hundred bytes.
         temperature: 1 draws by the model's probabilities; smaller prefers what is likely.
         seed: Which draw.
     """

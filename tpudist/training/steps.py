@@ -49,8 +49,8 @@ def make_evaluation_step(
     """`step(model, batch)`: sums over the real examples of the global batch, and their number.
 
     Args:
-        measure: `measure(model, batch)`, a pytree of what is measured on each example, `[batch,
-        ...]`.
+        measure: `measure(model, batch)`, a pytree of what is measured on each example,
+            `[batch, ...]`.
     """
 
     def evaluation_step(model: Any, batch: PyTree) -> tuple[PyTree, jax.Array]:

@@ -14,8 +14,9 @@ def baselines(train: np.ndarray, windows: np.ndarray) -> dict[str, float]:
     """Bits per byte of every byte of `windows` but the first, by guesses counted on `train`.
 
     Args:
-        train: `[bytes]` uint8, the training text. windows: `[windows, length + 1]` uint8, held-out
-        text. The model is judged on the same bytes.
+        train: `[bytes]` uint8, the training text.
+        windows: `[windows, length + 1]` uint8, held-out text. The model is judged on the same
+            bytes.
 
     Returns:
         `uniform`: every byte is as likely. `unigram`: as likely as in `train`. `bigram`: as likely
