@@ -47,3 +47,11 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
     assert "True 8 " in printed  # it fits, on 8 replicas
     assert "all-reduce ('replica',) ici" in printed
     assert (tmp_path / "saved_plan").is_dir()
+
+
+def test_the_files_that_the_architecture_names_exist():
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 40
+    assert [
+        x for x in named if not (ROOT / "tpudist" / x).exists() and not (ROOT / x).exists()
+    ] == []
