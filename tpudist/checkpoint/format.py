@@ -6,11 +6,7 @@ from typing import Any
 from etils import epath
 
 ARRAYS, CONTENTS = "state", "tpudist"  # the items of a step, in Orbax's words
-
-
 FORMAT = 1
-
-
 _JSON_FILE = "metadata"
 
 

@@ -29,8 +29,6 @@ class CompileRecord:
 
 
 _records: collections.deque[CompileRecord] = collections.deque(maxlen=1000)
-
-
 _records_lock = threading.Lock()
 
 
