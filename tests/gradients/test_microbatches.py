@@ -1,5 +1,6 @@
 """Gradients in microbatches are those of the whole batch, and cross the mesh once."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,7 +224,7 @@ def test_only_what_is_asked_for_is_trained():
     )
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     assert jax.tree.structure(grads) == jax.tree.structure(wanted)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, wanted)
+    chex.assert_trees_all_close(grads, wanted, rtol=1e-5)
 
 
 def test_variables_are_read_in_microbatches():

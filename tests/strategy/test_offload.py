@@ -1,5 +1,6 @@
 """State that lives in host memory trains to the same numbers, and stays where it is."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,7 +135,7 @@ def test_a_checkpoint_is_restored_to_where_its_state_lives(tmp_path):
     with Checkpoints(tpudist.checkpoint.Checkpoint(o=optimizer), tmp_path) as manager:
         manager.restore()
     state = nnx.as_pure(nnx.state(optimizer, nnx.optimizer.OptState))
-    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+    chex.assert_trees_all_equal(state, wanted)
     large = [x for x in jax.tree.leaves(state) if x.size >= 1024]
     assert {x.sharding.memory_kind for x in large} == {"pinned_host"}
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,6 +218,6 @@ def test_a_partitioned_model_computes_what_a_whole_one_does(axes):
         model = strategy.create(lambda: Unnamed(nnx.Rngs(0)))
         (batch,) = strategy.experimental_distribute_dataset([x])
         results.append(strategy.run(step, (model, batch)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)
+    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-6)
     text = strategy.lower(step, (model, batch)).compile().as_text()
     assert any(len(c.groups[0]) > 1 for c in collective_ops.collectives(text))
