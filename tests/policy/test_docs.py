@@ -55,3 +55,8 @@ def test_the_files_that_the_architecture_names_exist():
     assert [
         x for x in named if not (ROOT / "tpudist" / x).exists() and not (ROOT / x).exists()
     ] == []
+
+
+def test_the_strategy_that_the_architecture_shows_works(tmp_path):
+    printed = run("architecture.md", tmp_path)
+    assert printed == "PairStrategy(replica=4, pair=2 on cpu) ('pair',) 128.0\n"
