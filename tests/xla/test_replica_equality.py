@@ -4,6 +4,7 @@ Under `jax.vmap` with the replica axis' name, a value that stays unbatched is eq
 by construction, and `custom_vmap` is told which are (DESIGN D2).
 """
 
+import builtins
 import functools
 
 import jax
@@ -339,6 +340,16 @@ def test_a_collective_that_only_some_replicas_may_reach_is_a_hazard(function, co
     assert {h.cause for h in proof.hazards} == {"argument"}
     assert all("test_replica_equality.py:" in h.where for h in proof.hazards)
     assert prove(function, False).hazards == ()
+
+
+def test_the_line_is_found_also_of_a_file_in_a_folder_called_as_the_library(tmp_path):
+    """As `git clone` makes one: what is the library's is known by its place, not by a name."""
+    file = tmp_path / "tpudist" / "scripts" / "own.py"
+    defined = {}
+    text = "import jax\ndef own(x):\n    return jax.numpy.sin(x)\n"
+    exec(builtins.compile(text, str(file), "exec"), defined)
+    (eqn,) = jax.make_jaxpr(defined["own"])(1.0).eqns
+    assert replica_equality.line_of(eqn) == f"{file}:3"
 
 
 def test_a_collective_under_a_condition_that_is_equal_everywhere_is_none():

@@ -7,6 +7,7 @@ attributes.
 """
 
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ class Structure:
 # A structure lives as long as a binding or a compiled step that has it, and what is static in its
 # objects (functions, arrays of NumPy) no longer than that.
 _structures: weakref.WeakValueDictionary[Any, Structure] = weakref.WeakValueDictionary()
+_structures_lock = threading.Lock()  # strategies may run in threads of their own
 
 
 class Binding:
@@ -45,7 +47,8 @@ class Binding:
         self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
         self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
         static = self._graphdef, jax.tree.structure(self.values())
-        self.structure = _structures.setdefault(static, Structure())
+        with _structures_lock:
+            self.structure = _structures.setdefault(static, Structure())
         self.kinds = tuple(type(x) for x in leaves)
         nodes = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
         self.summed = _summed_metrics(nodes)

@@ -18,6 +18,7 @@ from jax.extend import core
 
 from tpudist.xla import jaxprs
 from tpudist.xla.collectives import is_16_bit_float
+from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import REPLICA_AXIS
 
 # Why a value may differ: a few words for people. None means that it is equal everywhere.
@@ -229,11 +230,9 @@ class _Walk:
 def line_of(eqn: core.JaxprEqn) -> str:
     """Where in the user's code an equation comes from, as `file:line`, or an empty string."""
     traceback = getattr(eqn.source_info, "traceback", None)
-    for frame in traceback.frames if traceback is not None else ():
-        name = frame.file_name.replace("\\", "/")
-        if "/site-packages/" not in name and "/tpudist/" not in name and "<" not in name:
-            return f"{name}:{frame.line_num}"
-    return ""
+    frames = traceback.frames if traceback is not None else ()
+    stack = (f"{x.file_name}:{x.line_num}" for x in frames if "<" not in x.file_name)
+    return source_lines.users_line(tuple(stack)) or ""
 
 
 def _fixpoint(body: Callable, carry: list[Cause]) -> tuple[list[Cause], list[Cause]]:

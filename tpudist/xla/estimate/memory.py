@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from tpudist.xla.compiler.compiler_process import CompiledProgram
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo import liveness, shapes
 from tpudist.xla.hlo.buffers import Buffer
+from tpudist.xla.hlo.compiled_program import CompiledProgram
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.mesh import REPLICA_AXIS
 
