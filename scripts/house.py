@@ -20,55 +20,84 @@ import subprocess
 import sys
 import textwrap
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from html import escape
 from pathlib import Path
 
 
 def modules_of(package: Path) -> dict[str, ast.Module]:
-    """The modules of a package by their dotted names: `xla.mesh`, `xla` for the folder's own."""
-    found = {}
-    for file in sorted(package.rglob("*.py")):
-        parts = file.relative_to(package).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-        found[name] = ast.parse(file.read_text())
-    return found
+    """The modules of a package by name: `xla.mesh`, `xla.__init__` for the folder's own file."""
+    return {
+        ".".join(file.relative_to(package).with_suffix("").parts): ast.parse(file.read_text())
+        for file in sorted(package.rglob("*.py"))
+    }
 
 
 def imports_of(modules: Mapping[str, ast.Module], package: str) -> dict[str, set[str]]:
     """Which modules of the package each of them imports."""
-    found = {}
-    for name, tree in modules.items():
-        full = {dotted for node in _running(tree) for dotted in _imported(node)}
-        inside = {dotted.removeprefix(f"{package}.") for dotted in full if _is_in(dotted, package)}
-        found[name] = {_module(dotted, modules) for dotted in inside} - {name}
-    return found
+    return {
+        name: {
+            module_of(dotted, package, modules)
+            for dotted, _ in imported_names(tree, name, package)
+            if dotted.split(".")[0] == package
+        }
+        - {name}
+        for name, tree in modules.items()
+    }
 
 
-def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`."""
+def module_of(imported: str, package: str, modules: Collection[str]) -> str:
+    """The module that a name comes from: `values.component` of `tpudist.values.component.X`."""
+    parts = imported.removeprefix(package).split(".")[1:]
+    while parts:
+        for name in (".".join(parts), ".".join([*parts, "__init__"])):
+            if name in modules:
+                return name
+        parts.pop()
+    return "__init__"
+
+
+def imported_names(tree: ast.Module, name: str, package: str) -> Iterator[tuple[str, bool]]:
+    """Dotted names that a module imports or reaches by attribute (`jax.extend` after `import jax`).
+
+    With each comes whether it is imported when the module is.
+    """
+    for node, at_top in _walk(tree, at_top=True):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, at_top
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                folder = [package, *name.split(".")[: -node.level]]
+                base = ".".join([*folder, *filter(None, [node.module])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}", at_top
+        elif isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
+            if dotted.startswith("jax."):
+                yield dotted, at_top
+
+
+def _walk(node: ast.AST, at_top: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes but those under `if TYPE_CHECKING`, and whether they stand outside of functions."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and _dotted(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other, at_top
+                yield from _walk(other, at_top)
             continue
-        yield child
-        yield from _running(child)
+        yield child, at_top
+        in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _walk(child, at_top and not in_function)
 
 
-def _imported(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.ImportFrom) and not node.level:
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-
-
-def _is_in(dotted: str, package: str) -> bool:
-    return dotted == package or dotted.startswith(f"{package}.")
-
-
-def _module(dotted: str, modules: Mapping[str, ast.Module]) -> str:
-    """The module of a name: `values.component` of `values.component.Component`."""
-    while dotted and dotted not in modules:
-        dotted = dotted.rpartition(".")[0]
-    return dotted or "__init__"
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain or a name; an empty string for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
 
 
 def circles_of(arrows: Mapping[str, set[str]]) -> list[list[str]]:
@@ -212,7 +241,8 @@ def draw(folder: Path) -> str:
                 f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{_HEIGHT}" rx="6"/>'
             )
             parts.append(f'<text class="name" x="{x + 12:.0f}" y="{y + 24}">{_shown(room)}</text>')
-            said = (ast.get_docstring(modules[room]) or "").split("\n\n")[0]
+            tree = modules.get(room) or modules[f"{room}.__init__"]
+            said = (ast.get_docstring(tree) or "").split("\n\n")[0]
             lines = textwrap.wrap(" ".join(said.split()), max(int((width - 20) / 6.1), 10))
             for line, text in enumerate(lines[:3]):
                 at = y + 43 + 15 * line

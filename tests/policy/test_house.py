@@ -29,7 +29,7 @@ def test_imports_are_found_where_they_are_and_not_where_types_are_named(tmp_path
     modules = house.modules_of(package)
     imports = house.imports_of(modules, "tpudist")
     assert imports["high"] == {"low.deep"}
-    assert imports["later"] == {"low"}
+    assert imports["later"] == {"low.__init__"}
     assert imports["__init__"] == {"high"}
     rooms = house.rooms_of(imports)
     assert rooms == {"__init__": {"high"}, "high": {"low"}, "later": {"low"}, "low": set()}

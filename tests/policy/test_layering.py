@@ -6,13 +6,11 @@ rooms, between the folders and files of a room, between files. Imports inside fu
 under `if TYPE_CHECKING` do not: a type annotation may name what is above.
 """
 
-import ast
-import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import house
 from places import PACKAGE
 
 # Low to high. An entry is a module or a folder; those of one line do not import each other.
@@ -62,19 +60,19 @@ ONLY_WHEN_USED += ("datasets", "pyarrow", "torch")
 
 def violations(package: Path) -> list[str]:
     """What the modules under `package` import against the rules above, one sentence each."""
-    modules = {_name(file, package): file for file in sorted(package.rglob("*.py"))}
+    modules = house.modules_of(package)
     found: list[str] = []
     arrows: dict[str, set[str]] = {name: set() for name in modules}
-    for name, file in modules.items():
+    for name, tree in modules.items():
         if _floor(name) is None:
             found.append(f"{name} has no floor: give its room a place in ROOMS.")
             continue
         if (folder := _folder(name)) and folder not in FOLDERS.get(_room(name), ()):
             found.append(f"{name} has no floor: give {_room(name)}/{folder} a place in FOLDERS.")
-        for imported, at_top in _imports(ast.parse(file.read_text()), name, package.name):
-            if imported == package.name or imported.startswith(f"{package.name}."):
-                other = _module(imported, package.name, modules)
-                arrows[name].add(other)
+        for imported, at_top in house.imported_names(tree, name, package.name):
+            if _covers(package.name, imported):
+                other = house.module_of(imported, package.name, modules)
+                arrows[name] |= {other} - {name}
                 problem = _inside(name, other)
             else:
                 problem = _outside(name, imported, at_top)
@@ -103,17 +101,17 @@ def _inside(importer: str, imported: str) -> str | None:
 
 def _circles(arrows: dict[str, set[str]]) -> list[str]:
     """The circles of imports: between files, and between a room's folders and other files."""
-    found = []
-    for level in (lambda name: name, lambda name: ".".join(name.split(".")[:2])):
-        graph: dict[str, set[str]] = {}
-        for importer, imported in arrows.items():
-            one = graph.setdefault(level(importer), set())
-            one |= {level(other) for other in imported} - {level(importer)}
-        try:
-            graphlib.TopologicalSorter(graph).prepare()
-        except graphlib.CycleError as error:
-            found.append(f"Imports make a circle: {' <- '.join(error.args[1])}.")
-    return found
+    folders: dict[str, set[str]] = {}
+    for importer, imported in arrows.items():
+        place = _place(importer)
+        folders.setdefault(place, set()).update(set(map(_place, imported)) - {place})
+    found = house.circles_of(arrows) + house.circles_of(folders)
+    return [f"Imports make a circle: {', '.join(circle)}." for circle in found]
+
+
+def _place(name: str) -> str:
+    """A file of a room, or the folder in it that the file is in."""
+    return ".".join(name.split(".")[:2])
 
 
 def _outside(importer: str, imported: str, at_top: bool) -> str | None:
@@ -146,65 +144,6 @@ def _folder(name: str) -> str:
     return parts[1] if len(parts) > 2 else ""
 
 
-def _name(file: Path, package: Path) -> str:
-    """`xla.mesh` for `tpudist/xla/mesh.py`, `xla.__init__` for the folder's own file."""
-    return ".".join(file.relative_to(package).with_suffix("").parts)
-
-
-def _module(imported: str, package: str, modules: dict[str, Path]) -> str:
-    """The module that `imported` comes from: `tpudist.values.PerReplica` from `values`."""
-    parts = imported.split(".")[1:]
-    while parts:
-        for name in (".".join(parts), ".".join([*parts, "__init__"])):
-            if name in modules:
-                return name
-        parts.pop()
-    return "__init__"
-
-
-def _imports(tree: ast.Module, name: str, package: str) -> Iterator[tuple[str, bool]]:
-    """Dotted names that a module imports or reaches by attribute (`jax.extend` after `import jax`).
-
-    With each comes whether it is imported when the module is.
-    """
-    for node, at_top in _walk(tree, at_top=True):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, at_top
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                folder = [package, *name.split(".")[: -node.level]]
-                base = ".".join([*folder, *filter(None, [node.module])])
-            for alias in node.names:
-                yield f"{base}.{alias.name}", at_top
-        elif isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
-            if dotted.startswith("jax."):
-                yield dotted, at_top
-
-
-def _walk(node: ast.AST, at_top: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """All nodes but those under `if TYPE_CHECKING`, and whether they stand outside of functions."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _dotted(child.test).endswith("TYPE_CHECKING"):
-            for other in child.orelse:
-                yield other, at_top
-                yield from _walk(other, at_top)
-            continue
-        yield child, at_top
-        in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from _walk(child, at_top and not in_function)
-
-
-def _dotted(node: ast.AST) -> str:
-    """`a.b.c` of an attribute chain or a name; an empty string for anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
-        return f"{base}.{node.attr}"
-    return ""
-
-
 def _covers(library: str, imported: str) -> bool:
     return imported == library or imported.startswith(f"{library}.")
 
@@ -228,7 +167,7 @@ def test_imports_point_down():
         (
             "xla/mesh.py",
             "from tpudist.xla.compiler import flags",
-            "circle: xla.compiler <- xla.mesh",
+            "circle: xla.compiler, xla.mesh",
         ),
         ("strategies/tpu.py", "from tpudist.strategies import one_device", "never imports another"),
         ("training/loop.py", "from tpudist.strategies import tpu", "not from a floor below"),
