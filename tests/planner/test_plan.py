@@ -265,7 +265,7 @@ def test_a_strategy_on_other_devices_runs_and_has_its_own_variables():
         variable = tpudist.Variable(1.0)
     other.run(lambda: variable.assign_add(1.0))
     assert float(variable.read_value()) == 2
-    assert strategy.owned_variables() == []
+    assert strategy._owned_variables() == []
     with pytest.raises(RuntimeError, match="was made under"):
         strategy.run(lambda: variable.read_value())
 
@@ -457,7 +457,7 @@ def test_variables_that_a_function_makes_are_made_once(monkeypatch):
     slots = list(optimizer.variables)
     assert [float(strategy.run(step)) for _ in range(2)] == [1, 2]
     assert optimizer.variables == slots
-    assert all(v.strategy is strategy for v in (*slots, *strategy.owned_variables()))
+    assert all(v.strategy is strategy for v in (*slots, *strategy._owned_variables()))
 
 
 def test_a_captured_batch_has_as_many_parts_as_there_are_replicas(monkeypatch):
@@ -792,7 +792,7 @@ def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
     assert {"ici", "dcn"} == {x.network for x in plan.collectives}
     (batch,) = strategy.experimental_distribute_dataset([np.ones((16, 8), np.float32)])
     assert float(strategy.run(step, (batch,))) == 1
-    assert len(strategy.owned_variables()) == 3
+    assert len(strategy._owned_variables()) == 3
 
 
 @needs_libtpu

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from places import ROOT
+from tpudist.context import ContextKind
+from tpudist.context.strategy_base import VariableHome
 
 
 def run(guide: str, folder: Path) -> str:
@@ -55,6 +57,13 @@ def test_the_files_that_the_architecture_names_exist():
     assert [
         x for x in named if not (ROOT / "tpudist" / x).exists() and not (ROOT / x).exists()
     ] == []
+
+
+def test_the_architecture_has_every_context_and_every_home_of_variables():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for kind, column in ((ContextKind, "| `ContextKind` |"), (VariableHome, "| `VariableHome` |")):
+        table = text[text.index(column) :].split("\n\n")[0]
+        assert re.findall(r"^\| `(\w+)` \|", table, re.M)[1:] == [x.name for x in kind]
 
 
 def test_the_strategy_that_the_architecture_shows_works(tmp_path):

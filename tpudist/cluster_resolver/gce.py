@@ -86,7 +86,7 @@ class GCEClusterResolver(ClusterResolver):
         return self._task_type
 
     @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
+    def task_type(self, task_type: str | None) -> None:  # type: ignore[override]
         raise RuntimeError(
             f"You cannot reset the task_type of the GCEClusterResolver after it has been created "
             f"(to {task_type!r}): make another one."

@@ -37,7 +37,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return task_type if self._task_type is None else self._task_type
 
     @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
+    def task_type(self, task_type: str | None) -> None:  # type: ignore[override]
         self._task_type = task_type
 
     @property
@@ -49,7 +49,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return None if index is None else int(index)
 
     @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
+    def task_id(self, task_id: int | None) -> None:  # type: ignore[override]
         self._task_id = task_id
 
     @property
@@ -58,7 +58,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return self._config().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
+    def rpc_layer(self, rpc_layer: str | None) -> None:  # type: ignore[override]
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:

@@ -89,7 +89,7 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].task_type if self._task_type is None else self._task_type
 
     @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
+    def task_type(self, task_type: str | None) -> None:  # type: ignore[override]
         self._task_type = task_type
 
     @property
@@ -98,7 +98,7 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].task_id if self._task_id is None else self._task_id
 
     @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
+    def task_id(self, task_id: int | None) -> None:  # type: ignore[override]
         self._task_id = task_id
 
     @property
@@ -107,7 +107,7 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
+    def rpc_layer(self, rpc_layer: str | None) -> None:  # type: ignore[override]
         self._rpc_layer = rpc_layer
 
 

@@ -293,7 +293,7 @@ def _specs(parameters: PyTree) -> list[PartitionSpec | None]:
     for leaf in jax.tree.leaves(parameters, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         for x in jax.tree.leaves(leaf):
-            specs.append(strategy.spec_of(x, variable=variable))
+            specs.append(strategy._spec_of(x, variable=variable))
     return specs
 
 

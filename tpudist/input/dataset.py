@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.feeds import auto_shard, explain
 from tpudist.input.feeds.auto_shard import Sharding
 from tpudist.input.feeds.explain import Explanation
@@ -53,7 +54,7 @@ class DistributedDataset:
         auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
         prefetch: int = 2,
         fetch_to_device: bool = True,
-        strategy: Any = None,
+        strategy: StrategyBase | None = None,
     ):
         """Distributes `source` over the replicas of `replica_mesh`.
 

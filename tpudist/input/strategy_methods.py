@@ -4,21 +4,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.feeds import from_function
 from tpudist.input.input_context import InputContext
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.tf1_iterator import InitializableIterator
 from tpudist.options import InputOptions, PartialBatch, warn_if_given
-from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
 
 
-class DataMethods:
+class DataMethods(StrategyBase):
     """What `Strategy` offers for input."""
-
-    replica_mesh: ReplicaMesh
 
     # Hooks.
 

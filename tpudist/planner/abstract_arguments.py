@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.transfer.to_devices import part_spec
 from tpudist.run import call_arguments
 from tpudist.state import nnx_binding, nnx_contents
@@ -101,7 +102,7 @@ def moved(
     args: tuple,
     kwargs: dict[str, Any],
     names: Sequence[str],
-    strategy: Any,
+    strategy: StrategyBase,
     twin: Any,
     function_name: str = "fn",
 ) -> Moved:
@@ -133,7 +134,7 @@ def moved(
 class _Mover:
     """Moves one argument after the other."""
 
-    def __init__(self, strategy: Any, twin: Any):
+    def __init__(self, strategy: StrategyBase, twin: Any):
         self._strategy, self._mesh = strategy, twin.replica_mesh
         self.batches: list[int] = []
         self._notes: list[str] = []

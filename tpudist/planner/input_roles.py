@@ -30,7 +30,7 @@ def inputs_of(
         kept: The others.
         batches: Ids of the arrays that are parts of a batch.
     """
-    arrays = step.in_order(list(donated), list(kept))
+    arrays = step.plan.in_order(donated, kept)
     named = [*_captured(step), *_of_objects(now, step), *_of_arguments(step, now)]
     assert len(named) == len(arrays), (len(named), len(arrays))
     overwritten = {id(x) for x in donated}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.planner import make_plan, saved_plan, user_figures
 from tpudist.planner.abstract_arguments import Moved, moved
@@ -21,14 +22,8 @@ from tpudist.xla.hardware import slices
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, make_mesh
 
 
-class PlanMethods:
+class PlanMethods(StrategyBase):
     """What `Strategy` offers to plan with."""
-
-    replica_mesh: ReplicaMesh
-    storage: Any
-    twin_of: Any
-    _replicator: Any
-    _begin: Callable[[ReplicaMesh], None]
 
     # Hooks.
 
@@ -155,10 +150,10 @@ class PlanMethods:
                 cache=cache,
                 in_process=in_process,
             )
+            call = self._moved(fn, args, kwargs, twin)
+            notes = (*_where(self.replica_mesh, topology), *call.notes)
+            call = dataclasses.replace(call, notes=notes)
             try:
-                call = self._moved(fn, args, kwargs, twin)
-                notes = (*_where(self.replica_mesh, topology), *call.notes)
-                call = dataclasses.replace(call, notes=notes)
                 return make_plan.plan(twin, fn, call, options, request, tell)
             except MakesVariables:  # as the first `run` would: they live here
                 home = self._twin(None)
@@ -225,7 +220,7 @@ class PlanMethods:
             twin = self._with(self.replica_mesh)
         else:
             twin = self.on(topology.devices(name))
-        twin.twin_of = self.twin_of or self
+        twin._twin_of = self._twin_of or self
         return twin
 
 

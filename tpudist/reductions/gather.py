@@ -40,7 +40,7 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
         )
     dim = int(axis) % len(shape)
     if isinstance(value, LocalPart):
-        if dim == 0 and context.current().frame.may_hold_padding(shape[0]):
+        if dim == 0 and context.current_frame().may_hold_padding(shape[0]):
             raise ValueError(
                 f"gather along the examples was asked for in merge_call, where the {shape[0]} rows "
                 f"of each replica may be padding, and shapes cannot depend on it. Return the value "
@@ -107,7 +107,7 @@ def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
 
 
 def _parts_in_trace(mesh: ReplicaMesh, value: LocalPart) -> tuple[jax.Array, ...]:
-    frame, shape = context.current().frame, value.shape
+    frame, shape = context.current_frame(), value.shape
     padded = value.counts is not None or (shape and frame.may_hold_padding(shape[0]))
     if padded or mesh.num_processes > 1:
         why = (

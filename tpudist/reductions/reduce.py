@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
 from tpudist.reductions.gather import gather, in_trace, stack_parts
@@ -22,7 +23,9 @@ from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
 
 
-def reduce(strategy: Any, op: ReduceOp, value: Any, axis: Any, options: Any = None) -> jax.Array:
+def reduce(
+    strategy: StrategyBase, op: ReduceOp, value: Any, axis: Any, options: Any = None
+) -> jax.Array:
     """Combines one leaf over replicas and, with `axis`, over dims of each replica's part."""
     mesh = strategy.replica_mesh
     if isinstance(value, IndexedSlices):
@@ -59,7 +62,7 @@ def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Ar
     return jnp.moveaxis(value.array, 1 + dim, 1), moved
 
 
-def reduce_all(strategy: Any, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
+def reduce_all(strategy: StrategyBase, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
     """As `reduce` without an axis, of several leaves: what can travel together does."""
     values = [in_trace(x) for x in values]
     ops = strategy.cross_device_ops
@@ -84,12 +87,12 @@ def reduce_all(strategy: Any, op: ReduceOp, values: list[Any], options: Any) -> 
 
 
 def _reduce_by_choice(
-    strategy: Any, op: ReduceOp, stacked: jax.Array, axis: Any, real: Any, options: Any
+    strategy: StrategyBase, op: ReduceOp, stacked: jax.Array, axis: Any, real: Any, options: Any
 ) -> jax.Array:
     """As `_reduce_stacked`, by the strategy's cross-device ops."""
 
     def function(x, *real):
-        with context.entered(context.Mode(strategy)):
+        with context.entered(context.Mode(context.ContextKind.SCOPE, strategy)):
             return [_reduce_part(op, x, axis, real[0] if real else None, options)]
 
     ops = strategy.cross_device_ops
@@ -207,5 +210,5 @@ def _real_rows_in_trace(part: LocalPart) -> jax.Array | None:
     """
     if part.counts is not None:
         return part.counts[0]
-    frame, rows = context.current().frame, part.shape[0]
+    frame, rows = context.current_frame(), part.shape[0]
     return frame.real_rows(rows) if frame.may_hold_padding(rows) else None

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from tpudist.context.strategy_base import StrategyBase
+
 
 class NewVariable(BaseException):
     """The trace needs an input that it was not given: provide it, then trace again.
@@ -26,7 +28,7 @@ class MakesVariables(BaseException):
 class OtherStrategy(BaseException):
     """A function that was begun outside of every scope turns out to belong to a strategy."""
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: StrategyBase):
         """`strategy` is the one."""
         super().__init__()
         self.strategy = strategy
@@ -52,7 +54,7 @@ class Capture:
 
     on_read = True  # each replica gets its own part
 
-    def __init__(self, value: Any, function: Callable[..., Any], strategy: Any):
+    def __init__(self, value: Any, function: Callable[..., Any], strategy: StrategyBase):
         """Finds out by which name `function` knows `value`."""
         self.strategy = strategy
         self._held = value
@@ -92,7 +94,7 @@ class Guest:
 
     on_read = False
 
-    def __init__(self, variable: Any, strategy: Any):
+    def __init__(self, variable: Any, strategy: StrategyBase):
         """`strategy` is the one that runs the function."""
         self.strategy, self.name = strategy, variable.name
         self.key = id(variable)
@@ -103,7 +105,7 @@ class Guest:
     @property
     def _value(self) -> jax.Array:
         value = self._variable._value
-        if self.strategy.twin_of is not None:
+        if self.strategy._twin_of is not None:
             return value  # nothing is allocated on the devices of a plan
         if value is not self._seen:  # not moved at each call
             self._seen, self._copy = value, self.strategy.replicate(value)
@@ -141,9 +143,9 @@ class Findings:
         self.compiler_options: dict[str, Any] = {}
 
 
-def check_parts(value: Any, strategy: Any, capture: Capture) -> None:
+def check_parts(value: Any, strategy: StrategyBase, capture: Capture) -> None:
     """Refuses to capture what was made for another number of replicas, and partial batches."""
-    num_replicas = (strategy.twin_of or strategy).replica_mesh.num_replicas
+    num_replicas = (strategy._twin_of or strategy).replica_mesh.num_replicas
     if value.array.shape[0] != num_replicas:
         raise ValueError(
             f"A function captures {value!r}, but runs on {num_replicas} "

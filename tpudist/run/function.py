@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from tpudist import context, step_boundaries
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
 from tpudist.run import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, found_in
@@ -99,7 +100,7 @@ class Function:
         """Nothing is traced yet."""
         functools.update_wrapper(self, func)
         self._function = func
-        self._strategy: Any = None
+        self._strategy: StrategyBase | None = None
         self._was_traced = False  # to learn its strategy, where there is none in scope
         self._sources: dict[Any, list[_Source]] = {}
         self._now = threading.local()
@@ -110,7 +111,7 @@ class Function:
 
         @functools.wraps(func)
         def body(elements, /, *args, **kwargs):
-            frame = context.current().frame
+            frame = context.current_frame()
             frame.elements = [
                 (source.is_of, x) for source, x in zip(now.sources, elements, strict=True)
             ]
@@ -177,9 +178,9 @@ class Function:
             if unknown and not context.has_strategy():
                 # Whose the arguments are, the function says when it uses them: traced with one part
                 # of each PerReplica, and nothing moved to a mesh that may not be theirs.
-                strategy.lower_whole(self._body, *_with_one_part((args, kwargs)))
+                strategy._lower_whole(self._body, *_with_one_part((args, kwargs)))
                 self._was_traced = True
-        return strategy.call_whole(self._body, args, kwargs)
+        return strategy._call_whole(self._body, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method: of an NNX object, which is its first argument; else a function of its own."""
@@ -210,7 +211,7 @@ class IteratorArgument:
 
     def __next__(self) -> PyTree:
         """The next element, which is taken before each call."""
-        return context.current().frame.root.next_element(self)
+        return context.current_frame().root.next_element(self)
 
     get_next = __next__
 

@@ -11,20 +11,23 @@ from typing import Any
 
 import jax
 
+from tpudist.context.frame import Frame
 from tpudist.run import call_arguments, outputs, row_groups
 from tpudist.run.inputs import Inputs
+from tpudist.run.replica_body import ReplicaBody
+from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import Found, finished
-from tpudist.run.trace import Tracing, causes_of_variables
+from tpudist.run.trace import causes_of_variables
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.xla import compile, replica_equality
 
 
-def run(
-    strategy: Any, frame: ReplicaFrame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls `fn` on every replica, as a part of the trace of `frame`; see `Strategy.run`."""
+    assert isinstance(frame, ReplicaFrame), frame
+    strategy = frame.strategy
     name = getattr(fn, "__name__", type(fn).__name__)
     leaves, structure = call_arguments.Flattener().leaves(args, kwargs)
     leaves = [_part(frame, x) for x in leaves]
@@ -32,21 +35,20 @@ def run(
     binding = nnx_binding.Binding([leaves[i] for i in kinds.objects]) if kinds.objects else None
     counts = _row_counts(frame, leaves)
     inputs = _inputs(kinds, leaves, binding, counts)
-    variables = list(frame.values)
-    tracing = Tracing(
-        strategy,
-        fn,
-        structure,
-        kinds,
-        leaves,
-        binding,
-        inputs,
-        len(args),
-        variables,
-        frozenset(),
-        None,
+    call = ReplicaCall(
+        strategy=strategy,
+        name=name,
+        fn=fn,
+        structure=structure,
+        num_args=len(args),
+        leaves=leaves,
+        kinds=kinds,
+        binding=binding,
+        inputs=inputs,
         outer=frame,
     )
+    variables = list(frame.values)
+    body = ReplicaBody(call, variables)
     values = [
         *frame.values.values(),
         *(jax.tree.leaves(binding.values()) if binding is not None else ()),
@@ -54,7 +56,7 @@ def run(
         *(x for _, pair in counts for x in pair),
     ]
     found = Found()
-    closed = jax.make_jaxpr(tracing.body(found, 0))(*values)
+    closed = jax.make_jaxpr(body.of_flat_inputs(found))(*values)
     if found.interruption is not None:
         _begin(frame, found, compile.evaluated(closed, values))
         raise found.interruption

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.deprecated import DeprecatedContextMethods
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options, cross_device_ops
@@ -24,7 +25,9 @@ class ReplicaContext(DeprecatedContextMethods):
     As `tf.distribute.ReplicaContext`.
     """
 
-    def __init__(self, strategy: Any, replica_id_in_sync_group: Any = None, *, frame: Any = None):
+    def __init__(
+        self, strategy: StrategyBase, replica_id_in_sync_group: Any = None, *, frame: Any = None
+    ):
         """Made by strategies. `frame` is the trace it belongs to; None for the default context."""
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
@@ -121,15 +124,15 @@ class ReplicaContext(DeprecatedContextMethods):
         self._check_current("merge_call")
         kwargs = dict(kwargs or {})
         if self._frame is None:
-            mode = context.Mode(self._strategy)
-            with context.entered(mode):
+            with context.entered(context.Mode(context.ContextKind.SCOPE, self._strategy)):
                 return merge_fn(self._strategy, *args, **kwargs)
         args = jax.tree.map(self._as_merged, tuple(args), is_leaf=is_distributed)
         kwargs = {
             name: jax.tree.map(self._as_merged, value, is_leaf=is_distributed)
             for name, value in kwargs.items()
         }
-        with context.entered(context.Mode(self._strategy, frame=self._frame)):
+        mode = context.Mode(context.ContextKind.MERGE, self._strategy, frame=self._frame)
+        with context.entered(mode):
             result = merge_fn(self._strategy, *args, **kwargs)
         return jax.tree.map(
             lambda x: x.array if isinstance(x, LocalPart) else x,

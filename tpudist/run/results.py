@@ -18,6 +18,7 @@ from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import collectives, compile, placement
+from tpudist.xla.mesh import ReplicaMesh
 
 
 @dataclasses.dataclass
@@ -85,9 +86,9 @@ class TracedStep:
         positions: For each Variable that is read or written, its position among them.
         stack_outputs: Which outputs differ and leave stacked.
         aggregated: Outputs that are combined at the end of the step, by reduction.
+        mesh: The replicas.
         rows_of_result: Which results hold the rows of a group of arguments, and in which dim.
         even_groups: The groups of which all replicas must have as many rows as the others.
-        mesh: The replicas.
     """
 
     program: compile.ReplicaProgram
@@ -96,9 +97,9 @@ class TracedStep:
     positions: dict[Variable, int]
     stack_outputs: list[bool]
     aggregated: dict[ReduceOp | None, list[int]]
-    rows_of_result: dict[int, tuple[int, int]]
-    even_groups: frozenset[int]
-    mesh: Any
+    mesh: ReplicaMesh
+    rows_of_result: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    even_groups: frozenset[int] = frozenset()
 
     @property
     def variables(self) -> set[Variable]:

@@ -7,7 +7,6 @@ writes back.
 """
 
 import functools
-import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,12 +19,13 @@ from tpudist.options import RunOptions
 from tpudist.run import call_arguments, call_description, inputs, row_groups
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
-from tpudist.run.results import TracedStep
+from tpudist.run.replica_call import ReplicaCall
+from tpudist.run.results import Outcome, TracedStep
+from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
 from tpudist.state import nnx_binding
+from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile_log, executables, placement, traces
-
-_is = operator.is_
 
 
 class Replan(Exception):
@@ -65,7 +65,7 @@ class Step:
         self.groups, self.options = groups, options
         self._throttle, self._compiles = owner.throttle, compile_log.backend_compiles()
         self._storage = owner.strategy.storage
-        self._stands_in = owner.strategy.twin_of is not None
+        self._stands_in = owner.strategy._twin_of is not None
         self.captured: list[Any] = []
         self.written_variables: set[Any] = set()
         self.written_leaves: set[int] = set()
@@ -74,45 +74,30 @@ class Step:
         # The call under way, for the trace that it may start.
         self._now: call_arguments.Call | None = None
         self._jitted: Callable | None = None
+        self._plan: StepPlan | None = None  # there is one where there is a `jit`
         self._lowering = False  # nothing is moved then: not all of it may be within reach
-        self._state: list[tuple[str, Any, int]] = []
 
     def __call__(self, now: call_arguments.Call) -> Any:
         """Makes the call: what the function returned, merged over the replicas."""
         start = time.perf_counter()
-        self._now = now  # callers hold the Replicator's lock
-        try:
-            while True:
-                try:
-                    donated, kept = self._feed(now)
-                    self._throttle.before_step()
-                    num_compiles = self._compiles.number
-                    try:
-                        written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
-                    except (TypeError, ValueError) as error:
-                        if now.careful:
-                            raise
-                        # An argument is no array, or is not on the mesh.
-                        raise LookAgain from error
-                    break
-                except Replan:
-                    self._jitted = None
-                except NewVariable as wanted:
-                    self._jitted = None
-                    wanted.provide(lambda: self._rest(now))
-        finally:
-            self._now = None
-        if self._compiles.number != num_compiles:
+        written, outcome, compiled = self.attempt(now, self._dispatch)
+        if compiled:
             self._record(time.perf_counter() - start, now)
-        # As `finish`, which would be a call more.
-        if written:
-            if self._storage is not None:
-                written = self._storage.store(written)
-            self._write_back(written, now.binding)
-        output = written[0] if written else outcome.any_array()
-        if output is not None:
-            self._throttle.after_step(output)
+        self.finish(written, now.binding, None if written else outcome.any_array())
         return outcome.traced.result(outcome.results, now)
+
+    def _dispatch(self, donated: list[Any], kept: list[Any]) -> tuple[list[Any], Outcome, bool]:
+        """Starts the program: new state, what is returned, and whether it was compiled first."""
+        self._throttle.before_step()
+        num_compiles = self._compiles.number
+        try:
+            written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
+        except (TypeError, ValueError) as error:
+            if self._under_way().careful:
+                raise
+            # An argument is no array, or is not on the mesh.
+            raise LookAgain from error
+        return written, outcome, self._compiles.number != num_compiles
 
     def lower(self, now: call_arguments.Call) -> Any:
         """The lowered program of this call, which is not made."""
@@ -138,10 +123,7 @@ class Step:
             self._lowering = False
 
     def attempt(self, now: call_arguments.Call, act: Callable[[list[Any], list[Any]], Any]) -> Any:
-        """Does `act` with the inputs of a call: anew if a trace finds that more are needed.
-
-        As `__call__` does, which has no function call to spare.
-        """
+        """Does `act` with the inputs of a call: anew if a trace finds that more are needed."""
         self._now = now  # callers hold the Replicator's lock
         try:
             while True:
@@ -160,12 +142,12 @@ class Step:
         values = self._values(now)
         if now.careful:
             values = self._placed(values, self._are_stacked(now))
-            if self._jitted is not None and inputs.on_host(values) != self._elsewhere:
+            if self._plan is not None and inputs.on_host(values) != self._plan.on_host:
                 self._jitted = None  # state was moved to another memory, or from there
         if self._jitted is None:
             if not now.careful:
                 raise LookAgain
-            values = self._plan(values)
+            values = self._prepare(values)
         if self.captured and not traces.tracing_nothing():
             raise RuntimeError(
                 f"'{self.function.name}' captures Variable '{self.captured[0].name}', and is run "
@@ -173,18 +155,20 @@ class Step:
                 f"be frozen into that program. Call strategy.run outside of it, or pass the state "
                 f"as arguments."
             )
+        plan = self._plan
+        assert plan is not None, "`_prepare` makes it"
         # Flattened once: `jit` would do it again, and a dict of 300 arrays takes 0.1 ms each time.
-        if self._only_arrays:
+        if plan.only_arrays:
             arrays = values
         else:
             arrays, nesting = jax.tree.flatten(values)
-            if nesting != self._nesting:
-                assert not now.careful, (nesting, self._nesting)
+            if nesting != plan.nesting:
+                assert not now.careful, (nesting, plan.nesting)
                 raise LookAgain
-        if not self._donated:
+        if not plan.donated:
             return [], arrays
-        donated, kept = self._take_donated(arrays), self._take_kept(arrays)
-        self._unshare(donated, kept)
+        donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)
+        self._unshare(donated, kept, plan)
         return donated, kept
 
     def _values(self, now: call_arguments.Call) -> list[Any]:
@@ -217,27 +201,14 @@ class Step:
         return values
 
     def _captured(self) -> list[Any]:
-        return [self.owner.strategy.value_of(v) for v in self.captured]
+        return [self.owner.strategy._value_of(v) for v in self.captured]
 
     # For several calls in one program; see `step_loop`.
 
     @property
-    def plan(self) -> Any:
-        """An object that is the same for as long as the same state is fed and taken back."""
-        return self._jitted
-
-    @property
-    def state_positions(self) -> list[int]:
-        """Which flat inputs are replaced by what the step writes, in the order of the written."""
-        return [position for _, _, position in self._state]
-
-    def in_order(self, donated: list[Any], kept: list[Any]) -> list[Any]:
-        """The flat inputs, of which `donated` are those that are overwritten."""
-        values: list[Any] = [None] * (len(donated) + len(kept))
-        rest = sorted(set(range(len(values))) - set(self._donated))
-        for i, x in zip([*self._donated, *rest], [*donated, *kept], strict=True):
-            values[i] = x
-        return values
+    def plan(self) -> StepPlan | None:
+        """What is fed and taken back: the same object for as long as that does not change."""
+        return self._plan
 
     def arguments_of(self, now: call_arguments.Call) -> list[Any]:
         """The flat inputs for the last argument of a call, with the counts of real rows."""
@@ -252,7 +223,7 @@ class Step:
         """Waits until one more program may be dispatched."""
         self._throttle.before_step()
 
-    def finish(self, written: list[Any], binding: Any, output: Any) -> None:
+    def finish(self, written: list[Any], binding: Binding | None, output: Any) -> None:
         """Takes back the state that a program has written; `output` is any of its results."""
         if written:
             if self._storage is not None:
@@ -285,7 +256,7 @@ class Step:
         pairs = zip(values, stacked or [True] * len(values), strict=True)
         return [jax.tree.map(functools.partial(how, is_stacked=s), value) for value, s in pairs]
 
-    def _unshare(self, donated: list[Any], kept: list[Any]) -> None:
+    def _unshare(self, donated: list[Any], kept: list[Any], plan: StepPlan) -> None:
         """Copies what must not be overwritten: values in two places, or read by the user."""
         # XLA:CPU crashes on a buffer that is donated twice.
         if len({*map(id, donated), *map(id, kept)}) != len(donated) + len(kept):
@@ -294,39 +265,42 @@ class Step:
                 if id(x) in seen and isinstance(x, jax.Array):
                     donated[i] = x.copy()
                 seen.add(id(x))
-        lent = self.owner.strategy.lent
+        lent = self.owner.strategy._lent
         if lent:
             for i, v in enumerate(self.captured):
                 if v in lent and v in self.written_variables:
-                    if i in self._donated:
-                        position = self._donated.index(i)
+                    if i in plan.donated:
+                        position = plan.donated.index(i)
                         donated[position] = donated[position].copy()
 
-    def _write_back(self, written: list[Any], binding) -> None:
-        variables = self._written_captured
+    def _write_back(self, written: list[Any], binding: Binding | None) -> None:
+        plan = self._plan
+        assert plan is not None
+        variables = plan.written_variables
         for v, value in zip(variables, written, strict=False):
             v._value = value
-        lent = self.owner.strategy.lent
+        lent = self.owner.strategy._lent
         if lent:
             lent.difference_update(variables)  # nobody has read the new arrays
-        if self._written_nnx:
+        if plan.written_leaves:
+            assert binding is not None, "they belong to the objects that it holds"
             rest = written[len(variables) :]
-            if len(rest) != len(self._written_nnx):  # a Variable holds a pytree of arrays
+            if len(rest) != len(plan.written_leaves):  # a Variable holds a pytree of arrays
                 raw = binding.values()
-                held = jax.tree.structure([raw[i] for i in self._written_nnx])
+                held = jax.tree.structure([raw[i] for i in plan.written_leaves])
                 rest = held.unflatten(rest)
-            nnx_binding.write([binding.variables[i] for i in self._written_nnx], rest)
+            nnx_binding.write([binding.variables[i] for i in plan.written_leaves], rest)
 
     def _under_way(self) -> call_arguments.Call:
         assert self._now is not None, "traces happen in calls only"
         return self._now
 
-    # The plan: what is fed, what is overwritten.
+    # The program: made for what the trace reads and writes.
 
-    def _plan(self, values: list[Any]) -> list[Any]:
-        """Traces if need be, and makes the jit for what the trace reads and writes.
+    def _prepare(self, values: list[Any]) -> list[Any]:
+        """Traces if need be, and makes the plan and the `jit` for what the trace has found.
 
-        Returns the inputs again, with those that the trace found.
+        Returns the values again, with those of the Variables that it reads.
         """
         now = self._under_way()
         if not self.traced:
@@ -339,64 +313,28 @@ class Step:
                 captured = self._storage.fetch(captured)
                 self._storage.take_in(now.binding)
             values = captured + values
-        num_captured = len(self.captured)
-        self._state = [
-            ("variable", v, i) for i, v in enumerate(self.captured) if v in self.written_variables
-        ]
-        self._written_captured = [v for _, v, _ in self._state]
-        self._written_nnx = sorted(self.written_leaves)
-        arrays, self._nesting = jax.tree.flatten(values)
-        self._elsewhere = inputs.on_host(arrays)
-        self._only_arrays = len(arrays) == len(values) and all(map(_is, arrays, values))
-        flat = inputs.positions(values)
-        first_nnx = num_captured
-        self._state += [
-            ("nnx", (i, j), position)
-            for i in self._written_nnx
-            for j, position in enumerate(flat[first_nnx + i])
-        ]
-        # Elements may be whole pytrees; what is fed are arrays.
-        state = [
-            *(i for i, v in enumerate(self.captured) if v in self.written_variables),
-            *(first_nnx + i for i in self._written_nnx),
-        ]
         num_nnx = len(now.binding.variables) if now.binding is not None else 0
-        overwritten = [
-            *(state if self.donates_state else []),
-            *self._donated_arguments(now, num_captured + num_nnx),
-        ]
-        donated = [k for i in overwritten for k in flat[i]]
-        kept = sorted(set(range(len(arrays))) - set(donated))
-        self._donated = donated
-        self._take_donated, self._take_kept = inputs.taker(donated), inputs.taker(kept)
-        order = np.argsort([*donated, *kept]).tolist()
+        plan = self._plan = StepPlan.of(
+            values,
+            self.captured,
+            self.written_variables,
+            self.written_leaves,
+            self._donated_arguments(now, len(self.captured) + num_nnx),
+            self.donates_state,
+        )
 
         def step(donated_arrays, kept_arrays):
             if not self._is_for(self._under_way()):
                 raise LookAgain
-            both = [*donated_arrays, *kept_arrays]
-            return self.body([both[i] for i in order])
+            return self.body(plan.in_order(donated_arrays, kept_arrays))
 
         step.__name__ = step.__qualname__ = self.function.name
-        options: dict[str, Any] = {}
-        if self.mesh.devices_per_replica == 1:
-            stacked = [v.on_read for v in self.captured] + list(self.inputs.stacked)
-            where = [
-                placement.in_memory_of(x, self.mesh.stacked if s else self.mesh.replicated)
-                for x, s in zip(arrays, stacked, strict=True)
-            ]
-            options["in_shardings"] = ([where[i] for i in donated], [where[i] for i in kept])
-        written = [k for i in state for k in flat[i]]
-        if self.mesh.devices_per_replica > 1 or any(placement.on_host(arrays[k]) for k in written):
-            options["out_shardings"] = (
-                [inputs.pinned(arrays[k], self.mesh) for k in written],
-                None,
-            )
-        options |= self.compiler_options
+        arrays = jax.tree.leaves(values)
+        stacked = [v.on_read for v in self.captured] + list(self.inputs.stacked)
+        options = plan.shardings(arrays, stacked, self.mesh) | self.compiler_options
         self._jitted = jax.jit(step, donate_argnums=0, **options)
         if self.function.loaded:
-            both = [arrays[i] for i in donated], [arrays[i] for i in kept]
-            lowered = self._jitted.trace(*both).lower()  # type: ignore[attr-defined]
+            lowered = self._jitted.trace(plan.take_donated(arrays), plan.take_kept(arrays)).lower()  # type: ignore[attr-defined]
             ready = [saved.compiled_for(lowered) for saved in self.function.loaded]
             for compiled in filter(None, ready):
                 self._jitted = executables.Ahead(compiled, self._jitted)
@@ -460,8 +398,10 @@ class Step:
             and traced.written_leaves <= self.written_leaves
         ) or len(values) != len(self.captured) + len(self.inputs.stacked):
             raise Replan
-        with context.entered(context.Mode(self.owner.strategy)):  # which says how to all-reduce
-            return traced.emit(self.mesh, self.captured, values, self._state)
+        # Which says how to all-reduce.
+        with context.entered(context.Mode(context.ContextKind.SCOPE, self.owner.strategy)):
+            assert self._plan is not None
+            return traced.emit(self.mesh, self.captured, values, self._plan.state)
 
     def _trace(self, rest: Sequence[Any]) -> TracedStep:
         """The traced step for the shapes of what is fed beside Variables; traces at most once."""
@@ -473,22 +413,26 @@ class Step:
         if traced is not None:
             return traced
         now = self._under_way()
-        with self.owner.strategy.axis_rules():
+        with self.owner.strategy._axis_rules():
             traced = trace_step(
-                self.owner.strategy,
-                self.function.name,
-                now.fn,
-                self.structure,
-                len(now.args),
-                self.kinds_of_leaves,
-                now.leaves(),
-                now.binding,
-                self.inputs,
+                ReplicaCall(
+                    strategy=self.owner.strategy,
+                    name=self.function.name,
+                    fn=now.fn,
+                    structure=self.structure,
+                    num_args=len(now.args),
+                    leaves=now.leaves(),
+                    kinds=self.kinds_of_leaves,
+                    binding=now.binding,
+                    inputs=self.inputs,
+                    donated_leaves=call_arguments.leaves_of(
+                        self.options.donate_argnums, self.structure
+                    ),
+                    findings=findings,
+                    whole=self.function.whole,
+                ),
                 rest,
                 lambda: call_description.names_of_leaves(now.fn, now.args, now.kwargs),
-                call_arguments.leaves_of(self.options.donate_argnums, self.structure),
-                findings,
-                self.function.whole,
             )
         self.traced[key] = traced
         known = set(self.captured)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.run import call_arguments, row_groups
 from tpudist.run.captures import Findings
@@ -28,7 +29,7 @@ _DEFAULT_OPTIONS = RunOptions()
 class Replicator:
     """The compiled replica functions of one strategy."""
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: StrategyBase):
         """For replica functions of `strategy`."""
         self.strategy = strategy
         self.mesh = strategy.replica_mesh
@@ -188,9 +189,9 @@ class Replicator:
             found = table.get(key)
         if found is None:
             found = _Function(fn, self._definitions, whole)
-            if self.strategy.twin_of is not None:
+            if self.strategy._twin_of is not None:
                 # What the function makes it makes once, for all devices that it is planned for.
-                home = self.strategy.twin_of._replicator._function(fn, whole)
+                home = self.strategy._twin_of._replicator._function(fn, whole)
                 found.findings.created = home.findings.created
             try:
                 table[key] = found

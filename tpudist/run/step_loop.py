@@ -50,13 +50,15 @@ class StepSequence:
 
     def _dispatch(self, own: list[list[Any]], donated: list[Any], kept: list[Any]) -> Any:
         step = self._step
-        values = step.in_order(donated, kept)
+        plan = step.plan
+        assert plan is not None, "the step has just been given its inputs"
+        values = plan.in_order(donated, kept)
         shared = values[: len(values) - len(own[0])]
-        state = step.state_positions
+        state = [position for _, _, position in plan.state]
         constant = sorted(set(range(len(shared))) - set(state))
-        if self._jitted is None or self._made_for is not step.plan:
+        if self._jitted is None or self._made_for is not plan:
             self._jitted = self._program(state, constant, [shared[i] for i in state])
-            self._made_for = step.plan
+            self._made_for = plan
         step.before_dispatch()
         return self._jitted([shared[i] for i in state], [shared[i] for i in constant], own)
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
+from tpudist.context.frame import Frame
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.captures import (
     Capture,
     Findings,
@@ -29,7 +31,7 @@ from tpudist.run.captures import (
 from tpudist.xla.traces import is_traced, trace_state
 
 
-class ReplicaFrame:
+class ReplicaFrame(Frame):
     """The state of one trace.
 
     Attributes:
@@ -47,7 +49,7 @@ class ReplicaFrame:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyBase,
         values: Mapping[Any, jax.Array],
         rows: Mapping[int, tuple[jax.Array, jax.Array] | None],
         findings: Findings | None = None,
@@ -127,7 +129,7 @@ class ReplicaFrame:
             root.findings.captures.append(capture)
         return jax.lax.index_in_dim(value.array, 0, keepdims=False)
 
-    def leave_to(self, strategy: Any) -> None:
+    def leave_to(self, strategy: StrategyBase) -> None:
         """Begins anew under `strategy`, to which the function turns out to belong.
 
         Only a function that was begun outside of every scope may belong to another strategy.
@@ -194,7 +196,7 @@ class ReplicaFrame:
         assert root.findings is not None
         created = root.findings.created
         if root._num_created == len(created):
-            home = self.strategy.twin_of
+            home = self.strategy._twin_of
             if home is not None and home.replica_mesh != self.strategy.replica_mesh:
                 raise MakesVariables
             created.append(make())
@@ -285,7 +287,7 @@ class ReplicaFrame:
         return self._rows[rows]
 
     def _owns(self, variable: Any) -> bool:
-        return variable.strategy in (self.strategy, self.strategy.twin_of)
+        return variable.strategy in (self.strategy, self.strategy._twin_of)
 
     def _check_owner(self, variable: Any) -> None:
         if not self._owns(variable):

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpudist.context.strategy_base import StrategyBase
+
 _beside: contextvars.ContextVar[Any] = contextvars.ContextVar("tpudist.beside", default=None)
 
 
@@ -20,7 +22,7 @@ def beside(variable: Any) -> Iterator[None]:
         _beside.reset(token)
 
 
-def spec_for(strategy: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
+def spec_for(strategy: StrategyBase, shape: tuple[int, ...]) -> PartitionSpec | None:
     """How a new variable of `strategy` is to be split; None if that is for the strategy to say.
 
     A shape that cannot be split so is left to the strategy too: it is on the same devices.

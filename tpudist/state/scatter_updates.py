@@ -13,6 +13,7 @@ import numpy as np
 from tpudist import context
 from tpudist.options import warn_of_op_arguments
 from tpudist.reduce_op import ReduceOp, VariableAggregation
+from tpudist.state.variable_base import VariableBase
 from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import PerReplica, local_part
@@ -94,20 +95,8 @@ def checked(
     return given.astype(dtype), indices
 
 
-class ScatterUpdates:
+class ScatterUpdates(VariableBase):
     """The methods of a Variable that change some of its rows."""
-
-    # What a Variable has.
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    strategy: Any
-    aggregation: VariableAggregation
-    on_read: bool
-    _on_mesh: Any
-    _at_home: Any
-    _check_usable_here: Any
-    _assign_eagerly: Any
 
     def scatter_add(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None

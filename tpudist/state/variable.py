@@ -7,30 +7,29 @@ act on the trace (`trace_frame.ReplicaFrame`); the new values are written back w
 been dispatched.
 """
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase, VariableHome
 from tpudist.options import warn_if_given, warn_of_op_arguments
-from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from tpudist.reductions import cross_device_ops
-from tpudist.state import colocation, variable_value
+from tpudist.reduce_op import VariableAggregation, VariableSynchronization
+from tpudist.state import aggregation, colocation, variable_value
 from tpudist.state.scatter_updates import ScatterUpdates
 from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.component import Component
-from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica, local_part
-from tpudist.xla import collectives, placement
-from tpudist.xla.traces import at_once, is_traced, tracing_nothing
+from tpudist.values.per_replica import DistributedValues, LocalPart, local_part
+from tpudist.xla import placement
+from tpudist.xla.traces import at_once, is_traced
 
 _names = itertools.count()
-_NONE, _SUM, _FIRST = (VariableAggregation[x] for x in ("NONE", "SUM", "ONLY_FIRST_REPLICA"))
+_SUM = VariableAggregation.SUM
 
 
 class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValues):
@@ -62,11 +61,13 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         on_read: Whether each replica has a component of its own.
     """
 
-    def __new__(cls, *_args, **_kwargs):
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """A new variable; in a replica function, the one that its first trace made here."""
         frame = context.current().frame
         make = super().__new__
-        return make(cls) if frame is None else frame.next_created(lambda: make(cls))
+        if frame is None:
+            return make(cls)
+        return cast(Self, frame.next_created(lambda: make(cls)))
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             what = "Variable(experimental_enable_variable_lifting"
             warn_if_given(what, lifting, "variables made in a replica function are made once")
         strategy = context.get_strategy()
-        self.strategy = strategy.twin_of or strategy
+        self.strategy = strategy._twin_of or strategy
         self.name = f"Variable_{next(_names)}" if name is None else name
         self.synchronization = variable_value.checked(
             VariableSynchronization, synchronization, "synchronization", self.name
@@ -144,7 +145,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
                 f"None nor a function of the value."
             )
         self.constraint = constraint
-        ordinary = not self.strategy.variables_have_components
+        ordinary = self.strategy.variable_home is not VariableHome.COMPONENTS
         if self.synchronization is VariableSynchronization.NONE and not ordinary:
             raise ValueError(
                 f"Variable '{self.name}' was made with VariableSynchronization.NONE, which is not "
@@ -176,8 +177,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
 
     def start_with(self, value: jax.Array) -> None:
         """Gives a new variable its initial value, and makes it one of its strategy's."""
-        self._value = self.strategy.place_variable(self, value)
-        self.strategy.own_variable(self)
+        self._value = self.strategy._place_variable(self, value)
+        self.strategy._own_variable(self)
 
     # Reading.
 
@@ -193,32 +194,27 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         if mode.frame is not None:
             local = mode.frame.get(self)
             aggregates = self.on_read and self._in_cross_replica_context(mode)
-            return self._aggregated_in_trace(local) if aggregates else local
+            return aggregation.aggregate_read(self, local) if aggregates else local
         self._check_usable_here(mode, "read")
         if not self.on_read:
-            # The next step may overwrite this array in place; see `Strategy.own_variable`.
-            self.strategy.lend_variable(self)
+            # The next step may overwrite this array in place; see `Strategy._own_variable`.
+            self.strategy._lend_variable(self)
             value = self._on_mesh()
             return mode.strategy.replicate(value) if self._is_guest(mode) else value
         if self._in_cross_replica_context(mode):
-            return self._aggregated()
+            return aggregation.aggregate_components(self)
         if self.strategy.num_replicas_in_sync > 1:
             raise RuntimeError(
                 f"ON_READ variable '{self.name}' was read in the update of another variable, "
                 f"which is equal on every replica: each has a component of its own. Read it "
                 f"before, and pass the value: update(v, fn, args=(variable.read_value(),))."
             )
-        return self.strategy.read_component(self._value, 0)
+        return self.strategy._read_component(self._value, 0)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
         """The rows of the value at `indices`. As `tf.Variable.sparse_read`."""
         warn_of_op_arguments("sparse_read", False, name)
         return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
-
-    def _on_mesh(self) -> jax.Array:
-        """The array, or a copy of it on the mesh if it is stored elsewhere."""
-        storage = self.strategy.storage
-        return self._value if storage is None else storage.fetch([self._value])[0]
 
     # What each replica holds.
 
@@ -243,8 +239,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         """What one replica of this process holds."""
         self._check_usable_here(context.current(), "read")
         if self.on_read:
-            return self.strategy.read_component(self._value, replica)
-        self.strategy.lend_variable(self)
+            return self.strategy._read_component(self._value, replica)
+        self.strategy._lend_variable(self)
         return placement.copy_of(self.strategy.replica_mesh, self._value, replica)
 
     def set_component(self, replica: int, value: jax.Array) -> None:
@@ -254,7 +250,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         self._value = placement.with_component(mesh, self._value, replica, value)
 
     @property
-    def distribute_strategy(self) -> Any:
+    def distribute_strategy(self) -> StrategyBase:
         """The strategy that the variable belongs to."""
         return self.strategy
 
@@ -312,12 +308,12 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         mode = context.current()
         if mode.frame is None:
             return self._assign_eagerly(value, read_value)
-        self._check_number(value, mode)
+        aggregation.check_number(self, value, mode)
         crossing = self.on_read and self._in_cross_replica_context(mode)
         value = self.conformed(value if crossing else local_part(value))
         if mode.replica_context is not None and not self.on_read:
-            value = self._aggregated_write(value)
-        mode.frame.set(self, self._split_in_trace(value) if crossing else value)
+            value = aggregation.aggregate_write(self, value)
+        mode.frame.set(self, aggregation.split_value(self, value) if crossing else value)
         return value if read_value else None
 
     def assign_add(
@@ -359,11 +355,11 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
                 self._value = new
                 return self.read_value() if read_value and self._readable_in(mode) else None
             return self._assign_eagerly(new, read_value)
-        self._check_number(delta, mode)
+        aggregation.check_number(self, delta, mode)
         crossing = self.on_read and self._in_cross_replica_context(mode)
         delta = self.conformed(delta if crossing else local_part(delta))
         if mode.replica_context is not None and not self.on_read:
-            delta = self._aggregated_write(delta)
+            delta = aggregation.aggregate_write(self, delta)
         mode.frame.set(self, mode.frame.get(self) + sign * delta)
         return self.read_value() if read_value and self._readable_in(mode) else None
 
@@ -379,109 +375,12 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         summed = self.on_read and self.aggregation is _SUM
         if summed and self._in_cross_replica_context(mode):
             value = variable_value.shares(value, self.strategy.num_replicas_in_sync)
-        return self.strategy.place_variable(self, value)
-
-    def _at_home(self, mode: context.Mode) -> contextlib.AbstractContextManager:
-        """What is in force where a new value is computed: not the mesh of another's scope."""
-        return placement.off_mesh() if self._is_guest(mode) else contextlib.nullcontext()
-
-    def _is_guest(self, mode: context.Mode) -> bool:
-        """Whether this is the scope of another strategy, where ordinary variables may be used."""
-        return mode.strategy is not self.strategy and context.has_strategy()
-
-    def _readable(self) -> bool:
-        return not (self.on_read and self.aggregation is _NONE)
+        return self.strategy._place_variable(self, value)
 
     def _readable_in(self, mode: context.Mode) -> bool:
         if self.on_read and mode.updating and mode.frame is None:
             return self.strategy.num_replicas_in_sync == 1
-        return self._readable() or not self._in_cross_replica_context(mode)
-
-    # What the contexts make of a value.
-
-    def _in_cross_replica_context(self, mode: context.Mode) -> bool:
-        """Whether the replicas of this variable's strategy are seen from outside, as one."""
-        # Out of all scopes one is in replica context, but in that of the default strategy.
-        acting = context.acting_for(self.strategy)
-        inside = mode.replica_context is not None and mode.strategy is acting
-        return not inside and not mode.updating
-
-    def _aggregated_write(self, value: jax.Array) -> jax.Array:
-        if self.aggregation is _NONE:
-            return value  # that it is equal everywhere is proven when the function has been traced
-        if self.strategy.num_replicas_in_sync == 1:
-            return value
-        if self.aggregation is _FIRST:
-            return collectives.broadcast(value)
-        whole = not jnp.issubdtype(self.dtype, jnp.inexact)
-        if self.aggregation is VariableAggregation.MEAN and whole:
-            raise ValueError(
-                f"Variable '{self.name}' has dtype {self.dtype}, and its aggregation MEAN of what "
-                f"replicas assign would not stay an integer. Use a floating dtype, or SUM."
-            )
-        op = ReduceOp.from_variable_aggregation(self.aggregation)
-        return cross_device_ops.reduce(op, value)
-
-    def _aggregated_in_trace(self, local: jax.Array) -> jax.Array:
-        self._check_readable()
-        return self._aggregated_write(local)
-
-    def _split_in_trace(self, value: jax.Array) -> jax.Array:
-        if self.aggregation is not _SUM:
-            return value
-        shares = variable_value.shares(value, self.strategy.num_replicas_in_sync)
-        return shares[collectives.replica_id()]
-
-    def _aggregated(self) -> jax.Array:
-        self._check_readable()
-        if self.aggregation is _FIRST:
-            return self._value[0]
-        op = ReduceOp.from_variable_aggregation(self.aggregation)
-        return self.strategy.reduce(op, PerReplica(self._value), axis=None)
-
-    def _check_readable(self) -> None:
-        if not self._readable():
-            raise ValueError(
-                f"ON_READ variable '{self.name}' was read in cross-replica context, but its "
-                f"aggregation is NONE, so its components have no one value. Read them with "
-                f"strategy.experimental_local_results, or make it with an aggregation."
-            )
-
-    def _check_number(self, value: Any, mode: context.Mode) -> None:
-        on_read = self.synchronization is VariableSynchronization.ON_READ
-        in_replica = mode.replica_context is not None and not on_read
-        number = isinstance(value, int | float | complex) and not isinstance(value, bool)
-        if in_replica and number and self.aggregation is _SUM:
-            n = self.strategy.num_replicas_in_sync
-            if n > 1:
-                raise ValueError(
-                    f"The number {value!r} was assigned to variable '{self.name}', which sums what "
-                    f"its replicas assign: {n} replicas would make it {n} times as much. Use "
-                    f"aggregation ONLY_FIRST_REPLICA for a number that is the same on all of them."
-                )
-
-    def _check_usable_here(self, mode: context.Mode, what: str) -> None:
-        if self._is_guest(mode) and self.strategy is not context.default_mode().strategy:
-            raise RuntimeError(
-                f"Variable '{self.name}' was made under {self.strategy!r}, but is {what} in the "
-                f"scope of {mode.strategy!r}. Mixing strategies is not supported."
-            )
-        if not tracing_nothing() and not variable_value.computes_here():
-            raise RuntimeError(
-                f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
-                f"transformation) traces, outside of strategy.run: its value would be frozen into "
-                f"the program. Pass variable.read_value() as an argument, or use strategy.run."
-            )
-
-    def conformed(self, value: Any) -> jax.Array:
-        """`value` as an array of this variable's shape and dtype; an error if it does not fit."""
-        if isinstance(value, PerReplica):
-            raise ValueError(
-                f"A PerReplica was assigned to variable '{self.name}' in cross-replica context. "
-                f"Its replicas' values differ, and the variable has one: reduce it first, with "
-                f"strategy.reduce(...), or assign in the replica function."
-            )
-        return variable_value.conformed(value, self.name, self.shape, self.dtype)
+        return aggregation.is_readable(self) or not self._in_cross_replica_context(mode)
 
     def __repr__(self) -> str:
         return variable_value.described(self)
@@ -500,5 +399,5 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         vars(new).update(vars(self))
         with at_once():
             new._value = self._value.copy()
-        self.strategy.own_variable(new)
+        self.strategy._own_variable(new)
         return new

@@ -5,18 +5,12 @@ from typing import Any
 import jax
 
 from tpudist.reduce_op import VariableAggregation
-from tpudist.state import variable_value
+from tpudist.state import aggregation, variable_value
+from tpudist.state.variable_base import VariableBase
 
 
-class SavedInCheckpoints:
+class SavedInCheckpoints(VariableBase):
     """The part of `Variable` that checkpoints use."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    on_read: bool
-    aggregation: VariableAggregation
-    strategy: Any
-    _value: Any
 
     def saved_as(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding]:
         """Shape and dtype of the value, as checkpoints hold it, and where to restore it."""
@@ -30,7 +24,7 @@ class SavedInCheckpoints:
         Raises:
             ValueError: An ON_READ variable with aggregation NONE has no one value.
         """
-        return self._aggregated() if self.on_read else self._value
+        return aggregation.aggregate_components(self) if self.on_read else self._value
 
     def restore(self, value: jax.Array) -> None:
         """Takes a value that is placed as `saved_as` says, and which nobody else uses.
@@ -41,8 +35,5 @@ class SavedInCheckpoints:
         if self.on_read:
             if self.aggregation is VariableAggregation.SUM:
                 value = variable_value.shares(value, self.strategy.num_replicas_in_sync)
-            value = self.strategy.place_variable(self, value)
+            value = self.strategy._place_variable(self, value)
         self._value = value
-
-    def _aggregated(self) -> jax.Array:
-        raise NotImplementedError

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from tpudist.state import nnx_binding
+from tpudist.state.storage import Storage
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla import placement
 from tpudist.xla.devices import as_devices
@@ -61,6 +62,7 @@ class CentralStorageStrategy(Strategy):
     def around_scope(self) -> contextlib.AbstractContextManager:
         """What is made in the scope is made on the parameter device."""
         # Not under the replicas' mesh: JAX would refuse arrays on the parameter device there.
+        assert self.storage is not None
         return jax.default_device(self.storage.device)
 
     @contextlib.contextmanager
@@ -70,7 +72,7 @@ class CentralStorageStrategy(Strategy):
             yield
 
 
-class CentralStorage:
+class CentralStorage(Storage):
     """Where state lives between steps.
 
     Attributes:

@@ -6,11 +6,13 @@ As `tf.distribute.StrategyExtended`.
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from tpudist import context
+from tpudist.context import ContextKind
+from tpudist.context.frame import Frame
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options
 from tpudist.reductions import destinations as places
@@ -23,6 +25,9 @@ from tpudist.values.component import Component
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part
 from tpudist.xla import placement, traces
 
+if TYPE_CHECKING:
+    from tpudist.strategy.strategy import Strategy
+
 PyTree = Any
 
 
@@ -33,7 +38,7 @@ class StrategyExtended(StepsOnIterator):
     are the mesh and the placement of variables.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: "Strategy"):
         """For `strategy`."""
         self._strategy = strategy
         self._updates: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -62,7 +67,7 @@ class StrategyExtended(StepsOnIterator):
         context.require_scope_or_default(self._strategy, "reduce_to")
         device = places.device_of(destinations, "reduce_to")
         options = self._communication(options, "reduce_to(options")
-        result = self._strategy.reduce_together(reduce_op, value, options)
+        result = self._strategy._reduce_together(reduce_op, value, options)
         return places.moved(result, device)
 
     def batch_reduce_to(
@@ -86,7 +91,7 @@ class StrategyExtended(StepsOnIterator):
         ]
         options = self._communication(options, "batch_reduce_to(options")
         values = [value for value, _ in value_destination_pairs]
-        results = self._strategy.reduce_together(reduce_op, values, options)
+        results = self._strategy._reduce_together(reduce_op, values, options)
         return list(map(places.moved, results, devices))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -168,12 +173,12 @@ class StrategyExtended(StepsOnIterator):
             result = jax.tree.map(_as_part, result)
         return result if group else self._ungrouped(result)
 
-    def _update_mode(self, frame: Any) -> context.Mode:
+    def _update_mode(self, frame: Frame | None) -> context.Mode:
         """Update context: cross-replica; with the default strategy, what it is called in."""
         now = context.current()
         is_default = self._strategy is context.default_mode().strategy
         replica = now.replica_context if is_default and now.strategy is self._strategy else None
-        return context.Mode(self._strategy, replica, frame, updating=True)
+        return context.Mode(ContextKind.UPDATE, self._strategy, replica, frame)
 
     def _updating(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` in update context, as a replica function; the same one each time: see `run`."""
@@ -390,7 +395,8 @@ class StrategyExtended(StepsOnIterator):
     def tpu_hardware_feature(self) -> Any:
         """What the chips have, if the cluster resolver knows it; else None. TPUStrategy only."""
         self._require_tpu("tpu_hardware_feature")
-        return self._strategy.cluster_resolver.tpu_hardware_feature
+        resolver: Any = self._strategy.cluster_resolver
+        return resolver.tpu_hardware_feature
 
     def experimental_logical_device(
         self, logical_device_id: int

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part
 from tpudist.xla.mesh import ReplicaMesh
@@ -194,7 +195,9 @@ _chosen: contextvars.ContextVar[tuple[Any, int] | None] = contextvars.ContextVar
 )
 
 
-def choose(strategy: Any, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
+def choose(
+    strategy: StrategyBase, logical_device_id: int
+) -> contextlib.AbstractContextManager[None]:
     """In the `with` block, `worker_devices` are those of this number in each replica.
 
     Raises:
@@ -208,7 +211,7 @@ def choose(strategy: Any, logical_device_id: int) -> contextlib.AbstractContextM
 
 
 @contextlib.contextmanager
-def _choosing(strategy: Any, logical_device_id: int) -> Iterator[None]:
+def _choosing(strategy: StrategyBase, logical_device_id: int) -> Iterator[None]:
     token = _chosen.set((strategy, logical_device_id))
     try:
         yield
@@ -216,7 +219,7 @@ def _choosing(strategy: Any, logical_device_id: int) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def worker_devices(strategy: Any) -> tuple[jax.Device, ...]:
+def worker_devices(strategy: StrategyBase) -> tuple[jax.Device, ...]:
     """The devices that run replica functions; with a device assignment one of each replica."""
     mesh, choice = strategy.replica_mesh, _chosen.get()
     if choice is not None and choice[0] is strategy:

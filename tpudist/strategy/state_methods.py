@@ -1,6 +1,5 @@
 """The state of a strategy: where models, optimizers and Variables are made, and which there are."""
 
-import contextlib
 import itertools
 import math
 import weakref
@@ -12,9 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.weak_identity import WeakIdentitySet
 from tpudist.state import nnx_creation
-from tpudist.state.variable import Variable
+from tpudist.state.variable_base import VariableBase
 from tpudist.xla import placement, traces
 from tpudist.xla.abstract_placement import value_on
 from tpudist.xla.mesh import ReplicaMesh
@@ -24,21 +24,13 @@ PyTree = Any
 MIN_ELSEWHERE = 1024
 
 
-class StateMethods:
+class StateMethods(StrategyBase):
     """What a strategy does for state; a part of `Strategy`."""
-
-    replica_mesh: ReplicaMesh
-    # Where state lives between steps, as a `CentralStorage`, if that is not the mesh itself.
-    storage: Any = None
-    # The strategy that this one stands for on other devices; see `Strategy.on`.
-    twin_of: Any = None
-    mesh: jax.sharding.Mesh
-    scope: Callable[[], contextlib.AbstractContextManager]
 
     def __init__(self):
         """No Variables yet."""
-        self.lent = WeakIdentitySet()
-        self._owned: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+        self._lent = WeakIdentitySet()
+        self._owned: weakref.WeakValueDictionary[int, VariableBase] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
     def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
@@ -126,7 +118,7 @@ class StateMethods:
             return self.replica_mesh.replicated
         return NamedSharding(self.mesh, self.partition(tuple(value.shape), value.dtype))
 
-    def spec_of(self, value: Any, *, variable: Any = None) -> PartitionSpec:
+    def _spec_of(self, value: Any, *, variable: Any = None) -> PartitionSpec:
         """Over which axes inside a replica `create` splits an array, or one that `variable` holds.
 
         Args:
@@ -136,7 +128,7 @@ class StateMethods:
         sharding = self._sharding_of(value, variable=variable)
         return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
-    def place_variable(self, variable: Variable, value: Any) -> jax.Array:
+    def _place_variable(self, variable: VariableBase, value: Any) -> jax.Array:
         """Puts a Variable's value where it lives; its components, if it is ON_READ."""
         mesh = self.replica_mesh
         with traces.at_once():
@@ -158,27 +150,27 @@ class StateMethods:
             # `device_put` shares memory with `value` where it is already, may_alias or not.
             return placed.copy()
 
-    def own_variable(self, variable: Variable) -> None:
+    def _own_variable(self, variable: VariableBase) -> None:
         """Counts `variable` among those that replica functions may read and assign."""
         self._owned[next(self._numbers)] = variable
 
-    def owned_variables(self) -> list[Variable]:
+    def _owned_variables(self) -> list[VariableBase]:
         """The strategy's Variables that are still in use, in the order in which they were made."""
-        if self.twin_of is not None:
-            return self.twin_of.owned_variables()
+        if self._twin_of is not None:
+            return self._twin_of._owned_variables()
         return [v for _, v in sorted(self._owned.items())]
 
-    def value_of(self, variable: Any) -> Any:
+    def _value_of(self, variable: Any) -> Any:
         """The array of a Variable, or of what a function captures; for a twin, how it would be."""
-        if self.twin_of is None:
+        if self._twin_of is None:
             return variable._value
-        return value_on(self.replica_mesh, variable, self.twin_of.replica_mesh)
+        return value_on(self.replica_mesh, variable, self._twin_of.replica_mesh)
 
-    def lend_variable(self, variable: Variable) -> None:
+    def _lend_variable(self, variable: VariableBase) -> None:
         """Notes that somebody holds the Variable's array, which must not be overwritten then."""
-        self.lent.add(variable)
+        self._lent.add(variable)
 
-    def read_component(self, stacked: jax.Array, replica: int) -> jax.Array:
+    def _read_component(self, stacked: jax.Array, replica: int) -> jax.Array:
         """One replica's part of an ON_READ variable."""
         return placement.component(self.replica_mesh, stacked, replica)
 

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 from tpudist import context, step_boundaries
+from tpudist.context import ContextKind
 from tpudist.deprecated import DeprecatedStrategyMethods
 from tpudist.input.strategy_methods import DataMethods
 from tpudist.options import RunOptions, ValueContext
@@ -41,8 +42,6 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     As `tf.distribute.Strategy`.
     """
 
-    extended: StrategyExtended
-
     def __init__(self, replica_mesh: ReplicaMesh, *, logical_axis_rules: Sequence[Any] = ()):
         """A strategy on a mesh.
 
@@ -59,20 +58,12 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         """Without Variables and compiled functions."""
         super().__init__()
         self.replica_mesh = replica_mesh
+        _ = self.variable_home  # which refuses hooks that contradict each other
         self.extended = StrategyExtended(self)
         self._replicator = Replicator(self)
 
-    # Hooks; see also `StateMethods.partition`, the placement rule.
-
-    # Whether each replica has a component of every Variable. Else there is one of each, as
-    # everywhere out of `tf.distribute`, and `synchronization` says nothing.
-    variables_have_components: bool = True
-    # How reductions communicate, as a `CrossDeviceOps`; None leaves it to XLA.
-    cross_device_ops: Any = None
-    # The `CommunicationOptions` of reductions that are given none.
-    communication_options: Any = None
-    # Options for the compiler, for all programs of this strategy.
-    compiler_options: Mapping[str, Any] = {}
+    # Hooks; see also `StateMethods.partition`, the placement rule, and the attributes in
+    # `StrategyBase`.
 
     def around_scope(self) -> contextlib.AbstractContextManager:
         """What is in force in the scope, outside of all traces: the mesh."""
@@ -94,11 +85,6 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         """The number of replicas over which gradients are aggregated."""
         return context.acting_for(self).replica_mesh.num_replicas
 
-    @property
-    def cluster_resolver(self) -> Any:
-        """The cluster resolver, for strategies of several workers; None here."""
-        return None
-
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         return f"{type(self).__name__}({axes} on {self.replica_mesh.platform})"
@@ -111,19 +97,29 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     def __deepcopy__(self, memo):
         return self.__copy__()
 
+    def _entered(self) -> contextlib.AbstractContextManager["Strategy"]:
+        return self._enter()
+
     @contextlib.contextmanager
-    def _entered(self) -> Iterator["Strategy"]:
+    def _enter(self) -> Iterator["Strategy"]:
         context.require_scope_or_default(self, "scope")
         with contextlib.ExitStack() as stack:
             now = context.current()
-            frame = now.frame if now.strategy is self else None
-            mode = context.Mode(self, frame=frame, updating=now.updating and frame is not None)
-            stack.enter_context(context.entered(mode))
+            stack.enter_context(context.entered(self._mode_of_scope(now)))
             again = now.strategy is self and context.depth() > 1
             if traces.tracing_nothing() and not again:  # JAX sets no mesh while it traces
                 stack.enter_context(nnx.logical_axis_rules(self.logical_axis_rules))
                 stack.enter_context(self.around_scope())
             yield self
+
+    def _mode_of_scope(self, now: context.Mode) -> context.Mode:
+        """What `scope` enters: in a trace of this strategy, that trace's cross-replica context."""
+        if now.frame is None or now.strategy is not self:
+            return context.Mode(ContextKind.SCOPE, self)
+        if now.updating:
+            return context.Mode(ContextKind.UPDATE, self, frame=now.frame)
+        kind = ContextKind.FUNCTION if now.frame.whole else ContextKind.MERGE
+        return context.Mode(kind, self, frame=now.frame)
 
     def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
         """Makes this the current strategy in a `with` block, in cross-replica context.
@@ -233,11 +229,11 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             results = [self.run(fn, (*args, x), options=options) for x in elements]
         return results
 
-    def call_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+    def _call_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
         """Calls `fn` once for all replicas, as one compiled program; see `tpudist.function`."""
         return self._call(fn, args, kwargs, None, whole=True)
 
-    def lower_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _lower_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The lowered program of `call_whole` with the same arguments, which may be abstract."""
         with self._in_mesh():
             return self._replicator.lower(fn, args, kwargs, whole=True)
@@ -249,7 +245,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             context.require_scope_or_default(self, "run")
             frame = context.current().frame
             if frame is not None and frame.strategy is self:
-                return nested_run.run(self, frame, fn, args, kwargs)
+                return nested_run.run(frame, fn, args, kwargs)
         # The mesh in force is part of JAX's cache key: always in it, never out.
         in_mesh = self.storage is None and self._is_innermost()
         if in_mesh or not traces.tracing_nothing():
@@ -282,7 +278,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         # JAX refuses to set a mesh while it traces.
         return self._in_mesh() if traces.tracing_nothing() else contextlib.nullcontext()
 
-    def axis_rules(self) -> contextlib.AbstractContextManager:
+    def _axis_rules(self) -> contextlib.AbstractContextManager:
         """Puts the logical axis rules in force, if no scope of this strategy has done so."""
         if self._is_innermost():
             return contextlib.nullcontext()
@@ -332,7 +328,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         context.require_scope_or_default(self, "gather")
         return self._map(lambda x: gather.gather(self.replica_mesh, x, axis), value)
 
-    def reduce_together(self, reduce_op: ReduceOp | str, value: PyTree, options: Any) -> PyTree:
+    def _reduce_together(self, reduce_op: ReduceOp | str, value: PyTree, options: Any) -> PyTree:
         """As `reduce` with axis=None, of all leaves at once, as far as they can travel together."""
         context.require_scope_or_default(self, "reduce")
         op = ReduceOp.parse(reduce_op)
@@ -439,7 +435,7 @@ class DefaultStrategy(Strategy):
         """On JAX's default device."""
         super().__init__(meshes.make_mesh(jax.local_devices()[:1]))
 
-    def _entered(self):
+    def _entered(self) -> contextlib.AbstractContextManager["Strategy"]:
         if context.has_strategy():
             raise RuntimeError(
                 "Must not nest tpudist.Strategy scopes: the default strategy's was entered in that "
@@ -450,7 +446,7 @@ class DefaultStrategy(Strategy):
 
 def _default_mode() -> context.Mode:
     strategy = DefaultStrategy()
-    return context.Mode(strategy, ReplicaContext(strategy, 0))
+    return context.Mode(ContextKind.DEFAULT, strategy, ReplicaContext(strategy, 0))
 
 
 context.set_default_mode_factory(_default_mode)

@@ -12,7 +12,7 @@ collectives of the CPU's program. With one it sees those of the TPU's.
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpudist import context
 from tpudist.planner import Plan
@@ -20,6 +20,9 @@ from tpudist.planner.show.words import tell_axes, tell_bytes, tell_count
 from tpudist.testing import ledger as ledgers
 from tpudist.testing.ledger import UPDATE, Entry, Record
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
+
+if TYPE_CHECKING:
+    from tpudist.strategy.strategy import Strategy
 
 _NETWORKS = {"ici": "ICI", "dcn": "DCN", "host": "host"}
 _COLUMNS = ("kind", "each", "times", "sent/step", "axes", "over", "source")
@@ -31,7 +34,7 @@ def assert_collectives(
     *,
     kwargs: Mapping[str, Any] | None = None,
     topology: str | None = None,
-    strategy: Any = None,
+    strategy: "Strategy | None" = None,
     max_ici_bytes: float | None = None,
     max_dcn_bytes: float | None = None,
     allow: Collection[str] | None = None,

@@ -159,5 +159,5 @@ class Component(ReadsAsArray):
         shape = ",".join(map(str, self.shape))
         return f"<component {self.name!r} {self.dtype}[{shape}] of a Variable on {self.device}>"
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         self.variable.__reduce__()

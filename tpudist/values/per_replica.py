@@ -78,7 +78,7 @@ class PerReplica(DistributedValues):
         self.array: Any = array
         self.rows, self.dim = rows, dim
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The stacked array is the child, `rows` and their `dim` are structure.
 
         One that a replica function captures is taken apart as this replica's part.
@@ -211,7 +211,7 @@ class LocalPart(PerReplica):
     def _traced_part(self) -> Any:
         return self.array
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The array is the child, `counts` are forgotten."""
         return (self.array,), ()
 

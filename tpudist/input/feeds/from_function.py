@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.feeds.per_replica_batches import Pipelines
 from tpudist.input.input_context import InputContext
 from tpudist.input.sources.indexed import IndexedDataset
@@ -53,7 +54,9 @@ def options_of_split(options: Any) -> InputOptions | None:
     return options
 
 
-def options_of_function(options: Any, strategy: Any, per_replica: bool) -> InputOptions | None:
+def options_of_function(
+    options: Any, strategy: StrategyBase, per_replica: bool
+) -> InputOptions | None:
     """What options mean for datasets that a function makes, as TensorFlow checks them.
 
     Raises:

@@ -1,5 +1,6 @@
 """`tf.data.Dataset`s of global batches, read where TensorFlow has put them, without a copy."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,7 @@ class TfDataSource(PassesInOrder):
         dataset: Any = self._source
         return int(dataset.cardinality())
 
-    @property
+    @functools.cached_property
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of a batch; the first one is read if the dataset does not say them."""
         leaves, treedef = jax.tree_util.tree_flatten(self._specs, is_leaf=_is_spec)

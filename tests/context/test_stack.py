@@ -8,6 +8,7 @@ import pytest
 
 import tpudist
 from tpudist import ReduceOp, context
+from tpudist.context.strategy_base import VariableHome
 
 N = 8
 
@@ -532,3 +533,79 @@ def test_scopes_that_are_left_out_of_order_leave_nothing_behind(mirrored):
     inner.__exit__(None, None, None)
     assert not tpudist.has_strategy()
     assert jax.sharding.get_abstract_mesh().empty
+
+
+# What each context holds: no other combination can be made.
+
+
+def test_a_context_holds_what_its_kind_says(mirrored):
+    Kind, Mode = context.ContextKind, context.Mode
+    assert context.current().kind is Kind.DEFAULT
+    seen = {}
+
+    def merge(strategy):
+        seen["merge"] = context.current().kind
+        with strategy.scope():
+            seen["scope in merge"] = context.current().kind
+
+    def step(v):
+        seen["run"] = context.current().kind
+        tpudist.get_replica_context().merge_call(merge)
+        strategy = tpudist.get_strategy()
+
+        def update(v):
+            seen["update"] = context.current().kind
+            with strategy.scope():
+                seen["scope in update"] = context.current().kind
+
+        strategy.extended.update(v, update)
+
+    with mirrored.scope():
+        assert context.current().kind is Kind.SCOPE
+        v = tpudist.Variable(1.0)
+        mirrored.extended.update(v, lambda v: seen.update(eager=context.current().kind))
+
+        @tpudist.function
+        def whole():
+            seen["function"] = context.current().kind
+            with mirrored.scope():
+                seen["scope in function"] = context.current().kind
+            return jnp.ones(())
+
+        whole()
+    mirrored.run(step, args=(v,))
+    assert seen == {
+        "eager": Kind.UPDATE,
+        "function": Kind.FUNCTION,
+        "scope in function": Kind.FUNCTION,
+        "run": Kind.REPLICA,
+        "merge": Kind.MERGE,
+        "scope in merge": Kind.MERGE,
+        "update": Kind.UPDATE,
+        "scope in update": Kind.UPDATE,
+    }
+    replica = context.current().replica_context
+    for kind, bad in {
+        Kind.SCOPE: {"replica_context": replica},
+        Kind.DEFAULT: {},
+        Kind.REPLICA: {"replica_context": replica},
+        Kind.MERGE: {},
+        Kind.FUNCTION: {},
+    }.items():
+        with pytest.raises(AssertionError):
+            Mode(kind, mirrored, **bad)
+
+
+def test_where_variables_live_follows_from_the_hooks(mirrored, default):
+    Home = VariableHome
+    assert mirrored.variable_home is Home.COMPONENTS
+    assert default.variable_home is Home.ORDINARY
+    assert tpudist.OneDeviceStrategy("cpu:0").variable_home is Home.ORDINARY
+    central = tpudist.experimental.CentralStorageStrategy()
+    assert central.variable_home is Home.STORAGE
+
+    class Torn(tpudist.MirroredStrategy):
+        storage = central.storage
+
+    with pytest.raises(ValueError, match=r"Torn has a `storage`.* variables_have_components = F"):
+        Torn()

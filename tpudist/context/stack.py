@@ -8,8 +8,38 @@ context; `merge_call` pushes cross-replica context again. The rules are those of
 import contextlib
 import contextvars
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from tpudist.context.frame import Frame
+    from tpudist.context.strategy_base import StrategyBase
+    from tpudist.run.replica_context import ReplicaContext
+    from tpudist.strategy.strategy import Strategy
+
+
+class ContextKind(enum.Enum):
+    """Where code runs; docs/architecture.md has the table of what each of them holds."""
+
+    DEFAULT = "outside of every scope"
+    SCOPE = "in a scope, in cross-replica context"
+    REPLICA = "in a replica function"
+    MERGE = "in merge_call, in cross-replica context"
+    FUNCTION = "in a tpudist.function, in cross-replica context"
+    UPDATE = "in extended.update, where variables stand for their components"
+
+
+# Whether a level of each kind has a replica context, and a frame; None if it may. A function or an
+# update that belongs to no scope has the default strategy's replica context.
+_HOLDS: dict[ContextKind, tuple[bool | None, bool | None]] = {
+    ContextKind.DEFAULT: (True, False),
+    ContextKind.SCOPE: (False, False),
+    ContextKind.REPLICA: (True, True),
+    ContextKind.MERGE: (False, True),
+    ContextKind.FUNCTION: (None, True),
+    ContextKind.UPDATE: (None, None),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,16 +47,25 @@ class Mode:
     """One level of the stack.
 
     Attributes:
+        kind: Which of the contexts it is, and so what else it holds.
         strategy: The strategy in charge.
         replica_context: The ReplicaContext, or None in cross-replica context.
-        frame: The trace of a replica function that is under way (`ReplicaFrame`), if any.
-        updating: Whether inside `extended.update`, where variables stand for their components.
+        frame: The trace of a replica function that is under way, if any.
     """
 
-    strategy: Any
-    replica_context: Any = None
-    frame: Any = None
-    updating: bool = False
+    kind: ContextKind
+    strategy: "StrategyBase"
+    replica_context: "ReplicaContext | None" = None
+    frame: "Frame | None" = None
+
+    def __post_init__(self):
+        for held, value in zip(_HOLDS[self.kind], (self.replica_context, self.frame), strict=True):
+            assert held is None or held is (value is not None), self
+
+    @property
+    def updating(self) -> bool:
+        """Whether variables stand for their components."""
+        return self.kind is ContextKind.UPDATE
 
 
 _stack: contextvars.ContextVar[tuple[Mode, ...]] = contextvars.ContextVar("tpudist", default=())
@@ -55,6 +94,13 @@ def current() -> Mode:
     return stack[-1] if stack else default_mode()
 
 
+def current_frame() -> "Frame":
+    """The trace that is under way; for code that runs in traces only."""
+    frame = current().frame
+    assert frame is not None, "no replica function is being traced"
+    return frame
+
+
 def depth() -> int:
     """How many modes this thread is in, beside the default mode."""
     return len(_stack.get())
@@ -75,15 +121,15 @@ def entered(mode: Mode) -> Iterator[Mode]:
         _stack.set(tuple(stack))
 
 
-def get_strategy() -> Any:
+def get_strategy() -> "Strategy":
     """The current strategy, or the default one outside of every scope.
 
     As `tf.distribute.get_strategy`.
     """
-    return current().strategy
+    return cast("Strategy", current().strategy)
 
 
-def acting_for(strategy: Any) -> Any:
+def acting_for(strategy: "StrategyBase") -> "StrategyBase":
     """The twin of `strategy` whose function is being traced here; else `strategy` itself.
 
     A function that is planned for other devices may name the strategy that it was written for; see
@@ -91,7 +137,7 @@ def acting_for(strategy: Any) -> Any:
     """
     stack = _stack.get()
     acting = stack[-1].strategy if stack else strategy
-    return acting if acting is not strategy and acting.twin_of is strategy else strategy
+    return acting if acting is not strategy and acting._twin_of is strategy else strategy
 
 
 def has_strategy() -> bool:
@@ -116,16 +162,16 @@ def in_cross_replica_context() -> bool:
     return current().replica_context is None
 
 
-def is_in_scope_of(strategy: Any) -> bool:
+def is_in_scope_of(strategy: "StrategyBase") -> bool:
     """Whether this is plain cross-replica context of `strategy`, inside of its scope."""
     stack = _stack.get()
     if not stack:
         return False
     mode = stack[-1]
-    return mode.strategy is strategy and mode.replica_context is None and mode.frame is None
+    return mode.strategy is strategy and mode.kind is ContextKind.SCOPE
 
 
-def require_scope_or_default(strategy: Any, what: str) -> None:
+def require_scope_or_default(strategy: "StrategyBase", what: str) -> None:
     """Refuses a cross-replica method where it makes no sense.
 
     It may be called outside of all scopes, or in the cross-replica context of the same strategy.
@@ -195,7 +241,7 @@ def in_parts(number: int) -> Iterator[None]:
 _set_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("tpudist.set_scope", default=None)
 
 
-def experimental_set_strategy(strategy: Any) -> None:
+def experimental_set_strategy(strategy: "StrategyBase | None") -> None:
     """Makes `strategy` the current one from here on, as an open-ended `with strategy.scope()`.
 
     For notebooks, where a `with` block cannot span cells. A strategy that was set before is left

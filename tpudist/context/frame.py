@@ -1,0 +1,105 @@
+"""What the rooms below `run` may ask of the trace of a replica function that is under way."""
+
+import abc
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+
+if TYPE_CHECKING:
+    from tpudist.context.strategy_base import StrategyBase
+    from tpudist.run.captures import Findings
+    from tpudist.state.variable_base import VariableBase
+
+
+class Frame(abc.ABC):
+    """One trace: what Variables hold so far in it, and which rows of its batch are real.
+
+    `run.trace_frame.ReplicaFrame` is the one implementation. `context.current().frame` is the
+    innermost; None where no replica function is being traced.
+
+    Attributes:
+        strategy: The strategy that runs the function.
+        whole: Whether this is the trace of a function of all replicas, `tpudist.function`.
+        findings: What the function was found to need beside its arguments; None in a nested trace.
+        elements: What was taken from the iterators that the function reads, still to be handed out,
+            each with how to tell its iterator.
+    """
+
+    strategy: "StrategyBase"
+    whole: bool
+    elements: list[tuple[Callable[[Any], bool], Any]]
+    findings: "Findings | None"
+
+    @property
+    @abc.abstractmethod
+    def root(self) -> Self:
+        """The outermost frame."""
+
+    # Variables.
+
+    @abc.abstractmethod
+    def get(self, variable: "VariableBase") -> jax.Array:
+        """What `variable` holds now on this replica."""
+
+    @abc.abstractmethod
+    def set(self, variable: "VariableBase", value: jax.Array) -> None:
+        """Makes `variable` hold `value` on this replica."""
+
+    @abc.abstractmethod
+    def next_created(self, make: "Callable[[], VariableBase]") -> "VariableBase":
+        """The Variable that the function makes next: that of the first trace, if there was one."""
+
+    @abc.abstractmethod
+    def is_made(self, variable: "VariableBase") -> bool:
+        """Whether a Variable that the function makes was made by an earlier trace."""
+
+    @abc.abstractmethod
+    def begin(self, variable: "VariableBase", value: Any, computed: bool) -> None:
+        """Lets a Variable that the function makes begin with `value`."""
+
+    # What the function needs beside its arguments.
+
+    @abc.abstractmethod
+    def capture(self, value: Any) -> jax.Array:
+        """This replica's part of a PerReplica that the function captures."""
+
+    @abc.abstractmethod
+    def next_element(self, iterator: Any) -> Any:
+        """What `next(iterator)` gives in a function of all replicas."""
+
+    @abc.abstractmethod
+    def leave_to(self, strategy: "StrategyBase") -> None:
+        """Begins anew under `strategy`, to which the function turns out to belong."""
+
+    @abc.abstractmethod
+    def is_same_everywhere(self, value: Any) -> bool:
+        """Whether a traced value is an argument that all replicas got the same of, as it is."""
+
+    @abc.abstractmethod
+    def note_part(self, part: Any) -> None:
+        """Remembers that the array of a LocalPart differs between replicas."""
+
+    # Rows of the batch.
+
+    @abc.abstractmethod
+    def real_rows(self, rows: int) -> jax.Array | None:
+        """How many of this replica's `rows` rows are real; None if nothing was padded."""
+
+    @abc.abstractmethod
+    def total_rows(self, rows: int) -> jax.Array | None:
+        """How many rows are real over all replicas; None if nothing was padded."""
+
+    @abc.abstractmethod
+    def may_hold_padding(self, rows: int) -> bool:
+        """Whether a value of so many rows may be a batch whose last rows are padding."""
+
+    @property
+    @abc.abstractmethod
+    def row_counts(self) -> Mapping[int, tuple[jax.Array, jax.Array]]:
+        """By rows per replica: how many are real here and on all, where that is known."""
+
+    @abc.abstractmethod
+    def in_part(self, part: Any, num_parts: int) -> contextlib.AbstractContextManager[None]:
+        """Lets the function see one of `num_parts` parts of the batch."""

@@ -1,0 +1,187 @@
+"""The body of a trace: the function as one replica calls it, on flat inputs.
+
+NNX objects are copied around traced values, random streams are folded with the replica's number,
+sums over examples start from zero on all replicas but the first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpudist import context
+from tpudist.context import ContextKind
+from tpudist.reduce_op import VariableAggregation
+from tpudist.run import call_arguments
+from tpudist.run.captures import NewVariable
+from tpudist.run.containers import opened
+from tpudist.run.replica_call import ReplicaCall
+from tpudist.run.replica_context import ReplicaContext
+from tpudist.run.results import Found
+from tpudist.run.trace_frame import ReplicaFrame
+from tpudist.state import nnx_contents
+from tpudist.state.variable import Variable
+from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
+from tpudist.xla import collectives, traces
+
+_SUM = VariableAggregation.SUM
+
+
+class ReplicaBody:
+    """Calls the function as one replica."""
+
+    def __init__(self, call: ReplicaCall, variables: Sequence[Any]):
+        """For one kind of call.
+
+        Args:
+            call: The call.
+            variables: The Variables and captured PerReplicas that are the first inputs.
+        """
+        self.call, self.variables = call, variables
+
+    def of_flat_inputs(self, found: Found, more_rows: int = 0) -> Callable[..., list[Any]]:
+        """The function of flat local inputs that gives flat outputs.
+
+        Args:
+            found: Takes what the call gives besides outputs.
+            more_rows: How many rows more the batches have than those of the call.
+        """
+
+        call, inputs = self.call, self.call.inputs
+
+        def flat(*local):
+            count = len(self.variables)
+            nnx_values, arguments, pairs = inputs.split(local[count:])
+            rows = {}
+            if inputs.groups is not None:
+                for size, group in inputs.groups.unambiguous.items():
+                    rows[size + more_rows] = None if group is None else pairs[group]
+            frame = ReplicaFrame(
+                call.strategy,
+                dict(zip(self.variables, local[:count], strict=True)),
+                rows,
+                call.findings,
+                call.fn,
+                call.outer,
+            )
+            frame.whole = call.whole
+            parts = inputs.stacked[inputs.num_nnx :]
+            frame.same = {id(x): x for x, part in zip(arguments, parts, strict=False) if not part}
+            copies, entered = self._enter_objects(nnx_values)
+            flat_arguments = inputs.flat_arguments(
+                call.leaves, self._as_seen(arguments, pairs), call.kinds, copies
+            )
+            args, kwargs = call_arguments.unflatten(flat_arguments, call.structure, call.num_args)
+            if call.whole:
+                for x in jax.tree.leaves((args, kwargs), is_leaf=is_distributed):
+                    if isinstance(x, LocalPart):
+                        frame.note_part(x)
+            try:
+                with context.entered(self._mode(frame)):
+                    result = call.fn(*args, **kwargs)
+            except NewVariable as interruption:
+                if not frame.made:
+                    raise
+                frame.incomplete, found.interruption, result = True, interruption, None
+            found.computed = [v for v, value in frame.made.items() if value is not None]
+            found.incomplete = frame.incomplete
+            initial_values = [frame.made[v] for v in found.computed]
+            if frame.incomplete:
+                return initial_values
+            found.row_multiple = frame.row_multiple
+            outputs = self._results(found, result, arguments, copies)
+            found.read, found.variables = frame.read, list(frame.written)
+            outputs += [frame.values[v] for v in frame.written]
+            outputs += self._changed_objects(found, copies, entered)
+            return outputs + initial_values  # of what is made in a nested `run`
+
+        return flat
+
+    def _mode(self, frame: ReplicaFrame) -> context.Mode:
+        strategy, whole = self.call.strategy, self.call.whole
+        # Out of all scopes one is in replica context, that of the default strategy.
+        if whole and strategy is not context.default_mode().strategy:
+            return context.Mode(ContextKind.FUNCTION, strategy, frame=frame)
+        kind = ContextKind.FUNCTION if whole else ContextKind.REPLICA
+        return context.Mode(kind, strategy, ReplicaContext(strategy, frame=frame), frame)
+
+    def _as_seen(self, arguments: list[Any], pairs: list[Any]) -> list[Any]:
+        """What the function gets for the arrays among its arguments."""
+        inputs = self.call.inputs
+        if not self.call.whole or self.call.strategy.num_replicas_in_sync == 1:
+            return arguments
+        stacked = inputs.stacked[inputs.num_nnx :]
+        groups = inputs.group_of_argument
+        dims = inputs.groups.dims if inputs.groups is not None else ()
+        return [
+            LocalPart(x, None if group is None or dims[group] else pairs[group]) if is_part else x
+            for x, is_part, group in zip(arguments, stacked, groups, strict=False)
+        ]
+
+    def _enter_objects(self, nnx_values: list[Any]) -> tuple[tuple, list[Any]]:
+        binding = self.call.binding
+        if binding is None:
+            return (), []
+        values = self.call.inputs.nnx_structure.unflatten(nnx_values)
+        if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
+            me = collectives.replica_id()
+            for i, x in enumerate(values):
+                if binding.is_random_key(i):
+                    values[i] = jax.random.fold_in(x, me)
+                elif binding.aggregation(i) is _SUM:
+                    # The sum over replicas counts what was there before once.
+                    values[i] = jnp.where(me == 0, x, jnp.zeros_like(x))
+        return binding.copy_with(values), values
+
+    def _results(self, found: Found, result: Any, arguments: list[Any], copies: tuple) -> list[Any]:
+        inputs = self.call.inputs
+        positions = {id(x): i for i, x in enumerate(nnx_contents.nodes_of(copies))}
+        of_argument = {
+            id(x): leaf
+            for x, leaf in zip(arguments, inputs.leaves_of_arguments, strict=True)
+            # A donated argument is gone afterwards: it is returned as a new array.
+            if leaf not in dict(inputs.state_structures) and leaf not in self.call.donated_leaves
+        }
+
+        def is_leaf(x):
+            return id(x) in positions or isinstance(x, PerReplica | Variable)
+
+        result, has_records = opened(result, is_leaf)
+        found.plain = not has_records
+        leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
+        outputs = []
+        for x in leaves:
+            if isinstance(x, PerReplica) and traces.is_traced(x.array):
+                x = x.array
+            if id(x) in positions:
+                found.result.append(("object", positions[id(x)]))
+            elif id(x) in of_argument:
+                found.result.append(("argument", of_argument[id(x)]))
+            elif traces.is_traced(x):
+                found.result.append(("array", len(outputs)))
+                outputs.append(x)
+            else:
+                found.result.append(("itself", x))
+        found.num_results = len(outputs)
+        return outputs
+
+    def _changed_objects(self, found: Found, copies: tuple, entered: list[Any]) -> list[Any]:
+        binding, inputs = self.call.binding, self.call.inputs
+        if binding is None:
+            return []
+        values = binding.values_of(copies)
+        if values is None or jax.tree.structure(values) != inputs.nnx_structure:
+            found.structure_changed = True
+            return []
+        outputs = []
+        for i, (new, old) in enumerate(zip(values, entered, strict=True)):
+            pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+            if all(x is y for x, y in pairs):
+                continue
+            if binding.variables[i] is None:
+                found.structure_changed = True  # a bare array has no Variable to write back to
+            for j, (x, y) in enumerate(pairs):
+                found.nnx.append((i, j))
+                outputs.append(x if hasattr(x, "dtype") else jnp.asarray(x, y.dtype))
+        return outputs

@@ -1,0 +1,123 @@
+"""Which flat inputs a step is fed and overwrites, and where what it writes goes back to."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.run import inputs
+from tpudist.xla import placement
+from tpudist.xla.mesh import ReplicaMesh
+
+_is = operator.is_
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPlan:
+    """How the values of a call become the inputs of its program, and its outputs state again.
+
+    Values are captured Variables, NNX leaves, arguments and counts of rows; one may be a whole
+    pytree. Flat inputs are their arrays. XLA wants those that it may overwrite, the *donated*, as
+    an argument of their own: they come first, the *kept* behind them.
+
+    Attributes:
+        nesting: The structure of the values.
+        only_arrays: Whether each value is one array, so that nothing is to be flattened.
+        on_host: The flat inputs that live in host memory. If they are others the plan is void.
+        state: What is written back, in the order of the program's first outputs: ("variable",
+            Variable, position of its input) or ("nnx", (leaf, array of the leaf), position).
+        written_variables: The captured Variables that are assigned, in that order.
+        written_leaves: The NNX leaves that are changed, in that order.
+        donated: The positions of the donated inputs.
+        take_donated: Takes these from all flat inputs.
+        take_kept: Takes the others.
+    """
+
+    nesting: Any
+    only_arrays: bool
+    on_host: list[int]
+    state: list[tuple[str, Any, int]]
+    written_variables: list[Any]
+    written_leaves: list[int]
+    donated: list[int]
+    take_donated: Callable[[list[Any]], list[Any]]
+    take_kept: Callable[[list[Any]], list[Any]]
+    _kept: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        values: Sequence[Any],
+        captured: Sequence[Any],
+        written_variables: Collection[Any],
+        written_leaves: Collection[int],
+        donated_values: Collection[int],
+        donates_state: bool,
+    ) -> "StepPlan":
+        """The plan for these values.
+
+        Args:
+            values: See the class.
+            captured: The Variables that are the first of them; NNX leaves come next.
+            written_variables: Those that the step assigns.
+            written_leaves: The NNX leaves that it changes.
+            donated_values: Positions of values that are given to XLA beside old state.
+            donates_state: Whether old state is given to XLA.
+        """
+        arrays, nesting = jax.tree.flatten(list(values))
+        flat = inputs.positions(values)
+        variables = [i for i, v in enumerate(captured) if v in written_variables]
+        leaves = sorted(written_leaves)
+        first = len(captured)
+        state: list[tuple[str, Any, int]] = [("variable", captured[i], i) for i in variables]
+        state += [("nnx", (i, j), at) for i in leaves for j, at in enumerate(flat[first + i])]
+        old_state = [*variables, *(first + i for i in leaves)]
+        overwritten = [*(old_state if donates_state else []), *donated_values]
+        donated = [at for i in overwritten for at in flat[i]]
+        kept = sorted(set(range(len(arrays))) - set(donated))
+        return cls(
+            nesting=nesting,
+            only_arrays=len(arrays) == len(values) and all(map(_is, arrays, values)),
+            on_host=inputs.on_host(arrays),
+            state=state,
+            written_variables=[captured[i] for i in variables],
+            written_leaves=leaves,
+            donated=donated,
+            take_donated=inputs.taker(donated),
+            take_kept=inputs.taker(kept),
+            _kept=kept,
+        )
+
+    def in_order(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """The flat inputs, of donated and kept ones."""
+        values: list[Any] = [None] * (len(self.donated) + len(self._kept))
+        for i, x in zip([*self.donated, *self._kept], [*donated, *kept], strict=True):
+            values[i] = x
+        return values
+
+    def shardings(
+        self, arrays: Sequence[Any], stacked: Sequence[bool], mesh: ReplicaMesh
+    ) -> dict[str, Any]:
+        """Where inputs and outputs lie, as keyword arguments of `jit`.
+
+        Args:
+            arrays: The flat inputs.
+            stacked: Which of them hold one part per replica.
+            mesh: The replicas.
+        """
+        options: dict[str, Any] = {}
+        if mesh.devices_per_replica == 1:
+            # Said, and not taken from the arguments: an input that lies elsewhere would compile the
+            # program once more.
+            where = [
+                placement.in_memory_of(x, mesh.stacked if s else mesh.replicated)
+                for x, s in zip(arrays, stacked, strict=True)
+            ]
+            options["in_shardings"] = (self.take_donated(where), self.take_kept(where))
+        written = [position for _, _, position in self.state]
+        if mesh.devices_per_replica > 1 or any(placement.on_host(arrays[k]) for k in written):
+            # New state stays where the old one was, so that the next call finds this program.
+            options["out_shardings"] = ([inputs.pinned(arrays[k], mesh) for k in written], None)
+        return options
