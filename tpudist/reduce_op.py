@@ -7,6 +7,12 @@ class ReduceOp(enum.Enum):
     """How the values of all replicas are combined.
 
     As `tf.distribute.ReduceOp`, which has `SUM` and `MEAN`; `MIN` and `MAX` are ours.
+
+    Attributes:
+        SUM: They add up.
+        MEAN: Their sum, divided by the number of replicas.
+        MIN: The least, elementwise.
+        MAX: The greatest, elementwise.
     """
 
     SUM = "SUM"
@@ -51,7 +57,14 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the replicas' copies of a variable are made one. As `tf.VariableSynchronization`."""
+    """When the replicas' copies of a variable are made one. As `tf.VariableSynchronization`.
+
+    Attributes:
+        AUTO: `ON_WRITE`.
+        NONE: Refused, but by strategies of one device, whose variables are ordinary ones.
+        ON_WRITE: When it is assigned: the variable is equal on every replica.
+        ON_READ: When it is read: each replica has a component of its own.
+    """
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -63,6 +76,12 @@ class VariableAggregation(enum.Enum):
     """How the replicas' writes to, or copies of, a variable combine.
 
     As `tf.VariableAggregation`.
+
+    Attributes:
+        NONE: Not at all: only what is equal on every replica may be assigned.
+        SUM: They add up.
+        MEAN: Their sum, divided by the number of replicas.
+        ONLY_FIRST_REPLICA: The first replica's counts, and no other.
     """
 
     NONE = "NONE"

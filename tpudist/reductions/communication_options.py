@@ -18,6 +18,11 @@ class CommunicationImplementation(enum.Enum):
 
     As `tf.distribute.experimental.CommunicationImplementation`. XLA has one implementation for each
     platform: NCCL on GPUs, and its own elsewhere.
+
+    Attributes:
+        AUTO: What the platform has.
+        RING: TensorFlow's own. It has no effect, which is a warning.
+        NCCL: NVIDIA's. It has no effect but on GPUs, which is a warning.
     """
 
     AUTO = "AUTO"
