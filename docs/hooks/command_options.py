@@ -1,0 +1,50 @@
+"""The options of a command as a table: those of the dataclass that its command line is made of.
+
+A page asks for them with `<!-- options: FILE CLASS -->`. Nothing is imported, nothing is started.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_ASKED = re.compile(r"^<!-- options: (\S+) (\w+) -->$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Puts the tables where they are asked for."""
+    return _ASKED.sub(lambda asked: table((ROOT / asked[1]).read_text(), asked[2]), markdown)
+
+
+def table(source: str, name: str) -> str:
+    """A row for each field of a class that a string explains."""
+    tree = ast.parse(source)
+    (body,) = (x.body for x in ast.walk(tree) if isinstance(x, ast.ClassDef) and x.name == name)
+    rows = ["| option | default | what it says |", "|---|---|---|"]
+    for field, text in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            said = " ".join(ast.literal_eval(text.value).split()).replace("|", "\\|")
+            rows.append(f"| {_option(field)} | {_default(field)} | {said} |")
+    return "\n".join(rows)
+
+
+def _option(field: ast.AnnAssign) -> str:
+    name = ast.unparse(field.target)
+    if "Positional" in ast.unparse(field.annotation):
+        return f"`{name.upper()}`"
+    return f"`--{name.replace('_', '-')}`"
+
+
+def _default(field: ast.AnnAssign) -> str:
+    if field.value is None:
+        return "required"
+    value = field.value
+    if isinstance(value, ast.Call):  # Path("runs/latest")
+        (value,) = value.args
+    said = ast.literal_eval(value)
+    if said in (None, (), ""):
+        return ""
+    if isinstance(said, tuple):
+        said = " ".join(map(str, said))
+    return {True: "on", False: "off"}[said] if isinstance(said, bool) else f"`{said}`"

@@ -1,0 +1,59 @@
+"""Public names in running text lead to where the reference explains them.
+
+`MirroredStrategy`, `tpudist.emulate(8)` and `strategy.run` are links wherever they stand between
+backticks, in the guides and in docstrings. The sources need no markup for it.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+DOCUMENTED = set(
+    re.findall(
+        r"^::: tpudist\.(\S+)",
+        "\n".join(page.read_text() for page in REFERENCE.glob("*.md")),
+        re.M,
+    )
+)
+# What objects are called in examples.
+OBJECTS = {
+    "strategy": "Strategy",
+    "manager": "checkpoint.CheckpointManager",
+    "plan": "planner.Plan",
+}
+_CODE = re.compile(r"<code>([A-Za-z_][\w.]*)((?:\(.*?\))?)</code>")
+_HEADING_OR_LINK = re.compile(r"(<(?P<tag>h[1-6]|a|pre)\b.*?</(?P=tag)>)", re.DOTALL)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Makes links of the names on a page that are no part of a heading or a link."""
+    parts = _HEADING_OR_LINK.split(html)
+    # Between two parts come the heading or link, and its tag.
+    parts[::3] = [_CODE.sub(_link, part) for part in parts[::3]]
+    return "".join(part for i, part in enumerate(parts) if i % 3 != 2)
+
+
+def _link(code: re.Match[str]) -> str:
+    name = identifier(code[1])
+    return f'<autoref optional identifier="{name}">{code[0]}</autoref>' if name else code[0]
+
+
+def identifier(text: str) -> str | None:
+    """What the reference calls a name in running text; None for what is no public name.
+
+    Words without a capital are public names only with their module before them: `function`.
+    """
+    first, _, rest = text.partition(".")
+    if first == "tpudist":
+        name = rest
+    elif first in OBJECTS and rest:
+        name = f"{OBJECTS[first]}.{rest}"
+    elif text[0].isupper() or rest:
+        name = text
+    else:
+        return None
+    owner = name
+    while owner and owner not in DOCUMENTED:
+        owner = owner.rpartition(".")[0]
+    return f"tpudist.{name}" if owner else None

@@ -1,0 +1,29 @@
+"""Tables that a narrow window can show: each cell knows what it is, and long names have breaks.
+
+docs/stylesheets/site.css then puts the cells of a row one below the other.
+"""
+
+import re
+from typing import Any
+
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_CELL_CODE = re.compile(r"<code>([^<]*)</code>")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Prepares the tables of a page."""
+    return _TABLE.sub(lambda table: _with_breaks(_with_labels(table[0])), html)
+
+
+def _with_labels(table: str) -> str:
+    columns = [re.sub("<.*?>", "", th) for th in re.findall(r"<th\b[^>]*>(.*?)</th>", table)]
+    if len(columns) < 3:
+        return table
+    cells = iter(columns * table.count("<tr>"))
+    return re.sub(r"<td\b", lambda _: f'<td data-label="{next(cells)}"', table)
+
+
+def _with_breaks(table: str) -> str:
+    return _CELL_CODE.sub(
+        lambda code: f"<code>{re.sub(r'(?<=[._])(?=[A-Za-z])', '<wbr>', code[1])}</code>", table
+    )

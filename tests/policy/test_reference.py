@@ -1,0 +1,185 @@
+"""The reference (docs/reference/) shows each public name once, and the site's links are right.
+
+`mkdocs build --strict` reads docstrings and follows links; what is here needs no MkDocs.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tpudist
+from places import DATA, ROOT
+
+PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
+# `::: name`, and the options below it.
+SHOWN = [
+    (name, (yaml.safe_load(options) or {}).get("options", {}))
+    for page in PAGES
+    for name, options in re.findall(r"^::: (\S+)\n((?: {4}.*\n)*)", page.read_text(), re.M)
+]
+NAMES = [name for name, _ in SHOWN]
+
+# Modules whose names are explained, under these names or those of tpudist.
+MODULES = (
+    "tpudist",
+    "tpudist.checkpoint",
+    "tpudist.cluster_resolver",
+    "tpudist.compat",
+    "tpudist.errors",
+    "tpudist.experimental",
+    "tpudist.experimental.partitioners",
+    "tpudist.input",
+    "tpudist.models",
+    "tpudist.planner",
+    "tpudist.testing",
+)
+# Whose docstring is shown, and some of what is in them.
+MORE_MODULES = ("tpudist.compat.v1", "tpudist.pytest_plugin", "tpudist.training")
+MORE_MODULES += ("tpudist.xla.topology",)
+
+
+def found(dotted: str) -> Any:
+    """What a dotted name stands for: a module, or what is in one."""
+    owner: Any = tpudist
+    parts = dotted.split(".")
+    for i, name in enumerate(parts[1:], 2):
+        if not hasattr(owner, name):
+            importlib.import_module(".".join(parts[:i]))
+        owner = getattr(owner, name)
+    return owner
+
+
+def hook(name: str) -> Any:
+    """A module of docs/hooks, which MkDocs calls while it builds."""
+    path = ROOT / "docs" / "hooks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"hook_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_name_of_tpudist_is_shown_once():
+    shown = [name for name in NAMES if name.count(".") == 1]
+    assert sorted(set(tpudist.__all__) - {name.partition(".")[2] for name in shown}) == []
+    assert len(set(NAMES)) == len(NAMES)
+
+
+def test_what_is_shown_exists():
+    for name in NAMES:
+        assert found(name) is not None, name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_name_of_a_public_module_is_shown(module):
+    shown = [id(found(name)) for name in NAMES]
+    assert module == "tpudist" or module in NAMES
+    assert [n for n in found(module).__all__ if id(getattr(found(module), n)) not in shown] == []
+
+
+def test_the_docstrings_of_all_public_modules_are_shown():
+    assert [module for module in MORE_MODULES if module not in NAMES] == []
+
+
+def test_members_that_are_chosen_exist_and_leave_out_none_of_tf_distribute():
+    surface: dict[str, list[str]]
+    surface, still_to_come = json.loads((DATA / "surface.json").read_text()).values()
+    old = [n for name in NAMES if ".deprecated." in name for n in vars(found(name))]
+    for name, options in SHOWN:
+        if (members := options.get("members")) is None or not inspect.isclass(found(name)):
+            continue
+        assert [x for x in members if not hasattr(found(name), x)] == [], name
+        promised = {x for x in surface.get(name, ()) if f"{name}.{x}" not in still_to_come}
+        methods = {x for x in promised if inspect.isfunction(getattr(found(name), x, None))}
+        assert sorted(x for x in methods - {*members, *old} if x[0] != "_") == [], name
+
+
+def test_the_site_has_a_page_for_each_part_of_the_reference():
+    nav = re.findall(r"reference/\w+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(nav) == [f"reference/{page.name}" for page in PAGES]
+
+
+@pytest.mark.parametrize(
+    ("path", "link", "on_site"),
+    [
+        ("README.md", "docs/porting.md", "porting.md"),
+        ("README.md", "docs/images/plan.png", "images/plan.png"),
+        ("README.md", "CHANGELOG.md", "changelog.md"),
+        ("docs/porting.md", "../README.md#emulation", "index.md#emulation"),
+        ("docs/porting.md", "differences.md", "differences.md"),
+        ("docs/reference/strategies.md", "../architecture.md#x", "../architecture.md#x"),
+        ("docs/reference/index.md", "../../README.md", "../index.md"),
+        ("docs/porting.md", "#names", "#names"),
+        ("README.md", "https://example.org/README.md", "https://example.org/README.md"),
+    ],
+)
+def test_a_link_leads_to_the_page_of_the_site(path, link, on_site):
+    assert hook("pages").with_links(f"a [b]({link}) c", path) == f"a [b]({on_site}) c"
+
+
+def test_links_between_files_lead_to_files():
+    """On GitHub, where no build checks them."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for document in documents:
+        prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", prose):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document}: {target}"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("MirroredStrategy", "tpudist.MirroredStrategy"),
+        ("tpudist.function", "tpudist.function"),
+        ("strategy.run", "tpudist.Strategy.run"),
+        ("Strategy.plan", "tpudist.Strategy.plan"),
+        ("experimental.PreemptionWatcher", "tpudist.experimental.PreemptionWatcher"),
+        ("function", None),
+        ("jax.Array", None),
+        ("tf.distribute.MirroredStrategy", None),
+        ("NoSuchName", None),
+    ],
+)
+def test_a_public_name_in_a_text_is_found_in_the_reference(text, name):
+    assert hook("names").identifier(text) == name
+
+
+def test_the_options_of_a_command_are_a_table():
+    source = '''
+class Options:
+    """What it does."""
+    topology: str
+    """The slice."""
+    replica_axes: tuple[str, ...] = ()
+    """Mesh axes;
+    none | some."""
+    cache: bool = True
+    """Look there first."""
+    model: Model = field(default_factory=Model)
+'''
+    assert hook("command_options").table(source, "Options").splitlines()[2:] == [
+        "| `--topology` | required | The slice. |",
+        "| `--replica-axes` |  | Mesh axes; none \\| some. |",
+        "| `--cache` | on | Look there first. |",
+    ]
+
+
+def test_cells_know_their_columns_and_long_names_have_breaks():
+    row = "<tr><td><code>a_b.c</code></td><td>x</td><td></td></tr>"
+    table = "<table><thead><tr><th>one</th><th>two</th><th>three</th></tr></thead>" + row
+    shown = hook("tables").on_page_content(f"{table}</table>")
+    assert '<td data-label="one"><code>a_<wbr>b.<wbr>c</code></td>' in shown
+    assert '<td data-label="two">x</td><td data-label="three"></td>' in shown
+
+
+def test_nothing_of_the_build_is_kept():
+    assert "site/" in Path(ROOT / ".gitignore").read_text().splitlines()
