@@ -25,10 +25,16 @@ def without_folder(commands: list[str]) -> list[str]:
 CI = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
 
 
-def test_ci_ends_with_the_four_commands_of_contributing():
-    (four,) = blocks("CONTRIBUTING.md")
+def test_ci_ends_with_the_five_commands_of_contributing():
+    (five,) = blocks("CONTRIBUTING.md")
     # CI looks at the format, and does not change it.
-    assert CI[-4:] == [re.sub(r"^ruff format", "ruff format --check", line) for line in four]
+    assert CI[-5:] == [re.sub(r"^ruff format", "ruff format --check", line) for line in five]
+
+
+def test_ci_installs_the_extras_that_contributing_names():
+    (extras,) = re.findall(r'pip install -e "\.\[(.*?)\]"', (ROOT / "CONTRIBUTING.md").read_text())
+    for extra in extras.split(","):
+        assert f'python -m pip install --quiet -e ".[{extra}]"' in CI
 
 
 def standing_alone() -> list[list[str]]:
