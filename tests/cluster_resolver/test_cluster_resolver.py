@@ -304,8 +304,11 @@ def test_tf_config_names_the_master(tf_config):
     assert resolver.master("ps", 0, rpc_layer="http") == "http://d:4"
     tf_config({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
     assert resolver.master() == ""
-    tf_config({"cluster": CLUSTER, "session_master": "there:7"})
-    assert resolver.master() == "there:7"
+    tf_config({"cluster": CLUSTER, "session_master": "there:7", "rpc_layer": "grpc"})
+    assert (resolver.master(), resolver.master("ps", 0, "http")) == ("there:7", "there:7")
+    tf_config({"cluster": CLUSTER})
+    with pytest.raises(ValueError, match="No such job in cluster: None"):
+        resolver.master()
 
 
 def test_the_task_of_tf_config_can_be_set(tf_config):
@@ -338,6 +341,19 @@ def test_what_a_union_is_given_goes_before_its_first_resolver():
     assert (union.process_index(), union.master("worker", 0)) == (1, "http://b:2")
     union.task_type, union.task_id, union.rpc_layer = "chief", 0, "grpc"
     assert (union.process_index(), union.master("worker", 0)) == (0, "grpc://b:2")
+
+
+def test_the_master_of_a_union_keeps_the_layer_of_its_resolver():
+    """Also where that gives a master of its own; a layer that is asked for goes before it."""
+
+    class Mine(SimpleClusterResolver):
+        def master(self, task_type=None, task_id=None, rpc_layer=None):
+            return f"mine of {rpc_layer}"
+
+    first = SimpleClusterResolver(CLUSTER, "m:9", rpc_layer="grpc")
+    assert UnionResolver(first, rpc_layer="http").master() == "grpc://m:9"
+    assert UnionResolver(first, rpc_layer="http").master(rpc_layer="ab") == "ab://m:9"
+    assert UnionResolver(Mine(CLUSTER), rpc_layer="http").master("worker") == "mine of None"
 
 
 def test_tasks_with_numbers_are_merged_by_number():
@@ -552,6 +568,7 @@ def test_the_instances_of_a_group_are_the_workers():
     assert (resolver.processes(), resolver.process_index()) == (addresses, 1)
     assert resolver.master() == "grpc://10.0.0.2:8470"
     assert resolver.master("worker", 2, rpc_layer="http") == "http://10.0.0.3:8470"
+    assert resolver.master("worker") == resolver.master(task_id=1) == "grpc://10.0.0.2:8470"
     resolver.task_id = 2
     assert resolver.process_index() == 2
     with pytest.raises(RuntimeError, match="cannot reset the task_type of the GCEClusterResolver"):
@@ -718,6 +735,7 @@ def test_the_hosts_of_a_slice_are_its_tasks(tpu_hosts):
     assert resolver.cluster_spec() == {"tpu": hosts}
     assert (resolver.processes(), resolver.process_index()) == (hosts, 1)
     assert (resolver.master(), resolver.master("tpu", 2)) == ("grpc://t-1:8476", "grpc://t-2:8476")
+    assert resolver.master("other", rpc_layer="http") == "grpc://t-1:8476"
     assert TPUClusterResolver("local").cluster_spec() == {}
     tpu_hosts("t-0,t-1", "7")
     with pytest.raises(ValueError, match="task id 7, which is not among the cluster's tasks: 2 of"):

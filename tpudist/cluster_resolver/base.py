@@ -38,16 +38,21 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task; by default of the first process, which coordinates.
+        """The address of a task; by default of the resolver's master, empty if it has none.
+
+        Where the class says no other, the master is the first process, which coordinates.
+
+        Args:
+            task_type: The job of the task.
+            task_id: Its number in the job.
+            rpc_layer: What to put before the address, rather than the resolver's own.
 
         Raises:
             ValueError: There is no such task.
         """
-        if task_type is None or task_id is None:
-            address = next(iter(self.processes()), "")
-        else:
-            address = ClusterSpec(self.cluster_spec()).task_address(task_type, task_id)
-        return format_master_url(address, rpc_layer or self.rpc_layer)
+        address = self._master_address(task_type, task_id)
+        layer = self._master_layer(rpc_layer)
+        return f"{layer}://{address}" if layer and address else address
 
     def num_accelerators(
         self,
@@ -105,14 +110,23 @@ class ClusterResolver(abc.ABC):
             )
         return index
 
-    def _address_of(self, task_type: str | None, task_id: int | None, rpc_layer: str | None) -> str:
-        """The address of a task, by default of this one; empty if that is not known."""
+    def _master_address(self, task_type: str | None, task_id: int | None) -> str:
+        """The address that `master` gives: of the task, or of the master if none is named."""
+        if task_type is None or task_id is None:
+            return next(iter(self.processes()), "")
+        return ClusterSpec(self.cluster_spec()).task_address(task_type, task_id)
+
+    def _master_layer(self, rpc_layer: str | None) -> str | None:
+        """What `master` puts before the address if it is asked for `rpc_layer`."""
+        return rpc_layer or self.rpc_layer
+
+    def _own_address(self, task_type: str | None, task_id: int | None) -> str:
+        """A `_master_address`: of this task, in what is not named; empty if that is not known."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return format_master_url(address, rpc_layer or self.rpc_layer)
+        return self.cluster_spec().task_address(task_type, task_id)
 
     def _find(self, task_type: str | None, task_id: int | None) -> int | None:
         """Which of `processes()` a task is; None if it is none of them."""
@@ -126,8 +140,3 @@ class ClusterResolver(abc.ABC):
 
 
 _TRAINING = ("chief", "worker")
-
-
-def format_master_url(address: str, rpc_layer: str | None) -> str:
-    """`rpc_layer://address`; the address alone without a layer, and nothing without an address."""
-    return f"{rpc_layer}://{address}" if rpc_layer and address else address

@@ -9,9 +9,13 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 class GCEClusterResolver(ClusterResolver):
     """The running instances of a group, asked for anew at each call, ordered by address.
 
+    The master is this instance.
+
     As `tf.distribute.cluster_resolver.GCEClusterResolver`. It needs the package
     `google-api-python-client`, unless a `service` is given.
     """
+
+    _master_address = ClusterResolver._own_address
 
     def __init__(
         self,
@@ -66,19 +70,6 @@ class GCEClusterResolver(ClusterResolver):
         project, zone = self._group["project"], self._group["zone"]
         request = self._service.instances().get(project=project, zone=zone, instance=instance)
         return request.execute()["networkInterfaces"][0]["networkIP"]
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of an instance, by default of this one.
-
-        Raises:
-            ValueError: There is no such task.
-        """
-        return self._address_of(task_type, task_id, rpc_layer)
 
     @property
     def task_type(self) -> str | None:  # type: ignore[override]

@@ -26,11 +26,13 @@ class KubernetesClusterResolver(ClusterResolver):
     """The pods of each job, asked for anew at each call, ordered by name.
 
     A pod is reached by the address of its host, as with TensorFlow: give pods `hostNetwork: true`.
-    The task of this process is not known: set `task_type` and `task_id`.
+    The task of this process is not known: set `task_type` and `task_id`. The master is this task.
 
     As `tf.distribute.cluster_resolver.KubernetesClusterResolver`. It needs the package
     `kubernetes`, unless an `override_client` is given.
     """
+
+    _master_address = ClusterResolver._own_address
 
     def __init__(
         self,
@@ -88,19 +90,6 @@ class KubernetesClusterResolver(ClusterResolver):
                     f"Wait until all pods with label {label!r} run."
                 )
         return [f"{pod.status.host_ip}:{self._port}" for pod in pods]
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task, by default of this one; empty if that was not set.
-
-        Raises:
-            ValueError: There is no such task.
-        """
-        return self._address_of(task_type, task_id, rpc_layer)
 
 
 def _client(location: KubernetesExecutableLocation) -> Any:

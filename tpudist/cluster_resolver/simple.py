@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tpudist.cluster_resolver.base import ClusterResolver, format_master_url
+from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Returns what it was given.
+    """Returns what it was given, also as the master: none if it was given none.
 
     As `tf.distribute.cluster_resolver.SimpleClusterResolver`, which takes no dict for a cluster.
     """
@@ -44,16 +44,10 @@ class SimpleClusterResolver(ClusterResolver):
         """The cluster."""
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task; by default the given master, or an empty string without one."""
+    def _master_address(self, task_type: str | None, task_id: int | None) -> str:
         if task_type is None or task_id is None:
-            return format_master_url(self._master, rpc_layer or self.rpc_layer)
-        return super().master(task_type, task_id, rpc_layer)
+            return self._master
+        return super()._master_address(task_type, task_id)
 
     def num_accelerators(
         self,

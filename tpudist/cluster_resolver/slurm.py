@@ -14,9 +14,13 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 class SlurmClusterResolver(ClusterResolver):
     """The tasks of the job step that `srun` started, in the order of its nodes.
 
+    The master is this task.
+
     As `tf.distribute.cluster_resolver.SlurmClusterResolver`, which needs `nvidia-smi` on every
     node, and orders nodes by name, so that `n10` comes before `n2` and tasks answer for others.
     """
+
+    _master_address = ClusterResolver._own_address
 
     def __init__(
         self,
@@ -88,19 +92,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The job of this process, and its number in it."""
         return self.task_type, self.task_id
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task, by default of this one.
-
-        Raises:
-            ValueError: There is no such task.
-        """
-        return self._address_of(task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self,

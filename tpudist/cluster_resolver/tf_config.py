@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from tpudist.cluster_resolver.base import ClusterResolver, format_master_url
+from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
 _EXAMPLE = (
@@ -15,6 +15,9 @@ _EXAMPLE = (
 
 class TFConfigClusterResolver(ClusterResolver):
     """Reads TF_CONFIG, anew at each call.
+
+    The master is this task; none if the cluster has one task, or none. If TF_CONFIG names a
+    `session_master`, `master` gives that, whatever task it is asked for.
 
     As `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
     """
@@ -65,19 +68,7 @@ class TFConfigClusterResolver(ClusterResolver):
         """The jobs of TF_CONFIG's cluster; empty without TF_CONFIG."""
         return ClusterSpec(self._config().get("cluster", {}))
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """TF_CONFIG's `session_master`; else the address of a task, by default of this one.
-
-        Empty if the cluster has one task, or none.
-
-        Raises:
-            ValueError: There is no such task.
-        """
+    def _master_address(self, task_type: str | None, task_id: int | None) -> str:
         config, spec = self._config(), self.cluster_spec()
         if "session_master" in config:
             return config["session_master"]
@@ -85,8 +76,13 @@ class TFConfigClusterResolver(ClusterResolver):
             return ""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
-        address = spec.task_address(task_type, task_id)  # type: ignore[arg-type]
-        return format_master_url(address, rpc_layer or self.rpc_layer)
+        return spec.task_address(task_type, task_id)  # type: ignore[arg-type]
+
+    def _master_layer(self, rpc_layer: str | None) -> str | None:
+        # A session_master is given as it is.
+        if "session_master" in self._config():
+            return None
+        return super()._master_layer(rpc_layer)
 
     @property
     def environment(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tpudist.cluster_resolver import tpu_topology_proto
-from tpudist.cluster_resolver.base import ClusterResolver, format_master_url
+from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.cluster_resolver.tpu_topology import Topology, by_task
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
@@ -44,7 +44,8 @@ class TPUClusterResolver(ClusterResolver):
     """The slice that JAX finds; where there is no TPU, the devices that stand in for one.
 
     Its tasks are the slice's hosts, as the environment of a TPU VM names them
-    (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`); none on a slice of one host.
+    (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`); none on a slice of one host. The master is this host,
+    behind `grpc://` always.
 
     As `tf.distribute.cluster_resolver.TPUClusterResolver`, which connects to remote TPUs.
     """
@@ -144,23 +145,16 @@ class TPUClusterResolver(ClusterResolver):
         there = task_type in spec.jobs and task_id in spec.task_indices(str(task_type))
         return task_id if there else None
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """`grpc://` and the address of a host, by default this one; empty if there is no cluster.
-
-        Raises:
-            ValueError: There is no such task.
-        """
+    def _master_address(self, task_type: str | None, task_id: int | None) -> str:
         spec = self.cluster_spec()
         if not spec:
             return ""
         if task_type is None or task_id is None:
             task_type, task_id = self.task_type, self.task_id
-        return format_master_url(spec.task_address(str(task_type), task_id or 0), "grpc")
+        return spec.task_address(str(task_type), task_id or 0)
+
+    def _master_layer(self, rpc_layer: str | None) -> str | None:
+        return "grpc"
 
     def get_master(self) -> str:
         """The same as `master()`."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tpudist.cluster_resolver.base import ClusterResolver, format_master_url
+from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
 
@@ -66,8 +66,11 @@ class UnionResolver(ClusterResolver):
         """The address of a task; by default the first resolver's master."""
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return format_master_url(address, rpc_layer or self._rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
+
+    def _master_layer(self, rpc_layer: str | None) -> str | None:
+        # As in TensorFlow: the first resolver's layer goes before the first one's master only.
+        return rpc_layer or self._rpc_layer
 
     def num_accelerators(
         self,
