@@ -42,7 +42,9 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     found = house.figures(ROOT)
     assert found["circles of rooms"] == []
     assert found["circles of modules"] == []
-    assert found["rooms (entries at the top)"] <= 28
+    # 28, and `protobuf_wire`: of no concept of tpudist's, and read by rooms that do not know each
+    # other (topologies in `cluster_resolver`, examples in `input`).
+    assert found["rooms (entries at the top)"] <= 29
     assert found["floors"] <= 13
     assert found["arrows between rooms"] < 140
 

@@ -15,7 +15,8 @@ from places import PACKAGE
 
 # Low to high. An entry is a module or a folder; those of one line do not import each other.
 ROOMS = (
-    ("options", "reduce_op", "errors", "context", "step_boundaries"),  # words that everyone uses
+    # Words that everyone uses, and the bytes of others' messages.
+    ("options", "reduce_op", "errors", "context", "step_boundaries", "protobuf_wire"),
     ("deprecated",),
     ("xla",),  # the only door to the compiler
     ("values", "cluster_resolver", "models"),

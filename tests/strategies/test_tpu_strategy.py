@@ -147,7 +147,16 @@ def test_a_topology_finds_the_device_at_coordinates():
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x0a", b"\x0a\x7f\x01", b"\x0b\x00", b"\x10\x01\x18\x01", b"\xff"]
+    "data",
+    [
+        b"\x0a",
+        b"\x0a\x7f\x01",
+        b"\x0b\x00",
+        b"\x10\x01\x18\x01",
+        b"\xff",
+        b"\x0d\x00\x00\x00\x00",
+        b"\x10" + b"\xff" * 10 + b"\x01",
+    ],
 )
 def test_bytes_that_are_no_topology_are_refused(data):
     with pytest.raises(ValueError, match=f"These {len(data)} bytes are not a serialized topology"):

@@ -2,15 +2,23 @@
 
 Its fields are mesh_shape = 1, num_tasks = 2, num_tpu_devices_per_task = 3, device_coordinates = 4
 (all int32) and tpu_hardware_feature = 5, a message of embedding_feature = 1 and
-num_embedding_devices_per_chip = 2. The wire format: protobuf.dev/programming-guides/encoding.
+num_embedding_devices_per_chip = 2.
 """
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+
+from tpudist.protobuf_wire import (
+    LENGTH,
+    VARINT,
+    encode_number,
+    encode_packed,
+    read_fields,
+    read_varints,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +46,10 @@ def serialize(mesh_shape: Sequence[int] | np.ndarray, device_coordinates: np.nda
     num_tasks, num_devices, _ = device_coordinates.shape
     return b"".join(
         [
-            _packed(1, mesh_shape),
-            _single(2, num_tasks),
-            _single(3, num_devices),
-            _packed(4, device_coordinates.reshape(-1)),
+            encode_packed(1, map(int, mesh_shape)),
+            encode_number(2, num_tasks),
+            encode_number(3, num_devices),
+            encode_packed(4, device_coordinates.reshape(-1).tolist()),
         ]
     )
 
@@ -57,18 +65,18 @@ def parse(serialized: bytes) -> tuple[list[int], np.ndarray, HardwareFeature | N
         shape = [_last(fields, 2), _last(fields, 3), 4]
         coordinates = np.asarray(_numbers(fields, 4), np.int32).reshape(shape)
         return _numbers(fields, 1), coordinates, _hardware_feature(fields)
-    except (IndexError, ValueError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(
             f"These {len(serialized)} bytes are not a serialized topology ({error}). Give what "
             f"Topology.serialized() returns."
         ) from None
 
 
-_Field = tuple[int, int | bytes]
+_Field = tuple[int, int | memoryview]
 
 
 def _hardware_feature(fields: Sequence[_Field]) -> HardwareFeature | None:
-    messages = [x for number, x in fields if number == 5 and isinstance(x, bytes)]
+    messages = [x for number, x in fields if number == 5 and isinstance(x, memoryview)]
     if not messages:
         return None
     message = [field for x in messages for field in _fields(x)]
@@ -88,57 +96,15 @@ def _numbers(fields: Sequence[_Field], number: int) -> list[int]:
         x
         for n, value in fields
         if n == number
-        for x in ([value] if isinstance(value, int) else _unpacked(value))
+        for x in ([value] if isinstance(value, int) else read_varints(value).tolist())
     ]
 
 
-def _fields(data: bytes) -> list[_Field]:
-    return list(_read_fields(data))
-
-
-def _read_fields(data: bytes) -> Iterator[_Field]:
-    at = 0
-    while at < len(data):
-        tag, at = _read_varint(data, at)
-        value, at = _read_varint(data, at)
-        if tag & 7 == 0:
-            yield tag >> 3, value
-        elif tag & 7 == 2 and at + value <= len(data):
-            yield tag >> 3, bytes(data[at : at + value])
-            at += value
-        else:
-            raise ValueError(f"no field can begin with {tag} at byte {at}")
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    number = shift = 0
-    while True:
-        byte = data[at]
-        number |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return number, at
-
-
-def _unpacked(data: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(data):
-        number, at = _read_varint(data, at)
-        yield number
-
-
-def _varint(number: int) -> bytes:
-    number, encoded = int(number), bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*encoded, number])
-
-
-def _single(field: int, number: int) -> bytes:
-    return _varint(field << 3) + _varint(number) if number else b""
-
-
-def _packed(field: int, numbers: Any) -> bytes:
-    body = b"".join(map(_varint, numbers))
-    return _varint(field << 3 | 2) + _varint(len(body)) + body if body else b""
+def _fields(message: bytes | memoryview) -> list[_Field]:
+    """Number and value of each field. None of this message has a size of its own."""
+    fields = []
+    for number, kind, value in read_fields(message):
+        if kind not in (VARINT, LENGTH):
+            raise ValueError(f"field {number} is of wire type {kind}")
+        fields.append((number, value))
+    return fields

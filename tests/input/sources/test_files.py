@@ -286,14 +286,14 @@ def test_tf_examples_are_read_without_tensorflow():
     varints = bytes([5, 0xAC, 0x02]) + b"\xff" * 9 + b"\x01"  # 5, 300, -1
     packed = bytes([1 << 3 | 2, len(varints)]) + varints
     floats = bytes([1 << 3 | 2, 8]) + struct.pack("<2f", 1.5, -2)
-    one_by_one = bytes([1 << 3, 7, 1 << 3, 8])
+    one_by_one = bytes([1 << 3, 7, 1 << 3]) + b"\xff" * 9 + b"\x7f"  # bits beyond 64 are dropped
     texts = bytes([1 << 3 | 2, 2]) + b"ab" + bytes([1 << 3 | 2, 0])
     found = parse_example(
         example({"i": (3, packed), "f": (2, floats), "o": (3, one_by_one), "b": (1, texts)})
     )
     assert found["i"].tolist() == [5, 300, -1]
     assert found["f"].tolist() == [1.5, -2]
-    assert found["o"].tolist() == [7, 8]
+    assert found["o"].tolist() == [7, -1]
     assert found["b"] == [b"ab", b""]
     assert parse_example(example({"none": (3, b"")}))["none"].tolist() == []
     assert parse_example(b"") == {}
