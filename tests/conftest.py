@@ -1,5 +1,6 @@
 """What all tests share. The devices are emulated by tpudist's own plugin (see pyproject.toml)."""
 
+import importlib.util
 import os
 
 import hypothesis
@@ -50,10 +51,20 @@ def _in_groups(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
+def _skip_without_libtpu(items: list[pytest.Item]) -> None:
+    """Skips the tests that ask the TPU compiler where it is not installed."""
+    if importlib.util.find_spec("libtpu") is not None:
+        return
+    for item in items:
+        if item.get_closest_marker("libtpu"):
+            item.add_marker(pytest.mark.skip(reason="libtpu is not installed"))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Groups the tests, and leaves out those that need TensorFlow itself unless asked for."""
     _in_groups(items)
+    _skip_without_libtpu(items)
     if "parity" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("parity")]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -28,8 +27,6 @@ from tpudist.xla import topology
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS
 
 STEPS = str(PROGRAMS / "steps_to_plan.py")
-
-needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +164,7 @@ def test_an_own_file_may_have_the_name_of_a_module_that_is_needed(tmp_path, monk
     assert sys.modules["optax"] is optax
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -186,7 +183,7 @@ def test_a_mistake_in_a_step_is_told_with_its_line(capsys, function, message):
     assert message.format(STEPS, line) in refusal(capsys, step=f"{STEPS}:{function}")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_axes_that_do_not_divide_the_slice_are_wrong_use(capsys):
     message = refusal(capsys, "--replica-axes", "fsdp=3")
     assert "Replicas of fsdp=3 span 3 devices each, but there are 4 devices" in message
@@ -208,7 +205,7 @@ def test_what_cannot_be_read_is_wrong_use(args, capsys):
 # Answers.
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path):
     code = plan(
         *("--replica-axes", "fsdp=2", "--steps", "1000", "--price-per-chip-hour", "1.5"),
@@ -234,7 +231,7 @@ def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path
     assert again.memory == found.memory
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_step_that_does_not_fit_says_why_with_exit_code_1(capsys):
     assert plan("--save", "program", step=f"{STEPS}:make_large_step") == 1
     out, _ = capsys.readouterr()
@@ -244,7 +241,7 @@ def test_a_step_that_does_not_fit_says_why_with_exit_code_1(capsys):
     assert not Path("program").exists()
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_program_is_kept_for_the_slice(capsys):
     assert plan("--save", "program") == 0
     assert "Written: program" in capsys.readouterr().err
@@ -252,7 +249,7 @@ def test_a_program_is_kept_for_the_slice(capsys):
     assert any(Path("program").iterdir())
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_search_ranks_what_fits(capsys):
     step = f"{STEPS}:make_large_step"
     options = ["--search", "--geometries", "none", "fsdp=4", "--time-budget", "300"]
@@ -267,7 +264,7 @@ def test_a_search_ranks_what_fits(capsys):
     assert "nothing that was tried fits v5e-4" in capsys.readouterr().out
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_search_in_which_everything_fails_is_wrong_use(capsys):
     """And no answer to whether anything fits."""
     options = ["--search", "--geometries", "none", "fsdp=2", "--json", "search.json"]
@@ -280,7 +277,7 @@ def test_a_search_in_which_everything_fails_is_wrong_use(capsys):
     assert SearchResult.from_json(Path("search.json").read_text()).best is None
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_search_that_reaches_nothing_says_to_give_it_more_time(capsys):
     assert plan("--search", "--geometries", "none", "fsdp=2", "--time-budget", "1e-6") == 2
     out, err = (" ".join(text.split()) for text in capsys.readouterr())
@@ -289,7 +286,7 @@ def test_a_search_that_reaches_nothing_says_to_give_it_more_time(capsys):
     assert "Raise --time-budget" in err
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize("search", [[], ["--search", "--geometries", "none"]])
 def test_tokens_that_are_given_count_more_than_those_that_the_step_says(capsys, search):
     assert plan("--tokens-per-step", "4096", "--json", "-", *search) == 0
@@ -308,7 +305,7 @@ class ClosedPipe:
         monkeypatch.setattr(sys, "stdout", self.file)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("options", "step", "code", "written"),
     [
@@ -339,7 +336,7 @@ def test_a_list_of_which_only_the_head_is_read_is_no_error(monkeypatch):
     closed.file.close()
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -355,7 +352,7 @@ def test_a_file_that_cannot_be_written_is_wrong_use(capsys, option, message):
     assert "step fits v5e-4" in out  # what was found is not lost
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_the_reference_transformer_is_planned_by_its_sizes(capsys):
     options = ["--num-layers", "2", "--embed-dim", "64", "--mlp-dim", "128", "--num-heads", "2"]
@@ -456,7 +453,7 @@ def test_the_commands_of_the_documents_can_be_read(document):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@needs_libtpu
+@pytest.mark.libtpu
 def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
     """On a machine whose environment says nothing; a pipe that closes early is no error."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
@@ -486,7 +483,7 @@ def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
 
 
 @pytest.mark.multiprocess
-@needs_libtpu
+@pytest.mark.libtpu
 def test_ctrl_c_ends_the_compiler_too(tmp_path):
     # As `-m tpudist`, with the signal that a shell's & would have made it ignore.
     program = (

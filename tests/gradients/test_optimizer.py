@@ -12,9 +12,6 @@ from tpudist.xla import topology
 from tpudist.xla.hlo import collective_ops
 
 N = 8
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +423,7 @@ def test_gradients_that_are_not_reduced_have_no_dtype_to_travel_in():
         tpudist.Optimizer(optax.sgd(1.0), reduce_op=None, reduce_dtype="bfloat16")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
 def test_on_tpu_narrow_gradients_are_half_the_bytes(axes):

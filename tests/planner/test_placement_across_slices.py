@@ -11,9 +11,7 @@ from tpudist.xla import topology
 from tpudist.xla.hlo import collective_ops
 from tpudist.xla.mesh import make_mesh
 
-pytestmark = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
+pytestmark = pytest.mark.libtpu
 
 
 def slices_along(mesh, axis):

@@ -34,9 +34,6 @@ from tpudist.xla import compile_log, mesh, topology
 from tpudist.xla.compiler import flags
 from tpudist.xla.hardware import chips
 
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 WIDTH, ROWS = 32, 64
 
 
@@ -734,7 +731,7 @@ def test_a_terminal_shows_progress_and_a_file_does_not(monkeypatch, capsys):
 # TPU slices.
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
     strategy = sharded()
     args = (*state_of(strategy), BATCH)
@@ -755,7 +752,7 @@ def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
     assert jax.default_backend() == "cpu"
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_step_that_does_not_fit_is_a_plan_that_says_so(tpu_cache):
     strategy = tpudist.OneDeviceStrategy()
     x = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)
@@ -768,7 +765,7 @@ def test_a_step_that_does_not_fit_is_a_plan_that_says_so(tpu_cache):
     assert kept_note(plan)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
     """Those that the function makes are made here, as by its first run."""
     strategy = tpudist.MirroredStrategy()
@@ -795,7 +792,7 @@ def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
     assert len(strategy._owned_variables()) == 3
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize("name", ["v5e:2x4", "2xv5e:2x2", "v4:2x2x1"])
 def test_a_strategy_of_described_devices_is_planned_as_the_slice_that_they_are(name, tpu_cache):
     strategy = tpudist.TPUStrategy(devices=topology.devices(name))
@@ -803,7 +800,7 @@ def test_a_strategy_of_described_devices_is_planned_as_the_slice_that_they_are(n
     assert plan.topology == name
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("name", "picked", "num_chips"),
     [
@@ -823,7 +820,7 @@ def test_chips_are_counted_also_where_a_strategy_has_one_of_their_two_devices(
     assert make_plan._num_chips(strategy.mesh, chips.of_device(devices[0])) == num_chips
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize("picked", [[3, 1, 2, 0], [1, 2]])
 def test_a_strategy_on_a_slice_that_is_named_stays_on_its_devices(picked, tpu_cache):
     devices = topology.devices("v5e:2x2")
@@ -843,7 +840,7 @@ class Own(tpudist.Strategy):
     """A strategy on whatever mesh a user has."""
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_strategy_that_is_moved_from_slice_to_slice_says_so(tpu_cache):
     strategy = tpudist.TPUStrategy(devices=topology.devices("2xv5e:2x2"))
     plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e:2x2", cache=tpu_cache)
@@ -853,7 +850,7 @@ def test_a_strategy_that_is_moved_from_slice_to_slice_says_so(tpu_cache):
     )
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_what_counts_for_less_than_it_may_take_is_told(tpu_cache):
     """A loop of unknown length, and a kernel that says nothing of its work."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -874,7 +871,7 @@ def test_what_counts_for_less_than_it_may_take_is_told(tpu_cache):
     assert plan.time.unknown_kernels[0] in kernels
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_slice_that_is_not_there_is_an_error_before_anything_is_traced():
     def never():
         raise AssertionError("traced")

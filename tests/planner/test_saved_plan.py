@@ -1,7 +1,6 @@
 """A compiled step is saved where it was planned, and run elsewhere without a compiler."""
 
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -21,9 +20,6 @@ from tpudist.planner import Plan, saved_plan
 from tpudist.xla import compile_log, topology
 
 PROGRAM = PROGRAMS / "plan_program.py"
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +223,7 @@ def test_a_plan_from_json_cannot_be_saved(tmp_path):
         plan.save(tmp_path / "plan")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path):
     ours = strategy()
     plan = ours.plan(double, (X,), topology="v5e:2x2", in_process=True)
@@ -240,7 +236,7 @@ def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path
         described.load_plan(tmp_path / "plan", double, (X,))
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_what_does_not_fit_cannot_be_saved(tmp_path):
     x = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)
     plan = tpudist.OneDeviceStrategy().plan(lambda x: x @ x @ x, (x,), topology="v5e:1x1")
@@ -248,7 +244,7 @@ def test_what_does_not_fit_cannot_be_saved(tmp_path):
         plan.save(tmp_path / "plan")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.libtpu
 def test_a_program_for_a_slice_is_saved_though_jax_keeps_programs(tmp_path):
     """As scripts/train.py has it: jax 0.12 cannot load what it has kept for a slice."""
     with jax_keeps_programs(tmp_path / "kept"):

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_pat
     assert "FileDataset" in printed
 
 
-@pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):

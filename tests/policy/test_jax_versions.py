@@ -246,9 +246,7 @@ def test_jax_is_pinned_nowhere():
     assert pinned == []
 
 
-@pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
+@pytest.mark.libtpu
 def test_described_devices_are_of_jax_experimental_topologies():
     """The way in is public; only the class of the client is not."""
     assert callable(topologies.get_topology_desc)

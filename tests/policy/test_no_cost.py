@@ -25,9 +25,6 @@ from tpudist.xla import topology
 
 SMALL = TransformerConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=128)
 TASKS = {"mlp": pairs.mlp((128, 512, 128)), "transformer": pairs.transformer(SMALL, length=32)}
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 
 
 def missed_targets(task: str, geometry: str, devices=None) -> list[figures.Figure]:
@@ -161,7 +158,7 @@ def test_the_benchmark_writes_every_figure_with_its_baseline(tmp_path, capsys, m
     }
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, monkeypatch):
     """Of a slice of 8 chips, of a small run, and of one that does not fit."""
@@ -191,7 +188,7 @@ def program_for_tpu(task: str, geometry: str) -> None:
     print(missed_targets(task, geometry, topology.devices("v5e:2x4")))
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", pairs.GEOMETRIES)
 @pytest.mark.parametrize("task", TASKS)

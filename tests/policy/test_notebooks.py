@@ -1,7 +1,6 @@
 """The notebooks run where there is no TPU, are stored without outputs, and hold no logic."""
 
 import ast
-from importlib.util import find_spec
 from pathlib import Path
 
 import nbclient
@@ -19,7 +18,7 @@ PRINTED = {
 MARKS = {
     "02_plan_before_you_rent": [
         pytest.mark.slow,
-        pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed"),
+        pytest.mark.libtpu,
     ]
 }
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import tpudist
@@ -19,10 +18,6 @@ from tpudist.models import Transformer, TransformerConfig, next_token_loss
 from tpudist.training.steps import make_train_step
 from tpudist.xla import placement, topology
 from tpudist.xla.hlo import collective_ops
-
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 
 
 class Sent(NamedTuple):

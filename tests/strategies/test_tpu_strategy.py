@@ -29,9 +29,6 @@ from tpudist.strategy import logical_devices
 from tpudist.xla import topology as slices
 
 RECORDED = json.loads((DATA / "device_assignments.json").read_text())
-needs_libtpu = pytest.mark.skipif(
-    not slices.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 
 
 def assigned(shape=(1, 2, 1, 2), num_replicas=2, **options):
@@ -72,7 +69,7 @@ def test_eight_emulated_devices_have_the_coordinates_of_a_v2_8():
     ]
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_tpu_devices_know_their_coordinates():
     v2 = Topology.of(slices.devices("v2:2x2"))
     assert v2.device_coordinates.tolist() == (
@@ -628,7 +625,7 @@ def test_every_split_is_one_over_axes_of_prime_sizes(data, num_devices):
     assert sorted(name for names in used for name in names) == sorted(axes)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_tpu_compiler_splits_alike():
     devices = slices.devices("v5e:2x4")
     assignment = DeviceAssignment.build(Topology.of(devices), [2, 2, 1, 1], num_replicas=2)
@@ -699,7 +696,7 @@ def test_extended_counts_hosts_and_their_replicas(make, num_replicas_per_host):
     assert extended.tpu_hardware_feature is None
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_replica_may_span_hosts():
     """Two hosts of four chips, in other groups of four: each host has a part of both replicas."""
     devices = slices.devices("v5e:2x4")

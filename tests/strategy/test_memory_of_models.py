@@ -125,7 +125,7 @@ def test_nothing_is_created_in_a_replica_function(strategy, method):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not topology.importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.libtpu
 def test_on_tpu_making_a_model_never_holds_more_than_an_eighth_of_it():
     """Its compiler draws one parameter after the other, in place. The peak counts everything."""
     devices = topology.devices("v5e:2x4")

@@ -14,9 +14,6 @@ from tpudist.xla import placement, topology
 from tpudist.xla.mesh import make_mesh
 
 WIDTH = 128  # of a lane on TPU: narrower arrays are padded to it
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 needs_host_memory = pytest.mark.skipif(
     "pinned_host" not in [m.kind for m in jax.devices()[0].addressable_memories()],
     reason="these devices cannot address the host's memory",
@@ -152,7 +149,7 @@ def test_a_strategy_that_stores_state_itself_does_not_store_it_elsewhere():
         strategy.create(lambda: jnp.zeros(4), memory_kind="pinned_host")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {}])
 def test_on_tpu_the_state_takes_host_memory_and_none_of_the_devices(axes):

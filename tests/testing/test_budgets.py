@@ -18,11 +18,7 @@ from jax.sharding import PartitionSpec as P
 import tpudist
 from places import ROOT
 from tpudist.testing import budgets, ledger
-from tpudist.xla import topology
 
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 WIDTH = 256
 ROWS = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
 
@@ -326,7 +322,7 @@ def matmul_of_a_whole_matrix(w, x):
     return jnp.tanh(x @ w)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_on_a_slice_an_added_all_gather_fails_with_its_source_line(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"tensor": 8})
     weights = jax.ShapeDtypeStruct(
@@ -350,7 +346,7 @@ def test_on_a_slice_an_added_all_gather_fails_with_its_source_line(tmp_path):
     assert any(asks in row or uses in row for row in added)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_between_slices_bytes_count_as_dcn():
     strategy = tpudist.MirroredStrategy()
     x = jax.ShapeDtypeStruct((16, 1 << 20), jnp.float32)
@@ -360,7 +356,7 @@ def test_between_slices_bytes_count_as_dcn():
     assert line_of(reduces, "all_reduce(") in message
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_step_that_does_not_fit_fails_with_the_reason():
     strategy = tpudist.TPUStrategy()
     x = jax.ShapeDtypeStruct((200_000, 100_000), jnp.float32)

@@ -14,11 +14,6 @@ from tpudist.xla.hardware.chips import ANNOUNCED
 from tpudist.xla.hlo import collective_ops
 from tpudist.xla.hlo.collective_ops import Collective
 
-# Without libtpu these are the errors of a user who has not installed it.
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
-
 
 @pytest.mark.parametrize("name", ["v5e", "v5e-7", "v8x:2x2x1", "v5e:32x32"])
 def test_a_slice_that_does_not_exist_is_refused(name):
@@ -59,18 +54,18 @@ def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
     topology.require_libtpu("v5e:2x4")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_libtpu_here_is_the_one_that_jax_pins():
     assert f"{versions.installed('libtpu')}.".startswith(topology._pinned())
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_shape_that_libtpu_refuses_is_a_value_error():
     with pytest.raises(ValueError, match=r'libtpu has no TPU slice "v5e:3x3".*not divisible'):
         topology.devices("v5e:3x3")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("name", "num_devices", "kind"),
     [
@@ -97,7 +92,7 @@ def test_a_slice_has_the_devices_of_a_real_one(name, num_devices, kind):
     assert jax.default_backend() != "tpu"  # the process goes on with what it has
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize("generation", ANNOUNCED)
 def test_libtpu_does_not_know_an_announced_chip_yet(generation):
     """Where this fails, libtpu has learned it: make its row in `chips.py` a `Chip`."""
@@ -116,14 +111,14 @@ topology.topologies.get_topology_desc(platform="tpu", topology_name="{generation
     assert "Invalid TPU external name" in ended.stderr
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_several_slices_are_numbered():
     devices = topology.devices("v5e:2x2", num_slices=3)
     assert len(devices) == 12
     assert len({device.slice_index for device in devices}) == 3
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_nothing_is_written_about_the_tpu_that_is_missing():
     """libtpu asks the machine for one, and complains on stderr where there is none."""
     program = """
@@ -174,7 +169,7 @@ def _data_parallel(mesh, width):
     return jax.jit(step, donate_argnums=0).lower(*arguments).compile()
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_a_data_parallel_step_on_tpu_is_one_all_reduce():
     mesh = _mesh(topology.devices("v5e:2x4"), replica=8)
@@ -191,7 +186,7 @@ def test_a_data_parallel_step_on_tpu_is_one_all_reduce():
     assert figures.peak_bytes > 0
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_a_sharded_step_on_tpu_gathers_each_weight_once_and_scatters_its_gradient():
     """Some gathers are fused with matmuls and printed for each piece of one."""
@@ -214,7 +209,7 @@ def test_a_sharded_step_on_tpu_gathers_each_weight_once_and_scatters_its_gradien
     )
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_axes_of_the_mesh_are_found_in_the_groups():
     mesh = _mesh(topology.devices("v5e:2x4"), fsdp=4, tensor=2)
@@ -233,7 +228,7 @@ def test_axes_of_the_mesh_are_found_in_the_groups():
     assert groups == set(along.values())
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_between_slices_an_eighth_of_the_gradients_crosses_the_network():
     width = 1024

@@ -1,6 +1,5 @@
 """The backward pass of an MLP in place: the same gradients, in less memory."""
 
-import importlib.util
 import re
 
 import jax
@@ -17,10 +16,6 @@ from tpudist.models import Transformer, TransformerConfig, next_token_nats
 from tpudist.models.parts.activation import activated, activated_product
 from tpudist.training.steps import make_train_step
 from tpudist.xla import topology
-
-needs_libtpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 
 
 def plain(branches, weight):
@@ -85,7 +80,7 @@ def of_blocks(product, x, weights):
 
 
 @pytest.mark.slow
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     devices = topology.devices("v5e:2x2")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
@@ -112,7 +107,7 @@ def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     assert overwriting[0].split(" fusion(")[0].count(f"bf16[{batch // 4},{length},{mlp}]") == 3
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(("axes", "num_overwritten"), [({"fsdp": 4}, 3), ({"sequence": 4}, 0)])
 def test_a_transformer_on_tpu_overwrites_unless_an_axis_splits_its_sequence(axes, num_overwritten):
     """XLA would gather what is split to cut it into pieces."""

@@ -1,7 +1,6 @@
 """The ways to compute attention agree, and each is taken where it belongs."""
 
 import functools
-import importlib.util
 import math
 
 import hypothesis
@@ -19,9 +18,6 @@ from tpudist.models.parts import attention
 from tpudist.xla import splash_attention, topology
 from tpudist.xla.hlo import collective_ops
 
-needs_libtpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 RULES = (
     ("batch", "fsdp"),
     ("sequence", "sequence"),
@@ -203,7 +199,7 @@ def lowered_for_a_tpu(way: str, axes: tuple[tuple[str, int], ...]) -> str:
     return strategy.lower(step, args=(model, tpudist.PerReplica(tokens))).as_text()
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize("axes", [(), (("fsdp", 4), ("tensor", 1)), (("fsdp", 2), ("tensor", 2))])
 def test_a_program_for_a_tpu_that_is_not_here_takes_the_kernel_by_itself(axes):
     """This machine's own platform says nothing about it."""
@@ -211,7 +207,7 @@ def test_a_program_for_a_tpu_that_is_not_here_takes_the_kernel_by_itself(axes):
     assert "tpu_custom_call" not in lowered_for_a_tpu("dot_product", axes)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_program_for_a_tpu_whose_sequence_is_split_has_permutes():
     text = lowered_for_a_tpu("auto", (("sequence", 4),))
     assert "collective_permute" in text

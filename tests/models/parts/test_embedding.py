@@ -1,7 +1,5 @@
 """Looking up rows of a table: the gradient is computed in the way that suits the devices."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +14,6 @@ from tpudist.planner import model_flops
 from tpudist.xla import topology
 from tpudist.xla.hlo import collective_ops
 
-needs_libtpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 BATCH, LENGTH, VOCABULARY, EMBED = 8, 2048, 32_000, 128
 
 
@@ -78,7 +73,7 @@ def test_a_cpu_holds_no_row_for_each_token_and_entry(num_devices):
     assert "one_hot" not in program.as_text()
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_tpu_whose_rows_are_split_gathers_none_of_them():
     program = compiled(topology.devices("v5e:2x2"))
     text = program.as_text()
@@ -88,7 +83,7 @@ def test_a_tpu_whose_rows_are_split_gathers_none_of_them():
     assert program.memory_analysis().temp_size_in_bytes < BATCH * LENGTH * VOCABULARY / 10
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_one_tpu_scatters():
     assert "in_place_of_scatter" not in compiled(topology.devices("v5e:1x1")).as_text()
 

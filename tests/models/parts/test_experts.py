@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geometry_program import CONFIG, batches
-from model_programs import needs_libtpu, sent_by_step, sent_by_step_on_tpu
+from model_programs import sent_by_step, sent_by_step_on_tpu
 from tpudist.models import Transformer, TransformerConfig, next_token_loss, next_token_nats
 from tpudist.models.parts import experts
 
@@ -227,7 +227,7 @@ def test_tokens_go_to_their_experts_and_back_by_all_to_all(name):
     assert_tokens_go_to_their_experts(found, GEOMETRIES[name], 16, 16)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_on_tpu_tokens_go_to_their_experts_and_back_by_all_to_all(name):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 import tpudist
 from geometry_program import CONFIG, batches
-from model_programs import needs_libtpu, sent_by_step, sent_by_step_on_tpu
+from model_programs import sent_by_step, sent_by_step_on_tpu
 from tpudist.models import Transformer, TransformerConfig, next_token_nats
 from tpudist.models.parts import pipeline
 from tpudist.strategy.strategy import Strategy
@@ -165,7 +165,7 @@ def test_only_microbatches_cross_from_stage_to_stage(name):
     assert_only_neighbours_talk(found, config, 16, 16)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_on_tpu_only_microbatches_cross_from_stage_to_stage(name):

@@ -1,7 +1,6 @@
 """What a backward pass keeps: every policy gives the same gradients, for its price in memory."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 
@@ -116,7 +115,7 @@ def compiled_for_a_tpu(policy: str) -> jax.stages.Compiled:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.libtpu
 def test_each_policy_has_its_price_in_the_memory_of_a_tpu():
     policies = ("none", "minimal", "save_mlp", "full", "offload_qkv")
     programs = {policy: compiled_for_a_tpu(policy) for policy in policies}

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import io
 import math
@@ -30,10 +29,6 @@ from tpudist.planner.layouts import layout_search, search_result
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.layouts.search_result import Outcome, SearchResult
 from tpudist.planner.show import search_text
-
-needs_libtpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 
 
 def make_step(candidate, width=64, hidden=64):
@@ -505,7 +500,7 @@ def test_names_of_operations_cannot_become_html():
     assert search_text.told(_result(failed)).fits is False
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_search_on_a_slice_says_what_makes_a_layer_of_eight_gigabytes_fit():

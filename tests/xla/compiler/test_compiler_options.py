@@ -1,4 +1,3 @@
-import importlib.util
 import math
 
 import jax
@@ -18,9 +17,6 @@ from tpudist.xla import topology
 from tpudist.xla.compiler import compiler_options, compiler_process
 from tpudist.xla.hardware.chips import CHIPS
 
-needs_libtpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 # The smallest slices that have every collective; the last is of two slices.
 SLICES = ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 
@@ -48,7 +44,7 @@ def _train(devices):
     return step.lower(weights, x), mesh
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [*SLICES, "2xv5e:2x1"])
@@ -62,7 +58,7 @@ def test_the_compiler_takes_the_options_of_every_chip(name):
     assert program.memory.peak_bytes > 0
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["v4-16", "v5e-8", "v5p-16", "v6e-8", "tpu7x-8"])
@@ -105,7 +101,7 @@ def test_what_is_no_tpu_has_no_options():
         compiler_options.of("v8")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.skipif(
     compiler_options._libtpu() > (0, 0, 42), reason="libtpu refuses the option since 0.0.50"
 )

@@ -1,4 +1,3 @@
-import importlib.util
 import os
 import signal
 
@@ -14,9 +13,6 @@ from tpudist.xla import internals, topology
 from tpudist.xla.compiler import child, compiler_process, flags, jax_cache
 from tpudist.xla.compiler.compiler_process import CompilerDied, HbmExceeded
 
-needs_libtpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 pytestmark = pytest.mark.multiprocess
 
 
@@ -50,7 +46,7 @@ def _no_compiler_is_left():
     assert compiler_process._idle == []
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("name", "num_devices"), [("v5e:2x4", 8), ("v5e:2x4", 4), ("2xv5e:2x2", 8), ("tpu7x:2x2x1", 8)]
 )
@@ -75,7 +71,7 @@ def test_another_process_makes_the_same_program(name, num_devices):
     assert {what for what, _ in progress} <= {"starting the compiler", "compiling"}
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_figures_are_those_of_the_program():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     found = compiler_process.compile_elsewhere(lowered, mesh.devices)
@@ -90,7 +86,7 @@ def test_the_figures_are_those_of_the_program():
         assert part in found.buffers
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_options_that_jit_was_given_reach_the_other_process():
     """They are in no public attribute of what was lowered."""
     options = {"xla_tpu_scoped_vmem_limit_kib": 20000}
@@ -98,7 +94,7 @@ def test_the_options_that_jit_was_given_reach_the_other_process():
     assert internals.compiler_options_of(lowered) == options
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("setting", "value", "changes_it"),
     [
@@ -129,7 +125,7 @@ def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
     assert (there.text != usual.text) == changes_it
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_program_that_does_not_fit_is_refused_in_the_words_of_the_compiler():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"), width=200_000)
     with pytest.raises(HbmExceeded, match=r"exceeds available HBM \(15.75G\)") as raised:
@@ -143,7 +139,7 @@ def test_a_program_that_does_not_fit_is_refused_in_the_words_of_the_compiler():
     assert "HloModule" in raised.value.text
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_an_option_that_the_compiler_does_not_know_is_an_error_of_the_caller():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     for attempt in (
@@ -154,7 +150,7 @@ def test_an_option_that_the_compiler_does_not_know_is_an_error_of_the_caller():
             attempt({"xla_tpu_nonsense": True})
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     # Too little for an all-reduce: libtpu checks, and aborts.
@@ -165,14 +161,14 @@ def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
     assert compiler_process.compile_elsewhere(lowered, mesh.devices).text
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_compiler_that_takes_too_long_is_ended():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     with pytest.raises(TimeoutError, match=r"did not finish a program for v5e:2x4 within 0.01 s"):
         compiler_process.compile_elsewhere(lowered, mesh.devices, timeout_s=0.01)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_one_process_compiles_program_after_program(monkeypatch):
     started = []
 
@@ -194,7 +190,7 @@ def test_one_process_compiles_program_after_program(monkeypatch):
 
 
 @pytest.mark.slow
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatch):
     """XLA and libtpu read them once, when their process begins."""
     compiler_process.close_compilers()
@@ -220,7 +216,7 @@ def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatc
     assert (again, waiting) == (text, [])
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted():
     lowered, mesh = _lowered(topology.devices("v5e:2x2"))
     compiler_process.compile_elsewhere(lowered, mesh.devices)

@@ -1,7 +1,6 @@
 """What identifies a program does not depend on where its source lies."""
 
 import base64
-import importlib.util
 import textwrap
 
 import jax
@@ -14,9 +13,6 @@ from tpudist.planner import saved_plan
 from tpudist.xla import topology
 from tpudist.xla.compiler import program_text
 
-needs_libtpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 _KERNEL = """
     def {name}(x, out):
         out[...] = x[...] * {factor}
@@ -36,7 +32,7 @@ def lowered(folder, factor=2.0, above="", name="kernel"):
     return jax.jit(call).lower(x)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_kernel_is_the_same_in_another_folder_and_on_other_lines(tmp_path):
     here = lowered(tmp_path / "here")
     there = lowered(tmp_path / "there", above="# A comment.\n" * 3)
@@ -45,7 +41,7 @@ def test_a_kernel_is_the_same_in_another_folder_and_on_other_lines(tmp_path):
     assert saved_plan.hash_of(here) == saved_plan.hash_of(there)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_another_kernel_is_another_program(tmp_path):
     text = program_text.without_locations(lowered(tmp_path, factor=2.0))
     assert "stable_mosaic" in text
@@ -58,7 +54,7 @@ def test_a_program_without_kernels_is_as_jax_prints_it():
     assert program_text.without_locations(program) == program.as_text()
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_bytecode_that_nobody_can_read_is_left_as_it_is(tmp_path, monkeypatch):
     program = lowered(tmp_path)
     body = base64.b64encode(b"no kernel").decode()

@@ -1,5 +1,4 @@
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,6 @@ from tpudist.xla import mesh, topology
 from tpudist.xla.estimate import collective_traffic
 from tpudist.xla.hardware import chips, links
 from tpudist.xla.hlo import hlo_module
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,7 +370,7 @@ def test_the_counts_of_loops_multiply():
     assert use.source.startswith(__file__)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_a_tpu_program_sends_what_its_shardings_ask_for():
     """Each device of four gathers the weights of every layer, and has its own rows of the batch."""

@@ -24,9 +24,6 @@ from tpudist.xla.hardware import chips
 from tpudist.xla.hardware.chips import CHIPS
 from tpudist.xla.hlo import hlo_module, liveness
 
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 BATCH = 16
 SMALL = TransformerConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=128)
 # model, loss of each example, one example
@@ -88,7 +85,7 @@ def test_categories_add_up_on_emulated_devices(task, geometry):
     check_that_it_adds_up(task, geometry, None)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("task", TASKS)
@@ -157,7 +154,7 @@ def a_large_step():
 
 
 @pytest.mark.slow
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
     _, executable, report = a_large_step()
     found = executable.memory_analysis()
@@ -175,7 +172,7 @@ def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
 
 
 @pytest.mark.slow
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_temporaries_at_the_peak_are_those_that_the_compiler_counts():
     program, _, report = a_large_step()
     peak, _ = liveness.peak(liveness.temporaries(program.buffers))
@@ -184,7 +181,7 @@ def test_the_temporaries_at_the_peak_are_those_that_the_compiler_counts():
     assert named == pytest.approx(peak, rel=0.01)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_largest_temporaries_come_with_the_line_that_asked_for_them():
     _, _, report = a_large_step()
     first = report.largest[0]
@@ -196,14 +193,14 @@ def test_the_largest_temporaries_come_with_the_line_that_asked_for_them():
     assert start < int(line) < start + 8
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_cast_of_an_argument_is_told_by_the_name_of_the_argument():
     """The compiler added it, so it has neither an operation nor a line of its own."""
     _, _, report = a_large_step()
     assert "weights" in {x.op_name for x in report.largest if x.source is None}
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_what_tiling_adds_is_told():
     mesh = mesh_of()
     inputs = [leaf(mesh, "x", "batch", (64, 8, 2)), leaf(mesh, "w", "parameters", (128, 128))]
@@ -213,7 +210,7 @@ def test_what_tiling_adds_is_told():
     assert "parameters" not in report.padding_bytes
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_donated_argument_that_no_output_fits_is_named():
     mesh = mesh_of()
     inputs = [
@@ -224,7 +221,7 @@ def test_a_donated_argument_that_no_output_fits_is_named():
     assert report.not_donated == ("in vain",)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_parameters_that_are_whole_on_every_device_of_a_replica_are_named():
     mesh = mesh_of()
     inputs = [
@@ -242,7 +239,7 @@ def test_parameters_that_are_whole_on_every_device_of_a_replica_are_named():
     assert report.replicated_share == 256 / (256 + 768)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_one_device_per_replica_leaves_nothing_replicated():
     mesh = mesh_of(num_replicas=4)
     inputs = [leaf(mesh, "w", "parameters", (128, 128))]
@@ -250,7 +247,7 @@ def test_one_device_per_replica_leaves_nothing_replicated():
     assert (report.replicated_share, report.replicated) == (0.0, ())
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_what_is_in_the_hosts_memory_is_told_apart():
     mesh = mesh_of()
     inputs = [
@@ -294,7 +291,7 @@ def a_step_with_state_on_the_host():
     return program, inputs, mesh
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_state_that_is_overwritten_in_the_hosts_memory_is_counted_once():
     program, inputs, mesh = a_step_with_state_on_the_host()
     report = memory.report(program, hlo_module.parse(program.text), inputs, CHIPS["v5e"], mesh)
@@ -302,7 +299,7 @@ def test_state_that_is_overwritten_in_the_hosts_memory_is_counted_once():
     assert report.host_bytes == 4 * 4096 * 2048
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_hosts_memory_is_not_taken_for_the_devices_where_the_compiler_says_little():
     program, inputs, mesh = a_step_with_state_on_the_host()
     little = dataclasses.replace(program, buffers="")
@@ -315,7 +312,7 @@ def test_the_hosts_memory_is_not_taken_for_the_devices_where_the_compiler_says_l
     assert sum(report.categories.values()) == report.peak_bytes
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_on_chip_memory_of_a_small_program_is_not_taken_for_hbm():
     mesh = mesh_of()
     inputs = [
@@ -329,14 +326,14 @@ def test_on_chip_memory_of_a_small_program_is_not_taken_for_hbm():
     assert sum(report.categories.values()) == report.peak_bytes
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_two_devices_share_the_memory_of_a_chip():
     mesh = mesh_of("tpu7x:2x2x1")
     report = reported(lambda w: w + 1, mesh, [leaf(mesh, "w", "parameters", (128, 128))])
     assert report.capacity_bytes == CHIPS["tpu7x"].compiler_hbm_bytes // 2
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_arguments_that_nobody_described_are_other_arguments():
     program, _, report = a_large_step()
     mesh = mesh_of()

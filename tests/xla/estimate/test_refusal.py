@@ -13,9 +13,6 @@ from tpudist.xla.compiler import compiler_process
 from tpudist.xla.estimate import refusal
 from tpudist.xla.hlo.buffers import Buffer
 
-needs_libtpu = pytest.mark.skipif(
-    not topology.importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
-)
 GIB = 2**30
 HUNDREDTH = 0.01 * GIB  # to which the compiler's messages round
 
@@ -153,7 +150,7 @@ TOO_LARGE = {
 }
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize("function", TOO_LARGE)
 def test_a_refusal_says_exactly_how_much_is_needed(function):
     error = refused(function, *TOO_LARGE[function])
@@ -164,7 +161,7 @@ def test_a_refusal_says_exactly_how_much_is_needed(function):
     assert found.text == str(error)  # without all that the compiler wrote beside it
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.parametrize("function", TOO_LARGE)
 def test_a_refusal_names_nearly_all_that_is_held(function):
     found = refusal.explain(refused(function, *TOO_LARGE[function]).text)
@@ -174,7 +171,7 @@ def test_a_refusal_names_nearly_all_that_is_held(function):
     assert 0.8 * found.needed_bytes < sum(sizes) <= found.needed_bytes
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_arguments_that_are_too_large_are_named_as_the_user_calls_them():
     error = refused(arguments_that_are_too_large, *TOO_LARGE[arguments_that_are_too_large])
     found = refusal.explain(error.text, names=["batch.images", "table"])
@@ -185,7 +182,7 @@ def test_arguments_that_are_too_large_are_named_as_the_user_calls_them():
     assert "The largest has 14.92 GiB: batch.images." in str(found)
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_the_largest_temporary_is_named_with_its_line():
     function = a_loop_that_keeps_too_much
     found = refusal.explain(refused(function, *TOO_LARGE[function]).text)
@@ -198,7 +195,7 @@ def test_the_largest_temporary_is_named_with_its_line():
     assert str(found).endswith(f"{first.op_name} ({first.source}).")
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 def test_a_compiler_in_another_process_says_as_much():
     function = too_large_by_little
     here = refused(function, *TOO_LARGE[function])

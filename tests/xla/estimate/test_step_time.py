@@ -1,5 +1,3 @@
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,6 @@ from tpudist.xla import topology
 from tpudist.xla.estimate import hbm_traffic, instruction_time, step_time
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 
 V5E, V6E = chips.CHIPS["v5e"], chips.CHIPS["v6e"]
 Q = "bf16[2,8,2048,128]"
@@ -213,7 +207,7 @@ def _compiled(name, function, *shapes):
     return hlo_module.parse(jax.jit(function).lower(*arguments).compile().as_text())
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_the_cycles_of_the_microbenchmarks_are_those_of_this_compiler():
     """The rates would be wrong with a compiler that counts otherwise."""
@@ -231,7 +225,7 @@ def _cycles(module):
     return sum(run.instruction.cycles or 0 for run in module.executions())
 
 
-@needs_libtpu
+@pytest.mark.libtpu
 @pytest.mark.slow
 def test_a_scanned_step_has_the_operations_of_all_its_layers_on_a_tpu():
     layers, rows, width = 3, 512, 256
