@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OPTION = "--tpudist-devices"
 SETTING = "tpudist_devices"
 UPDATE_OPTION = "--tpudist-update-ledger"
-UPDATE_VARIABLE = "TPUDIST_UPDATE_LEDGER"  # as in tpudist.ledger, which would import JAX
+UPDATE_VARIABLE = "TPUDIST_UPDATE_LEDGER"  # as testing/ledger.py, which would import JAX
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

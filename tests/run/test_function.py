@@ -204,7 +204,7 @@ def test_what_only_the_replica_function_reads_is_read(strategy):
 
 
 def test_a_loop_of_steps_equals_single_ones(strategy):
-    """Document 001's `distribute_train_epoch`, without the loop over the dataset."""
+    """An epoch in one function, as TensorFlow's guides have it, without the loop over its data."""
 
     def train(fused):
         with strategy.scope():

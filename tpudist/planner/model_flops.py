@@ -18,8 +18,8 @@ import numpy as np
 
 from tpudist.xla import jaxprs
 
-# `jax.named_scope`s of products that are no work: JAX's own, and those of models/embedding.py and
-# models/rotary.py.
+# `jax.named_scope`s of products that are no work: JAX's own, and those of
+# models/parts/embedding.py and models/parts/rotary.py.
 _NO_WORK = ("rematted_computation", "in_place_of_")
 
 

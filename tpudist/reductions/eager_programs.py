@@ -60,5 +60,5 @@ def run(
         programs[key] = jax.jit(body, compiler_options=compiler_options or None)
     results = programs[key](*arrays)
     if mesh.platform == "cpu":
-        jax.block_until_ready(results)  # many in flight starve each other: see `runtime`
+        jax.block_until_ready(results)  # many in flight starve each other: see xla/runtime.py
     return results

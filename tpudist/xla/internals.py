@@ -1,7 +1,7 @@
 """The private doors of JAX: what tpudist needs and JAX offers nowhere in public.
 
 Each is looked up here and nowhere else, and each has a test of its own in
-`tests/test_jax_versions.py`, which names the version of JAX that closed it.
+`tests/policy/test_jax_versions.py`, which names the version of JAX that closed it.
 """
 
 from typing import Any

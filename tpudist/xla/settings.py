@@ -2,8 +2,8 @@
 
 JAX loses and gains settings between versions, and `jax.config.jax_something` of a lost one is an
 AttributeError in the midst of a run. Everything that tpudist reads or sets goes by `Setting` here,
-which says what holds where JAX has none of that name. `tests/test_jax_versions.py` asks for each of
-them, and names the version that lost one.
+which says what holds where JAX has none of that name. `tests/policy/test_jax_versions.py` asks for
+each of them, and names the version that lost one.
 """
 
 import enum

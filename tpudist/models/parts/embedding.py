@@ -74,7 +74,7 @@ def _forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.
 def _backward(saved: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Array, None]:
     tokens, vocabulary = saved
     if platform() == "tpu" and inner_axes():
-        # As work, a lookup is nothing (see planner/work.py).
+        # A lookup is no work, and planner/model_flops.py knows it by this name.
         with jax.named_scope("in_place_of_scatter"):
             rows = jax.nn.one_hot(tokens, vocabulary, dtype=gradient.dtype)
             return jnp.einsum("blv,ble->ve", rows, gradient), None

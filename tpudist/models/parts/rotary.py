@@ -52,7 +52,7 @@ def by_product(x: jax.Array, rotation: Rotation) -> jax.Array:
     cos, sin = rotation
     half = x.shape[-1] // 2
     swap = jnp.eye(2 * half, k=half, dtype=x.dtype) - jnp.eye(2 * half, k=-half, dtype=x.dtype)
-    with jax.named_scope("in_place_of_halves"):  # as work, it is nothing (see planner/work.py)
+    with jax.named_scope("in_place_of_halves"):  # no work, for planner/model_flops.py
         swapped = jnp.einsum(
             "blhd,de->blhe",
             x,

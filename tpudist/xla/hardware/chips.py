@@ -357,7 +357,7 @@ _ANNOUNCED_SOURCES = {
     "hbm_bytes_per_s": _JAX_0_12,
 }
 
-# libtpu 0.0.50.1 says "Invalid TPU external name" of both; tests/test_topology.py asks it.
+# libtpu 0.0.50.1 says "Invalid TPU external name" of both; tests/xla/test_topology.py asks it.
 ANNOUNCED: Mapping[str, AnnouncedChip] = {
     chip.generation: chip
     for chip in (
