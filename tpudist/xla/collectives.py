@@ -102,6 +102,7 @@ def broadcast(value: PyTree, source: int = 0) -> PyTree:
     me = replica_id()
 
     def mask(x):
+        # Replaced, and not multiplied by 0, which a NaN of another replica would survive.
         return jnp.where(me == source, x, jnp.zeros_like(x))
 
     bools = jax.tree.map(lambda x: jnp.result_type(x) == jnp.bool_, value)

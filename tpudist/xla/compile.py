@@ -59,6 +59,8 @@ def trace(
     found = []
 
     def body(*values):
+        # Traced within the shard_map, where the axis has its name and values the shapes of one
+        # replica; what the shard_map itself would give is not asked for.
         local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
         found.append(jax.make_jaxpr(function)(*local))
 
@@ -115,6 +117,7 @@ def spread(
         in_specs=_specs(mesh, program.stacked),
         out_specs=list(_specs(mesh, stack_outputs)),
         axis_names=mesh.manual_axes,
+        # `replica_equality` has proven what JAX would check, which asks for casts in users' loops.
         check_vma=False,
     )
 
@@ -141,6 +144,7 @@ def last_outputs(
         causes = replica_equality.prove(program.closed, depend).causes
         if any(cause is not None for cause in causes[-count:]):
             return None
+        # Proven not to matter, so they may be anything.
         values = [x if k else np.zeros(x.shape, x.dtype) for x, k in zip(values, known)]  # noqa: B905
     # Arrays that are captured may be those of other processes too: they are inputs here.
     consts = program.closed.consts

@@ -72,6 +72,7 @@ class Channel:
                         raise
                 if cancelled():
                     raise Cancelled(self._name)
+                # Only after a try: who has left may have come to this round first.
                 if gone := self._gone(client):
                     raise RuntimeError(
                         f"Process {index} waits at '{self._name}', round {number}, but process "
@@ -85,6 +86,8 @@ class Channel:
                         f"same order: see what the others are doing, or whether they ended."
                     )
 
+        # The first process gathers and answers: 2 n texts are read in all. If each read those of
+        # all others, it would be n * n, at one service.
         client.key_value_set(f"{folder}/{index}", text)
         leader = processes[0]
         if index != leader:

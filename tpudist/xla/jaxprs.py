@@ -179,6 +179,8 @@ def _read_scan(eqn: core.JaxprEqn) -> Scan:
     else:
         consts = _count(params["num_consts"], "num_consts")
         carry = _count(params["num_carry"], "num_carry")
+    # That the numbers add up is not enough: with constants and carry mixed up they would, and the
+    # proof of equality would follow the wrong values. Shapes and dtypes must fit in each place too.
     same, ys = operands[: consts + carry], results[carry:]
     xs = [_one_of(x, length) for x in operands[consts + carry :]]
     _require_equal("operands", [*same, *xs], _avals(body.invars))

@@ -194,6 +194,7 @@ def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarr
 def _across_slices(axes: Mapping[str, int], num_slices: int) -> tuple[int, ...]:
     """Over how many slices each axis goes: replicas first, then `data`, and no other."""
     across, left = [], num_slices
+    # Each axis goes over as many slices as divide both its size and the number still left.
     for name, size in axes.items():
         across.append(math.gcd(size, left) if name in (REPLICA_AXIS, "data") else 1)
         left //= across[-1]

@@ -274,6 +274,7 @@ def with_component(
         inner = NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*_spec(stacked)[1:]))
         part = jax.device_put(value, inner)
         parts = {shard.device: shard.data[None] for shard in part.addressable_shards}
+        # Copies: a step may overwrite the new array in place while somebody holds the old one.
         old = {shard.device: shard.data.copy() for shard in stacked.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             stacked.shape, stacked.sharding, list((old | parts).values())

@@ -99,6 +99,7 @@ def group_size(num_replicas: int) -> int:
 
 def _at(root: int, x: jax.Array) -> list[jax.Array]:
     """The values of all replicas, in order, as replica `root` has received them."""
+    # A permute for each replica: an all-gather would bring to all what only the root needs.
     return [
         x if i == root else jax.lax.ppermute(x, REPLICA_AXIS, [(i, root)])
         for i in range(collectives.num_replicas())

@@ -98,6 +98,8 @@ def prove(
     walk = _Walk()
     consts = list(of_consts) or [None] * len(closed.jaxpr.constvars)
     out = walk.jaxpr(closed.jaxpr, consts, list(causes))
+    # The body of a loop is walked once a round, so the same may be found several times. What an
+    # early round has found stays true: later ones know of more causes, never of fewer.
     return Agreement(
         tuple(out), tuple(dict.fromkeys(walk.hazards)), tuple(dict.fromkeys(walk.communication))
     )
@@ -163,6 +165,7 @@ class _Walk:
             dtypes = [getattr(x.aval, "dtype", "int32") for x in eqn.invars]
             narrow = any(map(is_16_bit_float, dtypes))
             self.communication.append(Communication(name, narrow, line_of(eqn)))
+        # Among groups of replicas the members of one agree, and the groups do not.
         if name in _EQUALIZING and over_replicas and not eqn.params.get("axis_index_groups"):
             return jaxprs.unread_parameters(eqn, _EQUALIZING[name])
         if name in _UNEQUAL_BY_NATURE and (over_replicas or name != "axis_index"):
@@ -179,11 +182,14 @@ class _Walk:
         return f"what happens inside {eqn.primitive.name}" if unequal else None
 
     def _unknown(self, eqn: core.JaxprEqn, structure: jaxprs.Unknown, args: list[Cause]) -> Cause:
+        # For all we know it branches or loops on the operand that differs.
         if any(cause is not None for cause in args):
             self._hazard(eqn, structure.bodies, _first(args) or "")
         return structure.reason
 
     def _call(self, body: core.Jaxpr, args: list[Cause]) -> list[Cause]:
+        # Constants inside are concrete, and so equal: `jaxprs` does not read programs whose
+        # constants are traced.
         return self.jaxpr(body, [None] * len(body.constvars), args)
 
     def _scan(self, scan: jaxprs.Scan, args: list[Cause]) -> list[Cause]:
@@ -205,9 +211,12 @@ class _Walk:
         def body(carry):
             stop = _first(self._call(loop.cond, [*cond_consts, *carry]))
             out = self._call(loop.body, [*body_consts, *carry])
+            # Replicas that may disagree when to stop make other numbers of turns: then all that is
+            # carried differs, though every turn by itself be equal.
             return [x or stop for x in out]
 
         carry, _ = _fixpoint(body, args[num_consts:])
+        # Asked again, for in the rounds before the last the condition may have looked equal.
         stop = _first(self._call(loop.cond, [*cond_consts, *carry]))
         if stop is not None:
             self._hazard(eqn, loop.bodies, stop)
@@ -236,7 +245,11 @@ def line_of(eqn: core.JaxprEqn) -> str:
 
 
 def _fixpoint(body: Callable, carry: list[Cause]) -> tuple[list[Cause], list[Cause]]:
-    """Runs `body` until no more of the carry differs; at most once per carried value."""
+    """Runs `body` until no more of the carry differs; at most once more than values are carried."""
+    # Induction over the turns of the loop. What has no cause at the end is equal before the first
+    # turn, and equal after a turn if all such values were equal before it. Causes are only ever
+    # added, one at least in each round but the last, so it ends. Whether there is a cause counts,
+    # not which: another round may tell it in other words.
     while True:
         out = body(carry)
         grown = [old or new for old, new in zip(carry, out[: len(carry)], strict=True)]

@@ -202,6 +202,8 @@ def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -
     os.dup2(2, 1)
     waiting = selectors.PollSelector()
     waiting.register(requests, selectors.EVENT_READ)
+    # Whoever asks waits for the answer before it asks again: no second request is left in the
+    # reader's buffer, where `select` would not see it, and neither end writes while the other does.
     while waiting.select(idle_s):
         frame = requests.read(_FRAME.size)
         if len(frame) < _FRAME.size:

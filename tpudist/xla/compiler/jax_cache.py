@@ -28,6 +28,7 @@ def bypassed() -> Iterator[None]:
 
 def _enter() -> None:
     global _num_inside, _was_enabled
+    # The first one in turns it off, the last one out on again: the setting is the process's.
     with _lock:
         if not _num_inside:
             _was_enabled = bool(Setting.ENABLE_COMPILATION_CACHE.read())

@@ -110,6 +110,7 @@ def _valid_positions(
     """How many pairs of an output and a kernel position meet an element, not padding or a hole."""
     if padding == 0 and lhs_dilate == 1 and (out - 1) * stride + (kernel - 1) * rhs_dilate < lhs:
         return out * kernel
+    # Both walk over the array in steps of their own, so either may be the loop: the shorter one is.
     many, few = (out, stride), (kernel, rhs_dilate)
     if kernel > out:
         many, few = few, many
@@ -117,6 +118,7 @@ def _valid_positions(
     total = 0
     for offset in range(0, few[0] * few[1], few[1]):
         places = steps + offset
+        # Between the elements of a dilated array are holes.
         inside = (places >= 0) & (places <= (lhs - 1) * lhs_dilate) & (places % lhs_dilate == 0)
         total += int(inside.sum())
     return total

@@ -91,7 +91,7 @@ def _read_bytes(module: Module, computation: Computation, value: Instruction) ->
         elif opcode == "custom-call" and "AsyncCollective" in user.attributes:
             continue
         else:
-            return full
+            return full  # read whole by one user, it is at hand for the others
     return min(full, total)
 
 

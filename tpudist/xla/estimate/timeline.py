@@ -159,6 +159,8 @@ class _Run:
             return
         end, event = self.under_way.pop(key)
         now, self.now = self.now, max(self.now, end)
+        # The wait, from `now` to `end`, is shared out backwards: this transfer had its links from
+        # its begin on; before, those had them that began before it and use one of them too.
         for begin, its_end, other in reversed(self._begun):
             if other is event or (its_end <= end and _compete(other, event)):
                 waited = max(0.0, min(its_end, end) - max(begin, now))

@@ -183,6 +183,7 @@ def _permute_loads(
         place, hops = list(coords[source]), 0
         for axis, length in enumerate(torus._shape):
             distance = coords[target][axis] - place[axis]
+            # The shorter way round. A link is known by the chip that it leaves, and its direction.
             if torus._wrapped[axis] and abs(distance) * 2 > length:
                 distance -= int(math.copysign(length, distance))
             sign = 1 if distance > 0 else -1

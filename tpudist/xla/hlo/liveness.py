@@ -96,10 +96,12 @@ def peak(values: Iterable[Value]) -> tuple[int, int]:
     """
     most, time, total = 0, 0, 0
     held: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-    # An instruction still reads what ends with it while it writes what begins with it.
+    # An instruction still reads what ends with it while it writes what begins with it: memory is
+    # given back one position after the end, and there before any is taken (-1 sorts before 1).
     starts = [(x.start, 1, x) for x in values]
     ends = [(x.end + 1, -1, x) for _, _, x in starts]
     for when, change, value in sorted(starts + ends, key=lambda x: x[:2]):
+        # Of the values at one place, which share it, the largest counts; it may end before others.
         sizes = held[value.offset]
         before = max(sizes, default=0)
         sizes[value.num_bytes] += change

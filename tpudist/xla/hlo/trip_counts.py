@@ -62,6 +62,8 @@ def _trip_count(
     if body is None or compared is None:
         return None
     left, direction, right = compared
+    # The counter may stand on either side. The other one is the limit: a constant, or an element of
+    # the state that the body hands on as it is.
     for value, limit, way in ((left, right, direction), (right, left, _MIRRORED[direction])):
         if value.element is None:
             continue
@@ -94,7 +96,7 @@ def _count(start: int, stop: int, step: int, direction: str) -> int | None:
         return 0
     if (step <= 0) if up else (step >= 0):
         return None
-    return -(-(stop - start) // step)
+    return -(-(stop - start) // step)  # rounded up, also downwards: both have the same sign
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[_Value, str, _Value] | None:
@@ -211,6 +213,7 @@ class _Scope:
         left, right = (self.value(name) for name in instruction.operands)
         if left is None or right is None:
             return None
+        # Two elements, or a constant minus one, are no element plus a constant.
         if left.element is not None and right.element is not None:
             return None
         if right.element is not None and sign < 0:
