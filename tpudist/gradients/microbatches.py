@@ -217,9 +217,10 @@ class _Objects:
     def call(self, parameters: PyTree, others: list[Any], batch: PyTree) -> tuple[Any, list[Any]]:
         """What the function gives for these values, and the others that it leaves."""
         trained = nnx.State({0: parameters} if self._is_nnx else {})
-        given = jax.tree.leaves(
-            trained
-        )  # `merge` makes objects that hold the Variables of the state
+        # The function gets copies: values of this trace must not stay in the user's objects. What
+        # was given is read before `merge`, whose objects hold the Variables of the state: an
+        # assignment changes both.
+        given = jax.tree.leaves(trained)
         copies = nnx.merge(self._graphdef, trained, self._treedef.unflatten(others))
         rest = list(self._rest)
         for i, copy in zip(self._positions, copies[1:], strict=True):
@@ -241,6 +242,7 @@ class _Objects:
             )
         self._unchanged = {i for i, (x, y) in enumerate(zip(others, leaves, strict=True)) if x is y}
         pairs = zip(leaves, self.others, strict=True)
+        # What a loop carries keeps its dtype; an assignment may have given it another.
         return result, [x if x.dtype == y.dtype else jnp.asarray(x, y.dtype) for x, y in pairs]
 
     def leave(self, others: list[Any]) -> None:

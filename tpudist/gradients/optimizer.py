@@ -200,6 +200,8 @@ class _Slots:
     def of(self, tx: Any, names: list[str], variables: list[Variable]) -> PyTree:
         """The slots for `variables`, made at the first call."""
         if self._names is None:
+            # Nothing that is made in a trace outlives it: it is left, the slots are made, and the
+            # function is traced again.
             if context.current().frame is not None:
                 raise NewVariable(lambda _: self._make(tx, names, variables))
             self._make(tx, names, variables)

@@ -63,7 +63,8 @@ def tell_compiler(packing: Packing | None) -> None:
     if packing is not None and findings is not None:
         found = findings.compiler_options
         for name, value in packing.compiler_options(collectives.platform()).items():
-            found[name] = min(value, found.get(name, value))  # thresholds are one for a program
+            # A program has one threshold: with the smallest, all packs stay apart.
+            found[name] = min(value, found.get(name, value))
 
 
 class CrossDeviceOps:

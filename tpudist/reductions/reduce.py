@@ -58,6 +58,7 @@ def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Ar
         )
     if not dim:
         return value.array, axis
+    # The dims that were before it are one further now.
     moved = tuple(0 if a == dim else a + (a < dim) for a in axis)
     return jnp.moveaxis(value.array, 1 + dim, 1), moved
 
@@ -196,6 +197,8 @@ def _reduce_part(op: ReduceOp, x: jax.Array, axis, real: Any, options: Any) -> j
     mask = (jnp.arange(x.shape[0]) < real).reshape(-1, *(1,) * (x.ndim - 1))
     if op is not ReduceOp.MEAN:
         return cross_device_ops.reduce(op, _over(op, x, axis, mask), options)
+    # A mean of the replicas' means would be wrong where they have other numbers of real rows: sums
+    # and counts travel, in one collective, and are divided at the end.
     count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis)
     total, count = cross_device_ops.all_reduce(
         ReduceOp.SUM, [_over(ReduceOp.SUM, x, axis, mask), count], options

@@ -172,6 +172,8 @@ class Bindings:
             if any(isinstance(x, nnx.Variable) for x in objects):
                 return binding  # nobody would say when a Variable is gone, and its id another's
             self._by_id[key] = binding
+            # The id of an object that is gone may be another's, so its keys go with it. For a key
+            # that was known this has been seen to.
             if not known:
                 for x in objects:
                     weakref.finalize(x, self._by_id.pop, key, None).atexit = False

@@ -34,6 +34,7 @@ def apply(what: str, array: jax.Array, indices: jax.Array, values: jax.Array) ->
     """
     options: Any = {"mode": "drop", "wrap_negative_indices": False}
     if what == "div":
+        # No scatter divides, but one multiplies: each row by the product of its divisors.
         divisor = jnp.ones_like(array).at[indices].multiply(values, **options)
         # Integers as TensorFlow: towards zero.
         exact = jnp.issubdtype(array.dtype, jnp.inexact)

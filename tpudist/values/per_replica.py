@@ -19,6 +19,8 @@ PyTree = Any
 class _OrMirrored(type):
     """Counts plain arrays that are equal on every replica among the instances of a class."""
 
+    # For `isinstance` alone: `issubclass(type(x), ...)` is what `is_distributed` asks, and it keeps
+    # plain arrays out.
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
             return True

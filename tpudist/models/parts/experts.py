@@ -145,11 +145,14 @@ def assign(chosen: jax.Array, num_experts: int, slots: int) -> Assignment:
     """
     num_choices = chosen.shape[-1]
     taken = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
+    # Who comes first is served first: a choice's rank is how many before it chose the same expert.
+    # So what is dropped does not depend on later tokens.
     before = jnp.cumsum(taken, axis=1) - taken
     rank = jnp.sum(before * taken, axis=-1)
     slot_of_choice = jnp.where(rank < slots, chosen * slots + rank, num_experts * slots)
 
-    # The inverse by sorting, since a TPU scatters slowly.
+    # The inverse by sorting, since a TPU scatters slowly. The sort is stable: the choices of an
+    # expert stand together, in order, and the nth of them has its nth slot.
     in_order = jnp.argsort(chosen, axis=-1, stable=True)
     count = taken.sum(axis=1)
     first = jnp.cumsum(count, axis=-1) - count

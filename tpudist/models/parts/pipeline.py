@@ -134,6 +134,8 @@ def _flow(
 
     def tick(carry: tuple[PyTree, PyTree], t: jax.Array) -> tuple[tuple[PyTree, PyTree], None]:
         waiting, arrived = carry
+        # Each stage keeps its waiting parts in a ring of its own, and all are at the same place of
+        # it. What the first stage takes at a place, the next one's part there replaces.
         turn = t % num_waiting
         front = jax.tree.map(lambda w: w[turn], waiting)
         out = stage(_where(place == 0, front, arrived))

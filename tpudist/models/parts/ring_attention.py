@@ -58,6 +58,8 @@ def _forward(query, key, value, axis, name):
             key, value, positions = tiled
             scores = _scores(grouped, key, here * grouped.shape[3], positions)
             total, most, weight = state
+            # Sums so far are in units of exp(most), the largest score seen, so that none overflows.
+            # A larger one changes the unit: what was added up shrinks.
             now = jnp.maximum(most, scores.max(axis=-1))
             shrink = jnp.exp(most - now)
             share = jnp.exp(scores - now[..., None])
@@ -96,6 +98,8 @@ def _backward(axis, _name, saved, cotangent):
     kv_heads = key.shape[2]
     grouped, upstream = _grouped(query, kv_heads), _grouped(cotangent, kv_heads)
     scale = query.shape[-1] ** -0.5
+    # The gradient of a softmax is share * (d_share - sum of share * d_share). The sum is over all
+    # keys, most of them elsewhere; but it is the product of the result and its gradient, at hand.
     along = _grouped(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
     here = _index(axis)
 
@@ -122,6 +126,7 @@ def _backward(axis, _name, saved, cotangent):
         d_query, key, value, *gradients = carry
         # All that travels does so while these are folded.
         upcoming = (key, value) if is_last else _pass_on((key, value), axis)
+        # The device before had these keys a turn ago: what it passes on are their gradients so far.
         arrived = _pass_on(gradients, axis)
         source = here - step
         d_query, *new = jax.lax.cond(source >= 0, fold, nothing, d_query, key, value, source)
@@ -133,7 +138,8 @@ def _backward(axis, _name, saved, cotangent):
         carry = (d_query, *_pass_on((key, value), axis), *gradients)
         carry, _ = jax.lax.scan(turn, carry, jnp.arange(1, size - 1))
         (d_query, _, _, *gradients), _ = turn(carry, size - 1, is_last=True)
-    d_key, d_value = _pass_on(gradients, axis)  # home
+    # After n - 1 turns the keys at hand are those of the next device: one more, and they are home.
+    d_key, d_value = _pass_on(gradients, axis)
     return (
         _ungrouped(d_query).astype(query.dtype),
         d_key.astype(key.dtype),
