@@ -101,6 +101,7 @@ class DistributedIterator(Iterator[PyTree]):
             ValueError: It is no state, or one of other data: another seed, say, or another batch
                 size. The iterator stays where it is.
         """
+        # Left only when the new pass has begun: a state that is refused changes nothing.
         position = states.read(state, self._dataset.plan)
         elements = self._dataset.begin_at(position)
         self._leave()

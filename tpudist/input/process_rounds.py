@@ -70,6 +70,7 @@ class Rounds:
         try:
             return act()
         except Exception as error:
+            # In place of this process's message in the round that the others are at, or come to.
             try:
                 self.exchange({"error": f"{type(error).__name__}: {error}"})
             except Exception as other:

@@ -69,6 +69,7 @@ def _parts(
     rounds.told(lambda: pipelines.check_rows(step))
     number = rounds.step = position.step
     while True:
+        # Taken now, when this step was read and the next one was not: what follows this element.
         states = [batches.get_state() for batches in passes]
         message = {
             "rows": count_rows(step),
@@ -78,6 +79,7 @@ def _parts(
         answers = rounds.exchange(message)
         counts = _by_replica(mesh, [answer["rows"] for answer in answers])
         drops = any(answer["drops"] for answer in answers)
+        # Every process decides by the same answers, so all end at the same step.
         if not any(counts) or (drops and not all(counts)):
             return
         pipelines.fix_rows(max(counts))

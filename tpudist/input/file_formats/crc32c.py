@@ -45,6 +45,7 @@ def crc32c(strings: Sequence[bytes | memoryview]) -> np.ndarray:
     crc = np.concatenate(parts).reshape(len(strings), num_lanes)
     joined = np.zeros(len(strings), np.uint32)
     zeros = _zeros_tables(lane)
+    # Linear: the lanes so far with zeros after them, and the next lane by itself.
     for number in range(num_lanes):
         joined = _after_zeros(joined, zeros) ^ crc[:, number]
     return ~joined

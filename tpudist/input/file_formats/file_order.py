@@ -43,6 +43,8 @@ def in_lanes(
         np.concatenate([files[i] for i in lane] or [np.zeros(0, np.int64)])
         for lane in _balanced([len(x) for x in files], order, lanes)
     ]
+    # There are `wanted` rows for each lane, and those of the last batch: what some lanes have above
+    # that is enough for what others lack.
     spare = np.concatenate([sequence[wanted:] for sequence in sequences])
     full = np.empty((num_batches, lanes, each), np.int64)
     for lane, sequence in enumerate(sequences):

@@ -47,6 +47,8 @@ class TFRecordFile:
         # A length beyond the file may come of damage as well as of a file that is cut off.
         self._check_headers(data, starts)
         if not whole:
+            # Either the last record leads beyond the file, or what is left after it is too little
+            # for another, and that is the one that was cut off.
             raise self._cut_off(len(starts) - (at > size))
         begins = np.array(starts, np.int64)
         ends = np.append(begins[1:], size) - _FOOTER
@@ -85,12 +87,13 @@ class TFRecordFile:
         """
         ends = self._ends[numbers] + _FOOTER
         parts = byte_ranges.read(self._path, self._starts[numbers], ends)
-        first = total = 0
+        first = longest = 0
         for last, part in enumerate(parts, start=1):
-            total = max(total, len(part))
-            if total * (last - first + 1) > _MAX_CHECKED_BYTES or last == len(parts):
+            # Side by side, each takes the room of the longest.
+            longest = max(longest, len(part))
+            if longest * (last - first + 1) > _MAX_CHECKED_BYTES or last == len(parts):
                 self._check(numbers[first:last], parts[first:last])
-                first, total = last, 0
+                first, longest = last, 0
         return [bytes(part[:-_FOOTER]) for part in parts]
 
     def _check(self, numbers: np.ndarray, parts: list[memoryview]) -> None:

@@ -63,6 +63,7 @@ _in_sequence: dict[int, tuple[np.ndarray, bool]] = {}
 
 
 def _are_in_sequence(positions: np.ndarray) -> bool:
+    # Found by id, and kept with the array: as long as it is here, no other one has its id.
     known, found = _in_sequence.get(id(positions), (None, False))
     if known is positions:
         return found

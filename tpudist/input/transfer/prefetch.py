@@ -89,6 +89,10 @@ class Prefetcher(Iterator[T], Generic[T]):
 class _Buffer:
     """A queue of (item, error) pairs; once closed it takes no new ones and gives its end."""
 
+    # `_is_made` is the right to make the next item: taken and given back under the lock, so that
+    # one is made at a time, in order, by the thread or by a loop. A loop that makes its own counts
+    # them; the thread keeps out as long as the count grows within `_AWAY_S`.
+
     def __init__(self, size: int):
         self._size = size
         self._items: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
@@ -142,6 +146,7 @@ class _Buffer:
                     self._wait()
                 if self._closed or self._items:
                     return self._pop()
+                # None is there and nobody is at one: what is made here is the next in order.
                 is_mine = self._is_made = True
             try:
                 return make(), None

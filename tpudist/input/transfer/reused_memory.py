@@ -56,6 +56,9 @@ class _Block:
 
     __slots__ = ("__array_interface__", "_whole")
 
+    # NumPy and JAX hold on to the object that gave an `__array_interface__` for as long as there is
+    # any view of the memory, so `__del__` comes with the last one.
+
     def __init__(self, num_bytes: int):
         whole = _free.take(num_bytes)
         self._whole = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8) if whole is None else whole
