@@ -214,6 +214,7 @@ class CheckpointManager:
             return None
         with self._lock:
             self.wait()
+            # Whatever is wrong with the objects is said before anything is changed on the disk.
             step = self._number(checkpoint_number)
             found = self._found()
             arrays, contents = gather(found, step, self.retention.checked(metrics))
@@ -270,6 +271,8 @@ class CheckpointManager:
         """Makes room for a new step; in all processes the same comes of it."""
         self._history.require_alike(step)
         finish_other(self.directory)
+        # One process touches the directory. What goes wrong there is told to all before any raises
+        # it: raised in one alone, the others would wait for that one.
         problem = ""
         if jax.process_index() == 0:
             try:

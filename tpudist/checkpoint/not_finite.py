@@ -27,6 +27,7 @@ def not_finite(arrays: Mapping[str, Any]) -> list[str]:
             continue
         x = x.addressable_data(0) if x.is_fully_replicated else x
         groups.setdefault(_together(x.sharding), {})[name] = x
+    # All are dispatched before any is waited for: the groups' devices work side by side.
     with placement.off_mesh():
         pending = [(list(group), _are_finite(list(group.values()))) for group in groups.values()]
     for names, finite in pending:

@@ -102,6 +102,9 @@ class Barrier:
 
     def finish_round(self, error: BaseException | None) -> None:
         """Called when a save has ended: tells those who wait that it has failed here."""
+        # What went wrong is said in place of the barrier that the others are at, or come to. Not
+        # after the last one, when nobody waits any more; nor where somebody did not come to one: to
+        # wait for them again would take as long again.
         failed_here = error is not None and not isinstance(error, FailedElsewhere)
         others_wait = self._rounds < _ROUNDS and not self._someone_is_missing
         if failed_here and others_wait and jax.process_count() > 1:

@@ -100,6 +100,7 @@ class Retention:
         if self.keep_period is not None:
             keep |= {step for step in ordered if step % self.keep_period == 0}
         if self.keep_every_s is not None:
+            # From the oldest that is left, so that the same ones are chosen after each save.
             last = -math.inf
             for step in ordered:
                 if step in times and times[step] - last >= self.keep_every_s:

@@ -107,7 +107,7 @@ class Saver:
 
     def _after(self, step: int, error: BaseException | None) -> None:
         """In the background, in every process, when a save has ended."""
-        self._barrier.finish_round(error)
+        self._barrier.finish_round(error)  # first: the others may be waiting for this process
         if jax.process_index():
             return
         if error is not None:

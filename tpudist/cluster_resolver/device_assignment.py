@@ -212,6 +212,7 @@ def _pack(counts: Sequence[int], num_replicas: int) -> list[int]:
     # The most constrained axis first; among equals the cores of a chip, then x, y, z.
     order = sorted(range(len(counts)), key=lambda i: (counts[i], (i + 1) % len(counts)))
     for axis in order if num_replicas > 0 else ():
+        # The root in floating point, as TensorFlow takes it, so that both round alike.
         packed[axis] = min(math.ceil(remaining ** (1.0 / dims)), counts[axis])
         remaining = -(-remaining // packed[axis])
         dims -= 1
@@ -230,6 +231,7 @@ def _grid(
             position.append(replica % size)
             replica //= size
         place = np.asarray([*position[1:], position[0]], np.int32)
+        # As many replicas as the stride lie interleaved in one footprint; then comes the next.
         offsets.append(place // stride * (shape * stride) + place % stride)
     within = np.indices(shape.tolist()).reshape(len(shape), -1).T * stride
     return np.asarray(offsets, np.int32).reshape(-1, 1, len(shape)) + within

@@ -78,7 +78,7 @@ class Cache:
         path = self._folder / f"{key}{_ENDING}"
         try:
             data = private_files.read(path)
-            os.utime(path)  # the oldest go first
+            os.utime(path)  # used now: those not used for longest go first
             return _decoded(data, key)
         except FileNotFoundError:
             return None

@@ -41,6 +41,8 @@ def inputs_of(
         return InputLeaf(name, role, tuple(x.shape), x.dtype, where, id(x) in overwritten)
 
     leaves = [leaf(name, role, x) for (name, role), x in zip(named, arrays, strict=True)]
+    # Names come in the order of the step: captured, objects, arguments. The program has another,
+    # for JAX donates whole arguments: first all that is overwritten, then all that is kept.
     position = {id(x): i for i, x in enumerate(arrays)}
     return [leaves[position[id(x)]] for x in (*donated, *kept)]
 

@@ -88,6 +88,8 @@ def read(path: Path) -> bytes:
         PermissionError: It is somebody else's, or others may write to it or to its folder.
         OSError: It cannot be read; FileNotFoundError if it is not there.
     """
+    # The folder first: in one of another's the file may be exchanged at any time. Then the file
+    # that is open, rather than its name, which may lead to another one by now.
     check(path.parent, path.parent.stat())
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(descriptor, "rb") as file:

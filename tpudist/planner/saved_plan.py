@@ -67,6 +67,8 @@ def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
         "checksum": hashlib.sha256(data).hexdigest(),
         **_place(source.mesh),
     }
+    # The header last: without it there is no saved plan, and that of an older one, should this be
+    # broken off, has another checksum than the new program.
     private_files.write(folder / _PROGRAM, data)
     private_files.write(folder / _PLAN, plan_as_json.encode())
     private_files.write(folder / _HEADER, json.dumps(header).encode())

@@ -54,6 +54,8 @@ class Agreement:
                 pass
 
     def _settle(self, is_closing: threading.Event) -> None:
+        # Held from before the count is posted until the decision is known: the loop stands at its
+        # next boundary meanwhile, so no process passes the one that is chosen, the largest plus 1.
         with self._lock:
             while not is_closing.is_set():
                 try:
@@ -64,6 +66,7 @@ class Agreement:
                 time.sleep(_PAUSE_S)
 
     def _has_settled(self, is_closing: threading.Event) -> bool:
+        # A text is written once, so this may be tried again: the count has not changed either.
         self._post_count(str(self._num_boundaries))
         if jax.process_index() == 0:
             self._gather(is_closing)
@@ -95,6 +98,7 @@ class Agreement:
         self.notice.board.post(f"counts/{jax.process_index()}", count)
 
     def _decide(self, act_at: int | None, why_not: str = "") -> None:
+        # The first decision stands, on the board and so in all processes.
         self.notice.board.post("decision", json.dumps([act_at, why_not]))
 
 

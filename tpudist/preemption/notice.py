@@ -99,6 +99,7 @@ class Notice:
         interval_s = INTERVAL_S + self.board.num_processes / _READS_PER_S
         while not self._closing.wait(interval_s):
             try:
+                # The first one that is posted is kept; all read that, its author too.
                 if self._own is not None:
                     self.board.post("notice", json.dumps(dataclasses.asdict(self._own)))
                 text = self.board.read("notice")

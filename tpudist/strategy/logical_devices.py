@@ -111,6 +111,8 @@ def _assignments(axes: dict[str, int], counts: Sequence[int]) -> Iterator[list[t
         if not axes:
             yield []
         return
+    # Tried one after the other, and back to the next subset where the rest does not fit: a replica
+    # has a few axes at most.
     for subset in _subsets(len(axes)):
         names = tuple(list(axes)[i] for i in subset)
         if math.prod(axes[name] for name in names) == counts[0]:

@@ -158,6 +158,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, facts: Mapping[str, Any], num_steps: int) -> None:
+    # Whole or not at all, whenever the program is killed: written beside it, then renamed.
     new = file.with_suffix(".new")
     with new.open("w", encoding="utf-8") as out:
         json.dump(_said(facts, num_steps), out, indent=2)
