@@ -31,11 +31,11 @@ from tpudist.training import generate, interrupt, loop, report, steps
 from tpudist.training.command import arguments, folder
 from tpudist.training.command.compilation_cache import enable_compilation_cache
 from tpudist.training.command.config import Config, check, facts
-from tpudist.training.command.optimizers import clipped_adamw, warmup_cosine
+from tpudist.training.command.optimizers import adamw_with_clipping, warmup_cosine
 from tpudist.training.data.baselines import baselines
 from tpudist.training.data.batches import InOrder, RandomWindows, ShuffledEpochs
+from tpudist.training.data.corpus import load_corpus, spread_windows
 from tpudist.training.data.digits import load_digits
-from tpudist.training.data.text import held_out_windows, load_corpus
 from tpudist.training.history import History
 from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.saves import Saves
@@ -82,7 +82,7 @@ def text_job(config: Config) -> Job:
     """A transformer that predicts the next byte."""
     options, length = config.model, config.model.sequence_length
     corpus = load_corpus(config.data)
-    windows = held_out_windows(corpus.held_out, length, config.held_out_windows)
+    windows = spread_windows(corpus.held_out, length, config.held_out_windows)
     prompt = config.prompt or "def "
     if config.prompt is None and config.data is not None:
         prompt = generate.printable(windows[0, :32].tobytes())
@@ -167,7 +167,7 @@ def emulate(config: Config) -> str | None:
     if "TPUDIST_EMULATE" in os.environ:
         tpudist.emulate()
         return "as TPUDIST_EMULATE asks"
-    if arguments.accelerator_in_sight():
+    if arguments.has_accelerator():
         return None
     tpudist.emulate(NUM_EMULATED)
     return "no accelerator in sight; --emulate 0 uses the CPU as it is"
@@ -210,14 +210,14 @@ class Started:
     """How it started, for people."""
 
 
-def start(config: Config, job: Job, strategy: tpudist.Strategy, begun: folder.Begun) -> Started:
+def start(config: Config, job: Job, strategy: tpudist.Strategy, begun: folder.RunStart) -> Started:
     """Makes the state of a run, and takes up its newest checkpoint if it goes on."""
     memory = config.optimizer.optimizer_memory
     with strategy.scope():
         model = strategy.create(job.make_model)
         optimizer = strategy.create(
             lambda model: tpudist.Optimizer(
-                clipped_adamw(config.optimizer, config.steps),
+                adamw_with_clipping(config.optimizer, config.steps),
                 model,
                 reduce_dtype=config.optimizer.reduce_dtype,
             ),
@@ -251,7 +251,7 @@ def start(config: Config, job: Job, strategy: tpudist.Strategy, begun: folder.Be
             f"away."
         )
     if jax.process_index() == 0:
-        started.kept = history.continued(metrics.read_lines(config.out))
+        started.kept = history.continue_from(metrics.read_lines(config.out))
     done = history.num_steps
     if done == config.steps:
         started.told.append(
@@ -298,7 +298,7 @@ def run(
             evaluate_every=-(-config.steps // config.evaluations),
             display=display,
             metrics=writer,
-            should_stop=steps.agreed(strategy, lambda: stop.requested),
+            should_stop=steps.make_should_stop(strategy, lambda: stop.requested),
             saves=saves,
             history=history,
         )
@@ -318,7 +318,7 @@ def run(
         title = f"{config.task}, {strategy}"
         written = report.write(out, history, job.unit, job.baselines, config, title)
         rows.append(("written", ", ".join(written)))
-        if missing := report.not_written():
+        if missing := report.list_skipped_files():
             rows.append(("not written", ", ".join(missing)))
     display.table(f"{history.ended.capitalize()} after {history.num_steps} steps", rows)
     if history.ended == "diverged":
@@ -361,9 +361,9 @@ def main(args: Sequence[str] | None = None) -> int:
             if config.compilation_cache:
                 enable_compilation_cache()
 
-            def begin() -> folder.Begun:
+            def begin() -> folder.RunStart:
                 out = config.out
-                stack.enter_context(folder.locked(out))
+                stack.enter_context(folder.lock(out))
                 return folder.begin(out, facts(config, job.digest), config.steps, config.resume)
 
             started = start(config, job, strategy, folder.agree(begin))
@@ -372,7 +372,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return 2
         display = make_display(config.steps, quiet=jax.process_index() != 0)
         why = f": emulated, {emulated}" if emulated else ""
-        display.say(f"{type(strategy).__name__} on {summary.tell_mesh(strategy.mesh)}{why}.")
+        display.say(f"{type(strategy).__name__} on {summary.describe_mesh(strategy.mesh)}{why}.")
         for line in started.told:
             display.say(line)
         try:

@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption(UPDATE_OPTION):
         os.environ[UPDATE_VARIABLE] = "1"  # also in the processes of pytest-xdist
-    asked = _asked_for(config)
+    asked = _num_devices(config)
     if asked is None:
         return
     import tpudist
@@ -76,7 +76,7 @@ def emulated_devices(request: pytest.FixtureRequest) -> list[jax.Device]:
     Raises:
         pytest.UsageError: No number of devices was given.
     """
-    if _asked_for(request.config) is None:
+    if _num_devices(request.config) is None:
         raise pytest.UsageError(
             f"The fixture emulated_devices was asked for, but not how many devices: set "
             f"{SETTING} = 8 under [tool.pytest.ini_options], or call pytest {OPTION} 8."
@@ -86,7 +86,7 @@ def emulated_devices(request: pytest.FixtureRequest) -> list[jax.Device]:
     return jax.local_devices()
 
 
-def _asked_for(config: pytest.Config) -> int | None:
+def _num_devices(config: pytest.Config) -> int | None:
     """The number on the command line, or else that of the setting."""
     option, setting = config.getoption(OPTION), config.getini(SETTING)
     if option is not None or not setting:

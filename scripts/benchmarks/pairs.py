@@ -150,7 +150,7 @@ def jit_by_hand(
 def _batch_of_replicas(task: Task, strategy: tpudist.Strategy) -> tpudist.PerReplica:
     n = strategy.num_replicas_in_sync
     shape = (n, task.batch_size // n, *task.example.shape)
-    where = placement.stacked_sharding(strategy.replica_mesh, shape, split_rows=True)
+    where = placement.sharding_of_stack(strategy.replica_mesh, shape, split_rows=True)
     return tpudist.PerReplica(jax.ShapeDtypeStruct(shape, task.example.dtype, sharding=where))
 
 

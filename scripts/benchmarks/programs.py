@@ -10,7 +10,7 @@ import jax
 
 from benchmarks import pairs
 from benchmarks.figures import Figure, equal_within
-from tpudist.xla import topology as slices
+from tpudist.xla import topology as topologies
 
 SUITE = "compiled programs"
 TOLERANCE = 0.01
@@ -27,7 +27,7 @@ def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure
 
 def figures_on_slice(topology: str) -> Iterator[Figure]:
     """The figures of the reference transformer, compiled for a TPU slice that is not there."""
-    task, devices = pairs.transformer(), slices.devices(topology)
+    task, devices = pairs.transformer(), topologies.devices(topology)
     for geometry in pairs.GEOMETRIES | pairs.MORE_GEOMETRIES:
         pair = pairs.lower_both(task, geometry, devices)
         ours, by_hand = pairs.read(pair.ours), pairs.read(pair.by_hand)

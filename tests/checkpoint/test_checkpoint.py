@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 import tpudist
 from checkpoint_program import MEAN, ON_READ, SUM, Counter, digest, make_state
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
-from tpudist.checkpoint.entries import joined
+from tpudist.checkpoint.entries import join_path
 
 STRATEGIES = {
     "one device": tpudist.OneDeviceStrategy,
@@ -145,7 +145,7 @@ def test_any_names_and_arrays_round_trip(tmp_path_factory, tree):
 
 @hypothesis.given(some.lists(some.lists(some.text(max_size=4), max_size=3), unique_by=tuple))
 def test_different_paths_have_different_names(paths):
-    names = [joined(path) for path in paths if path]
+    names = [join_path(path) for path in paths if path]
     assert len(names) == len(set(names))
 
 

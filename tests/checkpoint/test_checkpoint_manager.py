@@ -50,7 +50,7 @@ def test_each_rule_keeps_its_own(rules, newest, kept):
     losses = [float("nan"), 1.0, 1.5, 3.0, 4.0, 2.0]
     metrics = {step: {"loss": x} for step, x in zip(steps, losses, strict=True)}
     times = {step: 100.0 * i for i, step in enumerate(steps)}
-    removed = Retention(**rules).to_remove(steps, times, metrics, newest=newest)
+    removed = Retention(**rules).steps_to_remove(steps, times, metrics, newest=newest)
     assert [step for step in steps if step not in removed] == kept
 
 

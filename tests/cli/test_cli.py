@@ -18,7 +18,7 @@ import pytest
 
 from places import PROGRAMS, ROOT
 from tpudist import cli
-from tpudist.cli import own_step, reference
+from tpudist.cli import reference, user_step
 from tpudist.models import TransformerConfig
 from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.planner import Plan, SearchResult
@@ -160,7 +160,7 @@ def test_a_file_that_ends_the_process_is_told_with_the_line(capsys, tmp_path):
 def test_an_own_file_may_have_the_name_of_a_module_that_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # which the file's folder joins
     (tmp_path / "optax.py").write_text("def make_step(candidate):\n    return 1, 2, 3\n")
-    assert own_step.load("optax.py:make_step")(None) == (1, 2, 3)
+    assert user_step.load("optax.py:make_step")(None) == (1, 2, 3)
     assert sys.modules["optax"] is optax
 
 
@@ -407,7 +407,7 @@ def test_a_presets_loss_is_in_chunks_where_they_fill_the_sequence():
         ({"loss_chunk": 0}, None),
     ):
         options = reference.ReferenceOptions(preset="llama-3.1-8b", **given)
-        assert reference.sized(options, 8).config.loss_chunk == chunk
+        assert reference.make_reference(options, 8).config.loss_chunk == chunk
 
 
 def test_every_preset_can_be_chosen_and_every_size_is_one_of_the_model():

@@ -521,7 +521,7 @@ def test_iterating_in_a_replica_function_is_refused():
     iterator = iter(dataset)
     frame = types.SimpleNamespace(whole=False)
     mode = context.Mode(strategy=None, replica_context=object(), frame=frame)  # type: ignore
-    with context.entered(mode):
+    with context.enter(mode):
         with pytest.raises(ValueError, match=r"next\(iterator\) should be called from outside"):
             next(iterator)
         with pytest.raises(ValueError, match=r"iter\(distributed_dataset\) should be called"):

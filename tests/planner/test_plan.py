@@ -86,7 +86,7 @@ def lowered(strategy, fn, args):
     """What a plan of the strategy's own devices is of."""
     twin = strategy._twin(None)
     names = call_description.names_of_leaves(fn, args, {})
-    call = abstract_arguments.moved(args, {}, names, strategy, twin)
+    call = abstract_arguments.move_arguments(args, {}, names, strategy, twin)
     return make_plan.lower(twin, fn, call, None, {}, lambda *_: None)
 
 
@@ -262,7 +262,7 @@ def test_a_strategy_on_other_devices_runs_and_has_its_own_variables():
         variable = tpudist.Variable(1.0)
     other.run(lambda: variable.assign_add(1.0))
     assert float(variable.read_value()) == 2
-    assert strategy._owned_variables() == []
+    assert strategy._list_variables() == []
     with pytest.raises(RuntimeError, match="was made under"):
         strategy.run(lambda: variable.read_value())
 
@@ -454,7 +454,7 @@ def test_variables_that_a_function_makes_are_made_once(monkeypatch):
     slots = list(optimizer.variables)
     assert [float(strategy.run(step)) for _ in range(2)] == [1, 2]
     assert optimizer.variables == slots
-    assert all(v.strategy is strategy for v in (*slots, *strategy._owned_variables()))
+    assert all(v.strategy is strategy for v in (*slots, *strategy._list_variables()))
 
 
 def test_a_captured_batch_has_as_many_parts_as_there_are_replicas(monkeypatch):
@@ -634,7 +634,7 @@ def test_what_xla_has_read_already_decides_what_is_kept_of_this_process(monkeypa
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_min_max=true")
     again = strategy.plan(lambda x: x * 3, (x,))
     assert again.program == first.program
-    assert flags.now()["XLA_FLAGS"] != flags.of_this_process()["XLA_FLAGS"]
+    assert flags.read_flags()["XLA_FLAGS"] != flags.process_flags()["XLA_FLAGS"]
 
 
 def test_an_answer_without_buffers_is_not_kept(monkeypatch):
@@ -719,11 +719,11 @@ def test_progress_tells_what_is_done():
 
 
 def test_a_terminal_shows_progress_and_a_file_does_not(monkeypatch, capsys):
-    with progress.shown(None) as tell:
+    with progress.show_progress(None) as tell:
         tell("compiling", 1.0)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress.shown(None) as tell:
+    with progress.show_progress(None) as tell:
         tell("compiling", 1.0)
     assert "compiling" in capsys.readouterr().err
 
@@ -789,7 +789,7 @@ def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
     assert {"ici", "dcn"} == {x.network for x in plan.collectives}
     (batch,) = strategy.experimental_distribute_dataset([np.ones((16, 8), np.float32)])
     assert float(strategy.run(step, (batch,))) == 1
-    assert len(strategy._owned_variables()) == 3
+    assert len(strategy._list_variables()) == 3
 
 
 @pytest.mark.libtpu
@@ -817,7 +817,7 @@ def test_chips_are_counted_also_where_a_strategy_has_one_of_their_two_devices(
 ):
     devices = topology.devices(name)[picked]
     strategy = tpudist.TPUStrategy(devices=devices)
-    assert make_plan._num_chips(strategy.mesh, chips.of_device(devices[0])) == num_chips
+    assert make_plan._num_chips(strategy.mesh, chips.chip_of_device(devices[0])) == num_chips
 
 
 @pytest.mark.libtpu

@@ -94,10 +94,10 @@ def jaxpr_and_its_constants():
     captured = jnp.arange(3.0)
     closed = jax.make_jaxpr(lambda x: x + captured)(1.0)
     assert isinstance(closed, core.ClosedJaxpr)
-    assert isinstance(jaxprs.opened(closed), core.Jaxpr)
+    assert isinstance(jaxprs.open_jaxpr(closed), core.Jaxpr)
     (constant,) = closed.consts
     np.testing.assert_array_equal(constant, captured)
-    assert len(jaxprs.opened(closed).constvars) == len(jaxprs.opened(closed).invars) == 1
+    assert len(jaxprs.open_jaxpr(closed).constvars) == len(jaxprs.open_jaxpr(closed).invars) == 1
     other = core.ClosedJaxpr(closed.jaxpr, [captured + 1])
     np.testing.assert_array_equal(core.jaxpr_as_fun(other)(1.0)[0], captured + 2)
 
@@ -110,8 +110,8 @@ def source_of_an_equation():
 
 
 def token_of_a_trace():
-    assert traces.tracing_nothing()
-    jax.jit(lambda x: x if not traces.tracing_nothing() else 1 / 0)(1.0)
+    assert traces.is_eager()
+    jax.jit(lambda x: x if not traces.is_eager() else 1 / 0)(1.0)
 
 
 def event_of_a_compile():

@@ -17,12 +17,12 @@ from tpudist import step_boundaries
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from tpudist.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from tpudist.experimental import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
-from tpudist.preemption import gce, listening
+from tpudist.preemption import gce, notice_listener
 
 
 @pytest.fixture(autouse=True)
 def sigterm_stays_as_it_was(monkeypatch):
-    monkeypatch.setattr(listening, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(notice_listener, "INTERVAL_S", 0.02)
     before = signal.getsignal(signal.SIGTERM)
     yield
     if signal.getsignal(signal.SIGTERM) != before:

@@ -80,7 +80,7 @@ def make_state(strategy: tpudist.Strategy, seed: int) -> tpudist.TrainState:
 
 def values(state: tpudist.checkpoint.Checkpoint) -> dict[str, Any]:
     """All values by name, as numpy arrays and Python values."""
-    found = entries.Found(state.checkpoint_objects(), state.replace_object)
+    found = entries.Entries(state.checkpoint_objects(), state.replace_object)
     return {x.name: _host(x.read()) for x in found.entries}
 
 

@@ -49,7 +49,7 @@ def sent_by_step(
         lambda model: tpudist.Optimizer(optax.adamw(1e-3), model), model
     )
     shape = (mesh.num_replicas, rows, length + 1)
-    where = placement.stacked_sharding(mesh, shape, split_rows=True)
+    where = placement.sharding_of_stack(mesh, shape, split_rows=True)
     batch = tpudist.PerReplica(jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=where))
     step = make_train_step(lambda model, tokens: next_token_loss(model, tokens).mean(axis=-1))
     compiled = strategy.lower(step, args=(model, optimizer, batch)).compile()

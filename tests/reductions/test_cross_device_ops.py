@@ -645,13 +645,13 @@ class Chip:
 def test_packs_that_are_combined_again_are_a_warning(monkeypatch):
     monkeypatch.setattr("tpudist.reductions.communication_options._warned", set())
     with pytest.warns(UserWarning, match="bytes_per_pack=64.* has no effect: on tpu devices XLA"):
-        communication_options.checked(CommunicationOptions(64), "all_reduce(options", "tpu")
+        communication_options.check_options(CommunicationOptions(64), "all_reduce(options", "tpu")
     with pytest.warns(UserWarning, match=r"HierarchicalCopyAllReduce\(num_packs=2\) has no effect"):
         tpudist.HierarchicalCopyAllReduce(2).check_devices([Chip("tpu")])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        communication_options.checked(CommunicationOptions(64), "all_reduce(options", "gpu")
-        communication_options.checked(
+        communication_options.check_options(CommunicationOptions(64), "all_reduce(options", "gpu")
+        communication_options.check_options(
             CommunicationOptions(0, None, "NCCL"), "all_reduce(options", "gpu"
         )
         tpudist.HierarchicalCopyAllReduce().check_devices([Chip("tpu")])

@@ -26,7 +26,7 @@ from tpudist.experimental import (
     initialize_tpu_system,
 )
 from tpudist.strategy import logical_devices
-from tpudist.xla import topology as slices
+from tpudist.xla import topology as topologies
 
 RECORDED = json.loads((DATA / "device_assignments.json").read_text())
 
@@ -71,11 +71,11 @@ def test_eight_emulated_devices_have_the_coordinates_of_a_v2_8():
 
 @pytest.mark.libtpu
 def test_tpu_devices_know_their_coordinates():
-    v2 = Topology.of(slices.devices("v2:2x2"))
+    v2 = Topology.of(topologies.devices("v2:2x2"))
     assert v2.device_coordinates.tolist() == (
         Topology.of(jax.devices()).device_coordinates.tolist()
     )
-    v5e = slices.devices("v5e:2x4")
+    v5e = topologies.devices("v5e:2x4")
     assert Topology.of(v5e).mesh_shape.tolist() == [2, 4, 1, 1]
     assert Topology.of(v5e).num_tasks == 2
     half = Topology.of([d for d in v5e if d.coords[1] >= 2])
@@ -627,7 +627,7 @@ def test_every_split_is_one_over_axes_of_prime_sizes(data, num_devices):
 
 @pytest.mark.libtpu
 def test_the_tpu_compiler_splits_alike():
-    devices = slices.devices("v5e:2x4")
+    devices = topologies.devices("v5e:2x4")
     assignment = DeviceAssignment.build(Topology.of(devices), [2, 2, 1, 1], num_replicas=2)
     strategy = tpudist.TPUStrategy(None, assignment, devices=devices)
     x = tpudist.PerReplica(
@@ -699,7 +699,7 @@ def test_extended_counts_hosts_and_their_replicas(make, num_replicas_per_host):
 @pytest.mark.libtpu
 def test_a_replica_may_span_hosts():
     """Two hosts of four chips, in other groups of four: each host has a part of both replicas."""
-    devices = slices.devices("v5e:2x4")
+    devices = topologies.devices("v5e:2x4")
     topology = Topology.of(devices)
     across = DeviceAssignment(topology, [[[x, y, 0, 0] for y in range(4)] for x in range(2)])
     extended = tpudist.TPUStrategy(None, across, devices=devices).extended

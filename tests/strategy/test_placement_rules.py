@@ -19,7 +19,7 @@ from tpudist.state.partitioners import (
     MinSizePartitioner,
     Partitioner,
 )
-from tpudist.strategy.placement_rules import split_as_partitioned, split_largest_dim
+from tpudist.strategy.placement_rules import split_by_partitioner, split_largest_dim
 from tpudist.xla.hlo import collective_ops
 
 FSDP = {"fsdp": 4}
@@ -73,7 +73,7 @@ def test_the_largest_dim_that_divides_is_split(shape, axes, spec):
     ],
 )
 def test_a_partitioner_says_what_is_split(shape, partitioner, axes, spec, why):
-    found, text = split_as_partitioned(shape, jnp.float32, partitioner, axes)
+    found, text = split_by_partitioner(shape, jnp.float32, partitioner, axes)
     assert found == spec
     assert (text is None) == (why is None)
     assert why is None or why in text
@@ -87,14 +87,14 @@ class OnlyColumns(Partitioner):
 
 
 def test_a_partitioner_of_ones_own_may_decide_the_dim():
-    found, _ = split_as_partitioned((64, 8), jnp.float32, OnlyColumns(), FSDP)
+    found, _ = split_by_partitioner((64, 8), jnp.float32, OnlyColumns(), FSDP)
     assert found == P(None, "fsdp")
 
 
 @pytest.mark.parametrize("counts", [[4], [4, 1, 1], [0, 1], [1.5, 1], 4, None, "ab"])
 def test_a_partitioner_gives_a_count_for_each_dim(counts):
     with pytest.raises(ValueError, match=r"gave .* for an array of shape \[64, 8\]\. It must give"):
-        split_as_partitioned((64, 8), jnp.float32, lambda *_, **__: counts, FSDP)
+        split_by_partitioner((64, 8), jnp.float32, lambda *_, **__: counts, FSDP)
 
 
 @given(
@@ -104,7 +104,7 @@ def test_a_partitioner_gives_a_count_for_each_dim(counts):
 )
 def test_what_is_split_divides_and_was_wanted(shape, wanted, axes):
     parts = int(np.prod(list(axes.values())))
-    spec, why = split_as_partitioned(shape, jnp.float32, FixedShardsPartitioner(wanted), axes)
+    spec, why = split_by_partitioner(shape, jnp.float32, FixedShardsPartitioner(wanted), axes)
     split = [dim for dim, names in enumerate(spec) if names]
     assert len(split) <= 1
     assert not (split and why)

@@ -175,7 +175,7 @@ def test_a_partial_batch_counts_by_its_examples(strategy):
 
 def test_one_process_stops_when_it_wants_to(strategy):
     wants = False
-    should_stop = steps.agreed(strategy, lambda: wants)
+    should_stop = steps.make_should_stop(strategy, lambda: wants)
     assert not should_stop()
     wants = True
     assert should_stop()

@@ -43,7 +43,7 @@ def test_a_history_goes_on_from_its_lines_and_steps_after_the_checkpoint_are_for
         {"step": 3, "split": "held_out", "time_s": 4.0, "nats": 2.5},
     ]
     history = restored(2, [(2, {"nats": 3.5})])
-    assert history.continued(lines) == lines[:5]
+    assert history.continue_from(lines) == lines[:5]
     assert history.losses == [4.0, 3.0]
     assert history.first_step == 1
     assert history.resumed_at == [1, 1]
@@ -60,17 +60,17 @@ def test_an_evaluation_that_no_checkpoint_knows_is_done_again():
     """It was made after the save; its line would be there twice."""
     lines = [train_line(1), {"step": 1, "split": "held_out", "nats": 3.5}]
     history = restored(1)
-    assert history.continued(lines) == lines[:1]
+    assert history.continue_from(lines) == lines[:1]
     assert not history.was_measured(1)
 
 
 def test_a_history_whose_lines_are_lost_knows_its_steps_and_evaluations_all_the_same():
     history = restored(5, [(4, {"nats": 2.0})])
     lines = [train_line(1), train_line(4, 2.5), train_line(5, 2.0)]
-    assert history.continued(lines) == lines
+    assert history.continue_from(lines) == lines
     assert (history.num_steps, history.losses, history.first_step) == (5, [2.5, 2.0], 4)
     assert history.was_measured(4)
-    assert restored(5).continued([]) == []
+    assert restored(5).continue_from([]) == []
 
 
 def test_the_state_of_a_history_comes_back_from_json():
@@ -121,17 +121,17 @@ def test_of_no_metrics_there_are_no_lines(tmp_path):
     assert read_lines(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text("[1]\n\n{}\n")
     assert read_lines(tmp_path) == [{}]
-    assert restored(3).continued([{}]) == []
+    assert restored(3).continue_from([{}]) == []
 
 
 def test_a_fresh_folder_starts_and_one_with_a_checkpoint_goes_on(tmp_path):
-    assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.Begun(goes_on=False)
+    assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.RunStart(goes_on=False)
     assert folder.begin(tmp_path, FACTS | {"--seed": 3}, 40, "never").moved_to is None
-    assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.Begun(goes_on=False)
+    assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.RunStart(goes_on=False)
     with_checkpoint(tmp_path)
     for resume in ("auto", "must"):
         begun = folder.begin(tmp_path, FACTS, 40, resume)
-        assert begun == folder.Begun(goes_on=True, planned_steps=40)
+        assert begun == folder.RunStart(goes_on=True, planned_steps=40)
     assert folder.begin(tmp_path, FACTS, 60, "auto").planned_steps == 40
     assert folder.begin(tmp_path, FACTS, 60, "auto").planned_steps == 60
 
@@ -205,7 +205,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     program = f"""
 from pathlib import Path
 from tpudist.training.command import folder
-with folder.locked(Path({str(tmp_path)!r})):
+with folder.lock(Path({str(tmp_path)!r})):
     print("in", flush=True)
     input()
 """
@@ -220,14 +220,14 @@ with folder.locked(Path({str(tmp_path)!r})):
         assert other.stdout.readline() == "in\n"
         with (
             pytest.raises(ValueError, match="in use by another run. Wait for it to end"),
-            folder.locked(tmp_path),
+            folder.lock(tmp_path),
         ):
             pass
         other.kill()  # who is killed lets others in
-    with folder.locked(tmp_path), pytest.raises(ValueError, match="in use by another run"):
-        with folder.locked(tmp_path):
+    with folder.lock(tmp_path), pytest.raises(ValueError, match="in use by another run"):
+        with folder.lock(tmp_path):
             pass
-    with folder.locked(tmp_path):
+    with folder.lock(tmp_path):
         pass
 
 
@@ -237,7 +237,7 @@ def test_what_process_0_refuses_is_refused():
 
     with pytest.raises(ValueError, match="no"):
         folder.agree(refuse)
-    begun = folder.Begun(goes_on=True, planned_steps=4)
+    begun = folder.RunStart(goes_on=True, planned_steps=4)
     assert folder.agree(lambda: begun) == begun
 
 

@@ -70,14 +70,14 @@ def test_a_jax_without_it_refuses_rather_than_connect_without(asked, certificate
     given = tpudist.MutualTLS(**certificates) if asked == "by argument" else None
     if given is None:
         monkeypatch.setenv("JAX_MTLS_CERT_FILE", certificates["cert_file"])
-    monkeypatch.setattr(runtime, "backend_started", lambda: False)
+    monkeypatch.setattr(runtime, "has_backend", lambda: False)
     with pytest.raises(RuntimeError, match=r"mutual TLS \((MutualTLS|JAX_MTLS_CERT_FILE)\), which"):
         runtime.connect("127.0.0.1:1", 2, 0, given)
 
 
 @pytest.mark.skipif(not HAS_IT, reason=f"jax {jax.__version__} has no mutual TLS")
 def test_a_certificate_that_is_not_there_is_named_before_anybody_waits(certificates, monkeypatch):
-    monkeypatch.setattr(runtime, "backend_started", lambda: False)
+    monkeypatch.setattr(runtime, "has_backend", lambda: False)
     files = certificates | {"key_file": "/nowhere/key.pem"}
     with pytest.raises(FileNotFoundError, match=r"key_file='/nowhere/key.pem'"):
         runtime.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**files))

@@ -44,7 +44,7 @@ def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
     """A newer one cannot print some programs, and compiles no gradient for tpu7x."""
     here = importlib.machinery.ModuleSpec("libtpu", None, origin="/here/libtpu/__init__.py")
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: here)
-    monkeypatch.setattr(versions, "installed", lambda package: "0.0.420.1")
+    monkeypatch.setattr(versions, "version_of", lambda package: "0.0.420.1")
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/here/libtpu/libtpu.so")  # as JAX sets it
     with pytest.raises(
         ImportError, match=r'0\.0\.\d+\.\*, but 0\.0\.420\.1 is installed.*"jax\[tpu\]=='
@@ -56,7 +56,7 @@ def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
 
 @pytest.mark.libtpu
 def test_the_libtpu_here_is_the_one_that_jax_pins():
-    assert f"{versions.installed('libtpu')}.".startswith(topology._pinned())
+    assert f"{versions.version_of('libtpu')}.".startswith(topology._libtpu_of_jax())
 
 
 @pytest.mark.libtpu

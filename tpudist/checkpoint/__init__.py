@@ -6,6 +6,6 @@ As `tf.train.Checkpoint` and `tf.train.CheckpointManager`, on Orbax.
 from tpudist.checkpoint.checkpoint import Checkpoint
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.manager import CheckpointManager
-from tpudist.checkpoint.matching import RestoreReport
+from tpudist.checkpoint.restore_match import RestoreReport
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointManager", "RestoreReport"]

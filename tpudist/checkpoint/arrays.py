@@ -57,7 +57,7 @@ class Writer:
         """
         items: dict[str, Any] = {CONTENTS: ocp.args.JsonSave(contents)}
         if arrays:
-            items[ARRAYS] = ocp.args.PyTreeSave(_nested(arrays))
+            items[ARRAYS] = ocp.args.PyTreeSave(_nest(arrays))
         self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def wait(self) -> None:
@@ -86,8 +86,8 @@ def read_arrays(
         tree = checkpointer.restore(
             path,
             args=ocp.args.PyTreeRestore(
-                item=_nested(dict.fromkeys(wanted, 0)),
-                restore_args=_nested(restore_args),
+                item=_nest(dict.fromkeys(wanted, 0)),
+                restore_args=_nest(restore_args),
                 partial_restore=True,
             ),
         )
@@ -109,14 +109,14 @@ def target(entry: Entry) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
 
-def placed(entry: Entry, value: Any, *, again: bool = False) -> Any:
+def place(entry: Entry, value: Any, *, again: bool = False) -> Any:
     """A value that was read, as the entry has it: on its devices, and of its kind.
 
     With `again` it is a copy, since another entry has the value itself.
     """
     if entry.on_host:
         return np.array(value) if again else value
-    with placement.off_mesh():
+    with placement.without_mesh():
         if again and entry.sharding is not None:
             value = jax.device_put(value, target(entry).sharding).copy()
         if not isinstance(value, jax.Array):
@@ -131,7 +131,7 @@ def empty(entry: Entry) -> Any:
     if entry.on_host:
         return np.zeros(entry.shape, np.dtype(entry.dtype))
     value = np.zeros(target(entry).shape, target(entry).dtype)
-    return placed(entry, value)
+    return place(entry, value)
 
 
 def _put(entry: Entry, value: np.ndarray) -> jax.Array:
@@ -174,7 +174,7 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     )
 
 
-def _nested(flat: Mapping[Path, Any]) -> dict[str, Any]:
+def _nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, x in flat.items():
         node = tree
@@ -192,4 +192,4 @@ def _lookup(tree: Any, path: Path) -> Any:
 
 
 def _parts(path: Path) -> Iterable[str]:
-    return [entries.joined((part,)) for part in path]
+    return [entries.join_path((part,)) for part in path]

@@ -46,9 +46,9 @@ class Directory:
         """The path of a step."""
         return self.path / str(number)
 
-    def being_written(self, number: int) -> epath.Path:
+    def path_to_write(self, number: int) -> epath.Path:
         """Where a step is while it is written: stores without a rename have no other place."""
-        temporary = self._temporary(number)
+        temporary = self._temporary_path(number)
         return temporary if temporary.exists() else self.step(number)
 
     def make(self, number: int) -> None:
@@ -64,7 +64,7 @@ class Directory:
                 raise NotADirectoryError("it is a file")
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.is_remote:
-                trial = self._temporary(number)
+                trial = self._temporary_path(number)
                 _remove_debris(trial)
                 trial.mkdir()
                 trial.rmdir()
@@ -79,7 +79,7 @@ class Directory:
         if self.is_remote or os.path.islink(self.step(number)):  # of which rmtree says what it is
             self.step(number).rmtree()
             return
-        doomed = self._temporary(number)
+        doomed = self._temporary_path(number)
         doomed.rmtree(missing_ok=True)
         self.step(number).rename(doomed)
         doomed.rmtree()
@@ -106,7 +106,7 @@ class Directory:
                 removed.append(x.name)
         return removed
 
-    def _temporary(self, number: int) -> epath.Path:
+    def _temporary_path(self, number: int) -> epath.Path:
         return self.path / f"{number}{TEMPORARY_SUFFIX}"
 
     def _entries(self) -> list[epath.Path]:

@@ -50,32 +50,32 @@ class Entry:
     @property
     def name(self) -> str:
         """The path, for people and for JSON."""
-        return joined(self.path)
+        return join_path(self.path)
 
     def __str__(self) -> str:
-        return f"{self.name} {described(self.kind, self.shape, self.dtype)}"
+        return f"{self.name} {describe(self.kind, self.shape, self.dtype)}"
 
 
-def joined(path: Iterable[str]) -> str:
+def join_path(path: Iterable[str]) -> str:
     """The name of a path; different paths have different names."""
-    return ".".join(_escaped(part) for part in path)
+    return ".".join(_escape(part) for part in path)
 
 
-def _escaped(part: str) -> str:
+def _escape(part: str) -> str:
     # The parts become names of files and of objects in a store.
     for char in "%./\\":
         part = part.replace(char, f"%{ord(char):02X}")
     return part or "%"
 
 
-def described(kind: str, shape: Iterable[int], dtype: str) -> str:
+def describe(kind: str, shape: Iterable[int], dtype: str) -> str:
     """What something is, in a few characters: `float32[3,4]`."""
     if kind in (ARRAY, KEY):
         return f"{'key ' if kind == KEY else ''}{dtype}[{','.join(map(str, shape))}]"
     return dtype
 
 
-class Found:
+class Entries:
     """The entries of some objects.
 
     Attributes:
@@ -104,8 +104,8 @@ class Found:
         self._refused: list[str] = []
         self._around: list[Any] = []
         for name, x in objects.items():
-            self._add((name,), x, _Replacing(replace, name))
-        self._refused += _twice(x.name for x in self.entries)
+            self._add((name,), x, _ObjectReplacer(replace, name))
+        self._refused += _describe_duplicates(x.name for x in self.entries)
         if self._refused:
             listed = "\n".join(f"  {line}" for line in self._refused)
             raise TypeError(
@@ -132,7 +132,7 @@ class Found:
         elif isinstance(x, Container):
             self._add_container(path, x)
         elif has_state(x):
-            write = _Deferred(x.set_state, self._states)
+            write = _DeferredWriter(x.set_state, self._states)
             self.entries.append(Entry(path, STATE, (), type(x).__name__, x.get_state, write))
         else:
             self._add_tree(path, x, replace)
@@ -142,7 +142,7 @@ class Found:
             return  # a way back up: it is saved where it was first met
         self._around.append(x)
         for name, inner in x.checkpoint_objects().items():
-            self._add((*path, name), inner, _Replacing(x.replace_object, name))
+            self._add((*path, name), inner, _ObjectReplacer(x.replace_object, name))
         self._around.pop()
 
     def _add_nnx(self, path: Path, x: Any) -> None:
@@ -154,7 +154,7 @@ class Found:
             if variable is not None and self._is_known(variable, inner):
                 continue
             kind = None if variable is None else type(variable)
-            self._add_leaves(inner, value, _NnxCell(binding, index), kind)
+            self._add_leaves(inner, value, _NnxWriter(binding, index), kind)
         # Of the type: an `nnx.Rngs` makes up a stream for any attribute that it is asked for.
         if hasattr(type(x), "checkpoint_objects"):
             for name, inner in x.checkpoint_objects().items():
@@ -163,10 +163,10 @@ class Found:
     def _add_variable(self, path: Path, variable: Variable) -> None:
         if self._is_known(variable, path):
             return
-        shape, dtype, sharding = variable.saved_as()
+        shape, dtype, sharding = variable.checkpoint_spec()
         what = jax.ShapeDtypeStruct(shape, dtype)
-        write = _Deferred(variable.restore, self._finish)
-        self._add_array(path, what, sharding, variable.saved, write)
+        write = _DeferredWriter(variable.restore, self._finish)
+        self._add_array(path, what, sharding, variable.checkpoint_value, write)
 
     def _add_tree(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
         self._add_leaves(path, x, replace, None)
@@ -178,28 +178,28 @@ class Found:
         cell = _Cell([x for _, x in flat], treedef, replace)
         for index, (keys, x) in enumerate(flat):
             inner = (*path, *map(key_name, keys))
-            write = _Writing(cell, index)
+            write = _CellWriter(cell, index)
             if _is_object(x):
                 self._add(inner, x, None)
             elif isinstance(x, jax.Array):
                 sharding = x.sharding if x.committed else None
-                self._add_array(inner, x, sharding, _Reading(cell, index), write, kind)
+                self._add_array(inner, x, sharding, _CellReader(cell, index), write, kind)
             elif isinstance(x, jax.ShapeDtypeStruct):
-                self._add_array(inner, x, x.sharding, _Reading(cell, index), write, kind)
+                self._add_array(inner, x, x.sharding, _CellReader(cell, index), write, kind)
             elif isinstance(x, np.ndarray | np.generic) and _has_numbers(x):
                 shape, dtype = x.shape, x.dtype.name
-                read = _Reading(cell, index)
-                write = _WritingScalar(cell, index) if isinstance(x, np.generic) else write
+                read = _CellReader(cell, index)
+                write = _ScalarWriter(cell, index) if isinstance(x, np.generic) else write
                 self.entries.append(
                     Entry(inner, ARRAY, shape, dtype, read, write, kind, on_host=True)
                 )
             elif isinstance(x, bool | int | float | str) and not isinstance(x, np.generic):
-                read = _Reading(cell, index)
+                read = _CellReader(cell, index)
                 self.entries.append(Entry(inner, VALUE, (), type(x).__name__, read, write, kind))
             else:
                 kind_of_x = f"{type(x).__module__}.{type(x).__name__}"
                 dtype = f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
-                self._refused.append(f"{joined(inner)}: {kind_of_x}{dtype}")
+                self._refused.append(f"{join_path(inner)}: {kind_of_x}{dtype}")
         self._finish.append(cell.finish)
 
     def _add_array(self, path: Path, x: Any, sharding, read, write, kind=None) -> None:
@@ -210,10 +210,10 @@ class Found:
         )
 
     def _is_known(self, x: Any, path: Path) -> bool:
-        known = self._seen.setdefault(id(x), joined(path))
+        known = self._seen.setdefault(id(x), join_path(path))
         self._keep.append(x)
-        if known != joined(path):
-            self.aliases[joined(path)] = known
+        if known != join_path(path):
+            self.aliases[join_path(path)] = known
             return True
         return False
 
@@ -248,7 +248,7 @@ def _key_impl(x: Any) -> str:
     return found[0]
 
 
-def _twice(names: Iterable[str]) -> list[str]:
+def _describe_duplicates(names: Iterable[str]) -> list[str]:
     """What is wrong with names that are there several times: one would overwrite the other."""
     counts = collections.Counter(names)
     return [f"{name}: {n} objects of this name" for name, n in counts.items() if n > 1]
@@ -281,7 +281,7 @@ class _Cell:
 
 
 @dataclasses.dataclass
-class _Reading:
+class _CellReader:
     cell: _Cell
     index: int
 
@@ -290,7 +290,7 @@ class _Reading:
 
 
 @dataclasses.dataclass
-class _Writing:
+class _CellWriter:
     cell: _Cell
     index: int
 
@@ -300,13 +300,13 @@ class _Writing:
 
 
 @dataclasses.dataclass
-class _WritingScalar(_Writing):
+class _ScalarWriter(_CellWriter):
     def __call__(self, value: Any) -> None:
         super().__call__(np.asarray(value)[()])
 
 
 @dataclasses.dataclass
-class _Deferred:
+class _DeferredWriter:
     """Takes a value, and hands it on when all have been taken."""
 
     hand_on: Callable[[Any], None]
@@ -317,7 +317,7 @@ class _Deferred:
 
 
 @dataclasses.dataclass
-class _Replacing:
+class _ObjectReplacer:
     replace: Callable[[str, Any], None]
     name: str
 
@@ -326,7 +326,7 @@ class _Replacing:
 
 
 @dataclasses.dataclass
-class _NnxCell:
+class _NnxWriter:
     binding: nnx_binding.Binding
     index: int
 

@@ -15,7 +15,7 @@ def read_contents(path: epath.Path) -> Any:
     return json.loads((path / CONTENTS / _JSON_FILE).read_text())
 
 
-def notes_of(path: epath.Path) -> dict[str, int]:
+def read_notes(path: epath.Path) -> dict[str, int]:
     """What else was noted in a step."""
     return dict(read_contents(path).get("notes", {})) if is_ours(path) else {}
 

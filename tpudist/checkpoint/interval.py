@@ -64,15 +64,15 @@ class Interval:
         """Whether it is time; `latest` gives the newest step, for the first save of a program."""
         if self.num_steps is None:
             return True
-        now, last = self._now(), self._last
+        now, last = self._current_step(), self._last
         if last is None and self._counter is None:
             last = latest()
         return last is None or now is None or now - last >= self.num_steps
 
     def begin(self) -> None:
         """Counts from now on."""
-        self._last = self._now()
+        self._last = self._current_step()
 
-    def _now(self) -> int | None:
+    def _current_step(self) -> int | None:
         counter = self._counter
         return as_int(getattr(self._checkpoint, "step", None) if counter is None else counter)

@@ -14,10 +14,10 @@ from tpudist.checkpoint import entries
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.format import notes_of
+from tpudist.checkpoint.format import read_notes
 from tpudist.checkpoint.interval import Interval, as_int
-from tpudist.checkpoint.matching import RestoreReport
 from tpudist.checkpoint.one_save import Barrier
+from tpudist.checkpoint.restore_match import RestoreReport
 from tpudist.checkpoint.retention import Retention
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import Saver, finish_other
@@ -210,14 +210,14 @@ class CheckpointManager:
         warn_if_given("CheckpointManager.save(options", options, "Orbax's defaults are used")
         context.require_cross_replica("CheckpointManager.save")
         self._require_open()
-        if check_interval and not force and not self._interval.is_over(self._agreed_latest):
+        if check_interval and not force and not self._interval.is_over(self._agree_on_latest):
             return None
         with self._lock:
             self.wait()
             # Whatever is wrong with the objects is said before anything is changed on the disk.
             step = self._number(checkpoint_number)
-            found = self._found()
-            arrays, contents = gather(found, step, self.retention.checked(metrics))
+            found = self._find_entries()
+            arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
             contents["notes"] = dict(self.notes)
             if not allow_nan:
                 refuse_not_finite(found, arrays, step, self.latest_step)
@@ -269,7 +269,7 @@ class CheckpointManager:
 
     def _prepare(self, step: int) -> None:
         """Makes room for a new step; in all processes the same comes of it."""
-        self._history.require_alike(step)
+        self._history.require_same_step(step)
         finish_other(self.directory)
         # One process touches the directory. What goes wrong there is told to all before any raises
         # it: raised in one alone, the others would wait for that one.
@@ -284,19 +284,19 @@ class CheckpointManager:
                 problem = str(error)
             except OSError as error:
                 problem = f"Step {step} cannot be saved to {self._files}: {error}"
-        problem = self._history.agreed(problem)
-        self._history.pardon()
+        problem = self._history.agree(problem)
+        self._history.forget_damage()
         if problem:
             raise CheckpointError(problem)
 
-    def _agreed_latest(self) -> int | None:
-        return self._history.agreed(self.latest_step)
+    def _agree_on_latest(self) -> int | None:
+        return self._history.agree(self.latest_step)
 
     def _number(self, asked: Any) -> int:
         if asked is None:
             asked = getattr(self.checkpoint, "step", None)
         if asked is None:
-            return (self._agreed_latest() or 0) + 1
+            return (self._agree_on_latest() or 0) + 1
         number = as_int(asked)
         if number is None or number < 0:
             raise ValueError(f"checkpoint_number is {asked!r}. Give a whole number from 0.")
@@ -317,7 +317,7 @@ class CheckpointManager:
         As `tf.train.CheckpointManager.restore_or_initialize`.
         """
         self._wait_for_all()
-        if not self._history.agreed(self._files.steps()):
+        if not self._history.agree(self._files.steps()):
             if self._init_fn is not None:
                 self._init_fn()
             return None
@@ -359,12 +359,12 @@ class CheckpointManager:
         """
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()
-        found = self._found()
+        found = self._find_entries()
         parts = {"only": only, "exclude": exclude, "rename": rename, "cast": cast}
         chosen, skipped = self._history.choose(step, verify=verify)
         path = self._files.step(chosen)
         try:
-            notes = notes_of(path)
+            notes = read_notes(path)
             report = restore(found, chosen, path, **parts)
         except Exception:
             if jax.process_count() > 1 or path.exists():
@@ -379,9 +379,9 @@ class CheckpointManager:
         self.wait()
         finish_other(self.directory)
 
-    def _found(self) -> entries.Found:
+    def _find_entries(self) -> entries.Entries:
         checkpoint = self.checkpoint
-        return entries.Found(checkpoint.checkpoint_objects(), checkpoint.replace_object)
+        return entries.Entries(checkpoint.checkpoint_objects(), checkpoint.replace_object)
 
     def _require_open(self) -> None:
         if not self._is_open:

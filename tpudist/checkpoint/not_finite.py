@@ -10,7 +10,7 @@ import numpy as np
 from tpudist.xla import placement
 
 
-def not_finite(arrays: Mapping[str, Any]) -> list[str]:
+def find_not_finite(arrays: Mapping[str, Any]) -> list[str]:
     """The names of the arrays that hold a NaN or an infinity.
 
     Cost: one program for each set of devices, as a rule one, which reads every float once; of what
@@ -26,16 +26,16 @@ def not_finite(arrays: Mapping[str, Any]) -> list[str]:
                 bad.add(name)
             continue
         x = x.addressable_data(0) if x.is_fully_replicated else x
-        groups.setdefault(_together(x.sharding), {})[name] = x
+        groups.setdefault(_group_key(x.sharding), {})[name] = x
     # All are dispatched before any is waited for: the groups' devices work side by side.
-    with placement.off_mesh():
+    with placement.without_mesh():
         pending = [(list(group), _are_finite(list(group.values()))) for group in groups.values()]
     for names, finite in pending:
         bad |= {name for name, fine in zip(names, np.asarray(finite), strict=True) if not fine}
     return [name for name in arrays if name in bad]
 
 
-def _together(sharding: jax.sharding.Sharding) -> Any:
+def _group_key(sharding: jax.sharding.Sharding) -> Any:
     """What the shardings of arrays must agree on to be arguments of one program."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return sharding.mesh
@@ -44,9 +44,9 @@ def _together(sharding: jax.sharding.Sharding) -> Any:
 
 @jax.jit
 def _are_finite(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(_readable(x)).all() for x in arrays])
+    return jnp.stack([jnp.isfinite(_widen(x)).all() for x in arrays])
 
 
-def _readable(x: jax.Array) -> jax.Array:
+def _widen(x: jax.Array) -> jax.Array:
     """Eight-bit floats have no comparisons of their own."""
     return x if x.dtype.itemsize > 1 else x.astype(jnp.float32)

@@ -46,7 +46,7 @@ class Retention:
                     f"better: ('held_out_loss', 'min') or ('accuracy', 'max')."
                 )
 
-    def checked(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    def parse_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         """Metrics as Python numbers.
 
         Raises:
@@ -77,7 +77,7 @@ class Retention:
         ordered = sorted(values, key=lambda step: (sign * values[step], -step))
         return ordered[: self.num_best]
 
-    def to_remove(
+    def steps_to_remove(
         self,
         steps: Collection[int],
         times: Mapping[int, float],

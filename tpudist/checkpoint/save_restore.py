@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from tpudist.checkpoint import matching, not_finite
-from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entry, Found, Path, joined
+from tpudist.checkpoint import not_finite, restore_match
+from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry, Path, join_path
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_contents
-from tpudist.checkpoint.matching import RestoreReport
+from tpudist.checkpoint.restore_match import RestoreReport
 
 _UNKNOWN_DTYPES = (
     "int1 uint1 uint2 uint4 float8_e4m3 float6_e2m3fn float6_e3m2fn longdouble clongdouble "
@@ -22,7 +22,7 @@ _UNKNOWN_DTYPES = (
 
 
 def gather(
-    found: Found, step: int, metrics: Mapping[str, float]
+    found: Entries, step: int, metrics: Mapping[str, float]
 ) -> tuple[dict[Path, Any], dict[str, Any]]:
     """The arrays of a step by path, and all else, as JSON has it.
 
@@ -38,14 +38,14 @@ def gather(
         leaves[entry.name] = leaf
         value = entry.read()
         if entry.kind in (VALUE, STATE):
-            leaf["value"] = _as_json(entry, value)
+            leaf["value"] = _check_json(entry, value)
             continue
         if isinstance(value, jax.Array) and value.is_deleted():
             gone.append(entry.name)
         elif isinstance(value, jax.ShapeDtypeStruct):
             abstract.append(entry.name)
         elif 0 not in entry.shape:
-            arrays[entry.path] = _storable(entry, value)
+            arrays[entry.path] = _to_storable(entry, value)
             leaf["path"] = list(entry.path)
     if gone:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def gather(
 
 
 def refuse_not_finite(
-    found: Found, arrays: Mapping[Path, Any], step: int, latest: int | None
+    found: Entries, arrays: Mapping[Path, Any], step: int, latest: int | None
 ) -> None:
     """Refuses to save a step with NaN or infinities.
 
@@ -77,7 +77,7 @@ def refuse_not_finite(
         CheckpointError: Names the arrays, and `latest`, the step that was saved last.
     """
     values = {x.name: arrays[x.path] for x in found.entries if x.path in arrays}
-    bad = not_finite.not_finite(values)
+    bad = not_finite.find_not_finite(values)
     if bad:
         good = "There is none yet" if latest is None else f"The newest is that of step {latest}"
         arrays_hold = "1 array holds" if len(bad) == 1 else f"{len(bad)} arrays hold"
@@ -87,7 +87,7 @@ def refuse_not_finite(
         )
 
 
-def restore(found: Found, step: int, path: epath.Path, **how: Any) -> RestoreReport:
+def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreReport:
     """Restores what `matching.match`, which takes `how`, pairs; all of it is read before.
 
     Raises:
@@ -96,7 +96,7 @@ def restore(found: Found, step: int, path: epath.Path, **how: Any) -> RestoreRep
     from tpudist.checkpoint import arrays  # Orbax takes a while to import
 
     item, leaves, aliases = _describe(path)
-    match = matching.match(found, leaves, aliases, str(path), **how)
+    match = restore_match.match(found, leaves, aliases, str(path), **how)
     wanted: dict[Path, Any] = {}
     for entry, name in match.pairs:
         if entry.kind in (ARRAY, KEY) and 0 not in entry.shape:
@@ -113,7 +113,7 @@ def restore(found: Found, step: int, path: epath.Path, **how: Any) -> RestoreRep
             # What was one array when it was saved may be two now, which are donated by themselves.
             again = name in used
             used.add(name)
-            entry.write(arrays.placed(entry, values[tuple(leaf["path"])], again=again))
+            entry.write(arrays.place(entry, values[tuple(leaf["path"])], again=again))
     found.finish()
     return RestoreReport(
         step,
@@ -134,7 +134,7 @@ def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], 
 
     item, found = foreign_item(path)
     leaves = {
-        joined(name): {
+        join_path(name): {
             "kind": ARRAY,
             "shape": list(getattr(x, "shape", ())),
             "dtype": np.dtype(x.dtype).name,
@@ -145,7 +145,7 @@ def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], 
     return item, leaves, {}
 
 
-def _storable(entry: Entry, value: Any) -> Any:
+def _to_storable(entry: Entry, value: Any) -> Any:
     """What Orbax gets: keys as numbers, and what only this process sees as a numpy array."""
     if entry.kind == KEY:
         value = jax.random.key_data(value)
@@ -168,7 +168,7 @@ def _check_dtype(entry: Entry) -> None:
         )
 
 
-def _as_json(entry: Entry, value: Any) -> Any:
+def _check_json(entry: Entry, value: Any) -> Any:
     try:
         if json.loads(json.dumps(value)) != value:
             raise ValueError("it would come back changed")

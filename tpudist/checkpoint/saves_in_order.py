@@ -62,12 +62,12 @@ class Saver:
             self._writer.begin(self._files.step(step), arrays, contents)
         except BaseException as error:  # Ctrl-C too
             self._abandon()
-            self._after(step, error)
+            self._after_save(step, error)
             failure = self._failure(step, error)
             if isinstance(error, Exception):
                 raise failure from error
             raise
-        self._save = Save(step, self._writer.wait, lambda error: self._after(step, error))
+        self._save = Save(step, self._writer.wait, lambda error: self._after_save(step, error))
         _in_flight[str(self._files)] = self._save
         if not self._is_listening:
             self._is_listening = True
@@ -103,9 +103,9 @@ class Saver:
 
     def _before_commit(self) -> None:
         """In the background, in process 0, when all files have been written."""
-        manifest.write(self._files.being_written(self._step))
+        manifest.write(self._files.path_to_write(self._step))
 
-    def _after(self, step: int, error: BaseException | None) -> None:
+    def _after_save(self, step: int, error: BaseException | None) -> None:
         """In the background, in every process, when a save has ended."""
         self._barrier.finish_round(error)  # first: the others may be waiting for this process
         if jax.process_index():
@@ -115,7 +115,7 @@ class Saver:
             return
         times, metrics = self._history.times(), self._history.metrics()
         steps = self._history.steps()
-        for old in self._retention.to_remove(steps, times, metrics, newest=step):
+        for old in self._retention.steps_to_remove(steps, times, metrics, newest=step):
             try:
                 self._files.remove(old)
             except OSError as error:
@@ -147,12 +147,12 @@ class Saver:
         )
         return CheckpointError(
             f"The checkpoint of step {step} could not be saved to {self._files}: "
-            f"{type(error).__name__}: {_shortened(error)}\n{good} What was written of this one "
+            f"{type(error).__name__}: {_shorten(error)}\n{good} What was written of this one "
             f"has been removed. Make room or mend the directory, and save again."
         )
 
 
-def _shortened(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     """Orbax quotes a whole source location after what happened."""
     text = str(error)
     return text if len(text) < 600 else f"{text[:600]}..."

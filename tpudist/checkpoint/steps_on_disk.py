@@ -35,12 +35,12 @@ class History:
         """The highest of these."""
         return max(self.steps(), default=None)
 
-    def agreed(self, value: Any) -> Any:
+    def agree(self, value: Any) -> Any:
         """What process 0 has found: another may see a change in the directory before it."""
         (answer, *_) = self._channel.exchange(json.dumps(value), timeout_s=self._timeout_s)
         return json.loads(answer)
 
-    def require_alike(self, step: int) -> None:
+    def require_same_step(self, step: int) -> None:
         """Makes sure that all processes are about to save the same step.
 
         Raises:
@@ -68,13 +68,13 @@ class History:
 
     def times(self) -> dict[int, float]:
         """When each step was saved, in seconds, if it says so."""
-        return {step: facts["time"] for step, facts in self._known(self.steps())}
+        return {step: facts["time"] for step, facts in self._read_facts(self.steps())}
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """The metrics of each step, if it has them."""
-        return {step: facts["metrics"] for step, facts in self._known(self.steps())}
+        return {step: facts["metrics"] for step, facts in self._read_facts(self.steps())}
 
-    def _known(self, steps: Iterable[int]) -> Iterable[tuple[int, dict[str, Any]]]:
+    def _read_facts(self, steps: Iterable[int]) -> Iterable[tuple[int, dict[str, Any]]]:
         for step in steps:
             if step not in self._facts:
                 try:
@@ -105,7 +105,7 @@ class History:
         Raises:
             CheckpointError: There is none, or none that is whole.
         """
-        steps = self.agreed(self._files.steps())
+        steps = self.agree(self._files.steps())
         if not steps:
             raise CheckpointError(
                 f"There is no checkpoint in {self._files} to restore. Look at the path, or call "
@@ -126,7 +126,7 @@ class History:
                         stacklevel=_OUTSIDE,
                     )
                 return step, tuple(skipped)
-            if step not in self.agreed(self._files.steps()):  # its writer has removed it meanwhile
+            if step not in self.agree(self._files.steps()):  # its writer has removed it meanwhile
                 return self.choose(asked, verify=verify)
             self._damaged[step] = problems
             listed = "\n".join(f"  {problem}" for problem in problems)
@@ -141,7 +141,7 @@ class History:
     def _problems(self, step: int) -> list[str]:
         path = self._files.step(step)
         foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
-        if self.agreed(foreign):
+        if self.agree(foreign):
             return [
                 "was not written by tpudist, or has lost what says so: it has no checksums, so "
                 "nobody can tell whether its values are those that were saved. "
@@ -154,7 +154,7 @@ class History:
     def make_room(self, step: int) -> None:
         """Sets aside what is damaged and makes sure that a new step can be written.
 
-        In process 0 alone; the others `pardon` what it has set aside.
+        In process 0 alone; the others `forget_damage` what it has set aside.
 
         Raises:
             CheckpointError: There is a step of that number, or the directory cannot be written.
@@ -169,6 +169,6 @@ class History:
             )
         self._files.make(step)
 
-    def pardon(self) -> None:
+    def forget_damage(self) -> None:
         """Forgets which steps were damaged: they are no longer there."""
         self._damaged.clear()

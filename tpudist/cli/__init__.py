@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import tyro
 
 from tpudist.cli import plan_command, topologies_command
+from tpudist.cli.console import say
 from tpudist.cli.errors import WrongUse
-from tpudist.cli.printing import say
 from tpudist.xla.settings import Setting
 
 WRONG_USE = 2

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import tyro
 
 from tpudist import planner
-from tpudist.cli import own_step, reference
+from tpudist.cli import reference, user_step
+from tpudist.cli.console import say, show, write
 from tpudist.cli.errors import WrongUse
-from tpudist.cli.printing import say, show, write
 from tpudist.planner import search_status
 from tpudist.planner.show import html
 from tpudist.planner.show.table import table
-from tpudist.planner.show.words import plural, tell_error, tell_seconds
+from tpudist.planner.show.words import format_error, format_seconds, plural
 from tpudist.training.command import arguments
 from tpudist.xla import topology
 from tpudist.xla.compiler.compiler_process import CompilerDied
@@ -89,20 +89,20 @@ class _Work:
                     f"Sizes of the reference transformer were given with a step of your own "
                     f"({options.step}), which has its own. Leave one of them out."
                 )
-            self.make_step = _counted(own_step.load(options.step), options.tokens_per_step)
+            self.make_step = _override_tokens(user_step.load(options.step), options.tokens_per_step)
             self.tokens_per_step = options.tokens_per_step
             self.remat = options.remat or ("none",)
             return
         if options.tokens_per_step is not None:
             raise WrongUse("--tokens-per-step is for a step of your own: of this one it is known.")
-        sized = reference.sized(options.model, slice_.num_chips)
+        sized = reference.make_reference(options.model, slice_.num_chips)
         self.make_step = sized.make_step
         self.tokens_per_step = sized.tokens_per_step
         usual = ("none", "full") if options.search else (sized.config.remat,)
         self.remat = options.remat or usual
 
     @contextmanager
-    def errors_told(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """What goes wrong is one message: where, if it is the user's code."""
         try:
             yield
@@ -112,27 +112,27 @@ class _Work:
             raise WrongUse(str(error)) from error
         except (Exception, SystemExit) as error:
             if self._own is not None:
-                raise WrongUse(f"{self._own} failed: {tell_error(error)}") from error
+                raise WrongUse(f"{self._own} failed: {format_error(error)}") from error
             if isinstance(error, ValueError | RuntimeError):
                 raise WrongUse(str(error)) from error
             raise
 
 
-def _counted(make_step: Any, tokens_per_step: int | None) -> Any:
+def _override_tokens(make_step: Any, tokens_per_step: int | None) -> Any:
     """A step whose tokens are those that were asked for, whatever it says itself."""
     if tokens_per_step is None:
         return make_step
 
-    def made(candidate: Any) -> tuple[Any, ...]:
+    def make(candidate: Any) -> tuple[Any, ...]:
         strategy, fn, args, *more = make_step(candidate)
         figures = {**(more[0] if more else {}), "tokens_per_step": tokens_per_step}
         return strategy, fn, args, figures
 
-    return made
+    return make
 
 
 def _plan(options: Options, work: _Work) -> int:
-    with work.errors_told():
+    with work.explain_errors():
         candidate = planner.Candidate(
             options.topology,
             arguments.parse_axes(",".join(options.replica_axes)),
@@ -145,21 +145,21 @@ def _plan(options: Options, work: _Work) -> int:
         plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
     shown = {"num_steps": options.steps, "price_per_chip_hour": options.price_per_chip_hour}
     try:
-        with _errors_of_writing():
+        with _explain_write_errors():
             _write_files(plan, html.page(html.html(plan, **shown)), options)
             if options.chart is not None:
                 plan.chart(options.chart)
     finally:  # what was found is not lost for a file that cannot be written
         _print(plan, table(plan, **shown), options)
-    with _errors_of_writing():
+    with _explain_write_errors():
         if options.save is not None and plan.fits:
             plan.save(options.save)
-    _say_written(options, save=plan.fits)
+    _report_files(options, save=plan.fits)
     return FITS if plan.fits else DOES_NOT_FIT
 
 
 def _search(options: Options, work: _Work) -> int:
-    with work.errors_told():
+    with work.explain_errors():
         geometries = [
             {} if axes == "none" else arguments.parse_axes(axes) for axes in options.geometries
         ]
@@ -174,15 +174,15 @@ def _search(options: Options, work: _Work) -> int:
             cache=options.cache,
         )
     try:
-        with _errors_of_writing():
+        with _explain_write_errors():
             _write_files(found, html.page(found._repr_html_()), options)
     finally:
         _print(found, found, options)
-    _say_written(options)
-    return _verdict(found)
+    _report_files(options)
+    return _exit_code(found)
 
 
-def _verdict(found: planner.SearchResult) -> int:
+def _exit_code(found: planner.SearchResult) -> int:
     """The exit code of a search: "no" only where something was too large.
 
     Raises:
@@ -196,7 +196,7 @@ def _verdict(found: planner.SearchResult) -> int:
         raise WrongUse(f"{all_} failed. {first.candidate.name}: {first.reason}")
     raise WrongUse(
         f"Of {plural(len(found.outcomes), 'candidate')} none was compiled within "
-        f"{tell_seconds(found.time_budget_s)}. Raise --time-budget, or try fewer first."
+        f"{format_seconds(found.time_budget_s)}. Raise --time-budget, or try fewer first."
     )
 
 
@@ -214,7 +214,7 @@ def _write_files(found: Any, page: str, options: Options) -> None:
         options.html.write_text(page)
 
 
-def _say_written(options: Options, save: bool = False) -> None:
+def _report_files(options: Options, save: bool = False) -> None:
     json = None if options.json == "-" else options.json
     written = (json, options.html, options.chart, options.save if save else None)
     if names := [str(name) for name in written if name is not None]:
@@ -222,7 +222,7 @@ def _say_written(options: Options, save: bool = False) -> None:
 
 
 @contextmanager
-def _errors_of_writing() -> Iterator[None]:
+def _explain_write_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -119,7 +119,7 @@ class Reference:
         return strategy, step, (model, optimizer, GlobalBatch(tokens))
 
 
-def sized(options: ReferenceOptions, num_chips: int) -> Reference:
+def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
     """The reference transformer in the sizes that were asked for.
 
     Raises:

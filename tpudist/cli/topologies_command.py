@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from tpudist.cli.console import show
 from tpudist.cli.errors import WrongUse
-from tpudist.cli.printing import show
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, AnnouncedChip, Chip
 
 

@@ -120,7 +120,7 @@ class ClusterResolver(abc.ABC):
         """What `master` puts before the address if it is asked for `rpc_layer`."""
         return rpc_layer or self.rpc_layer
 
-    def _own_address(self, task_type: str | None, task_id: int | None) -> str:
+    def _task_address(self, task_type: str | None, task_id: int | None) -> str:
         """A `_master_address`: of this task, in what is not named; empty if that is not known."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id

@@ -27,7 +27,7 @@ class ClusterSpec:
                 f"cluster must map jobs to lists of addresses, such as {{'worker': ['host:port']}},"
                 f" got {type(cluster).__name__}."
             )
-        self._tasks = {_checked_job(job): _checked(job, tasks) for job, tasks in cluster.items()}
+        self._tasks = {_check_job(job): _parse_tasks(job, tasks) for job, tasks in cluster.items()}
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -101,13 +101,13 @@ class ClusterSpec:
         return self._tasks[job_name]
 
 
-def _checked_job(job: Any) -> str:
+def _check_job(job: Any) -> str:
     if not isinstance(job, str):
         raise TypeError(f"Job name {job!r} must be a string, not a {type(job).__name__}.")
     return job
 
 
-def _checked(job: str, tasks: Any) -> dict[int, str]:
+def _parse_tasks(job: str, tasks: Any) -> dict[int, str]:
     if isinstance(tasks, list | tuple):
         tasks = dict(enumerate(tasks))
     if not isinstance(tasks, Mapping):

@@ -159,7 +159,7 @@ class DeviceAssignment:
                 f"and computation_stride {stride} fit in a TPU mesh of shape {mesh_shape}."
             )
         if len(topology.missing_devices):
-            return cls(topology, _in_task_order(topology, shape, stride, num_replicas))
+            return cls(topology, _assign_in_task_order(topology, shape, stride, num_replicas))
         packed = _pack(counts.tolist(), num_replicas)
         fills = shape[-1] == mesh_shape[-1] and (stride == 1).all() and num_replicas == most
         if device_order_mode == DeviceOrderMode.RING and not fills:
@@ -190,7 +190,7 @@ def _check_sizes(what: str, sizes: Any, rank: int) -> np.ndarray:
     return array
 
 
-def _in_task_order(
+def _assign_in_task_order(
     topology: Topology, shape: np.ndarray, stride: np.ndarray, num_replicas: int
 ) -> np.ndarray:
     """Consecutive devices for each replica: what is left of a mesh with holes in it."""

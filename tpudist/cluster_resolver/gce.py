@@ -15,7 +15,7 @@ class GCEClusterResolver(ClusterResolver):
     `google-api-python-client`, unless a `service` is given.
     """
 
-    _master_address = ClusterResolver._own_address
+    _master_address = ClusterResolver._task_address
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class KubernetesClusterResolver(ClusterResolver):
     `kubernetes`, unless an `override_client` is given.
     """
 
-    _master_address = ClusterResolver._own_address
+    _master_address = ClusterResolver._task_address
 
     def __init__(
         self,

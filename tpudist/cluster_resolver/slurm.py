@@ -20,7 +20,7 @@ class SlurmClusterResolver(ClusterResolver):
     node, and orders nodes by name, so that `n10` comes before `n2` and tasks answer for others.
     """
 
-    _master_address = ClusterResolver._own_address
+    _master_address = ClusterResolver._task_address
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class SlurmClusterResolver(ClusterResolver):
                 number of tasks than Slurm started.
             ValueError: What Slurm says is in no form that is known.
         """
-        self._rank = int(_slurm("PROCID"))
+        self._rank = int(_read_variable("PROCID"))
         if tasks_per_node is None:
             self._nodes = dict(_nodes())
         elif isinstance(tasks_per_node, Mapping):
             self._nodes = dict(tasks_per_node)
         else:
-            hosts = expand_hostlist(_slurm("STEP_NODELIST"))
+            hosts = expand_hostlist(_read_variable("STEP_NODELIST"))
             self._nodes = {host: int(tasks_per_node) for host in hosts}
-        self._jobs = dict(jobs) if jobs else {"worker": int(_slurm("STEP_NUM_TASKS"))}
+        self._jobs = dict(jobs) if jobs else {"worker": int(_read_variable("STEP_NUM_TASKS"))}
         self._port_base, self._auto_set_gpu = port_base, auto_set_gpu
         most = max(self._nodes.values(), default=0)
         gpus = _num_gpus() if gpus_per_node is None else gpus_per_node
@@ -76,7 +76,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{self._jobs}, and the nodes' tasks {self._nodes}. Make them equal."
             )
         self.rpc_layer = rpc_layer
-        self.task_type, self.task_id = self._own_task()
+        self.task_type, self.task_id = self._find_this_task()
 
     def cluster_spec(self) -> ClusterSpec:
         """The tasks of each job; it also gives this task its GPUs, see `auto_set_gpu`."""
@@ -86,7 +86,7 @@ class SlurmClusterResolver(ClusterResolver):
             for offset in range(num_tasks)
         ]
         if self._auto_set_gpu and self._gpus_per_task:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self._own_gpus()
+            os.environ["CUDA_VISIBLE_DEVICES"] = self._gpus_of_task()
         return ClusterSpec({job: addresses[a:b] for job, a, b in self._ranges()})
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -109,19 +109,19 @@ class SlurmClusterResolver(ClusterResolver):
             yield job, start, start + num_tasks
             start += num_tasks
 
-    def _own_task(self) -> tuple[str | None, int | None]:
+    def _find_this_task(self) -> tuple[str | None, int | None]:
         for job, start, end in self._ranges():
             if start <= self._rank < end:
                 return job, self._rank - start
         return None, None
 
-    def _own_gpus(self) -> str:
+    def _gpus_of_task(self) -> str:
         offsets = [i for num_tasks in self._nodes.values() for i in range(num_tasks)]
         first = offsets[self._rank] * self._gpus_per_task
         return ",".join(map(str, range(first, first + self._gpus_per_task)))
 
 
-def _slurm(name: str) -> str:
+def _read_variable(name: str) -> str:
     try:
         return os.environ[f"SLURM_{name}"]
     except KeyError:
@@ -132,8 +132,8 @@ def _slurm(name: str) -> str:
 
 
 def _nodes() -> Iterator[tuple[str, int]]:
-    hosts = expand_hostlist(_slurm("STEP_NODELIST"))
-    tasks = expand_tasks_per_node(_slurm("STEP_TASKS_PER_NODE"))
+    hosts = expand_hostlist(_read_variable("STEP_NODELIST"))
+    tasks = expand_tasks_per_node(_read_variable("STEP_TASKS_PER_NODE"))
     if len(hosts) != len(tasks):
         raise ValueError(
             f"Slurm names {len(hosts)} node(s), {hosts}, but the tasks of {len(tasks)}, {tasks}."

@@ -12,7 +12,7 @@ import jax
 from tpudist.cluster_resolver import tpu_topology_proto
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
-from tpudist.cluster_resolver.tpu_topology import Topology, by_task
+from tpudist.cluster_resolver.tpu_topology import Topology, group_by_task
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.options import MutualTLS, warn_if_given
 from tpudist.xla import runtime
@@ -175,7 +175,7 @@ class TPUClusterResolver(ClusterResolver):
             RuntimeError: Its hosts have different numbers of devices.
         """
         devices = jax.devices()
-        per_host = {len(host) for host in by_task(devices)}
+        per_host = {len(host) for host in group_by_task(devices)}
         if len(per_host) > 1:
             raise RuntimeError(
                 f"Every host of a slice has as many TPU cores, but these have {sorted(per_host)}."
@@ -183,7 +183,7 @@ class TPUClusterResolver(ClusterResolver):
         slices = {getattr(d, "slice_index", None) or 0 for d in devices}
         return TPUSystemMetadata(
             len(devices),
-            len(by_task(devices)),
+            len(group_by_task(devices)),
             per_host.pop(),
             Topology.of(devices) if len(slices) == 1 else None,
             tuple(devices),

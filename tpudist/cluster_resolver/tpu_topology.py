@@ -67,7 +67,7 @@ class Topology:
         Raises:
             ValueError: The devices are of several slices, or not as many in every process.
         """
-        tasks = by_task(devices)
+        tasks = group_by_task(devices)
         sizes = {len(task) for task in tasks}
         if len(sizes) != 1:
             raise ValueError(
@@ -83,7 +83,11 @@ class Topology:
                 f"slice."
             )
         ordered = [d for task in tasks for d in task]
-        coordinates = _real(ordered) if hasattr(ordered[0], "coords") else _imagined(len(ordered))
+        coordinates = (
+            _read_coordinates(ordered)
+            if hasattr(ordered[0], "coords")
+            else _make_coordinates(len(ordered))
+        )
         coordinates -= coordinates.min(axis=0)
         shape = coordinates.max(axis=0) + 1
         return cls(None, shape, coordinates.reshape(len(tasks), -1, _RANK))
@@ -178,17 +182,17 @@ class Topology:
         return self._place_at[at]
 
 
-def by_task(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+def group_by_task(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each process, processes by number, devices in their order."""
     processes = sorted({d.process_index for d in devices})
     return [[d for d in devices if d.process_index == process] for process in processes]
 
 
-def _real(devices: Sequence[Any]) -> np.ndarray:
+def _read_coordinates(devices: Sequence[Any]) -> np.ndarray:
     return np.asarray([[*d.coords, getattr(d, "core_on_chip", 0)] for d in devices], np.int32)
 
 
-def _imagined(number: int) -> np.ndarray:
+def _make_coordinates(number: int) -> np.ndarray:
     cores = 2 if number % 2 == 0 else 1
     chips = number // cores
     y = max(d for d in range(1, int(chips**0.5) + 1) if chips % d == 0)

@@ -62,7 +62,7 @@ def parse(serialized: bytes) -> tuple[list[int], np.ndarray, HardwareFeature | N
     """
     try:
         fields = _fields(serialized)
-        shape = [_last(fields, 2), _last(fields, 3), 4]
+        shape = [_last_number(fields, 2), _last_number(fields, 3), 4]
         coordinates = np.asarray(_numbers(fields, 4), np.int32).reshape(shape)
         return _numbers(fields, 1), coordinates, _hardware_feature(fields)
     except (ValueError, OverflowError) as error:
@@ -81,11 +81,11 @@ def _hardware_feature(fields: Sequence[_Field]) -> HardwareFeature | None:
         return None
     message = [field for x in messages for field in _fields(x)]
     kinds = dict(enumerate(HardwareFeature.EmbeddingFeature))
-    kind = kinds.get(_last(message, 1), HardwareFeature.EmbeddingFeature.UNSUPPORTED)
-    return HardwareFeature(kind, _last(message, 2))
+    kind = kinds.get(_last_number(message, 1), HardwareFeature.EmbeddingFeature.UNSUPPORTED)
+    return HardwareFeature(kind, _last_number(message, 2))
 
 
-def _last(fields: Sequence[_Field], number: int) -> int:
+def _last_number(fields: Sequence[_Field], number: int) -> int:
     """A field that holds one number: the last one counts, 0 if there is none."""
     return next((x for n, x in reversed(fields) if n == number and isinstance(x, int)), 0)
 

@@ -54,7 +54,7 @@ class UnionResolver(ClusterResolver):
             if all(isinstance(part, list) for part in parts):
                 merged[job] = [address for part in parts for address in part]
             else:
-                merged[job] = _merged(job, parts)
+                merged[job] = _merge_tasks(job, parts)
         return ClusterSpec(merged)
 
     def master(
@@ -114,7 +114,7 @@ class UnionResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
 
-def _merged(job: str, parts: list[Any]) -> dict[int, str]:
+def _merge_tasks(job: str, parts: list[Any]) -> dict[int, str]:
     merged: dict[int, str] = {}
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part

@@ -48,15 +48,15 @@ class Frame(abc.ABC):
         """Makes `variable` hold `value` on this replica."""
 
     @abc.abstractmethod
-    def next_created(self, make: "Callable[[], VariableBase]") -> "VariableBase":
+    def create_variable(self, make: "Callable[[], VariableBase]") -> "VariableBase":
         """The Variable that the function makes next: that of the first trace, if there was one."""
 
     @abc.abstractmethod
-    def is_made(self, variable: "VariableBase") -> bool:
+    def was_created(self, variable: "VariableBase") -> bool:
         """Whether a Variable that the function makes was made by an earlier trace."""
 
     @abc.abstractmethod
-    def begin(self, variable: "VariableBase", value: Any, computed: bool) -> None:
+    def begin_variable(self, variable: "VariableBase", value: Any, computed: bool) -> None:
         """Lets a Variable that the function makes begin with `value`."""
 
     # What the function needs beside its arguments.
@@ -70,7 +70,7 @@ class Frame(abc.ABC):
         """What `next(iterator)` gives in a function of all replicas."""
 
     @abc.abstractmethod
-    def leave_to(self, strategy: "StrategyBase") -> None:
+    def restart_under(self, strategy: "StrategyBase") -> None:
         """Begins anew under `strategy`, to which the function turns out to belong."""
 
     @abc.abstractmethod
@@ -101,5 +101,5 @@ class Frame(abc.ABC):
         """By rows per replica: how many are real here and on all, where that is known."""
 
     @abc.abstractmethod
-    def in_part(self, part: Any, num_parts: int) -> contextlib.AbstractContextManager[None]:
+    def enter_part(self, part: Any, num_parts: int) -> contextlib.AbstractContextManager[None]:
         """Lets the function see one of `num_parts` parts of the batch."""

@@ -107,7 +107,7 @@ def depth() -> int:
 
 
 @contextlib.contextmanager
-def entered(mode: Mode) -> Iterator[Mode]:
+def enter(mode: Mode) -> Iterator[Mode]:
     """Makes `mode` the current one inside the `with` block."""
     _stack.set((*_stack.get(), mode))
     try:
@@ -129,7 +129,7 @@ def get_strategy() -> "Strategy":
     return cast("Strategy", current().strategy)
 
 
-def acting_for(strategy: "StrategyBase") -> "StrategyBase":
+def resolve_twin(strategy: "StrategyBase") -> "StrategyBase":
     """The twin of `strategy` whose function is being traced here; else `strategy` itself.
 
     A function that is planned for other devices may name the strategy that it was written for; see
@@ -185,7 +185,7 @@ def require_scope_or_default(strategy: "StrategyBase", what: str) -> None:
     if mode.strategy is not strategy:
         if mode.strategy is default_mode().strategy:
             if mode.frame is not None and mode.frame.root.whole:
-                mode.frame.leave_to(strategy)
+                mode.frame.restart_under(strategy)
             return
         raise RuntimeError(
             f"Mixing different tpudist.Strategy objects: {what} of {strategy!r} was called in the "
@@ -229,7 +229,7 @@ def num_parts() -> int:
 
 
 @contextlib.contextmanager
-def in_parts(number: int) -> Iterator[None]:
+def compute_in_parts(number: int) -> Iterator[None]:
     """What is computed in the `with` block is one of `number` parts of what it was."""
     token = _num_parts.set(number * _num_parts.get())
     try:

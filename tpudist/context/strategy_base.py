@@ -71,7 +71,7 @@ class StrategyBase(abc.ABC):
     # The strategy that this one stands for on other devices, while a plan is made; see `on`.
     _twin_of: Self | None = None
     # The Variables whose arrays somebody has read: they must not be overwritten in place.
-    _lent: "WeakIdentitySet"
+    _protected: "WeakIdentitySet"
     _replicator: "Replicator"
 
     # What some strategies have.
@@ -148,15 +148,19 @@ class StrategyBase(abc.ABC):
         """Becomes a strategy on `replica_mesh`, without Variables and compiled functions."""
 
     @abc.abstractmethod
-    def _call_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+    def _call_once(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
         """Calls `fn` once for all replicas, as one compiled program."""
 
     @abc.abstractmethod
-    def _lower_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The lowered program of `_call_whole`."""
+    def _lower_once(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The lowered program of `_call_once`."""
 
     @abc.abstractmethod
-    def _axis_rules(self) -> contextlib.AbstractContextManager:
+    def _use_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """The mesh and the logical axis rules in force, as for a call of a replica function."""
+
+    @abc.abstractmethod
+    def _use_axis_rules(self) -> contextlib.AbstractContextManager:
         """Puts the logical axis rules in force, if no scope of this strategy has done so."""
 
     @abc.abstractmethod
@@ -168,15 +172,15 @@ class StrategyBase(abc.ABC):
         """Puts a Variable's value where it lives."""
 
     @abc.abstractmethod
-    def _own_variable(self, variable: "VariableBase") -> None:
+    def _register_variable(self, variable: "VariableBase") -> None:
         """Counts `variable` among those that replica functions may read and assign."""
 
     @abc.abstractmethod
-    def _owned_variables(self) -> "list[VariableBase]":
+    def _list_variables(self) -> "list[VariableBase]":
         """The Variables that are still in use, in the order in which they were made."""
 
     @abc.abstractmethod
-    def _lend_variable(self, variable: "VariableBase") -> None:
+    def _protect_from_donation(self, variable: "VariableBase") -> None:
         """Notes that somebody holds the Variable's array."""
 
     @abc.abstractmethod

@@ -57,9 +57,9 @@ def compute_average_loss(
         )
     loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))  # counts need the precision
     real = replica.example_mask(loss)
-    loss = jnp.where(_from_the_left(real, loss), loss, 0)
+    loss = jnp.where(_append_dims(real, loss), loss, 0)
     if sample_weight is not None:
-        loss = loss * _from_the_left(jnp.asarray(sample_weight, loss.dtype), loss)
+        loss = loss * _append_dims(jnp.asarray(sample_weight, loss.dtype), loss)
     if global_batch_size is None:
         count = replica.num_examples(per_example_loss) * (loss.size // max(loss.shape[0], 1))
     else:
@@ -89,5 +89,5 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     return jnp.sum(jnp.asarray(regularization_loss)) / shares
 
 
-def _from_the_left(x: jax.Array, like: jax.Array) -> jax.Array:
+def _append_dims(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim)) if x.ndim else x

@@ -84,35 +84,35 @@ def value_and_grad_in_microbatches(
         _check_rows(batch, num_microbatches)
         objects = _Objects(loss_fn, model, args, kwargs, wrt)
 
-        def of_one(others: list[Any], part: jax.Array | int, microbatch: PyTree) -> Any:
+        def evaluate(others: list[Any], part: jax.Array | int, microbatch: PyTree) -> Any:
             """Loss, aux and gradients of one microbatch, and what it leaves in the objects."""
 
-            def loss_of(parameters: PyTree) -> Any:
-                with _in_part(part, num_microbatches):
+            def compute_loss(parameters: PyTree) -> Any:
+                with _enter_part(part, num_microbatches):
                     result, left = objects.call(parameters, others, microbatch)
                 loss, aux = result if has_aux else (result, None)
                 return loss, (aux, left)
 
-            (loss, (aux, left)), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            (loss, (aux, left)), grads = jax.value_and_grad(compute_loss, has_aux=True)(
                 objects.parameters
             )
             return (loss, aux), left, grads
 
         if num_microbatches == 1:
-            results, left, grads = of_one(objects.others, 0, batch)
+            results, left, grads = evaluate(objects.others, 0, batch)
             results = jax.tree.map(lambda x: jnp.asarray(x)[None], results)
         else:
             into = _Accumulators(objects.parameters, dtype)
 
             def step(carry: Any, xs: Any) -> Any:
                 others, sums = carry
-                results, left, grads = of_one(others, *xs)
+                results, left, grads = evaluate(others, *xs)
                 return (left, into.add(sums, grads)), results
 
             parts = jnp.arange(num_microbatches), split_rows(batch, num_microbatches)
             (left, sums), results = jax.lax.scan(step, (objects.others, into.zeros()), parts)
             scale = num_microbatches if op is ReduceOp.MEAN else None
-            grads = into.finished(sums, scale)
+            grads = into.finish(sums, scale)
         objects.leave(left)
         losses, aux = results
         loss = losses.sum(axis=0) if op is ReduceOp.SUM else losses.mean(axis=0)
@@ -165,21 +165,21 @@ class _Accumulators:
         self._specs = _specs(parameters) if _split_axes() else [None] * len(leaves)
 
     def zeros(self) -> list[jax.Array]:
-        return self._placed(map(jnp.zeros, self._shapes, self._wide))
+        return self._constrain(map(jnp.zeros, self._shapes, self._wide))
 
     def add(self, sums: list[jax.Array], grads: PyTree) -> list[jax.Array]:
         # Placed before they are added: XLA then reduces each gradient straight to where it goes.
-        pairs = zip(sums, self._placed(jax.tree.leaves(grads)), strict=True)
-        return self._placed(s + g.astype(s.dtype) for s, g in pairs)
+        pairs = zip(sums, self._constrain(jax.tree.leaves(grads)), strict=True)
+        return self._constrain(s + g.astype(s.dtype) for s, g in pairs)
 
-    def finished(self, sums: list[jax.Array], divide_by: int | None) -> PyTree:
+    def finish(self, sums: list[jax.Array], divide_by: int | None) -> PyTree:
         if divide_by is not None:
             sums = [x / divide_by for x in sums]
         return self._treedef.unflatten(
             [x.astype(dtype) for x, dtype in zip(sums, self._dtypes, strict=True)]
         )
 
-    def _placed(self, arrays: Any) -> list[jax.Array]:
+    def _constrain(self, arrays: Any) -> list[jax.Array]:
         return [
             x if spec is None else jax.lax.with_sharding_constraint(x, spec)
             for x, spec in zip(arrays, self._specs, strict=True)
@@ -258,13 +258,13 @@ class _Objects:
 
 
 @contextlib.contextmanager
-def _in_part(part: Any, num_parts: int) -> Iterator[None]:
+def _enter_part(part: Any, num_parts: int) -> Iterator[None]:
     """Lets the replica context count the rows of one microbatch, and the examples of all."""
     frame = context.current().frame
     with contextlib.ExitStack() as stack:
         if frame is not None:
-            stack.enter_context(frame.in_part(part, num_parts))
-        stack.enter_context(context.in_parts(num_parts))
+            stack.enter_context(frame.enter_part(part, num_parts))
+        stack.enter_context(context.compute_in_parts(num_parts))
         yield
 
 

@@ -66,7 +66,7 @@ class Optimizer(nnx.Optimizer):
             )
         super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
         self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
-        self.reduce_dtype = _checked_dtype(reduce_dtype, self.reduce_op)
+        self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
         self.has_model = model is not None
         self.slots = _Slots()
 
@@ -91,7 +91,7 @@ class Optimizer(nnx.Optimizer):
             )
         parameters = nnx.as_pure(nnx.state(model, self.wrt))
         gradients = nnx.as_pure(nnx.state(grads, self.wrt) if _is_nnx(grads) else grads)
-        gradients = self._reduced(_checked(gradients, parameters))
+        gradients = self._reduce(_check_gradients(gradients, parameters))
         state = nnx.as_pure(self.opt_state)
         updates, state = self.tx.update(gradients, state, parameters, **nnx.as_pure(kwargs))
         nnx.update(model, optax.apply_updates(parameters, updates))
@@ -109,7 +109,7 @@ class Optimizer(nnx.Optimizer):
             variables: The Variables that `apply_gradients` will be given, in that order.
         """
         variables = list(variables)
-        self.slots.of(self.tx, _unique_names(variables), variables)
+        self.slots.get_or_make(self.tx, _unique_names(variables), variables)
 
     def checkpoint_objects(self) -> dict[str, Any]:
         """What a checkpoint saves besides the NNX state: the slots for Variables."""
@@ -151,8 +151,8 @@ class Optimizer(nnx.Optimizer):
         names = _unique_names(variables)
         parameters = {n: v.read_value() for n, v in zip(names, variables, strict=True)}
         gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True)}
-        gradients = self._reduced(_checked(gradients, parameters))
-        slots = self.slots.of(self.tx, names, variables)
+        gradients = self._reduce(_check_gradients(gradients, parameters))
+        slots = self.slots.get_or_make(self.tx, names, variables)
         state = jax.tree.map(lambda s: s.read_value(), slots, is_leaf=_is_variable)
         updates, state = self.tx.update(gradients, state, parameters)
         new: Any = optax.apply_updates(parameters, updates)
@@ -168,7 +168,7 @@ class Optimizer(nnx.Optimizer):
         """The slots of `apply_gradients`; empty before its first use."""
         return self.slots.variables()
 
-    def _reduced(self, gradients: PyTree) -> PyTree:
+    def _reduce(self, gradients: PyTree) -> PyTree:
         replica = context.get_replica_context()
         if replica is None or self.reduce_op is None:
             return gradients
@@ -197,7 +197,7 @@ class _Slots:
         """The optimizer state, with Variables for arrays; None before they are made."""
         return self._tree
 
-    def of(self, tx: Any, names: list[str], variables: list[Variable]) -> PyTree:
+    def get_or_make(self, tx: Any, names: list[str], variables: list[Variable]) -> PyTree:
         """The slots for `variables`, made at the first call."""
         if self._names is None:
             # Nothing that is made in a trace outlives it: it is left, the slots are made, and the
@@ -225,7 +225,7 @@ class _Slots:
         self._names = names
 
 
-def _checked_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
+def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
     """A dtype by its name or itself, for gradients to travel in; None if none was asked for."""
     if dtype is None:
         return None
@@ -250,15 +250,15 @@ def _set(variable: Variable, value: jax.Array) -> None:
     """Assigns a value that is reduced already, whatever the Variable's own aggregation."""
     mode = context.current()
     if mode.frame is not None:
-        mode.frame.set(variable, variable.conformed(value))
+        mode.frame.set(variable, variable.conform(value))
     else:
         variable.assign(value, read_value=False)
 
 
-def _checked(gradients: PyTree, parameters: PyTree) -> PyTree:
+def _check_gradients(gradients: PyTree, parameters: PyTree) -> PyTree:
     """The gradients, if there is one of the right shape and dtype for each parameter."""
-    wanted = dict(_flat(parameters))
-    given = dict(_flat(gradients))
+    wanted = dict(_flatten(parameters))
+    given = dict(_flatten(gradients))
     missing = [path for path in wanted if given.get(path) is None]
     extra = [path for path in given if path not in wanted]
     if missing or extra:
@@ -280,7 +280,7 @@ def _checked(gradients: PyTree, parameters: PyTree) -> PyTree:
     return gradients
 
 
-def _flat(tree: PyTree) -> list[tuple[str, Any]]:
+def _flatten(tree: PyTree) -> list[tuple[str, Any]]:
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
     return [(f"'{jax.tree_util.keystr(p, simple=True, separator='.')}'", x) for p, x in flat]
 

@@ -83,7 +83,7 @@ class DistributedDataset:
         if isinstance(source, Pipelines):
             self._feed: SplitBatches | Pipelines = source
         else:
-            self._feed, self._sharding = auto_shard.feed(
+            self._feed, self._sharding = auto_shard.make_feed(
                 source, replica_mesh, partial_batch, auto_shard_policy
             )
             if replica_mesh.num_processes > 1 and jax.process_index() == replica_mesh.processes[0]:
@@ -151,7 +151,7 @@ class DistributedDataset:
 
     def explanation(self, *, read: bool) -> Explanation:
         """Who reads what, as `tpudist.input.explain` gives it; `read` a first batch, if need be."""
-        return explain.of_feed(self._feed, self._mesh, self._sharding, read=read)
+        return explain.explain_feed(self._feed, self._mesh, self._sharding, read=read)
 
     @property
     def cardinality(self) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpudist import context, step_boundaries
 from tpudist.errors import OutOfRangeError
-from tpudist.input import iterator_state as states
+from tpudist.input import iterator_state
 from tpudist.input.iterator_state import Position
 from tpudist.input.optional import Optional
 from tpudist.input.transfer import feed_ahead
@@ -86,7 +86,7 @@ class DistributedIterator(Iterator[PyTree]):
         What was made ahead does not count. The same in every process. As `set_state` takes it: of
         what is read by number, the same elements follow on any number of replicas and processes.
         """
-        return states.written(self._position, self._dataset.plan)
+        return iterator_state.encode(self._position, self._dataset.plan)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes where another iterator was, of this dataset or one made as it was, when asked.
@@ -102,7 +102,7 @@ class DistributedIterator(Iterator[PyTree]):
                 size. The iterator stays where it is.
         """
         # Left only when the new pass has begun: a state that is refused changes nothing.
-        position = states.read(state, self._dataset.plan)
+        position = iterator_state.decode(state, self._dataset.plan)
         elements = self._dataset.begin_at(position)
         self._leave()
         self._elements, self._position = elements, position

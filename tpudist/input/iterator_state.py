@@ -26,7 +26,7 @@ class Position(NamedTuple):
     source: Any = None
 
 
-def written(position: Position, plan: dict[str, Any]) -> dict[str, Any]:
+def encode(position: Position, plan: dict[str, Any]) -> dict[str, Any]:
     """The state that says `position` in data of this `plan`."""
     return {
         "version": VERSION,
@@ -37,7 +37,7 @@ def written(position: Position, plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(state: Any, plan: dict[str, Any]) -> Position:
+def decode(state: Any, plan: dict[str, Any]) -> Position:
     """The position that a state says, if it is one in data of this `plan`.
 
     Raises:
@@ -61,13 +61,13 @@ def read(state: Any, plan: dict[str, Any]) -> Position:
             f"version {VERSION}. Resume with the release that wrote it."
         )
     require_plan(state["plan"], plan)
-    step, source = count(state, "step"), state["source"]
+    step, source = read_count(state, "step"), state["source"]
     if (source is None) != (step == 0):
         raise ValueError(
             f"The state is damaged: it is one after {step} elements, but what it says of the "
             f"source is {source!r}. Take another one."
         )
-    return Position(count(state, "pass"), step, source)
+    return Position(read_count(state, "pass"), step, source)
 
 
 def require_plan(said: Any, plan: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def require_plan(said: Any, plan: dict[str, Any]) -> None:
         )
 
 
-def count(state: Any, key: str) -> int:
+def read_count(state: Any, key: str) -> int:
     """The number from 0 that a state has under `key`.
 
     Raises:
@@ -106,7 +106,7 @@ def count(state: Any, key: str) -> int:
     return value
 
 
-def of_iterator(iterator: Any) -> Any:
+def get_user_state(iterator: Any) -> Any:
     """What a user's iterator says of itself, in the words of JSON; later changes do not show.
 
     Raises:
@@ -114,7 +114,7 @@ def of_iterator(iterator: Any) -> Any:
     """
     given = iterator.get_state()
     try:
-        return json.loads(json.dumps(given, default=_bytes_as_text))
+        return json.loads(json.dumps(given, default=_encode_bytes))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"get_state() of the dataset's {type(iterator).__name__} returned {given!r}, which "
@@ -122,12 +122,12 @@ def of_iterator(iterator: Any) -> Any:
         ) from error
 
 
-def to_iterator(iterator: Any, said: Any) -> None:
-    """Sets a user's iterator to what `of_iterator` has said."""
-    iterator.set_state(_with_bytes(said))
+def set_user_state(iterator: Any, said: Any) -> None:
+    """Sets a user's iterator to what `get_user_state` has said."""
+    iterator.set_state(_decode_bytes(said))
 
 
-def _bytes_as_text(value: Any) -> Any:
+def _encode_bytes(value: Any) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
@@ -135,11 +135,11 @@ def _bytes_as_text(value: Any) -> Any:
     raise TypeError(f"it holds a {type(value).__name__}")
 
 
-def _with_bytes(said: Any) -> Any:
+def _decode_bytes(said: Any) -> Any:
     if isinstance(said, list):
-        return [_with_bytes(x) for x in said]
+        return [_decode_bytes(x) for x in said]
     if isinstance(said, dict):
         if said.keys() == {_BYTES}:
             return base64.b64decode(said[_BYTES])
-        return {key: _with_bytes(x) for key, x in said.items()}
+        return {key: _decode_bytes(x) for key, x in said.items()}
     return said

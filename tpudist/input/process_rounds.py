@@ -56,7 +56,7 @@ class Rounds:
         return messages
 
     @contextlib.contextmanager
-    def to_the_end(self) -> Iterator[None]:
+    def leave_on_error(self) -> Iterator[None]:
         """If the `with` block is left before its end, tells the others not to wait."""
         try:
             yield
@@ -65,7 +65,7 @@ class Rounds:
                 self._channel.leave()
             raise
 
-    def told(self, act: Callable[[], T]) -> T:
+    def call_and_report(self, act: Callable[[], T]) -> T:
         """What `act` returns; if it fails, the others are told, and so is the caller."""
         try:
             return act()
@@ -99,17 +99,17 @@ class Rounds:
                 )
 
 
-def in_step(batches: Iterator[T], rounds: Rounds, rows: Callable[[T], int]) -> Iterator[T]:
+def iterate_in_step(batches: Iterator[T], rounds: Rounds, rows: Callable[[T], int]) -> Iterator[T]:
     """The batches of an iterable that all processes go through alike.
 
     Raises:
         ValueError: It gives one process other numbers of rows than another, or ends earlier.
         RuntimeError: It failed in another process.
     """
-    with rounds.to_the_end():
+    with rounds.leave_on_error():
         for step in itertools.count():
             rounds.step = step
-            batch = rounds.told(lambda: next(batches, None))
+            batch = rounds.call_and_report(lambda: next(batches, None))
             message = {"rows": None if batch is None else rows(batch)}
             found = [answer["rows"] for answer in rounds.exchange(message)]
             if any(count != found[0] for count in found):

@@ -53,8 +53,8 @@ class DataMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "experimental_distribute_dataset")
         if self.keeps_datasets:
-            return self._kept(dataset, options)
-        return self._distributed(dataset, from_function.options_of_split(options))
+            return self._keep_dataset(dataset, options)
+        return self._distribute(dataset, from_function.options_of_split(options))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -86,11 +86,11 @@ class DataMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "distribute_datasets_from_function")
         if self.keeps_datasets:
-            return self._kept(dataset_fn(InputContext()), options)
+            return self._keep_dataset(dataset_fn(InputContext()), options)
         per_replica = self.takes_input_per_replica
         options = from_function.options_of_function(options, self, per_replica)
         pipelines = from_function.pipelines(dataset_fn, self.replica_mesh, options)
-        return self._distributed(pipelines, options)
+        return self._distribute(pipelines, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
         """A dataset of the rows of numpy arrays; batch it, then distribute it.
@@ -101,9 +101,9 @@ class DataMethods(StrategyBase):
         warn_if_given("experimental_make_numpy_dataset(session", session, "there are no sessions")
         return NumpyDataset(numpy_input)
 
-    def _kept(self, dataset: Any, options: InputOptions | None) -> Any:
+    def _keep_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
         """The user's dataset; a function that gives one for each pass is made iterable."""
-        options = from_function.checked_options(options)
+        options = from_function.check_options(options)
         if options is not None and options.partial_batch is not None:
             warn_if_given(
                 "InputOptions(partial_batch",
@@ -111,21 +111,21 @@ class DataMethods(StrategyBase):
                 "the default strategy gives the dataset as it is",
             )
         is_function = callable(dataset) and not isinstance(dataset, Iterable)
-        return self._distributed(dataset) if is_function else dataset
+        return self._distribute(dataset) if is_function else dataset
 
-    def _distributed(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
-        holding = from_function.holding(options)
+    def _distribute(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        holding = from_function.dataset_options(options)
         return DistributedDataset(dataset, self.replica_mesh, strategy=self, **holding)
 
     # What the methods of `deprecated` come to.
 
     def _make_dataset_iterator(self, dataset: Any) -> InitializableIterator:
         context.require_scope_or_default(self, "make_dataset_iterator")
-        return InitializableIterator(self._distributed(dataset))
+        return InitializableIterator(self._distribute(dataset))
 
     def _make_input_fn_iterator(
         self, input_fn: Callable[[InputContext], Any]
     ) -> InitializableIterator:
         context.require_scope_or_default(self, "make_input_fn_iterator")
         pipelines, options = from_function.pipelines_or_calls(input_fn, self.replica_mesh)
-        return InitializableIterator(self._distributed(pipelines, options))
+        return InitializableIterator(self._distribute(pipelines, options))

@@ -43,17 +43,19 @@ def _nats_and_imbalance(
     if chunk is None or chunk >= targets.shape[1]:
         nats = _nats(unembed(hidden, weight), targets)
     else:
-        nats = _by_chunks(weight, hidden, targets, chunk)
+        nats = _nats_by_chunks(weight, hidden, targets, chunk)
     return nats, None if routing is None else routing.imbalance
 
 
-def _by_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: int) -> jax.Array:
+def _nats_by_chunks(
+    weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: int
+) -> jax.Array:
     """The same, `chunk` positions at a time; the backward pass computes their logits again.
 
     Where an axis splits the sequence, each of its devices has an equal part of every chunk.
     """
     batch, length = targets.shape
-    parts = _ways("sequence", length)
+    parts = _num_parts("sequence", length)
     if chunk % parts or length % chunk:
         raise ValueError(
             f"loss_chunk={chunk} does not cut a sequence of {length} positions"
@@ -66,16 +68,16 @@ def _by_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: 
         x = x.reshape(batch, parts, length // chunk, chunk // parts, *rest)
         return jnp.moveaxis(x, 2, 0).reshape(length // chunk, batch, chunk, *rest)
 
-    weight, hidden = _settled(weight, hidden)
+    weight, hidden = _gradient_barrier(weight, hidden)
     # Whole but for the vocabulary, so that it is gathered once and not for each chunk.
     weight = constrain(weight.astype(hidden.dtype), None, "vocab")
-    nats = _of_chunks(weight, cut(hidden), cut(targets))
+    nats = _nats_of_chunks(weight, cut(hidden), cut(targets))
     nats = nats.reshape(length // chunk, batch, parts, chunk // parts)
     return jnp.moveaxis(nats, 0, 2).reshape(batch, length)
 
 
 @jax.custom_vjp
-def _of_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+def _nats_of_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """Nats `[chunks, batch, chunk]` of targets under `hidden @ weight`, a chunk at a time."""
 
     def body(_, piece):
@@ -85,11 +87,11 @@ def _of_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.
     return jax.lax.scan(body, None, (hidden, targets))[1]
 
 
-def _of_chunks_forward(weight: jax.Array, hidden: jax.Array, targets: jax.Array):
-    return _of_chunks(weight, hidden, targets), (weight, hidden, targets)
+def _nats_of_chunks_forward(weight: jax.Array, hidden: jax.Array, targets: jax.Array):
+    return _nats_of_chunks(weight, hidden, targets), (weight, hidden, targets)
 
 
-def _of_chunks_backward(saved, cotangent: jax.Array):
+def _nats_of_chunks_backward(saved, cotangent: jax.Array):
     """Each device sums the weight's gradient over its own tokens of all chunks, in float32.
 
     The sums of the devices stay apart, `[rows, parts, embed, vocabulary]`, until the last chunk is
@@ -97,9 +99,9 @@ def _of_chunks_backward(saved, cotangent: jax.Array):
     """
     weight, hidden, targets = saved
     _, batch, chunk, embed = hidden.shape
-    rows, parts = _ways("batch", batch), _ways("sequence", chunk)
+    rows, parts = _num_parts("batch", batch), _num_parts("sequence", chunk)
 
-    def of_each(x: jax.Array) -> jax.Array:  # [rows, parts, tokens of a device, ...]
+    def group_by_device(x: jax.Array) -> jax.Array:  # [rows, parts, tokens of a device, ...]
         x = x.reshape(rows, batch // rows, parts, chunk // parts, x.shape[-1])
         return jnp.moveaxis(x, 2, 1).reshape(rows, parts, -1, x.shape[-1])
 
@@ -112,8 +114,8 @@ def _of_chunks_backward(saved, cotangent: jax.Array):
         d_hidden = jnp.einsum("blv,ev->ble", d_logits, weight)
         new = jnp.einsum(
             "rpte,rptv->rpev",
-            of_each(hidden),
-            of_each(d_logits),
+            group_by_device(hidden),
+            group_by_device(d_logits),
             preferred_element_type=jnp.float32,
         )
         return split(total + new), d_hidden
@@ -128,11 +130,11 @@ def _of_chunks_backward(saved, cotangent: jax.Array):
     return d_weight, d_hidden, None
 
 
-_of_chunks.defvjp(_of_chunks_forward, _of_chunks_backward)
+_nats_of_chunks.defvjp(_nats_of_chunks_forward, _nats_of_chunks_backward)
 
 
 @jax.custom_vjp
-def _settled(weight: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gradient_barrier(weight: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both as they are; the blocks' backward pass begins when both have their gradients.
 
     XLA reduces the weight's gradient when it likes, and until then holds all of it on every device.
@@ -140,15 +142,17 @@ def _settled(weight: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array
     return weight, hidden
 
 
-def _settled_backward(_: None, gradients: tuple[jax.Array, jax.Array]):
+def _gradient_barrier_backward(_: None, gradients: tuple[jax.Array, jax.Array]):
     d_weight, d_hidden = gradients
     return jax.lax.optimization_barrier((constrain(d_weight, "embed", "vocab"), d_hidden))
 
 
-_settled.defvjp(lambda weight, hidden: ((weight, hidden), None), _settled_backward)
+_gradient_barrier.defvjp(
+    lambda weight, hidden: ((weight, hidden), None), _gradient_barrier_backward
+)
 
 
-def _ways(name: str, size: int) -> int:
+def _num_parts(name: str, size: int) -> int:
     """In how many parts a dim called `name` of this size is split."""
     inner = inner_axes()
     return math.prod(inner[axis] for axis in split_over(name, size))

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from tpudist.models.parts import attention, experts, pipeline, remat, rotary
-from tpudist.models.parts.activation import activated, activated_product
+from tpudist.models.parts.activation import activate, activation_product
 from tpudist.models.parts.embedding import lookup
 from tpudist.models.parts.logical import axes, constrain, split_over
 from tpudist.models.transformer_config import TransformerConfig
@@ -216,5 +216,5 @@ def _mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
     branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
     if attention.platform() == "tpu" and not _sequence(x):
-        return activated_product(branches, weights["mlp_out"].astype(x.dtype))
-    return _project(activated(*branches), weights["mlp_out"])
+        return activation_product(branches, weights["mlp_out"].astype(x.dtype))
+    return _project(activate(*branches), weights["mlp_out"])

@@ -82,7 +82,7 @@ def _rows_of_each(global_batch: int, num_replicas: int, name: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class TwinArguments:
     """Arguments as they are on other devices.
 
     Attributes:
@@ -98,14 +98,14 @@ class Moved:
     notes: tuple[str, ...]
 
 
-def moved(
+def move_arguments(
     args: tuple,
     kwargs: dict[str, Any],
     names: Sequence[str],
     strategy: StrategyBase,
-    twin: Any,
+    twin: StrategyBase,
     function_name: str = "fn",
-) -> Moved:
+) -> TwinArguments:
     """The arguments of a call of `strategy.run`, as a call of its twin takes them.
 
     Args:
@@ -128,13 +128,13 @@ def moved(
     made = [mover.leaf(x, name) for x, name in zip(leaves, names, strict=True)]
     mover.copy_objects(made)
     args, kwargs = treedef.unflatten(made)
-    return Moved(tuple(args), kwargs, frozenset(mover.batches), mover.notes)
+    return TwinArguments(tuple(args), kwargs, frozenset(mover.batches), mover.notes)
 
 
 class _Mover:
     """Moves one argument after the other."""
 
-    def __init__(self, strategy: StrategyBase, twin: Any):
+    def __init__(self, strategy: StrategyBase, twin: StrategyBase):
         self._strategy, self._mesh = strategy, twin.replica_mesh
         self.batches: list[int] = []
         self._notes: list[str] = []
@@ -213,7 +213,7 @@ class _Mover:
         if isinstance(sharding, NamedSharding):
             where = sharding_on(self._mesh, sharding, name)
         else:
-            where = placement.stacked_sharding(self._mesh, shape, split_rows=x.rows is not None)
+            where = placement.sharding_of_stack(self._mesh, shape, split_rows=x.rows is not None)
         if n == 1:  # as of a distributed dataset
             whole = NamedSharding(self._mesh.mesh, PartitionSpec(*where.spec[1:]))
             made = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)

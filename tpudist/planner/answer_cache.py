@@ -79,7 +79,7 @@ class Cache:
         try:
             data = private_files.read(path)
             os.utime(path)  # used now: those not used for longest go first
-            return _decoded(data, key)
+            return _decode(data, key)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, EOFError) as error:
@@ -91,25 +91,25 @@ class Cache:
         if self._folder is None:
             return
         try:
-            private_files.write(self._folder / f"{key}{_ENDING}", _encoded(entry, key))
-            self._forget_the_oldest()
+            private_files.write(self._folder / f"{key}{_ENDING}", _encode(entry, key))
+            self._remove_oldest()
         except OSError as error:
             _log.warning("A plan is not kept: %s", error)
 
-    def _forget_the_oldest(self) -> None:
+    def _remove_oldest(self) -> None:
         assert self._folder is not None
         entries = sorted(self._folder.glob(f"*{_ENDING}"), key=lambda path: path.stat().st_mtime)
         for path in entries[:-_MOST_ENTRIES]:
             path.unlink(missing_ok=True)
 
 
-def _encoded(entry: Entry, key: str) -> bytes:
+def _encode(entry: Entry, key: str) -> bytes:
     text = as_json.dumps(entry, _VERSION)
     whole = {"key": key, "checksum": hashlib.sha256(text.encode()).hexdigest(), "entry": text}
     return gzip.compress(json.dumps(whole).encode(), 6)
 
 
-def _decoded(data: bytes, key: str) -> Entry:
+def _decode(data: bytes, key: str) -> Entry:
     try:
         whole = json.loads(gzip.decompress(data))
         text = whole["entry"]

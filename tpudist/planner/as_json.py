@@ -16,7 +16,7 @@ def dumps(value: Any, version: int) -> str:
     Raises:
         ValueError: It has a number that JSON has not, such as nan.
     """
-    found = {"kind": type(value).__name__, "version": version} | _plain(value)
+    found = {"kind": type(value).__name__, "version": version} | _to_plain(value)
     try:
         return json.dumps(found, indent=1, allow_nan=False)
     except ValueError as error:
@@ -43,7 +43,7 @@ def loads(cls: type, text: str, version: int) -> Any:
             f"reads version {version}. Make it anew, or use the tpudist that wrote it."
         )
     try:
-        return _typed(cls, found)
+        return _from_plain(cls, found)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"This JSON is no whole {cls.__name__}: {error!r}.") from error
 
@@ -52,38 +52,38 @@ def _refuse_number(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = [f.name for f in dataclasses.fields(value) if not f.name.startswith("_")]
-        return {name: _plain(getattr(value, name)) for name in fields}
+        return {name: _to_plain(getattr(value, name)) for name in fields}
     if isinstance(value, dict | types.MappingProxyType):
-        return {str(key): _plain(x) for key, x in value.items()}
+        return {str(key): _to_plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
+        return [_to_plain(x) for x in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _typed(kind: Any, value: Any) -> Any:
+def _from_plain(kind: Any, value: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
         others = [x for x in arguments if x is not type(None)]
-        return _typed(others[0], value) if len(others) == 1 else value
+        return _from_plain(others[0], value) if len(others) == 1 else value
     if dataclasses.is_dataclass(kind):
         _check_kind(dict, value)
         hints = {k: t for k, t in typing.get_type_hints(kind).items() if not k.startswith("_")}
         if unknown := set(value) - set(hints):
             raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")  # type: ignore
-        return kind(**{name: _typed(hints[name], x) for name, x in value.items()})  # type: ignore
+        return kind(**{name: _from_plain(hints[name], x) for name, x in value.items()})  # type: ignore
     if origin is tuple:
         _check_kind(list, value)
         if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_typed(arguments[0], x) for x in value)
-        return tuple(_typed(t, x) for t, x in zip(arguments, value, strict=True))
+            return tuple(_from_plain(arguments[0], x) for x in value)
+        return tuple(_from_plain(t, x) for t, x in zip(arguments, value, strict=True))
     if origin is dict:
         _check_kind(dict, value)
-        return {key: _typed(arguments[1], x) for key, x in value.items()}
+        return {key: _from_plain(arguments[1], x) for key, x in value.items()}
     if kind is tuple:
         _check_kind(list, value)
         return tuple(value)

@@ -14,7 +14,7 @@ from tpudist.planner.show.progress import Progress
 from tpudist.xla import executables
 from tpudist.xla.compiler import compiler_process, flags, program_text
 from tpudist.xla.compiler.compiler_process import CompiledProgram, HbmExceeded
-from tpudist.xla.versions import installed, users_libtpu
+from tpudist.xla.versions import users_libtpu, version_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Answer:
 def versions() -> dict[str, str]:
     """What compiles here: packages and their versions."""
     packages = ("jax", "jaxlib", "libtpu", "tpudist")
-    found = {package: version for package in packages if (version := installed(package))}
+    found = {package: version for package in packages if (version := version_of(package))}
     library = users_libtpu()
     if library is not None:
         stat = library.stat() if library.exists() else None
@@ -64,7 +64,7 @@ def program_key(
     devices = list(mesh.devices.flat)
     client = devices[0].client
     facts = {
-        "program": program_text.without_locations(lowered),
+        "program": program_text.strip_locations(lowered),
         "devices": [d.id for d in devices],
         "all devices": len(client.devices()),
         "coords": [getattr(d, "coords", None) for d in (client.devices()[0], client.devices()[-1])],
@@ -72,8 +72,8 @@ def program_key(
         "kind": devices[0].device_kind,
         "machine": platform.machine(),
         "options": {str(k): repr(v) for k, v in compiler_options.items()},
-        "jit": flags.of_jit(),
-        "environment": flags.now() if is_elsewhere(mesh) else flags.of_this_process(),
+        "jit": flags.jit_options(),
+        "environment": flags.read_flags() if is_elsewhere(mesh) else flags.process_flags(),
         "versions": versions(),
     }
     return key_of(facts)
@@ -104,7 +104,7 @@ def ask(
     entry = kept.get(key)
     was_kept = entry is not None
     if entry is None:
-        entry = _asked(lowered, mesh, compiler_options, lines, tell)
+        entry = _compile(lowered, mesh, compiler_options, lines, tell)
         # Buffers are in what the compiler writes beside the program. Where it wrote nothing, it
         # may do so the next time.
         if entry.program is None or entry.program.buffers:
@@ -112,12 +112,12 @@ def ask(
     compiled = None
     if in_process and entry.refusal is None:
         tell("compiling the executable", 0.0)
-        compiled = executables.compiled_anew(lowered, compiler_options)
+        compiled = executables.compile_anew(lowered, compiler_options)
     moved = was_kept and entry.lines != lines
     return Answer(entry.program, entry.refusal, entry.seconds, key, was_kept, moved, compiled)
 
 
-def _asked(
+def _compile(
     lowered: jax.stages.Lowered,
     mesh: jax.sharding.Mesh,
     compiler_options: Mapping[str, Any],

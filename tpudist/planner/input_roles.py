@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 from tpudist.run import call_description
+from tpudist.run.call_arguments import Call
+from tpudist.run.step import Step
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.xla.estimate.memory import InputLeaf
@@ -17,11 +19,11 @@ _PARAMETER_WORDS = frozenset({"params", "parameters", "param", "weights", "kerne
 
 
 def inputs_of(
-    step: Any, now: Any, donated: Sequence[Any], kept: Sequence[Any], batches: frozenset[int]
+    step: Step, now: Call, donated: Sequence[Any], kept: Sequence[Any], batches: frozenset[int]
 ) -> list[InputLeaf]:
     """The flat inputs of a lowered step, in the program's order: the overwritten ones first.
 
-    JAX leaves out of the program those that it does not use; see `used`.
+    JAX leaves out of the program those that it does not use; see `select_used`.
 
     Args:
         step: The step.
@@ -30,8 +32,13 @@ def inputs_of(
         kept: The others.
         batches: Ids of the arrays that are parts of a batch.
     """
-    arrays = step.plan.in_order(donated, kept)
-    named = [*_captured(step), *_of_objects(now, step), *_of_arguments(step, now)]
+    assert step.plan is not None, "it has been lowered"
+    arrays = step.plan.merge_inputs(donated, kept)
+    named = [
+        *_roles_of_captured(step),
+        *_roles_of_objects(now, step),
+        *_roles_of_arguments(step, now),
+    ]
     assert len(named) == len(arrays), (len(named), len(arrays))
     overwritten = {id(x) for x in donated}
 
@@ -47,7 +54,7 @@ def inputs_of(
     return [leaves[position[id(x)]] for x in (*donated, *kept)]
 
 
-def used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> list[InputLeaf]:
+def select_used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> list[InputLeaf]:
     """Those of `inputs` that the program of this HLO text has, in its order.
 
     Its parameters are named as those of the Python function that `Step` gives to `jax.jit`.
@@ -65,7 +72,7 @@ def used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> list[Input
     return [inputs[found[i]] for i in sorted(found)]
 
 
-def _captured(step: Any) -> list[tuple[str, str]]:
+def _roles_of_captured(step: Step) -> list[tuple[str, str]]:
     found = []
     for v in step.captured:
         if not isinstance(v, Variable):
@@ -78,7 +85,7 @@ def _captured(step: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _of_objects(now: Any, step: Any) -> list[tuple[str, str]]:
+def _roles_of_objects(now: Call, step: Step) -> list[tuple[str, str]]:
     if now.binding is None:
         return []
     names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
@@ -93,7 +100,7 @@ def _of_objects(now: Any, step: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _of_arguments(step: Any, now: Any) -> list[tuple[str, str]]:
+def _roles_of_arguments(step: Step, now: Call) -> list[tuple[str, str]]:
     names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
     kinds, leaves = step.kinds_of_leaves, now.leaves()
     found = []
@@ -104,13 +111,13 @@ def _of_arguments(step: Any, now: Any) -> list[tuple[str, str]]:
                 for path, variable in nnx_contents.variables_of_state(leaves[i])
             ]
         else:
-            found.append((names[i], "batch" if i in kinds.per_replica else _told(names[i])))
+            found.append((names[i], "batch" if i in kinds.per_replica else _guess_role(names[i])))
     for i in range(len(step.groups.sizes) if step.groups else 0):
         found += [(f"real rows of batch {i}", "other"), (f"all real rows of batch {i}", "other")]
     return found
 
 
-def _told(name: str) -> str:
+def _guess_role(name: str) -> str:
     """What an array of a plain pytree is for, if its name tells."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & _OPTIMIZER_WORDS:

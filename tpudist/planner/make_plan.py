@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.planner import ask_compiler, input_roles, model_flops, saved_plan
-from tpudist.planner.abstract_arguments import Moved
+from tpudist.planner.abstract_arguments import TwinArguments
 from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress
 from tpudist.xla.estimate import collective_traffic, memory, refusal, step_time, timeline
@@ -32,9 +34,9 @@ class Request:
 
 
 def plan(
-    twin: Any,
+    twin: StrategyBase,
     fn: Callable[..., Any],
-    call: Moved,
+    call: TwinArguments,
     options: RunOptions | None,
     request: Request,
     tell: Progress,
@@ -53,7 +55,7 @@ def plan(
         tell=tell,
     )
     tell("reading", 0.0)
-    chip = chips.of_device(mesh.devices.flat[0])
+    chip = chips.chip_of_device(mesh.devices.flat[0])
     notes = list(call.notes)
     flops = request.model_flops
     if flops is None:
@@ -61,7 +63,7 @@ def plan(
         notes += more
     module = hlo_module.parse(answer.program.text) if answer.program else None
     found = _read(answer.program, module, lowered, mesh, chip)
-    notes += _unknown(module, found["time"])
+    notes += _notes_on_unknowns(module, found["time"])
     if answer.was_kept:
         notes.append("The compiler was not asked again: what it said of this program was kept.")
     if answer.lines_moved:
@@ -70,7 +72,7 @@ def plan(
         )
     return Plan(
         name=lowered.name,
-        topology=request.topology or _named(mesh, chip),
+        topology=request.topology or _name_devices(mesh, chip),
         chip=chip.generation if chip else "",
         num_chips=_num_chips(mesh, chip),
         num_devices=mesh.size,
@@ -92,34 +94,37 @@ def plan(
     )
 
 
-def _num_chips(mesh: Any, chip: chips.Chip | None) -> int:
+def _num_chips(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> int:
     """How many chips the devices of a mesh are of, of which some have two."""
     if chip is None:
         return mesh.size
     return len({(getattr(d, "slice_index", None) or 0, *d.coords) for d in mesh.devices.flat})
 
 
-def _unknown(module: hlo_module.Module | None, time: step_time.TimeEstimate | None) -> list[str]:
+def _notes_on_unknowns(
+    module: hlo_module.Module | None, time: step_time.TimeEstimate | None
+) -> list[str]:
     """Notes on what is counted for less than it may be."""
     notes = []
     if module and module.unknown_trip_counts:
         notes.append(
             f"The program does not say how often these loops run, and each counts once: "
-            f"{_few(module.unknown_trip_counts)}."
+            f"{_list_first(module.unknown_trip_counts)}."
         )
     if time and time.unknown_kernels:
         notes.append(
             f"Nobody says how many operations these kernels run, and they count by their bytes "
-            f"alone: {_few(time.unknown_kernels)}. A cost_estimate of pl.pallas_call says it."
+            f"alone: {_list_first(time.unknown_kernels)}. A cost_estimate of pl.pallas_call says "
+            f"it."
         )
     return notes
 
 
-def _few(names: tuple[str, ...]) -> str:
+def _list_first(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _named(mesh: Any, chip: chips.Chip | None) -> str:
+def _name_devices(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> str:
     """What the devices of a mesh are called: a slice, if they are whole ones."""
     devices = list(mesh.devices.flat)
     numbers = {getattr(d, "slice_index", None) or 0 for d in devices}
@@ -154,22 +159,22 @@ class LoweredStep:
 
 
 def lower(
-    twin: Any,
+    twin: StrategyBase,
     fn: Callable[..., Any],
-    call: Moved,
+    call: TwinArguments,
     options: RunOptions | None,
     compiler_options: dict[str, Any],
     tell: Progress,
 ) -> LoweredStep:
     """The step that `twin.run` would compile for these arguments."""
     started = time.monotonic()
-    with twin._in_mesh():
+    with twin._use_mesh():
         step, now = twin._replicator.step_for(fn, call.args, call.kwargs, options)
 
-        def traced() -> None:
+        def report_lowering() -> None:
             tell("lowering", time.monotonic() - started)
 
-        program, donated, kept = step.lowered(now, traced)
+        program, donated, kept = step.lower_with_inputs(now, report_lowering)
     own = step.compiler_options.get("compiler_options", {})
     *_, found = step.traced.values()
     return LoweredStep(
@@ -186,7 +191,7 @@ def _refusal(answer: ask_compiler.Answer, lowered: LoweredStep) -> refusal.Refus
     """Why it does not fit, in words of the user's."""
     if answer.refusal is None:
         return None
-    inputs = input_roles.used(answer.refusal, lowered.inputs, lowered.num_donated)
+    inputs = input_roles.select_used(answer.refusal, lowered.inputs, lowered.num_donated)
     return refusal.explain(answer.refusal, [leaf.name for leaf in inputs])
 
 
@@ -194,16 +199,16 @@ def _read(
     program: CompiledProgram | None,
     module: hlo_module.Module | None,
     lowered: LoweredStep,
-    mesh: Any,
+    mesh: jax.sharding.Mesh,
     chip: chips.Chip | None,
 ) -> dict[str, Any]:
     """What the program holds, sends and takes."""
     if program is None or module is None:
         return {"memory": None, "time": None, "collectives": ()}
-    inputs = input_roles.used(program.text, lowered.inputs, lowered.num_donated)
+    inputs = input_roles.select_used(program.text, lowered.inputs, lowered.num_donated)
     played = timeline.play(module, mesh, chip)
     return {
         "memory": memory.report(program, module, inputs, chip, mesh),
-        "time": None if chip is None else step_time.of_timeline(module, chip, played),
-        "collectives": tuple(collective_traffic.of_timeline(played)),
+        "time": None if chip is None else step_time.estimate_from_timeline(module, chip, played),
+        "collectives": tuple(collective_traffic.uses_of_timeline(played)),
     }

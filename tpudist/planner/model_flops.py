@@ -31,7 +31,7 @@ def model_flops(closed: Any, num_replicas: int) -> tuple[float, tuple[str, ...]]
         num_replicas: How many replicas there are.
     """
     counter = _Counter()
-    flops = counter.of(closed.jaxpr, "")
+    flops = counter.count(closed.jaxpr, "")
     return flops * num_replicas, tuple(dict.fromkeys(counter.notes))
 
 
@@ -39,11 +39,11 @@ class _Counter:
     def __init__(self):
         self.notes: list[str] = []
 
-    def of(self, jaxpr: Any, where: str) -> float:
+    def count(self, jaxpr: Any, where: str) -> float:
         """FLOPs of a jaxpr; `where` are the names of the transformations that it is in."""
-        return sum(self._of_equation(eqn, where) for eqn in jaxpr.eqns)
+        return sum(self._count_equation(eqn, where) for eqn in jaxpr.eqns)
 
-    def _of_equation(self, eqn: Any, where: str) -> float:
+    def _count_equation(self, eqn: Any, where: str) -> float:
         where = f"{where}/{eqn.source_info.name_stack}"
         if any(name in where for name in _NO_WORK):
             return 0.0
@@ -55,25 +55,25 @@ class _Counter:
         if structure is None:
             return 0.0
         if isinstance(structure, jaxprs.Kernel):
-            return self._of_kernel(structure, where)
+            return self._count_kernel(structure, where)
         if isinstance(structure, jaxprs.Scan):
-            return structure.length * self.of(structure.body, where)
+            return structure.length * self.count(structure.body, where)
         if isinstance(structure, jaxprs.While):
-            body = self.of(structure.body, where)
+            body = self.count(structure.body, where)
             if body:
                 self.notes.append(
                     "Model FLOPs count a while loop, whose length is not known, as one iteration."
                 )
             return body
         if isinstance(structure, jaxprs.Cond):
-            return max(self.of(branch, where) for branch in structure.bodies)
+            return max(self.count(branch, where) for branch in structure.bodies)
         if isinstance(structure, jaxprs.Call):
-            return structure.copies * self.of(structure.body, where)
+            return structure.copies * self.count(structure.body, where)
         if isinstance(structure, jaxprs.Unknown):
             self.notes.append(f"Model FLOPs count once what is inside of {structure.reason}.")
-        return sum(self.of(body, where) for body in structure.bodies)
+        return sum(self.count(body, where) for body in structure.bodies)
 
-    def _of_kernel(self, kernel: jaxprs.Kernel, where: str) -> float:
+    def _count_kernel(self, kernel: jaxprs.Kernel, where: str) -> float:
         if "transpose(" in where:
             return 0.0  # counted with the kernel that it is the gradient of
         flops = kernel.flops
@@ -83,7 +83,7 @@ class _Counter:
                     "Model FLOPs leave out a Pallas kernel: its grid is known only when it runs."
                 )
                 return 0.0
-            flops = math.prod(kernel.grid) * self.of(kernel.body, where)
+            flops = math.prod(kernel.grid) * self.count(kernel.body, where)
         return 3 * flops if "jvp(" in where else flops
 
 

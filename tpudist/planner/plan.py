@@ -106,14 +106,14 @@ class Plan:
     @property
     def ici_bytes(self) -> float:
         """What a device sends to others of its slice in a step."""
-        return self._sent_over("ici")
+        return self._sum_sent_bytes("ici")
 
     @property
     def dcn_bytes(self) -> float:
         """What a device sends to other slices in a step."""
-        return self._sent_over("dcn")
+        return self._sum_sent_bytes("dcn")
 
-    def _sent_over(self, network: str) -> float:
+    def _sum_sent_bytes(self, network: str) -> float:
         return float(sum(x.sent_bytes for x in self.collectives if x.network == network))
 
     @property

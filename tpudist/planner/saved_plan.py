@@ -57,7 +57,7 @@ def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
             "in_process=True) keeps the executable.",
             source.name,
         )
-        compiled = executables.compiled_anew(source.lowered, source.compiler_options)
+        compiled = executables.compile_anew(source.lowered, source.compiler_options)
     data = executables.to_bytes(compiled)
     header = {
         "format": _FORMAT,
@@ -76,11 +76,11 @@ def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
 
 def hash_of(lowered: jax.stages.Lowered) -> str:
     """A hash of a program, without where it is for and where its source lies."""
-    return hashlib.sha256(program_text.without_locations(lowered).encode()).hexdigest()
+    return hashlib.sha256(program_text.strip_locations(lowered).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedPlan:
     """A saved plan whose owner, versions, devices and checksum are right for a strategy.
 
     Attributes:
@@ -109,7 +109,7 @@ class Saved:
                 f"options that were planned, or plan and save these."
             )
 
-    def compiled_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
+    def executable_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         """The executable, if this is its program; else None."""
         if hash_of(lowered) != self.program:
             _log.info("%s is not the program that was loaded, and is compiled.", self.name)
@@ -117,7 +117,7 @@ class Saved:
         return executables.from_bytes(self._data, lowered, self._mesh.devices.flat)
 
 
-def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> Saved:
+def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> SavedPlan:
     """Reads and checks what `save` wrote, for the devices of `mesh`; nothing is unpickled yet.
 
     Raises:
@@ -140,7 +140,7 @@ def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> Saved:
             f"{header['num_bytes']} that were written. Copy it again, or plan and save anew."
         )
     plan_as_json = private_files.read(folder / _PLAN).decode()
-    return Saved(plan_as_json, header["name"], header["program"], data, mesh)
+    return SavedPlan(plan_as_json, header["name"], header["program"], data, mesh)
 
 
 def _header(folder: Path) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.planner import make_plan, saved_plan, user_figures
-from tpudist.planner.abstract_arguments import Moved, moved
+from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
 from tpudist.planner.plan import Plan
-from tpudist.planner.show.progress import Progress, shown
+from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.run import call_description
 from tpudist.run.captures import MakesVariables
 from tpudist.xla import topology, traces
@@ -50,9 +50,9 @@ class PlanMethods(StrategyBase):
         devices = list(devices)
         self._check_movable(devices)
         inner = {str(k): v for k, v in self.replica_mesh.mesh.shape.items() if k != REPLICA_AXIS}
-        return self._with(make_mesh(devices, inner))
+        return self._with_mesh(make_mesh(devices, inner))
 
-    def _with(self, mesh: ReplicaMesh) -> Any:
+    def _with_mesh(self, mesh: ReplicaMesh) -> Any:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._begin(mesh)
@@ -134,12 +134,12 @@ class PlanMethods(StrategyBase):
                 compiler failed otherwise than for want of memory.
         """
         context.require_scope_or_default(self, "plan")
-        if not traces.tracing_nothing():
+        if not traces.is_eager():
             raise RuntimeError(
                 "plan was called in a function that JAX traces. Call it outside of all functions."
             )
         user_figures.check(tokens_per_step, model_flops)
-        with shown(progress) as tell:
+        with show_progress(progress) as tell:
             tell("tracing", 0.0)
             twin = self._twin(topology)
             request = make_plan.Request(
@@ -150,14 +150,14 @@ class PlanMethods(StrategyBase):
                 cache=cache,
                 in_process=in_process,
             )
-            call = self._moved(fn, args, kwargs, twin)
-            notes = (*_where(self.replica_mesh, topology), *call.notes)
+            call = self._move_arguments(fn, args, kwargs, twin)
+            notes = (*_notes_on_devices(self.replica_mesh, topology), *call.notes)
             call = dataclasses.replace(call, notes=notes)
             try:
                 return make_plan.plan(twin, fn, call, options, request, tell)
             except MakesVariables:  # as the first `run` would: they live here
                 home = self._twin(None)
-                here = self._moved(fn, args, kwargs, home)
+                here = self._move_arguments(fn, args, kwargs, home)
                 make_plan.lower(home, fn, here, options, {}, tell)
                 return make_plan.plan(twin, fn, call, options, request, tell)
 
@@ -197,13 +197,15 @@ class PlanMethods(StrategyBase):
         saved = saved_plan.load(path, self.replica_mesh.mesh)
         plan = Plan.from_json(saved.plan_as_json)
         twin = self._twin(None)
-        call = self._moved(fn, args, kwargs, twin)
+        call = self._move_arguments(fn, args, kwargs, twin)
         lowered = make_plan.lower(twin, fn, call, options, {}, lambda doing, seconds: None)
         saved.check_program(lowered.name, lowered.program, path)
         self._replicator.adopt(fn, saved)
         return plan
 
-    def _moved(self, fn: Callable[..., Any], args: Any, kwargs: Any, twin: Any) -> Moved:
+    def _move_arguments(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, twin: StrategyBase
+    ) -> TwinArguments:
         if not isinstance(args, tuple | list):
             raise ValueError(
                 f"positional args must be a list or tuple, got {type(args).__name__}. For one "
@@ -212,12 +214,12 @@ class PlanMethods(StrategyBase):
         args, kwargs = tuple(args), dict(kwargs or {})
         names = call_description.names_of_leaves(fn, args, kwargs)
         name = getattr(fn, "__name__", type(fn).__name__)
-        return moved(args, kwargs, names, self, twin, name)
+        return move_arguments(args, kwargs, names, self, twin, name)
 
     def _twin(self, name: str | None) -> Any:
         """This strategy on the devices of a slice, for as long as a plan takes."""
         if name is None or _is_of(self.replica_mesh, name):
-            twin = self._with(self.replica_mesh)
+            twin = self._with_mesh(self.replica_mesh)
         else:
             twin = self.on(topology.devices(name))
         twin._twin_of = self._twin_of or self
@@ -233,7 +235,7 @@ def _is_of(mesh: ReplicaMesh, name: str) -> bool:
     return found == (asked.raw, asked.num_slices)
 
 
-def _where(mesh: ReplicaMesh, name: str | None) -> tuple[str, ...]:
+def _notes_on_devices(mesh: ReplicaMesh, name: str | None) -> tuple[str, ...]:
     """Notes on where a strategy of described devices is planned, if that may surprise."""
     found = compiler_process.slice_of(list(mesh.mesh.devices.flat))
     if name is None or found is None:

@@ -34,7 +34,7 @@ class Agreement:
         self._act_at: int | None = None
         self.notice = Notice(name, self._settle)
 
-    def reached(self) -> bool:
+    def reach_boundary(self) -> bool:
         """Counts a boundary, and says whether it is the one. In one process: after the notice."""
         if self.notice.board.num_processes == 1:
             return self.notice.content is not None
@@ -85,12 +85,12 @@ class Agreement:
             counts = self.notice.board.read_all("counts")
             ended = sorted(int(i) for i, count in counts.items() if count == _CLOSED)
             if ended:
-                return self._decide(None, f"process {_listed(ended)} has ended its loops")
+                return self._decide(None, f"process {_format_numbers(ended)} has ended its loops")
             if len(counts) == num_processes:
                 return self._decide(max(map(int, counts.values())) + 1)
             if time.monotonic() > deadline:
                 absent = [i for i in range(num_processes) if str(i) not in counts]
-                late = f"process {_listed(absent)} did not answer within {_PATIENCE_S:g} s"
+                late = f"process {_format_numbers(absent)} did not answer within {_PATIENCE_S:g} s"
                 return self._decide(None, late)
             time.sleep(_PAUSE_S)
 
@@ -102,5 +102,5 @@ class Agreement:
         self.notice.board.post("decision", json.dumps([act_at, why_not]))
 
 
-def _listed(numbers: list[int]) -> str:
+def _format_numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))

@@ -17,8 +17,8 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.options import warn_if_given
 from tpudist.preemption import termination
 from tpudist.preemption.agreed_boundary import Agreement
-from tpudist.preemption.listening import Listening
 from tpudist.preemption.notice import close_with
+from tpudist.preemption.notice_listener import NoticeListener
 from tpudist.preemption.termination import URGENT, TerminationConfig
 from tpudist.xla.coordination import Channel
 
@@ -81,18 +81,18 @@ class PreemptionCheckpointHandler:
                 "train without common steps. Save from the coordinator, by time."
             )
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        self._config = termination.completed(termination_config, cluster_resolver)
+        self._config = termination.fill_defaults(termination_config, cluster_resolver)
         self._manager.restore_or_initialize()
         self._total_run_calls = self._manager.notes.get(RUN_CALLS, 0)
 
         name = f"preemption/{next(_numbers)}"
         self._name, self._meeting = name, Channel(f"{name}/meeting")
         self._agreement = Agreement(f"{name}/first")
-        self._listening = Listening(
+        self._listening = NoticeListener(
             self._agreement.notice, self._config.watcher, self._config.grace_after
         )
         self._agreements = [self._agreement]
-        self._close = close_with(self, _closing(self._listening, self._agreements))
+        self._close = close_with(self, _make_close(self._listening, self._agreements))
         self._is_over = self._is_handling = False
         self._polls_before = step_boundaries.num_polls()
         self._end_s = self._saving_s = self._step_s = 0.0
@@ -156,7 +156,7 @@ class PreemptionCheckpointHandler:
         self._measure()
         if self._in_grace_after is not None and self._grace_is_over():
             self._agreement.notice.give("the period of grace is over")
-        if not self._agreement.reached():
+        if not self._agreement.reach_boundary():
             return
         self._is_handling = True  # saving may come to boundaries itself
         try:
@@ -186,7 +186,7 @@ class PreemptionCheckpointHandler:
         notice = self._agreement.notice
         assert notice.content is not None
         self._in_grace_after = notice.content.why
-        if notice.is_own:
+        if notice.is_from_this_process:
             self._end_s = notice.given_at_s + notice.content.grace_s
         else:
             self._end_s = float("inf")
@@ -234,7 +234,7 @@ class PreemptionCheckpointHandler:
         return answer == "True"
 
 
-def _closing(listening: Listening, agreements: list[Agreement]) -> Callable[[bool], None]:
+def _make_close(listening: NoticeListener, agreements: list[Agreement]) -> Callable[[bool], None]:
     """What closes the parts of a handler, without the handler."""
 
     def close(process_ends: bool) -> None:

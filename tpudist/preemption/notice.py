@@ -84,7 +84,7 @@ class Notice:
             self.content = self._own
 
     @property
-    def is_own(self) -> bool:
+    def is_from_this_process(self) -> bool:
         """Whether it is this process that is to end."""
         return self.content is not None and self.content == self._own
 

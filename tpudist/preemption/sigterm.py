@@ -52,13 +52,13 @@ class SigtermListener:
         """Gives SIGTERM back, or where that is not possible passes it on."""
         self._is_open = False
         if self._is_installed() and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before())
+            signal.signal(signal.SIGTERM, self._previous_handler())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         listens = self._is_open
         if listens:
             self._on_signal()
-        previous = self._before()
+        previous = self._previous_handler()
         if callable(previous):
             try:
                 previous(number, frame)
@@ -73,10 +73,10 @@ class SigtermListener:
         """Whether it is called by the signal, and not by a handler that came later."""
         return signal.getsignal(signal.SIGTERM) == self._handle
 
-    def _before(self) -> Any:
+    def _previous_handler(self) -> Any:
         """What was there before, other than listeners that have been closed since."""
         previous = signal.SIG_DFL if self._previous is None else self._previous
         below = getattr(previous, "__self__", None)
         if isinstance(below, SigtermListener) and not below._is_open:
-            return below._before()
+            return below._previous_handler()
         return previous

@@ -106,7 +106,7 @@ class Termination:
         return self.grace_s.get(why, self.usual_grace_s)
 
 
-def completed(
+def fill_defaults(
     config: TerminationConfig | None, cluster_resolver: ClusterResolver | None
 ) -> Termination:
     """`config` with the defaults of the platform that this process is on."""

@@ -7,8 +7,8 @@ import time
 import jax
 
 from tpudist.preemption import gce
-from tpudist.preemption.listening import Listening
 from tpudist.preemption.notice import Notice, close_with
+from tpudist.preemption.notice_listener import NoticeListener
 
 _PAUSE_S = 0.1
 _log = logging.getLogger("tpudist.preemption")
@@ -34,7 +34,7 @@ class PreemptionWatcher:
         """
         notice = Notice(f"preemption watcher/{next(_numbers)}")
         self._notice = notice
-        listening = Listening(
+        listening = NoticeListener(
             notice, gce.MetadataWatcher() if gce.is_gce() else None, lambda why: 0.0
         )
         self._check = listening.check

@@ -65,10 +65,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         devices = list(mesh.mesh.devices.flat)
         root = 0 if self.reduce_to_device is None else devices.index(self._device)
         arrays = [x.array for x, _ in value_destination_pairs]
-        return reductions.by_one_replica(reduce_op, arrays, root, self.accumulation_fn)
+        return reductions.reduce_on_one_replica(reduce_op, arrays, root, self.accumulation_fn)
 
 
-class _Packed(CrossDeviceOps):
+class _PackedAllReduce(CrossDeviceOps):
     """An all-reduce of several values in a number of packs."""
 
     def __init__(self, num_packs: int = 1):
@@ -111,7 +111,7 @@ class _Packed(CrossDeviceOps):
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         """Combines several values in packs; see the class."""
         packing = options.packing if options is not None and options.packing else self.packing
-        cross_device_ops.tell_compiler(packing)
+        cross_device_ops.note_compiler_options(packing)
         arrays = [x.array for x, _ in value_destination_pairs]
         return self._combine(reduce_op, arrays, packing)
 
@@ -119,7 +119,7 @@ class _Packed(CrossDeviceOps):
         return collectives.all_reduce(op, arrays, packing)
 
 
-class HierarchicalCopyAllReduce(_Packed):
+class HierarchicalCopyAllReduce(_PackedAllReduce):
     """Combines within groups of devices first, then across the groups.
 
     8 devices make 2 groups of 4, and 32 make 4 of 8: neighbours, which are well connected as a
@@ -129,10 +129,10 @@ class HierarchicalCopyAllReduce(_Packed):
     """
 
     def _combine(self, op: ReduceOp, arrays: list[Any], packing: Packing | None) -> list[Any]:
-        return reductions.by_groups(op, arrays, packing)
+        return reductions.reduce_in_groups(op, arrays, packing)
 
 
-class NcclAllReduce(_Packed):
+class NcclAllReduce(_PackedAllReduce):
     """All-reduces by NCCL, which is how XLA does it on GPUs; nothing else has it.
 
     As `tf.distribute.NcclAllReduce`.

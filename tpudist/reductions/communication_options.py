@@ -93,7 +93,7 @@ class CollectiveHints(CommunicationOptions):
         super().__init__(bytes_per_pack, timeout_seconds)
 
 
-def checked(options: Any, place: str, platform: str) -> CommunicationOptions | None:
+def check_options(options: Any, place: str, platform: str) -> CommunicationOptions | None:
     """`options`, of which each that has no effect on `platform` is a warning, once for each place.
 
     Args:

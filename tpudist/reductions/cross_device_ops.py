@@ -16,7 +16,7 @@ from tpudist.reductions import communication_options, destinations, eager_progra
 from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica
 from tpudist.xla import collectives, placement, traces
-from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, mirrored_on
+from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.packing import Packing
 
 PyTree = Any
@@ -31,7 +31,7 @@ def all_reduce(op: ReduceOp, value: PyTree, options: Any = None) -> PyTree:
     ops = strategy.cross_device_ops
     options = options if options is not None else strategy.communication_options
     if options is not None:
-        tell_compiler(options.packing)
+        note_compiler_options(options.packing)
     if ops is None or strategy.num_replicas_in_sync == 1:
         return collectives.all_reduce(op, value, options and options.packing)
     leaves, treedef = jax.tree.flatten(value)
@@ -52,11 +52,11 @@ def all_gather(value: PyTree, axis: int, options: Any = None) -> PyTree:
     """Concatenates over all replicas, in a trace; see `collectives.all_gather`."""
     options = options if options is not None else context.current().strategy.communication_options
     if options is not None:
-        tell_compiler(options.packing)
+        note_compiler_options(options.packing)
     return collectives.all_gather(value, axis, options and options.packing)
 
 
-def tell_compiler(packing: Packing | None) -> None:
+def note_compiler_options(packing: Packing | None) -> None:
     """Notes what the program that is being traced must be compiled with."""
     frame = context.current().frame
     findings = None if frame is None else frame.root.findings
@@ -98,7 +98,7 @@ class CrossDeviceOps:
         Raises:
             ValueError: Destinations or options that are none, or a partial batch.
         """
-        return self._reduced(
+        return self._reduce_pairs(
             "reduce",
             reduce_op,
             [(per_replica_value, destinations)],
@@ -118,7 +118,7 @@ class CrossDeviceOps:
 
         A list, in their order.
         """
-        return self._reduced(
+        return self._reduce_pairs(
             "batch_reduce",
             reduce_op,
             value_destination_pairs,
@@ -139,7 +139,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
     ) -> Any:
         """What `reduce` does: gives one array, equal on every replica."""
-        raise NotImplementedError(_missing(self, "reduce_implementation", "reduce"))
+        raise NotImplementedError(_describe_missing(self, "reduce_implementation", "reduce"))
 
     def batch_reduce_implementation(
         self,
@@ -148,7 +148,9 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
     ) -> list[Any]:
         """What `batch_reduce` does: gives one array for each pair, equal on every replica."""
-        raise NotImplementedError(_missing(self, "batch_reduce_implementation", "batch_reduce"))
+        raise NotImplementedError(
+            _describe_missing(self, "batch_reduce_implementation", "batch_reduce")
+        )
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """What `broadcast` does."""
@@ -174,7 +176,7 @@ class CrossDeviceOps:
         """Which values share a collective; None if XLA decides."""
         return None
 
-    def _reduced(
+    def _reduce_pairs(
         self,
         what: str,
         reduce_op: ReduceOp | str,
@@ -191,12 +193,12 @@ class CrossDeviceOps:
         devices = [_check_destinations(where, what) for _, where in pairs]
         values = [_as_part(value, what) for value, _ in pairs]
         results: list[Any] = [
-            x if isinstance(x, PerReplica) else _reduced_equal(op, x) for x in values
+            x if isinstance(x, PerReplica) else _reduce_equal(op, x) for x in values
         ]
         several = [i for i, x in enumerate(values) if isinstance(x, PerReplica)]
         some = [(values[i], pairs[i][1]) for i in several]
         if some and isinstance(some[0][0], LocalPart):
-            options = communication_options.checked(
+            options = communication_options.check_options(
                 options, f"{what}(options", collectives.platform()
             )
             done = _arrays(self, implementation(op, some, options), len(some))
@@ -206,12 +208,12 @@ class CrossDeviceOps:
             done = []
         for i, x in zip(several, done, strict=True):
             results[i] = x
-        return [destinations.moved(x, d) for x, d in zip(results, devices, strict=True)]
+        return [destinations.move_to_device(x, d) for x, d in zip(results, devices, strict=True)]
 
     def _run(self, what: str, op: ReduceOp, pairs, options, implementation) -> list[jax.Array]:
         """Combines concrete values, by a small program on their mesh."""
         mesh = placement.mesh_of(pairs[0][0].array)
-        options = communication_options.checked(options, f"{what}(options", mesh.platform)
+        options = communication_options.check_options(options, f"{what}(options", mesh.platform)
         if mesh.num_replicas == 1:
             return [placement.component(mesh, x.array, 0) for x, _ in pairs]
         self.check_devices(list(mesh.mesh.devices.flat))
@@ -242,12 +244,12 @@ def _as_part(value: Any, what: str) -> Any:
     return value if frame is None else LocalPart(frame.capture(value))
 
 
-def _reduced_equal(op: ReduceOp, x: jax.Array) -> jax.Array:
+def _reduce_equal(op: ReduceOp, x: jax.Array) -> jax.Array:
     """A value that is equal on n replicas counts n times; one on one device is that of one."""
     if traces.is_traced(x):
         n = context.current().strategy.num_replicas_in_sync
     else:
-        mesh = mirrored_on(x)
+        mesh = mesh_of_mirrored(x)
         n = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
     return x * jax.numpy.asarray(n, x.dtype) if op is ReduceOp.SUM and n > 1 else x
 
@@ -285,7 +287,7 @@ def _mesh_of(where: Any) -> ReplicaMesh | None:
     return None
 
 
-def _missing(ops: CrossDeviceOps, method: str, what: str) -> str:
+def _describe_missing(ops: CrossDeviceOps, method: str, what: str) -> str:
     return (
         f"{what} was asked of {type(ops).__name__}, which does not say how: {method} must be "
         f"implemented in descendants of tpudist.CrossDeviceOps. Override it, or use "

@@ -39,7 +39,7 @@ def device_of(destinations: Any, what: str) -> jax.Device | None:
     )
 
 
-def moved(result: PyTree, device: jax.Device | None) -> PyTree:
+def move_to_device(result: PyTree, device: jax.Device | None) -> PyTree:
     """`result` on one device; where it is, without a device or in a program that is traced."""
     if device is None or any(map(is_traced, jax.tree.leaves(result))):
         return result

@@ -15,7 +15,7 @@ from tpudist.xla import collectives, placement
 from tpudist.xla.mesh import ReplicaMesh
 
 
-def in_trace(value: Any) -> Any:
+def capture_in_trace(value: Any) -> Any:
     """A PerReplica that a function in cross-replica context captures, as a part of its trace."""
     frame = context.current().frame
     if frame is None or not isinstance(value, PerReplica) or isinstance(value, LocalPart):
@@ -28,7 +28,7 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
     indexed_slices.check_dense(value, "gather")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise TypeError(f"gather was asked for axis={axis!r}. It concatenates along one int axis.")
-    value = in_trace(value)
+    value = capture_in_trace(value)
     if not isinstance(value, PerReplica):
         return value if isinstance(value, jax.Array) else jnp.asarray(value)
     shape = value.shape
@@ -66,19 +66,19 @@ def _gather(dim: int, rows: tuple[int, ...] | None, dim_of_rows: int, sharding: 
         if rows is None:
             return joined
         if dim == dim_of_rows:
-            return _real(joined, rows, size, dim)
+            return _select_real(joined, rows, size, dim)
         return jax.lax.slice_in_dim(joined, 0, rows[0], axis=dim_of_rows)
 
     return jax.jit(program, out_shardings=sharding)
 
 
-def _real(joined: jax.Array, rows: tuple[int, ...], size: int, dim: int) -> jax.Array:
+def _select_real(joined: jax.Array, rows: tuple[int, ...], size: int, dim: int) -> jax.Array:
     """The first `rows` of each replica's `size` places along a dim."""
     real = np.concatenate([i * size + np.arange(r) for i, r in enumerate(rows)])
     return jnp.take(joined, jnp.asarray(real, jnp.int32), axis=dim)
 
 
-def without_padding(
+def remove_padding(
     mesh: ReplicaMesh, array: jax.Array, rows: tuple[int, ...], dim: int
 ) -> jax.Array:
     """The real rows of an array that holds those of all replicas along `dim`, one after another."""
@@ -90,13 +90,13 @@ def without_padding(
 
 @functools.lru_cache(maxsize=1024)
 def _take_real(rows: tuple[int, ...], size: int, dim: int, sharding: Any):
-    return jax.jit(lambda array: _real(array, rows, size, dim), out_shardings=sharding)
+    return jax.jit(lambda array: _select_real(array, rows, size, dim), out_shardings=sharding)
 
 
 def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
     """The parts of this process's replicas, in order, without padding rows."""
     if context.current().frame is not None:
-        return _parts_in_trace(mesh, in_trace(value))
+        return _parts_in_trace(mesh, capture_in_trace(value))
     parts = []
     for i in mesh.local_replicas:
         part = placement.component(mesh, value.array, i)

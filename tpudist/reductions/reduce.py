@@ -15,7 +15,7 @@ from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
-from tpudist.reductions.gather import gather, in_trace, stack_parts
+from tpudist.reductions.gather import capture_in_trace, gather, stack_parts
 from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import LocalPart, PerReplica
@@ -30,8 +30,8 @@ def reduce(
     mesh = strategy.replica_mesh
     if isinstance(value, IndexedSlices):
         return _reduce_slices(mesh, op, value, axis)  # type: ignore[return-value]
-    value = in_trace(value)
-    axis = _checked_axis(axis, value)
+    value = capture_in_trace(value)
+    axis = _parse_axis(axis, value)
     n = mesh.num_replicas
     if isinstance(value, LocalPart):
         real = _real_rows_in_trace(value) if axis is not None and 0 in axis else None
@@ -41,7 +41,7 @@ def reduce(
     array, real = value.array, None
     if value.is_padded:
         array, axis = _rows_first(value, axis)
-        real = placement.stacked_counts(mesh, value.rows)  # type: ignore[arg-type]
+        real = placement.stack_counts(mesh, value.rows)  # type: ignore[arg-type]
     if strategy.cross_device_ops is not None and n > 1:
         return _reduce_by_choice(strategy, op, array, axis, real, options)
     return _reduce_stacked(op, axis, mesh.replicated)(array, real)
@@ -65,7 +65,7 @@ def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Ar
 
 def reduce_all(strategy: StrategyBase, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
     """As `reduce` without an axis, of several leaves: what can travel together does."""
-    values = [in_trace(x) for x in values]
+    values = [capture_in_trace(x) for x in values]
     ops = strategy.cross_device_ops
     together = [
         i
@@ -93,7 +93,7 @@ def _reduce_by_choice(
     """As `_reduce_stacked`, by the strategy's cross-device ops."""
 
     def function(x, *real):
-        with context.entered(context.Mode(context.ContextKind.SCOPE, strategy)):
+        with context.enter(context.Mode(context.ContextKind.SCOPE, strategy)):
             return [_reduce_part(op, x, axis, real[0] if real else None, options)]
 
     ops = strategy.cross_device_ops
@@ -109,7 +109,7 @@ def _reduce_slices(mesh: ReplicaMesh, op: ReduceOp, value: IndexedSlices, axis: 
             f"reduce of IndexedSlices was asked for with axis={axis!r}. Slices are combined over "
             f"replicas only: axis=None."
         )
-    parts = [in_trace(value.values), in_trace(value.indices)]
+    parts = [capture_in_trace(value.values), capture_in_trace(value.indices)]
     if context.current().frame is not None:
         values, indices = (x.array if isinstance(x, LocalPart) else x for x in parts)
         return indexed_slices.all_reduce(op, IndexedSlices(values, indices, value.dense_shape))
@@ -122,7 +122,7 @@ def _reduce_slices(mesh: ReplicaMesh, op: ReduceOp, value: IndexedSlices, axis: 
     return IndexedSlices(values if n == 1 else values / n, indices, value.dense_shape)
 
 
-def _checked_axis(axis: Any, value: Any) -> tuple[int, ...] | None:
+def _parse_axis(axis: Any, value: Any) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
@@ -149,13 +149,13 @@ def _reduce_stacked(op: ReduceOp, axis: tuple[int, ...] | None, sharding: Any):
         if real is not None:
             mask = jnp.arange(stacked.shape[1])[None] < real[:, None]
             where = mask.reshape(mask.shape + (1,) * (stacked.ndim - 2))
-        return _over(op, stacked, axes, where)
+        return _reduce_dims(op, stacked, axes, where)
 
     program.__name__ = f"reduce_{op.name.lower()}"
     return jax.jit(program, out_shardings=sharding)
 
 
-def _over(op: ReduceOp, x: jax.Array, axes: tuple[int, ...], where) -> jax.Array:
+def _reduce_dims(op: ReduceOp, x: jax.Array, axes: tuple[int, ...], where) -> jax.Array:
     if op is ReduceOp.SUM:
         dtype = None if x.dtype == jnp.bool_ else x.dtype
         return jnp.sum(x, axes, dtype=dtype, where=where)
@@ -182,7 +182,7 @@ def _least(op: ReduceOp, dtype: Any) -> Any:
 def _reduce_equal(op: ReduceOp, x: jax.Array, axis, n: int) -> jax.Array:
     """A value that is equal on n replicas counts n times."""
     if axis is not None:
-        x = _over(op, x, axis, None)
+        x = _reduce_dims(op, x, axis, None)
     if op is not ReduceOp.SUM:
         return x
     return x * (n if x.dtype == jnp.bool_ else jnp.asarray(n, x.dtype))
@@ -193,15 +193,15 @@ def _reduce_part(op: ReduceOp, x: jax.Array, axis, real: Any, options: Any) -> j
     if axis is None:
         return cross_device_ops.reduce(op, x, options)
     if real is None:
-        return cross_device_ops.reduce(op, _over(op, x, axis, None), options)
+        return cross_device_ops.reduce(op, _reduce_dims(op, x, axis, None), options)
     mask = (jnp.arange(x.shape[0]) < real).reshape(-1, *(1,) * (x.ndim - 1))
     if op is not ReduceOp.MEAN:
-        return cross_device_ops.reduce(op, _over(op, x, axis, mask), options)
+        return cross_device_ops.reduce(op, _reduce_dims(op, x, axis, mask), options)
     # A mean of the replicas' means would be wrong where they have other numbers of real rows: sums
     # and counts travel, in one collective, and are divided at the end.
     count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis)
     total, count = cross_device_ops.all_reduce(
-        ReduceOp.SUM, [_over(ReduceOp.SUM, x, axis, mask), count], options
+        ReduceOp.SUM, [_reduce_dims(ReduceOp.SUM, x, axis, mask), count], options
     )
     return total / jnp.maximum(count, 1)
 

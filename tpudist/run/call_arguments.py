@@ -177,7 +177,7 @@ def _kind(x: Any) -> str:
     return "arrays" if isinstance(x, _ARRAY_TYPES) else "static"
 
 
-class ByIdentity:
+class IdentityKey:
     """Makes an unhashable argument part of a key, as the object it is."""
 
     __slots__ = ("value",)
@@ -190,7 +190,7 @@ class ByIdentity:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other.value is self.value
+        return isinstance(other, IdentityKey) and other.value is self.value
 
 
 def hashable(value: Any) -> Any:
@@ -200,7 +200,7 @@ def hashable(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return ByIdentity(value)
+        return IdentityKey(value)
     return type(value), value
 
 

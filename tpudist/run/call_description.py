@@ -13,7 +13,7 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log
 
 
-def of_call(
+def describe_call(
     fn: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],

@@ -60,7 +60,7 @@ class Capture:
         self._held = value
         function = inspect.unwrap(function)
         self._function_name = getattr(function, "__name__", type(function).__name__)
-        self._name, self._read = found_in(value, function)
+        self._name, self._read = find_capture(value, function)
         self.key = id(value.array)
 
     @property
@@ -112,7 +112,7 @@ class Guest:
         return self._copy
 
 
-def found_in(value: Any, function: Any) -> tuple[str | None, Callable[[], Any] | None]:
+def find_capture(value: Any, function: Any) -> tuple[str | None, Callable[[], Any] | None]:
     """By which name a function captures `value`, and how to read what that name holds now."""
     code = getattr(function, "__code__", None)
     if code is None:

@@ -37,7 +37,7 @@ class _Record:
         return instance
 
 
-def opened(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, bool]:
+def unpack(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, bool]:
     """`tree` with unknown containers that hold traced values as nodes; and if there are any."""
     found = []
 
@@ -45,7 +45,7 @@ def opened(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, bool]:
         if is_leaf(x) or not holds(x, is_traced):
             return x
         found.append(x)
-        held = _of(x)
+        held = _items(x)
         values = [jax.tree.map(one, value, is_leaf=is_leaf) for _, value in held]
         return _Record(type(x), tuple(key for key, _ in held), values)
 
@@ -54,14 +54,14 @@ def opened(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, bool]:
 
 def holds(value: Any, wanted: Callable[[Any], bool]) -> bool:
     """Whether a container that is a leaf to JAX holds a value that is `wanted`."""
-    for _, held in _of(value):
+    for _, held in _items(value):
         for x in jax.tree.leaves(held, is_leaf=is_distributed):
             if wanted(x.array if isinstance(x, PerReplica) else x) or holds(x, wanted):
                 return True
     return False
 
 
-def _of(value: Any) -> list[tuple[Any, Any]]:
+def _items(value: Any) -> list[tuple[Any, Any]]:
     """What a container holds by key; nothing if it is none."""
     if isinstance(value, type | PerReplica):
         return []

@@ -16,7 +16,7 @@ from tpudist import context, step_boundaries
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
 from tpudist.run import call_arguments
-from tpudist.run.captures import NextElement, OtherStrategy, found_in
+from tpudist.run.captures import NextElement, OtherStrategy, find_capture
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
 
@@ -178,9 +178,9 @@ class Function:
             if unknown and not context.has_strategy():
                 # Whose the arguments are, the function says when it uses them: traced with one part
                 # of each PerReplica, and nothing moved to a mesh that may not be theirs.
-                strategy._lower_whole(self._body, *_with_one_part((args, kwargs)))
+                strategy._lower_once(self._body, *_with_one_part((args, kwargs)))
                 self._was_traced = True
-        return strategy._call_whole(self._body, args, kwargs)
+        return strategy._call_once(self._body, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method: of an NNX object, which is its first argument; else a function of its own."""
@@ -228,7 +228,7 @@ class _Source:
     def __init__(self, iterator: Any, func: Callable[..., Any]):
         self._number = iterator.number if isinstance(iterator, IteratorArgument) else None
         self._held = iterator
-        self._read = None if self._number is not None else found_in(iterator, func)[1]
+        self._read = None if self._number is not None else find_capture(iterator, func)[1]
 
     def current(self, iterators: list[Any]) -> Any:
         """The iterator in this call."""

@@ -11,6 +11,7 @@ from tpudist.run import call_arguments, row_groups
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import placement
+from tpudist.xla.mesh import ReplicaMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Inputs:
         for i in kinds.dynamic:
             size = states[i].num_leaves if i in states else 1
             arguments += [i] * size
-            group = _group(leaves[i], groups, rows) if i in per_replica else None
+            group = _find_group(leaves[i], groups, rows) if i in per_replica else None
             group_of += [group] * size
         stacked = [False] * nnx_structure.num_leaves + [i in per_replica for i in arguments]
         stacked += [True, False] * (len(groups.sizes) if groups else 0)
@@ -90,7 +91,7 @@ class Inputs:
         return flat
 
 
-def _group(leaf: PerReplica, groups, rows) -> int | None:
+def _find_group(leaf: PerReplica, groups, rows) -> int | None:
     if leaf.rows is None or groups is None or not leaf.shape:
         return None
     known = list(zip(groups.sizes, rows, groups.dims, strict=True))
@@ -107,12 +108,12 @@ def positions(values: Sequence[Any]) -> list[list[int]]:
     return found
 
 
-def on_host(values: Sequence[Any]) -> list[int]:
+def positions_on_host(values: Sequence[Any]) -> list[int]:
     """The positions of the arrays that live in the host's memory."""
-    return [i for i, x in enumerate(jax.tree.leaves(values)) if placement.on_host(x)]
+    return [i for i, x in enumerate(jax.tree.leaves(values)) if placement.is_on_host(x)]
 
 
-def taker(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
+def make_getter(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
     """A fast way to take the elements at `indices`."""
     if list(indices) == list(range(len(indices))):
         end = len(indices)
@@ -123,7 +124,7 @@ def taker(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
     return lambda values: [values[i] for i in indices]
 
 
-def pinned(value: Any, mesh: Any) -> Any:
+def sharding_to_keep(value: Any, mesh: ReplicaMesh) -> Any:
     """The sharding that new state must keep: its old one, so that the next call hits the cache."""
     sharding = getattr(value, "sharding", None)
     on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh.mesh

@@ -16,7 +16,7 @@ from tpudist.run import call_arguments, outputs, row_groups
 from tpudist.run.inputs import Inputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.run.results import Found, finished
+from tpudist.run.results import CallOutputs, aggregate_outputs
 from tpudist.run.trace import causes_of_variables
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.state import nnx_binding, nnx_contents
@@ -30,11 +30,11 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     strategy = frame.strategy
     name = getattr(fn, "__name__", type(fn).__name__)
     leaves, structure = call_arguments.Flattener().leaves(args, kwargs)
-    leaves = [_part(frame, x) for x in leaves]
+    leaves = [_capture_part(frame, x) for x in leaves]
     kinds = call_arguments.Kinds.of(leaves)
     binding = nnx_binding.Binding([leaves[i] for i in kinds.objects]) if kinds.objects else None
     counts = _row_counts(frame, leaves)
-    inputs = _inputs(kinds, leaves, binding, counts)
+    inputs = _make_inputs(kinds, leaves, binding, counts)
     call = ReplicaCall(
         strategy=strategy,
         name=name,
@@ -55,10 +55,10 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
         *_arrays(kinds, leaves),
         *(x for _, pair in counts for x in pair),
     ]
-    found = Found()
-    closed = jax.make_jaxpr(body.of_flat_inputs(found))(*values)
+    found = CallOutputs()
+    closed = jax.make_jaxpr(body.make_flat_function(found))(*values)
     if found.interruption is not None:
-        _begin(frame, found, compile.evaluated(closed, values))
+        _begin_variables(frame, found, compile.evaluate(closed, values))
         raise found.interruption
     causes = causes_of_variables(variables) + [None] * inputs.num_nnx
     causes += ["an argument" if s else None for s in inputs.stacked[inputs.num_nnx :]]
@@ -70,24 +70,24 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
         proof, found.variables, changed, binding, name, strategy.num_replicas_in_sync
     )
     frame.read |= found.read
-    results = finished(compile.evaluated(closed, values), aggregated)
+    results = aggregate_outputs(compile.evaluate(closed, values), aggregated)
     if found.computed:
-        _begin(frame, found, results[-len(found.computed) :])
+        _begin_variables(frame, found, results[-len(found.computed) :])
         results = results[: -len(found.computed)]
     rest = results[found.num_results :]
     for variable, value in zip(found.variables, rest, strict=False):
         frame.set(variable, value)
-    _write(binding, found, rest[len(found.variables) :])
-    return _result(frame, found, results, stack, leaves, binding, counts)
+    _write_objects(binding, found, rest[len(found.variables) :])
+    return _build_result(frame, found, results, stack, leaves, binding, counts)
 
 
-def _begin(frame: ReplicaFrame, found: Found, values: Sequence[jax.Array]) -> None:
+def _begin_variables(frame: ReplicaFrame, found: CallOutputs, values: Sequence[jax.Array]) -> None:
     """The Variables that the function has made are made by the trace around it."""
     for variable, value in zip(found.computed, values, strict=True):
-        frame.begin(variable, value, computed=True)
+        frame.begin_variable(variable, value, computed=True)
 
 
-def _part(frame: ReplicaFrame, x: Any) -> Any:
+def _capture_part(frame: ReplicaFrame, x: Any) -> Any:
     captured = isinstance(x, PerReplica) and not isinstance(x, LocalPart)
     return LocalPart(frame.capture(x)) if captured else x
 
@@ -103,7 +103,7 @@ def _row_counts(frame: ReplicaFrame, leaves: Sequence[Any]) -> list[tuple[int, A
     return [*found.values(), *rest]
 
 
-def _inputs(kinds, leaves, binding, counts: list[tuple[int, Any]]) -> Inputs:
+def _make_inputs(kinds, leaves, binding, counts: list[tuple[int, Any]]) -> Inputs:
     sizes = tuple(size for size, _ in counts)
     groups = row_groups.RowGroups(sizes, (0,) * len(sizes)) if counts else None
     inputs = Inputs.of(kinds, leaves, binding, groups, ())
@@ -123,7 +123,7 @@ def _arrays(kinds: call_arguments.Kinds, leaves: Sequence[Any]) -> list[Any]:
     return arrays
 
 
-def _write(binding, found: Found, values: Sequence[Any]) -> None:
+def _write_objects(binding, found: CallOutputs, values: Sequence[Any]) -> None:
     if binding is None or not found.nnx:
         return
     changed = list(dict.fromkeys(i for i, _ in found.nnx))
@@ -131,7 +131,7 @@ def _write(binding, found: Found, values: Sequence[Any]) -> None:
     nnx_binding.write([binding.variables[i] for i in changed], held.unflatten(values))
 
 
-def _result(frame, found: Found, outputs, stack, leaves, binding, counts) -> Any:
+def _build_result(frame, found: CallOutputs, outputs, stack, leaves, binding, counts) -> Any:
     pair_of: dict[int, Any] = {}
     for size, pair in counts:
         pair_of[size] = None if size in pair_of else pair

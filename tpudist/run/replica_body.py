@@ -15,10 +15,10 @@ from tpudist.context import ContextKind
 from tpudist.reduce_op import VariableAggregation
 from tpudist.run import call_arguments
 from tpudist.run.captures import NewVariable
-from tpudist.run.containers import opened
+from tpudist.run.containers import unpack
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.replica_context import ReplicaContext
-from tpudist.run.results import Found
+from tpudist.run.results import CallOutputs
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
@@ -40,7 +40,9 @@ class ReplicaBody:
         """
         self.call, self.variables = call, variables
 
-    def of_flat_inputs(self, found: Found, more_rows: int = 0) -> Callable[..., list[Any]]:
+    def make_flat_function(
+        self, found: CallOutputs, more_rows: int = 0
+    ) -> Callable[..., list[Any]]:
         """The function of flat local inputs that gives flat outputs.
 
         Args:
@@ -70,7 +72,7 @@ class ReplicaBody:
             frame.same = {id(x): x for x, part in zip(arguments, parts, strict=False) if not part}
             copies, entered = self._enter_objects(nnx_values)
             flat_arguments = inputs.flat_arguments(
-                call.leaves, self._as_seen(arguments, pairs), call.kinds, copies
+                call.leaves, self._wrap_arguments(arguments, pairs), call.kinds, copies
             )
             args, kwargs = call_arguments.unflatten(flat_arguments, call.structure, call.num_args)
             if call.whole:
@@ -78,7 +80,7 @@ class ReplicaBody:
                     if isinstance(x, LocalPart):
                         frame.note_part(x)
             try:
-                with context.entered(self._mode(frame)):
+                with context.enter(self._mode(frame)):
                     result = call.fn(*args, **kwargs)
             except NewVariable as interruption:
                 if not frame.made:
@@ -90,10 +92,10 @@ class ReplicaBody:
             if frame.incomplete:
                 return initial_values
             found.row_multiple = frame.row_multiple
-            outputs = self._results(found, result, arguments, copies)
+            outputs = self._collect_results(found, result, arguments, copies)
             found.read, found.variables = frame.read, list(frame.written)
             outputs += [frame.values[v] for v in frame.written]
-            outputs += self._changed_objects(found, copies, entered)
+            outputs += self._collect_changes(found, copies, entered)
             return outputs + initial_values  # of what is made in a nested `run`
 
         return flat
@@ -106,7 +108,7 @@ class ReplicaBody:
         kind = ContextKind.FUNCTION if whole else ContextKind.REPLICA
         return context.Mode(kind, strategy, ReplicaContext(strategy, frame=frame), frame)
 
-    def _as_seen(self, arguments: list[Any], pairs: list[Any]) -> list[Any]:
+    def _wrap_arguments(self, arguments: list[Any], pairs: list[Any]) -> list[Any]:
         """What the function gets for the arrays among its arguments."""
         inputs = self.call.inputs
         if not self.call.whole or self.call.strategy.num_replicas_in_sync == 1:
@@ -134,7 +136,9 @@ class ReplicaBody:
                     values[i] = jnp.where(me == 0, x, jnp.zeros_like(x))
         return binding.copy_with(values), values
 
-    def _results(self, found: Found, result: Any, arguments: list[Any], copies: tuple) -> list[Any]:
+    def _collect_results(
+        self, found: CallOutputs, result: Any, arguments: list[Any], copies: tuple
+    ) -> list[Any]:
         inputs = self.call.inputs
         positions = {id(x): i for i, x in enumerate(nnx_contents.nodes_of(copies))}
         of_argument = {
@@ -147,7 +151,7 @@ class ReplicaBody:
         def is_leaf(x):
             return id(x) in positions or isinstance(x, PerReplica | Variable)
 
-        result, has_records = opened(result, is_leaf)
+        result, has_records = unpack(result, is_leaf)
         found.plain = not has_records
         leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         outputs = []
@@ -166,7 +170,7 @@ class ReplicaBody:
         found.num_results = len(outputs)
         return outputs
 
-    def _changed_objects(self, found: Found, copies: tuple, entered: list[Any]) -> list[Any]:
+    def _collect_changes(self, found: CallOutputs, copies: tuple, entered: list[Any]) -> list[Any]:
         binding, inputs = self.call.binding, self.call.inputs
         if binding is None:
             return []

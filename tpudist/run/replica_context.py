@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.deprecated import DeprecatedContextMethods
 from tpudist.reduce_op import ReduceOp
@@ -26,7 +27,11 @@ class ReplicaContext(DeprecatedContextMethods):
     """
 
     def __init__(
-        self, strategy: StrategyBase, replica_id_in_sync_group: Any = None, *, frame: Any = None
+        self,
+        strategy: StrategyBase,
+        replica_id_in_sync_group: Any = None,
+        *,
+        frame: Frame | None = None,
     ):
         """Made by strategies. `frame` is the trace it belongs to; None for the default context."""
         self._strategy = strategy
@@ -75,7 +80,7 @@ class ReplicaContext(DeprecatedContextMethods):
         """
         op = ReduceOp.parse(reduce_op)
         self._check_current("all_reduce")
-        options = self._communication(options, "all_reduce(options")
+        options = self._check_options(options, "all_reduce(options")
         if self._frame is None:
             return jax.tree.map(jnp.asarray, value)
         return indexed_slices.all_reduce(
@@ -98,7 +103,7 @@ class ReplicaContext(DeprecatedContextMethods):
         keeps its own part. As `tf.distribute.ReplicaContext.all_gather`.
         """
         self._check_current("all_gather")
-        options = self._communication(options, "all_gather(options")
+        options = self._check_options(options, "all_gather(options")
         indexed_slices.check_dense(value, "all_gather")
         if self._frame is None:
             return jax.tree.map(jnp.asarray, value)
@@ -124,15 +129,15 @@ class ReplicaContext(DeprecatedContextMethods):
         self._check_current("merge_call")
         kwargs = dict(kwargs or {})
         if self._frame is None:
-            with context.entered(context.Mode(context.ContextKind.SCOPE, self._strategy)):
+            with context.enter(context.Mode(context.ContextKind.SCOPE, self._strategy)):
                 return merge_fn(self._strategy, *args, **kwargs)
-        args = jax.tree.map(self._as_merged, tuple(args), is_leaf=is_distributed)
+        args = jax.tree.map(self._to_merge_argument, tuple(args), is_leaf=is_distributed)
         kwargs = {
-            name: jax.tree.map(self._as_merged, value, is_leaf=is_distributed)
+            name: jax.tree.map(self._to_merge_argument, value, is_leaf=is_distributed)
             for name, value in kwargs.items()
         }
         mode = context.Mode(context.ContextKind.MERGE, self._strategy, frame=self._frame)
-        with context.entered(mode):
+        with context.enter(mode):
             result = merge_fn(self._strategy, *args, **kwargs)
         return jax.tree.map(
             lambda x: x.array if isinstance(x, LocalPart) else x,
@@ -140,13 +145,16 @@ class ReplicaContext(DeprecatedContextMethods):
             is_leaf=is_distributed,
         )
 
-    def _communication(self, options: Any, place: str) -> Any:
-        return communication_options.checked(options, place, self._strategy.replica_mesh.platform)
+    def _check_options(self, options: Any, place: str) -> Any:
+        return communication_options.check_options(
+            options, place, self._strategy.replica_mesh.platform
+        )
 
-    def _as_merged(self, x: Any) -> Any:
+    def _to_merge_argument(self, x: Any) -> Any:
         """What stands for an argument of `merge_call`: itself if it is the same on all replicas."""
         if isinstance(x, PerReplica):
             return LocalPart(jnp.asarray(x))
+        assert self._frame is not None, "out of traces nothing is wrapped"
         same = not traces.is_traced(x) or self._frame.is_same_everywhere(x)
         return x if same else LocalPart(x)
 
@@ -165,11 +173,15 @@ class ReplicaContext(DeprecatedContextMethods):
                 batches with different numbers of real rows were.
         """
         self._check_current("example_mask")
-        rows = batch.shape[0]
+        rows, frame = batch.shape[0], self._frame
+        if frame is None:
+            return jnp.ones((rows,), bool)
         if (each := self._rows_of_each(rows)) != rows:
-            real = collectives.all_gather(self._frame.real_rows(each)[None], 0)
+            of_each = frame.real_rows(each)
+            assert of_each is not None, "only what may be padding is a part"
+            real = collectives.all_gather(of_each[None], 0)
             return (jnp.arange(each) < real[:, None]).reshape(rows)
-        real = self._frame.real_rows(rows) if self._frame is not None else None
+        real = frame.real_rows(rows)
         return jnp.ones((rows,), bool) if real is None else jnp.arange(rows) < real
 
     def _rows_of_each(self, rows: int) -> int:

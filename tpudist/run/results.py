@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, gather
+from tpudist.run.call_arguments import Call
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
@@ -22,7 +23,7 @@ from tpudist.xla.mesh import ReplicaMesh
 
 
 @dataclasses.dataclass
-class Found:
+class CallOutputs:
     """What one call of the function gave, in the order of the flat outputs."""
 
     treedef: Any = None
@@ -92,7 +93,7 @@ class TracedStep:
     """
 
     program: compile.ReplicaProgram
-    found: Found
+    found: CallOutputs
     all_variables: list[jax.ShapeDtypeStruct]
     positions: dict[Variable, int]
     stack_outputs: list[bool]
@@ -123,7 +124,7 @@ class TracedStep:
 
     def emit(
         self,
-        mesh: Any,
+        mesh: ReplicaMesh,
         captured: Sequence[Variable],
         values: Sequence[Any],
         state: Sequence[tuple[str, Any, int]],
@@ -138,7 +139,7 @@ class TracedStep:
                 ("nnx", (leaf, array of the leaf), position of its input).
         """
         # State that lives in host memory is on the devices while the step runs.
-        given, values = values, [placement.on_device(x) for x in values]
+        given, values = values, [placement.to_device(x) for x in values]
         fed = dict(zip(captured, values, strict=False))
         at = {position: fed[v] for v, position in self.positions.items()}
         variables = [
@@ -151,7 +152,7 @@ class TracedStep:
         new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
         new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
         written = [
-            placement.as_before(new[key], given[position]) if key in new else given[position]
+            placement.to_memory_of(new[key], given[position]) if key in new else given[position]
             for _, key, position in state
         ]
         results = list(outputs[:n])
@@ -160,9 +161,9 @@ class TracedStep:
         return written, Outcome(results, self)
 
     def _finish(self, outputs: list[jax.Array]) -> list[jax.Array]:
-        return finished(outputs, self.aggregated)
+        return aggregate_outputs(outputs, self.aggregated)
 
-    def result(self, results: Any, now: Any) -> Any:
+    def result(self, results: Any, now: Call) -> Any:
         """What the function returned in the call `now`, merged over replicas."""
         if self.even_groups:
             self._check_even(now)
@@ -172,7 +173,7 @@ class TracedStep:
         nodes = None
         for kind, what in self.found.result:
             if kind == "array":
-                merged.append(self._merged(what, results[what], now.rows))
+                merged.append(self._merge(what, results[what], now.rows))
             elif kind == "argument":
                 merged.append(now.leaves()[what])
             elif kind == "object":
@@ -182,7 +183,7 @@ class TracedStep:
                 merged.append(what)
         return self.found.treedef.unflatten(merged)
 
-    def _check_even(self, now: Any) -> None:
+    def _check_even(self, now: Call) -> None:
         for group in self.even_groups:
             if len(set(now.rows[group])) > 1:
                 raise ValueError(
@@ -199,15 +200,15 @@ class TracedStep:
             and not self.rows_of_result
         )
 
-    def _merged(self, i: int, array: jax.Array, rows) -> Any:
+    def _merge(self, i: int, array: jax.Array, rows) -> Any:
         group, dim = self.rows_of_result.get(i, (None, 0))
         real = None if group is None else rows[group]
         if self.stack_outputs[i]:
             return PerReplica(array, real, dim)
-        return array if real is None else gather.without_padding(self.mesh, array, real, dim)
+        return array if real is None else gather.remove_padding(self.mesh, array, real, dim)
 
 
-def finished(
+def aggregate_outputs(
     outputs: Sequence[jax.Array], aggregated: dict[ReduceOp | None, list[int]]
 ) -> list[jax.Array]:
     """What each replica has at the end of its program: `outputs`, some combined over replicas."""

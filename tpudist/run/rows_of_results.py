@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from tpudist.run.replica_body import ReplicaBody
-from tpudist.run.results import Found, TracedStep
+from tpudist.run.results import CallOutputs, TracedStep
 from tpudist.xla import compile, replica_equality
 
 
@@ -44,7 +44,7 @@ def find_rows(
         for dim, size in enumerate(x.shape)
         if (group := groups.only_one_of(size // parts[i])) is not None and not size % parts[i]
     ]
-    gathers = replica_equality.gathered(traced.program.closed.jaxpr)
+    gathers = replica_equality.find_gathers(traced.program.closed.jaxpr)
     if not candidates and not gathers:
         return {}, frozenset()
     more = traced.found.row_multiple
@@ -56,7 +56,9 @@ def find_rows(
             shape = (*x.shape[:dim], x.shape[dim] + more, *x.shape[dim + 1 :])
             grown[offset + k] = jax.ShapeDtypeStruct(shape, x.dtype)
     try:
-        closed = compile.trace(body.of_flat_inputs(Found(), more), mesh, grown, stacked).closed
+        closed = compile.trace(
+            body.make_flat_function(CallOutputs(), more), mesh, grown, stacked
+        ).closed
     except Exception:
         # The function has its batch size written into it: as many rows then are its rows.
         found = [(i, g, d) for i, g, d in candidates if parts[i] == 1 and d == groups.dims[g]]
@@ -70,7 +72,7 @@ def find_rows(
     even = [
         groups.only_one_of(before)
         for (shape, along), (larger, _) in zip(
-            gathers, replica_equality.gathered(closed.jaxpr), strict=False
+            gathers, replica_equality.find_gathers(closed.jaxpr), strict=False
         )
         for dim, (before, after) in enumerate(zip(shape, larger, strict=False))
         if dim != along and after == before + more

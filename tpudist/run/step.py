@@ -28,11 +28,11 @@ from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile_log, executables, placement, traces
 
 
-class Replan(Exception):
+class PlanOutdated(Exception):
     """A trace reads or writes state that the compiled call does not feed or take back yet."""
 
 
-class LookAgain(Exception):
+class ArgumentsChanged(Exception):
     """The cache of `jit` missed in a call whose arguments were not all looked at."""
 
 
@@ -93,17 +93,17 @@ class Step:
         try:
             written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
         except (TypeError, ValueError) as error:
-            if self._under_way().careful:
+            if self._current_call().careful:
                 raise
             # An argument is no array, or is not on the mesh.
-            raise LookAgain from error
+            raise ArgumentsChanged from error
         return written, outcome, self._compiles.number != num_compiles
 
     def lower(self, now: call_arguments.Call) -> Any:
         """The lowered program of this call, which is not made."""
-        return self.lowered(now)[0]
+        return self.lower_with_inputs(now)[0]
 
-    def lowered(
+    def lower_with_inputs(
         self, now: call_arguments.Call, traced: Callable[[], None] = lambda: None
     ) -> tuple[Any, list[Any], list[Any]]:
         """The lowered program of this call, and its flat inputs: the overwritten, and the others.
@@ -129,11 +129,11 @@ class Step:
             while True:
                 try:
                     return act(*self._feed(now))
-                except Replan:
+                except PlanOutdated:
                     self._jitted = None
                 except NewVariable as wanted:
                     self._jitted = None
-                    wanted.provide(lambda: self._rest(now))
+                    wanted.provide(lambda: self._inputs_after_captured(now))
         finally:
             self._now = None
 
@@ -141,14 +141,14 @@ class Step:
         """The inputs: those that are overwritten, and the others."""
         values = self._values(now)
         if now.careful:
-            values = self._placed(values, self._are_stacked(now))
-            if self._plan is not None and inputs.on_host(values) != self._plan.on_host:
+            values = self._place(values, self._mark_stacked(now))
+            if self._plan is not None and inputs.positions_on_host(values) != self._plan.on_host:
                 self._jitted = None  # state was moved to another memory, or from there
         if self._jitted is None:
             if not now.careful:
-                raise LookAgain
+                raise ArgumentsChanged
             values = self._prepare(values)
-        if self.captured and not traces.tracing_nothing():
+        if self.captured and not traces.is_eager():
             raise RuntimeError(
                 f"'{self.function.name}' captures Variable '{self.captured[0].name}', and is run "
                 f"in a function that jax.jit (or another transformation) traces: the value would "
@@ -164,7 +164,7 @@ class Step:
             arrays, nesting = jax.tree.flatten(values)
             if nesting != plan.nesting:
                 assert not now.careful, (nesting, plan.nesting)
-                raise LookAgain
+                raise ArgumentsChanged
         if not plan.donated:
             return [], arrays
         donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)
@@ -173,7 +173,9 @@ class Step:
 
     def _values(self, now: call_arguments.Call) -> list[Any]:
         """Captured Variables, then what `inputs.Inputs` orders, with plain pytrees whole."""
-        values = [v._value for v in self.captured] if not self._stands_in else self._captured()
+        values = (
+            [v._value for v in self.captured] if not self._stands_in else self._values_of_captured()
+        )
         if now.binding is not None:
             values += now.binding.values()
         if self._storage is not None:
@@ -196,11 +198,11 @@ class Step:
             if self._lowering:
                 values += placement.abstract_counts(self.mesh)
                 continue
-            values.append(placement.stacked_counts(self.mesh, real))
+            values.append(placement.stack_counts(self.mesh, real))
             values.append(placement.count(self.mesh, sum(real)))
         return values
 
-    def _captured(self) -> list[Any]:
+    def _values_of_captured(self) -> list[Any]:
         return [self.owner.strategy._value_of(v) for v in self.captured]
 
     # For several calls in one program; see `step_loop`.
@@ -217,9 +219,9 @@ class Step:
         if not number:
             return []
         values = self._arguments(now)
-        return jax.tree.leaves(self._placed(values[-number:]))[-number:]
+        return jax.tree.leaves(self._place(values[-number:]))[-number:]
 
-    def before_dispatch(self) -> None:
+    def wait_for_slot(self) -> None:
         """Waits until one more program may be dispatched."""
         self._throttle.before_step()
 
@@ -233,13 +235,13 @@ class Step:
         if output is not None:
             self._throttle.after_step(output)
 
-    def _rest(self, now: call_arguments.Call) -> list[Any]:
+    def _inputs_after_captured(self, now: call_arguments.Call) -> list[Any]:
         """The arrays that are fed beside the captured Variables."""
         first = len(self.captured)
-        values, stacked = self._values(now)[first:], self._are_stacked(now)[first:]
-        return jax.tree.leaves(self._placed(values, stacked))
+        values, stacked = self._values(now)[first:], self._mark_stacked(now)[first:]
+        return jax.tree.leaves(self._place(values, stacked))
 
-    def _are_stacked(self, now: call_arguments.Call) -> list[bool]:
+    def _mark_stacked(self, now: call_arguments.Call) -> list[bool]:
         """For each of `_values`, whether it holds one part per replica."""
         num_nnx = len(now.binding.variables) if now.binding is not None else 0
         stacked = [v.on_read for v in self.captured] + [False] * num_nnx
@@ -247,12 +249,12 @@ class Step:
             return stacked + [False] * len(now.elements)
         return stacked + [s for _, s in self.kinds.fed] + [True, False] * len(now.rows)
 
-    def _placed(self, values: list[Any], stacked: Sequence[bool] | None = None) -> list[Any]:
+    def _place(self, values: list[Any], stacked: Sequence[bool] | None = None) -> list[Any]:
         """Moves to the mesh what is elsewhere, to compile once and not per origin.
 
         Without `stacked`, which may be one part per replica, what is on its devices stays.
         """
-        how = functools.partial(placement.as_steps_take_it, self.mesh, abstract=self._lowering)
+        how = functools.partial(placement.prepare_step_input, self.mesh, abstract=self._lowering)
         pairs = zip(values, stacked or [True] * len(values), strict=True)
         return [jax.tree.map(functools.partial(how, is_stacked=s), value) for value, s in pairs]
 
@@ -265,7 +267,7 @@ class Step:
                 if id(x) in seen and isinstance(x, jax.Array):
                     donated[i] = x.copy()
                 seen.add(id(x))
-        lent = self.owner.strategy._lent
+        lent = self.owner.strategy._protected
         if lent:
             for i, v in enumerate(self.captured):
                 if v in lent and v in self.written_variables:
@@ -279,7 +281,7 @@ class Step:
         variables = plan.written_variables
         for v, value in zip(variables, written, strict=False):
             v._value = value
-        lent = self.owner.strategy._lent
+        lent = self.owner.strategy._protected
         if lent:
             lent.difference_update(variables)  # nobody has read the new arrays
         if plan.written_leaves:
@@ -291,7 +293,7 @@ class Step:
                 rest = held.unflatten(rest)
             nnx_binding.write([binding.variables[i] for i in plan.written_leaves], rest)
 
-    def _under_way(self) -> call_arguments.Call:
+    def _current_call(self) -> call_arguments.Call:
         assert self._now is not None, "traces happen in calls only"
         return self._now
 
@@ -302,13 +304,13 @@ class Step:
 
         Returns the values again, with those of the Variables that it reads.
         """
-        now = self._under_way()
+        now = self._current_call()
         if not self.traced:
             self.inputs = Inputs.of(
                 self.kinds_of_leaves, now.leaves(), now.binding, self.groups, now.rows
             )
             self._trace(jax.tree.leaves(values))
-            captured = self._captured()
+            captured = self._values_of_captured()
             if self._storage is not None:
                 captured = self._storage.fetch(captured)
                 self._storage.take_in(now.binding)
@@ -319,14 +321,14 @@ class Step:
             self.captured,
             self.written_variables,
             self.written_leaves,
-            self._donated_arguments(now, len(self.captured) + num_nnx),
+            self._positions_of_donated(now, len(self.captured) + num_nnx),
             self.donates_state,
         )
 
         def step(donated_arrays, kept_arrays):
-            if not self._is_for(self._under_way()):
-                raise LookAgain
-            return self.body(plan.in_order(donated_arrays, kept_arrays))
+            if not self._is_for(self._current_call()):
+                raise ArgumentsChanged
+            return self.body(plan.merge_inputs(donated_arrays, kept_arrays))
 
         step.__name__ = step.__qualname__ = self.function.name
         arrays = jax.tree.leaves(values)
@@ -335,7 +337,7 @@ class Step:
         self._jitted = jax.jit(step, donate_argnums=0, **options)
         if self.function.loaded:
             lowered = self._jitted.trace(plan.take_donated(arrays), plan.take_kept(arrays)).lower()  # type: ignore[attr-defined]
-            ready = [saved.compiled_for(lowered) for saved in self.function.loaded]
+            ready = [saved.executable_for(lowered) for saved in self.function.loaded]
             for compiled in filter(None, ready):
                 self._jitted = executables.Ahead(compiled, self._jitted)
         return values
@@ -354,7 +356,7 @@ class Step:
         shared = self._storage is not None and self._storage.shares_memory
         return self.options.donate_state and not shared
 
-    def _donated_arguments(self, now: call_arguments.Call, first: int) -> list[int]:
+    def _positions_of_donated(self, now: call_arguments.Call, first: int) -> list[int]:
         """Positions among the inputs of the donated arguments; arguments begin at `first`."""
         asked = self.options.donate_argnums
         bad = [i for i in asked if not 0 <= i < len(now.args)]
@@ -387,7 +389,7 @@ class Step:
         if structure != self.structure or call_arguments.Kinds.of(leaves) != self.kinds_of_leaves:
             return False
         values = jax.tree.leaves(self._values(now))
-        return all(x is y for x, y in zip(self._placed(values), values, strict=True))
+        return all(x is y for x, y in zip(self._place(values), values, strict=True))
 
     def body(self, values: list[Any]):
         """What `jit` traces: runs once per signature, when its cache misses."""
@@ -397,9 +399,9 @@ class Step:
             and traced.written_variables <= self.written_variables
             and traced.written_leaves <= self.written_leaves
         ) or len(values) != len(self.captured) + len(self.inputs.stacked):
-            raise Replan
+            raise PlanOutdated
         # Which says how to all-reduce.
-        with context.entered(context.Mode(context.ContextKind.SCOPE, self.owner.strategy)):
+        with context.enter(context.Mode(context.ContextKind.SCOPE, self.owner.strategy)):
             assert self._plan is not None
             return traced.emit(self.mesh, self.captured, values, self._plan.state)
 
@@ -412,8 +414,8 @@ class Step:
         traced = self.traced.get(key)
         if traced is not None:
             return traced
-        now = self._under_way()
-        with self.owner.strategy._axis_rules():
+        now = self._current_call()
+        with self.owner.strategy._use_axis_rules():
             traced = trace_step(
                 ReplicaCall(
                     strategy=self.owner.strategy,
@@ -443,6 +445,8 @@ class Step:
 
     def _record(self, seconds: float, now: call_arguments.Call) -> None:
         self.function.record(
-            call_description.of_call(now.fn, now.args, now.kwargs, now.leaves(), self.options),
+            call_description.describe_call(
+                now.fn, now.args, now.kwargs, now.leaves(), self.options
+            ),
             seconds,
         )

@@ -16,7 +16,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.run import call_arguments, row_groups
 from tpudist.run.captures import Findings
-from tpudist.run.step import LookAgain, Step
+from tpudist.run.step import ArgumentsChanged, Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.weak_identity import WeakIdentityDict
 from tpudist.state import nnx_binding
@@ -59,7 +59,7 @@ class Replicator:
             if step is not None and not step.needs_care:
                 try:
                     return step(now)
-                except LookAgain:
+                except ArgumentsChanged:
                     step.needs_care = True
             step, now = self._find(function, fn, args, kwargs, options, careful=True)
             return step(now)
@@ -185,7 +185,7 @@ class Replicator:
         try:
             found = table.get(key)
         except TypeError:
-            table, key = self._others, call_arguments.ByIdentity(fn)
+            table, key = self._others, call_arguments.IdentityKey(fn)
             found = table.get(key)
         if found is None:
             found = _Function(fn, self._definitions, whole)

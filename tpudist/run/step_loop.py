@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tpudist.run import call_description
 from tpudist.run.call_arguments import Call
-from tpudist.run.inputs import pinned
+from tpudist.run.inputs import sharding_to_keep
 from tpudist.run.step import Step
 from tpudist.xla import compile_log
 
@@ -37,7 +37,7 @@ class StepSequence:
         start, compiles = time.perf_counter(), compile_log.backend_compiles().number
         written, outcomes = step.attempt(first, lambda *inputs: self._dispatch(own, *inputs))
         if compile_log.backend_compiles().number != compiles:
-            known = call_description.of_call(
+            known = call_description.describe_call(
                 first.fn, first.args, first.kwargs, first.leaves(), step.options
             )
             known["steps"] = f"{self._num_steps} in one program"
@@ -52,14 +52,14 @@ class StepSequence:
         step = self._step
         plan = step.plan
         assert plan is not None, "the step has just been given its inputs"
-        values = plan.in_order(donated, kept)
+        values = plan.merge_inputs(donated, kept)
         shared = values[: len(values) - len(own[0])]
         state = [position for _, _, position in plan.state]
         constant = sorted(set(range(len(shared))) - set(state))
         if self._jitted is None or self._made_for is not plan:
             self._jitted = self._program(state, constant, [shared[i] for i in state])
             self._made_for = plan
-        step.before_dispatch()
+        step.wait_for_slot()
         return self._jitted([shared[i] for i in state], [shared[i] for i in constant], own)
 
     def _program(self, state: list[int], constant: list[int], arrays: list[Any]) -> Callable:
@@ -88,6 +88,6 @@ class StepSequence:
         return jax.jit(
             steps,
             donate_argnums=(0,) if step.donates_state else (),
-            out_shardings=([pinned(x, step.mesh) for x in arrays], None),
+            out_shardings=([sharding_to_keep(x, step.mesh) for x in arrays], None),
             **step.compiler_options,
         )

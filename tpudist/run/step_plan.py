@@ -80,17 +80,17 @@ class StepPlan:
         return cls(
             nesting=nesting,
             only_arrays=len(arrays) == len(values) and all(map(_is, arrays, values)),
-            on_host=inputs.on_host(arrays),
+            on_host=inputs.positions_on_host(arrays),
             state=state,
             written_variables=[captured[i] for i in variables],
             written_leaves=leaves,
             donated=donated,
-            take_donated=inputs.taker(donated),
-            take_kept=inputs.taker(kept),
+            take_donated=inputs.make_getter(donated),
+            take_kept=inputs.make_getter(kept),
             _kept=kept,
         )
 
-    def in_order(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    def merge_inputs(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The flat inputs, of donated and kept ones."""
         values: list[Any] = [None] * (len(self.donated) + len(self._kept))
         for i, x in zip([*self.donated, *self._kept], [*donated, *kept], strict=True):
@@ -112,12 +112,15 @@ class StepPlan:
             # Said, and not taken from the arguments: an input that lies elsewhere would compile the
             # program once more.
             where = [
-                placement.in_memory_of(x, mesh.stacked if s else mesh.replicated)
+                placement.match_memory(x, mesh.stacked if s else mesh.replicated)
                 for x, s in zip(arrays, stacked, strict=True)
             ]
             options["in_shardings"] = (self.take_donated(where), self.take_kept(where))
         written = [position for _, _, position in self.state]
-        if mesh.devices_per_replica > 1 or any(placement.on_host(arrays[k]) for k in written):
+        if mesh.devices_per_replica > 1 or any(placement.is_on_host(arrays[k]) for k in written):
             # New state stays where the old one was, so that the next call finds this program.
-            options["out_shardings"] = ([inputs.pinned(arrays[k], mesh) for k in written], None)
+            options["out_shardings"] = (
+                [inputs.sharding_to_keep(arrays[k], mesh) for k in written],
+                None,
+            )
         return options

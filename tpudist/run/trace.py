@@ -15,7 +15,7 @@ from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.run.results import Found, TracedStep
+from tpudist.run.results import CallOutputs, TracedStep
 from tpudist.run.rows_of_results import find_rows
 from tpudist.state.variable import Variable
 from tpudist.xla import compile, replica_equality
@@ -39,16 +39,16 @@ def trace_step(
     assert call.findings is not None, "nested traces are made in `nested_run`"
     mesh = strategy.replica_mesh
     call_arguments.check_leaves(call.leaves, call.kinds, mesh.num_replicas, name)
-    variables = [*strategy._owned_variables(), *call.findings.captures]
+    variables = [*strategy._list_variables(), *call.findings.captures]
     values = map(strategy._value_of, variables)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
     shapes += map(compile.shape_of, rest)
     stacked = [v.on_read for v in variables] + list(inputs.stacked)
     body = ReplicaBody(call, variables)
-    found = Found()
-    program = compile.trace(body.of_flat_inputs(found), mesh, shapes, stacked, name)
+    found = CallOutputs()
+    program = compile.trace(body.make_flat_function(found), mesh, shapes, stacked, name)
     if found.incomplete:
-        raise NewVariable(_starter(found, program, strategy, variables, name))
+        raise NewVariable(_make_starter(found, program, strategy, variables, name))
     program_checks.check_constants(program, name)
     if found.structure_changed:
         raise ValueError(
@@ -102,7 +102,9 @@ def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:
     ]
 
 
-def _starter(found: Found, program, strategy, variables, name: str) -> Callable[..., None]:
+def _make_starter(
+    found: CallOutputs, program, strategy, variables, name: str
+) -> Callable[..., None]:
     """Gives the Variables that a trace has made the initial values that it computes.
 
     Those are the last outputs of its program, which is run for them; all replicas begin with the

@@ -28,6 +28,7 @@ from tpudist.run.captures import (
     OtherStrategy,
     check_parts,
 )
+from tpudist.state.variable_base import VariableBase
 from tpudist.xla.traces import is_traced, trace_state
 
 
@@ -89,12 +90,12 @@ class ReplicaFrame(Frame):
     def get(self, variable: Any) -> jax.Array:
         """What `variable` holds now on this replica."""
         if not self._owns(variable) and self._may_be_guest(variable):
-            return self._guest(variable)
+            return self._value_of_guest(variable)
         self._check_owner(variable)
         self.read.add(variable)
         return self.values[variable]
 
-    def set(self, variable: Any, value: jax.Array) -> None:
+    def set(self, variable: VariableBase, value: jax.Array) -> None:
         """Makes `variable` hold `value` on this replica.
 
         Raises:
@@ -129,7 +130,7 @@ class ReplicaFrame(Frame):
             root.findings.captures.append(capture)
         return jax.lax.index_in_dim(value.array, 0, keepdims=False)
 
-    def leave_to(self, strategy: StrategyBase) -> None:
+    def restart_under(self, strategy: StrategyBase) -> None:
         """Begins anew under `strategy`, to which the function turns out to belong.
 
         Only a function that was begun outside of every scope may belong to another strategy.
@@ -179,7 +180,7 @@ class ReplicaFrame(Frame):
         default = context.default_mode().strategy
         return variable.strategy is default and not variable.on_read
 
-    def _guest(self, variable: Any) -> jax.Array:
+    def _value_of_guest(self, variable: Any) -> jax.Array:
         """The value of a variable that was made out of all scopes."""
         root = self.root
         assert root.findings is not None
@@ -190,7 +191,7 @@ class ReplicaFrame(Frame):
         root.findings.captures.append(Guest(variable, self.strategy))
         return jnp.asarray(np.asarray(variable._value))
 
-    def next_created(self, make: Callable[[], Any]) -> Any:
+    def create_variable(self, make: Callable[[], Any]) -> Any:
         """The Variable that the function makes next: that of the first trace, if there was one."""
         root = self.root
         assert root.findings is not None
@@ -204,11 +205,11 @@ class ReplicaFrame(Frame):
         root._num_created += 1
         return variable
 
-    def is_made(self, variable: Any) -> bool:
+    def was_created(self, variable: VariableBase) -> bool:
         """Whether a Variable that the function makes was made by an earlier trace."""
         return variable in self.values and variable not in self.root.made
 
-    def begin(self, variable: Any, value: Any, computed: bool) -> None:
+    def begin_variable(self, variable: VariableBase, value: Any, computed: bool) -> None:
         """Lets a Variable that the function makes begin with `value`.
 
         Raises:
@@ -227,7 +228,7 @@ class ReplicaFrame(Frame):
         self.values[variable] = value
 
     @contextlib.contextmanager
-    def in_part(self, part: Any, num_parts: int) -> Iterator[None]:
+    def enter_part(self, part: Any, num_parts: int) -> Iterator[None]:
         """Lets the function see one part of the batch: rows `part`, `part + num_parts`, and so on.
 
         Over all replicas the real rows of all parts count.
@@ -292,7 +293,7 @@ class ReplicaFrame(Frame):
     def _check_owner(self, variable: Any) -> None:
         if not self._owns(variable):
             if self.root.whole:
-                self.leave_to(variable.strategy)
+                self.restart_under(variable.strategy)
             raise RuntimeError(
                 f"Variable '{variable.name}' was made under {variable.strategy!r}, but is used in "
                 f"a replica function of {self.strategy!r}. Make it in the scope of the strategy "

@@ -8,12 +8,13 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.state.variable_base import VariableBase
 
 _beside: contextvars.ContextVar[Any] = contextvars.ContextVar("tpudist.beside", default=None)
 
 
 @contextlib.contextmanager
-def beside(variable: Any) -> Iterator[None]:
+def colocate_with(variable: VariableBase) -> Iterator[None]:
     """Variables made in the `with` block are split over devices as `variable` is."""
     token = _beside.set(variable)
     try:

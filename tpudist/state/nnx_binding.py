@@ -51,7 +51,7 @@ class Binding:
             self.structure = _structures.setdefault(static, Structure())
         self.kinds = tuple(type(x) for x in leaves)
         nodes = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
-        self.summed = _summed_metrics(nodes)
+        self.summed = _ids_of_summed_metrics(nodes)
         # Holding the attribute dicts, not the objects: a binding must not keep a model alive.
         self._attributes = [vars(node) for node in nodes]
         self._seen = [tuple(attributes.values()) for attributes in self._attributes]
@@ -105,7 +105,7 @@ class Binding:
             return None
         asked = variable.get_metadata().get("aggregation")
         if asked is not None:
-            return _parsed(asked, variable)
+            return _parse_aggregation(asked, variable)
         if isinstance(variable, nnx.BatchStat):
             return VariableAggregation.MEAN
         return VariableAggregation.SUM if id(variable) in self.summed else None
@@ -136,7 +136,7 @@ def _is_attribute(node: Any, part: Any) -> bool:
     return isinstance(node, nnx.Pytree) and isinstance(part, str)
 
 
-def _parsed(aggregation: Any, variable: nnx.Variable) -> VariableAggregation:
+def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggregation:
     if isinstance(aggregation, VariableAggregation):
         return aggregation
     names = VariableAggregation.__members__
@@ -185,7 +185,7 @@ def _reference(x: Any) -> Callable[[], Any]:
     return (lambda: x) if isinstance(x, nnx.Variable) else weakref.ref(x)
 
 
-def _summed_metrics(nodes: Sequence[Any]) -> set[int]:
+def _ids_of_summed_metrics(nodes: Sequence[Any]) -> set[int]:
     """Ids of the Variables whose value is a sum over examples: those of NNX's averages."""
     averages = [x for x in nodes if isinstance(x, nnx.metrics.Average)]
     return {id(v) for x in averages for v in (x.total, x.count)}

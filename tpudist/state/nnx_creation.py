@@ -33,7 +33,7 @@ class Creation:
         """What `init` returns, every array made where it belongs, never whole on one device."""
         return nnx.merge(self.graphdef, self._program(self._arguments))
 
-    def unmade(self) -> Any:
+    def make_abstract(self) -> Any:
         """What `init` returns, with abstract arrays."""
         return nnx.merge(self.graphdef, self.abstract)
 
@@ -79,7 +79,7 @@ def plan_creation(
     return Creation(found[0], jax.tree.unflatten(treedef, abstract), program, state_in)
 
 
-def named_sharding(variable: nnx.Variable, mesh: jax.sharding.Mesh) -> Any:
+def sharding_of_annotation(variable: nnx.Variable, mesh: jax.sharding.Mesh) -> Any:
     """The sharding that a Variable's own annotation asks for, or None if it has none."""
     if not variable.get_metadata().get("out_sharding"):
         return None

@@ -54,7 +54,7 @@ def apply(what: str, array: jax.Array, indices: jax.Array, values: jax.Array) ->
     return rows.set(values, **options)
 
 
-def checked(
+def check_slices(
     name: str, shape: tuple[int, ...], dtype: Any, values: Any, indices: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Values and indices as arrays, of matching shapes and of the variable's dtype.
@@ -182,20 +182,20 @@ class ScatterUpdates(VariableBase):
                 f"replicas, in cross-replica context. Reduce them first, with strategy.reduce(op, "
                 f"slices, axis=None), or call it in the replica function."
             )
-        values, indices = checked(self.name, self.shape, self.dtype, values, indices)
+        values, indices = check_slices(self.name, self.shape, self.dtype, values, indices)
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
             values, indices = self.strategy.replicate((values, indices))
-            with self._at_home(mode):
-                new = apply(what, self._on_mesh(), indices, values)
+            with self._use_home(mode):
+                new = apply(what, self._fetch(), indices, values)
             return self._assign_eagerly(new, True)
         if mode.replica_context is not None:
-            values, indices = self._aggregated_slices(values, indices)
+            values, indices = self._aggregate_slices(values, indices)
         new = apply(what, mode.frame.get(self), indices, values)
         mode.frame.set(self, new)
         return new
 
-    def _aggregated_slices(self, values: jax.Array, indices: jax.Array) -> tuple[Any, Any]:
+    def _aggregate_slices(self, values: jax.Array, indices: jax.Array) -> tuple[Any, Any]:
         if self.aggregation is _NONE:
             return values, indices  # that they are equal everywhere is proven after the trace
         if self.aggregation is _FIRST:

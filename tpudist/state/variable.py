@@ -26,7 +26,7 @@ from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.component import Component
 from tpudist.values.per_replica import DistributedValues, LocalPart, local_part
 from tpudist.xla import placement
-from tpudist.xla.traces import at_once, is_traced
+from tpudist.xla.traces import is_traced, run_eagerly
 
 _names = itertools.count()
 _SUM = VariableAggregation.SUM
@@ -67,7 +67,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         make = super().__new__
         if frame is None:
             return make(cls)
-        return cast(Self, frame.next_created(lambda: make(cls)))
+        return cast(Self, frame.create_variable(lambda: make(cls)))
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         As `tf.Variable`; parameters without a meaning here warn when they are given.
         """
         frame = context.current().frame
-        if frame is not None and frame.is_made(self):
+        if frame is not None and frame.was_created(self):
             return  # by the first trace of the function
         if not validate_shape:
             warn_if_given("Variable(validate_shape", validate_shape, "shapes are always known")
@@ -128,10 +128,10 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         strategy = context.get_strategy()
         self.strategy = strategy._twin_of or strategy
         self.name = f"Variable_{next(_names)}" if name is None else name
-        self.synchronization = variable_value.checked(
+        self.synchronization = variable_value.check_member(
             VariableSynchronization, synchronization, "synchronization", self.name
         )
-        self.aggregation = variable_value.checked(
+        self.aggregation = variable_value.check_member(
             VariableAggregation, aggregation, "aggregation", self.name
         )
         if initial_value is None:
@@ -171,14 +171,14 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         )
         self._value: Any = None
         if frame is not None:
-            frame.begin(self, value, computed=is_traced(value))
+            frame.begin_variable(self, value, computed=is_traced(value))
         if not is_traced(value):
             self.start_with(value)
 
     def start_with(self, value: jax.Array) -> None:
         """Gives a new variable its initial value, and makes it one of its strategy's."""
         self._value = self.strategy._place_variable(self, value)
-        self.strategy._own_variable(self)
+        self.strategy._register_variable(self)
 
     # Reading.
 
@@ -197,9 +197,9 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             return aggregation.aggregate_read(self, local) if aggregates else local
         self._check_usable_here(mode, "read")
         if not self.on_read:
-            # The next step may overwrite this array in place; see `Strategy._own_variable`.
-            self.strategy._lend_variable(self)
-            value = self._on_mesh()
+            # The next step may overwrite this array in place; see `Strategy._register_variable`.
+            self.strategy._protect_from_donation(self)
+            value = self._fetch()
             return mode.strategy.replicate(value) if self._is_guest(mode) else value
         if self._in_cross_replica_context(mode):
             return aggregation.aggregate_components(self)
@@ -240,14 +240,14 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         self._check_usable_here(context.current(), "read")
         if self.on_read:
             return self.strategy._read_component(self._value, replica)
-        self.strategy._lend_variable(self)
+        self.strategy._protect_from_donation(self)
         return placement.copy_of(self.strategy.replica_mesh, self._value, replica)
 
     def set_component(self, replica: int, value: jax.Array) -> None:
         """Replaces what one replica of this process holds of an ON_READ variable."""
         self._check_usable_here(context.current(), "assigned")
         mesh = self.strategy.replica_mesh
-        self._value = placement.with_component(mesh, self._value, replica, value)
+        self._value = placement.replace_component(mesh, self._value, replica, value)
 
     @property
     def distribute_strategy(self) -> StrategyBase:
@@ -310,7 +310,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             return self._assign_eagerly(value, read_value)
         aggregation.check_number(self, value, mode)
         crossing = self.on_read and self._in_cross_replica_context(mode)
-        value = self.conformed(value if crossing else local_part(value))
+        value = self.conform(value if crossing else local_part(value))
         if mode.replica_context is not None and not self.on_read:
             value = aggregation.aggregate_write(self, value)
         mode.frame.set(self, aggregation.split_value(self, value) if crossing else value)
@@ -348,16 +348,16 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             )
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
-            delta = self.strategy.replicate(self.conformed(delta))
-            with self._at_home(mode):
-                new = self._on_mesh() + sign * delta
+            delta = self.strategy.replicate(self.conform(delta))
+            with self._use_home(mode):
+                new = self._fetch() + sign * delta
             if self.on_read:
                 self._value = new
                 return self.read_value() if read_value and self._readable_in(mode) else None
             return self._assign_eagerly(new, read_value)
         aggregation.check_number(self, delta, mode)
         crossing = self.on_read and self._in_cross_replica_context(mode)
-        delta = self.conformed(delta if crossing else local_part(delta))
+        delta = self.conform(delta if crossing else local_part(delta))
         if mode.replica_context is not None and not self.on_read:
             delta = aggregation.aggregate_write(self, delta)
         mode.frame.set(self, mode.frame.get(self) + sign * delta)
@@ -366,12 +366,12 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     def _assign_eagerly(self, value: Any, read_value: bool):
         mode = context.current()
         self._check_usable_here(mode, "assigned")
-        with self._at_home(mode):
-            self._value = self._placed(value, mode)
+        with self._use_home(mode):
+            self._value = self._place(value, mode)
         return self.read_value() if read_value and self._readable_in(mode) else None
 
-    def _placed(self, value: Any, mode: context.Mode) -> jax.Array:
-        value = self.conformed(value)
+    def _place(self, value: Any, mode: context.Mode) -> jax.Array:
+        value = self.conform(value)
         summed = self.on_read and self.aggregation is _SUM
         if summed and self._in_cross_replica_context(mode):
             value = variable_value.shares(value, self.strategy.num_replicas_in_sync)
@@ -383,7 +383,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         return aggregation.is_readable(self) or not self._in_cross_replica_context(mode)
 
     def __repr__(self) -> str:
-        return variable_value.described(self)
+        return variable_value.describe_variable(self)
 
     def __reduce__(self):
         raise TypeError(
@@ -397,7 +397,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         new = object.__new__(type(self))
         memo[id(self)] = new
         vars(new).update(vars(self))
-        with at_once():
+        with run_eagerly():
             new._value = self._value.copy()
-        self.strategy._own_variable(new)
+        self.strategy._register_variable(new)
         return new

@@ -13,7 +13,7 @@ from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import variable_value
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import placement
-from tpudist.xla.traces import tracing_nothing
+from tpudist.xla.traces import is_eager
 
 
 class VariableBase:
@@ -49,7 +49,7 @@ class VariableBase:
         """Sets the value, out of all traces."""
         raise NotImplementedError
 
-    def conformed(self, value: Any) -> jax.Array:
+    def conform(self, value: Any) -> jax.Array:
         """`value` as an array of this variable's shape and dtype; an error if it does not fit."""
         if isinstance(value, PerReplica):
             raise ValueError(
@@ -57,16 +57,16 @@ class VariableBase:
                 f"Its replicas' values differ, and the variable has one: reduce it first, with "
                 f"strategy.reduce(...), or assign in the replica function."
             )
-        return variable_value.conformed(value, self.name, self.shape, self.dtype)
+        return variable_value.conform(value, self.name, self.shape, self.dtype)
 
-    def _on_mesh(self) -> jax.Array:
+    def _fetch(self) -> jax.Array:
         """The array, or a copy of it on the mesh if it is stored elsewhere."""
         storage = self.strategy.storage
         return self._value if storage is None else storage.fetch([self._value])[0]
 
-    def _at_home(self, mode: context.Mode) -> contextlib.AbstractContextManager:
+    def _use_home(self, mode: context.Mode) -> contextlib.AbstractContextManager:
         """What is in force where a new value is computed: not the mesh of another's scope."""
-        return placement.off_mesh() if self._is_guest(mode) else contextlib.nullcontext()
+        return placement.without_mesh() if self._is_guest(mode) else contextlib.nullcontext()
 
     def _is_guest(self, mode: context.Mode) -> bool:
         """Whether this is the scope of another strategy, where ordinary variables may be used."""
@@ -75,7 +75,7 @@ class VariableBase:
     def _in_cross_replica_context(self, mode: context.Mode) -> bool:
         """Whether the replicas of this variable's strategy are seen from outside, as one."""
         # Out of all scopes one is in replica context, but in that of the default strategy.
-        acting = context.acting_for(self.strategy)
+        acting = context.resolve_twin(self.strategy)
         inside = mode.replica_context is not None and mode.strategy is acting
         return not inside and not mode.updating
 
@@ -85,7 +85,7 @@ class VariableBase:
                 f"Variable '{self.name}' was made under {self.strategy!r}, but is {what} in the "
                 f"scope of {mode.strategy!r}. Mixing strategies is not supported."
             )
-        if not tracing_nothing() and not variable_value.computes_here():
+        if not is_eager() and not variable_value.computes_here():
             raise RuntimeError(
                 f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
                 f"transformation) traces, outside of strategy.run: its value would be frozen into "

@@ -12,13 +12,13 @@ from tpudist.state.variable_base import VariableBase
 class SavedInCheckpoints(VariableBase):
     """The part of `Variable` that checkpoints use."""
 
-    def saved_as(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding]:
+    def checkpoint_spec(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding]:
         """Shape and dtype of the value, as checkpoints hold it, and where to restore it."""
         if self.on_read:
             return self.shape, self.dtype, self.strategy.replica_mesh.replicated
         return self.shape, self.dtype, self._value.sharding
 
-    def saved(self) -> jax.Array:
+    def checkpoint_value(self) -> jax.Array:
         """The value for a checkpoint: of an ON_READ variable, the aggregated one.
 
         Raises:
@@ -27,7 +27,7 @@ class SavedInCheckpoints(VariableBase):
         return aggregation.aggregate_components(self) if self.on_read else self._value
 
     def restore(self, value: jax.Array) -> None:
-        """Takes a value that is placed as `saved_as` says, and which nobody else uses.
+        """Takes a value that is placed as `checkpoint_spec` says, and which nobody else uses.
 
         Each component of an ON_READ variable becomes the value, or its share if they sum. As
         TensorFlow restores, but integers are shared out exactly.

@@ -1,16 +1,19 @@
 """What a variable may hold: its initial value, and values that fit what it is."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpudist.values.array_like import ReadsAsArray
-from tpudist.xla.traces import at_once, is_traced
+from tpudist.xla.traces import is_traced, run_eagerly
+
+if TYPE_CHECKING:
+    from tpudist.state.variable_base import VariableBase
 
 
-def checked(kind: type, value: Any, what: str, name: str) -> Any:
+def check_member(kind: type, value: Any, what: str, name: str) -> Any:
     """`value`, if it is a member of the enum `kind`; else a ValueError."""
     if not isinstance(value, kind):
         names = ", ".join(f"{kind.__name__}.{m}" for m in kind.__members__)
@@ -21,7 +24,7 @@ def checked(kind: type, value: Any, what: str, name: str) -> Any:
 def initial_array(initial_value: Any, dtype: Any) -> jax.Array:
     """The initial value as an array; one that is computed in a trace stays a traced one."""
     value = initial_value
-    with at_once():
+    with run_eagerly():
         if callable(value):
             value = value()
         if isinstance(value, ReadsAsArray):
@@ -59,7 +62,7 @@ def shares(value: jax.Array, n: int) -> jax.Array:
     return jnp.expand_dims(value // n, 0) + jnp.moveaxis(first, -1, 0)
 
 
-def conformed(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """`value` as an array of a variable's shape and dtype.
 
     Raises:
@@ -85,18 +88,18 @@ def conformed(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.
 _MAX_SHOWN = 10_000
 
 
-def described(variable: Any) -> str:
+def describe_variable(variable: "VariableBase") -> str:
     """A variable for people: what it is, and what it holds if that can be read."""
     kind = "ON_READ, " if variable.on_read else ""
     shape = ",".join(map(str, variable.shape))
     return (
         f"<tpudist.Variable '{variable.name}' {variable.dtype}[{shape}] "
         f"({kind}aggregation {variable.aggregation.name}) of {variable.strategy!r}"
-        f"{_shown(variable._value, 'components' if variable.on_read else 'value')}>"
+        f"{_format_value(variable._value, 'components' if variable.on_read else 'value')}>"
     )
 
 
-def _shown(value: jax.Array | None, name: str) -> str:
+def _format_value(value: jax.Array | None, name: str) -> str:
     if value is None or not computes_here() or value.is_deleted() or not hasattr(value, "sharding"):
         return ""
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

@@ -74,7 +74,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Takes what the communication options say for these devices."""
         platform = self.replica_mesh.platform
         place = "MultiWorkerMirroredStrategy(communication_options"
-        chosen = communication.checked(self.communication_options, place, platform)
+        chosen = communication.check_options(self.communication_options, place, platform)
         if chosen is not None and chosen.packing is not None:
             self.compiler_options = chosen.packing.compiler_options(platform)
 

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 from tpudist import context
 from tpudist.cluster_resolver import TPUClusterResolver
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment
-from tpudist.cluster_resolver.tpu_topology import by_task
+from tpudist.cluster_resolver.tpu_topology import group_by_task
 from tpudist.options import warn_if_given
 from tpudist.strategy import logical_devices
-from tpudist.strategy.placement_rules import Partitioner, split_as_partitioned, split_largest_dim
+from tpudist.strategy.placement_rules import Partitioner, split_by_partitioner, split_largest_dim
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla.compiler import compiler_options as chip_options
 from tpudist.xla.devices import as_devices
@@ -92,7 +92,7 @@ class TPUStrategy(Strategy):
         if experimental_device_assignment is None:
             mesh = make_mesh(as_devices(devices), replica_axes)
         elif replica_axes is None:
-            mesh = _assigned(experimental_device_assignment, as_devices(devices))
+            mesh = _mesh_of_assignment(experimental_device_assignment, as_devices(devices))
         else:
             raise ValueError(
                 f"TPUStrategy was given both replica_axes={dict(replica_axes)} and "
@@ -129,7 +129,7 @@ class TPUStrategy(Strategy):
         if options is None:
             devices = list(self.mesh.devices.flat)
             num_slices = len({getattr(d, "slice_index", 0) for d in devices})
-            options = chip_options.of(chips.of_device(devices[0]), num_slices)
+            options = chip_options.options_for_chip(chips.chip_of_device(devices[0]), num_slices)
         self.compiler_options = dict(options)
 
     @property
@@ -144,7 +144,7 @@ class TPUStrategy(Strategy):
         if self._partitioner is None:
             return split_largest_dim(shape, axes, MIN_SPLIT_SIZE)
         axes = axes or {axis: sizes[axis] for axis in self.replica_mesh.inner_axes}
-        spec, why_whole = split_as_partitioned(shape, dtype, self._partitioner, axes)
+        spec, why_whole = split_by_partitioner(shape, dtype, self._partitioner, axes)
         if why_whole and (shape, dtype) not in self._told:
             self._told.add((shape, dtype))
             name = jax.numpy.dtype(dtype).name
@@ -170,7 +170,7 @@ class TPUStrategy(Strategy):
 
         As `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
         """
-        mesh = context.acting_for(self).replica_mesh
+        mesh = context.resolve_twin(self).replica_mesh
         return logical_devices.split(mesh, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
@@ -178,7 +178,7 @@ class TPUStrategy(Strategy):
 
         As `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
         """
-        return logical_devices.whole(context.acting_for(self).replica_mesh, tensor)
+        return logical_devices.replicate(context.resolve_twin(self).replica_mesh, tensor)
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """`tensor` itself: XLA splits work over all devices of a replica, never to one of them.
@@ -197,7 +197,7 @@ class TPUStrategy(Strategy):
                 "TPUStrategy with `experimental_spmd_xla_partitioning=False`, or split the tensor "
                 "instead, with experimental_split_to_logical_devices."
             )
-        mesh = context.acting_for(self).replica_mesh
+        mesh = context.resolve_twin(self).replica_mesh
         logical_devices.check_device(mesh, logical_device_id)
         if mesh.devices_per_replica > 1:
             warn_if_given(
@@ -208,7 +208,7 @@ class TPUStrategy(Strategy):
         return tensor
 
 
-def _assigned(assignment: DeviceAssignment, devices: Sequence[jax.Device]) -> ReplicaMesh:
+def _mesh_of_assignment(assignment: DeviceAssignment, devices: Sequence[jax.Device]) -> ReplicaMesh:
     """The mesh of an assignment's replicas, in its order."""
     if not isinstance(assignment, DeviceAssignment):
         raise ValueError(
@@ -216,7 +216,7 @@ def _assigned(assignment: DeviceAssignment, devices: Sequence[jax.Device]) -> Re
             f"None, got {type(assignment).__name__}. DeviceAssignment.build(topology, ...) makes "
             f"one."
         )
-    tasks, topology = by_task(devices), assignment.topology
+    tasks, topology = group_by_task(devices), assignment.topology
     here = {len(task) for task in tasks}
     if len(tasks) != topology.num_tasks or here != {topology.num_tpus_per_task}:
         raise ValueError(

@@ -68,7 +68,7 @@ class StrategyExtended(StepsOnIterator):
         device = places.device_of(destinations, "reduce_to")
         options = self._communication(options, "reduce_to(options")
         result = self._strategy._reduce_together(reduce_op, value, options)
-        return places.moved(result, device)
+        return places.move_to_device(result, device)
 
     def batch_reduce_to(
         self,
@@ -92,7 +92,7 @@ class StrategyExtended(StepsOnIterator):
         options = self._communication(options, "batch_reduce_to(options")
         values = [value for value, _ in value_destination_pairs]
         results = self._strategy._reduce_together(reduce_op, values, options)
-        return list(map(places.moved, results, devices))
+        return list(map(places.move_to_device, results, devices))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """`tensor` on every device of the mesh, or on one; see `reduce_to` for destinations.
@@ -116,7 +116,9 @@ class StrategyExtended(StepsOnIterator):
         return self._strategy.replicate(tensor)
 
     def _communication(self, options: Any, place: str) -> Any:
-        return communication_options.checked(options, place, self._strategy.replica_mesh.platform)
+        return communication_options.check_options(
+            options, place, self._strategy.replica_mesh.platform
+        )
 
     # Updating.
 
@@ -165,13 +167,13 @@ class StrategyExtended(StepsOnIterator):
             args = jax.tree.map(local_part, tuple(args), is_leaf=is_leaf)
             kwargs = {k: jax.tree.map(local_part, x, is_leaf=is_leaf) for k, x in kwargs.items()}
         if var.on_read and mode.frame is None:
-            result = self._strategy.run(self._updating(fn), (var, *args), kwargs)
+            result = self._strategy.run(self._wrap_update(fn), (var, *args), kwargs)
         else:
-            with context.entered(self._update_mode(mode.frame)):
+            with context.enter(self._update_mode(mode.frame)):
                 result = fn(var, *args, **kwargs)
         if var.on_read and mode.frame is not None and mode.replica_context is None:
             result = jax.tree.map(_as_part, result)
-        return result if group else self._ungrouped(result)
+        return result if group else self._ungroup(result)
 
     def _update_mode(self, frame: Frame | None) -> context.Mode:
         """Update context: cross-replica; with the default strategy, what it is called in."""
@@ -180,7 +182,7 @@ class StrategyExtended(StepsOnIterator):
         replica = now.replica_context if is_default and now.strategy is self._strategy else None
         return context.Mode(ContextKind.UPDATE, self._strategy, replica, frame)
 
-    def _updating(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_update(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` in update context, as a replica function; the same one each time: see `run`."""
         try:
             known, get_fn = self._updates.get(fn), weakref.ref(fn)
@@ -192,7 +194,7 @@ class StrategyExtended(StepsOnIterator):
         def update(*args, **kwargs):
             frame, function = context.current().frame, get_fn()
             assert function is not None, "the caller has it"
-            with context.entered(self._update_mode(frame)):
+            with context.enter(self._update_mode(frame)):
                 return function(*args, **kwargs)
 
         with contextlib.suppress(TypeError):
@@ -232,11 +234,11 @@ class StrategyExtended(StepsOnIterator):
                 f"strategy.extended.non_slot_devices(variables) returns."
             )
         frame = context.current().frame
-        with context.entered(self._update_mode(frame)):
+        with context.enter(self._update_mode(frame)):
             result = fn(*args, **(kwargs or {}))
-        return result if group else self._ungrouped(result)
+        return result if group else self._ungroup(result)
 
-    def _ungrouped(self, result: PyTree) -> PyTree:
+    def _ungroup(self, result: PyTree) -> PyTree:
         """With each leaf replaced by the tuple of what this process's replicas hold."""
         mesh = self._strategy.replica_mesh
 
@@ -288,7 +290,7 @@ class StrategyExtended(StepsOnIterator):
                 f"`colocate_vars_with` must only be passed a variable created in this "
                 f"strategy's scope, {self._strategy!r}, not {colocate_with_variable!r}."
             )
-        return colocation.beside(self.value_container(colocate_with_variable))
+        return colocation.colocate_with(self.value_container(colocate_with_variable))
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether the Variable `v`, or the one whose component it is, belongs to this strategy."""

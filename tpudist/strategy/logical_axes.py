@@ -52,7 +52,9 @@ def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
                 f"to replica_axes, or map {name!r} to None."
             )
     taken = {name for name, _ in own}
-    default = [(name, _on_mesh(target, axes)) for name, target in _DEFAULT if name not in taken]
+    default = [
+        (name, _restrict_to_mesh(target, axes)) for name, target in _DEFAULT if name not in taken
+    ]
     taken |= {name for name, _ in default}
     themselves = [(axis, axis) for axis in mesh.inner_axes if axis not in taken]
     return (*own, *default, *themselves)
@@ -62,6 +64,6 @@ def _names(target: Any) -> tuple[str, ...]:
     return () if target is None else (target,) if isinstance(target, str) else tuple(target)
 
 
-def _on_mesh(target: tuple[str, ...], axes: set[str]) -> Any:
+def _restrict_to_mesh(target: tuple[str, ...], axes: set[str]) -> Any:
     found = tuple(axis for axis in target if axis in axes)
     return None if not found else found[0] if len(found) == 1 else found

@@ -22,7 +22,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part
 from tpudist.xla.mesh import ReplicaMesh
-from tpudist.xla.traces import tracing_nothing
+from tpudist.xla.traces import is_eager
 
 
 def prime_axes(num_devices: int) -> dict[str, int]:
@@ -132,7 +132,7 @@ def split(mesh: ReplicaMesh, value: Any, partition_dimensions: Sequence[int]) ->
     return _constrain(mesh, value, spec_of_split(axes, value.shape, partition_dimensions))
 
 
-def whole(mesh: ReplicaMesh, value: Any) -> Any:
+def replicate(mesh: ReplicaMesh, value: Any) -> Any:
     """`value`, held whole by every device of a replica."""
     value = _as_value(value)
     return _constrain(mesh, value, PartitionSpec(*(None,) * len(value.shape)))
@@ -151,16 +151,16 @@ def _constrain(mesh: ReplicaMesh, value: Any, spec: PartitionSpec) -> Any:
         return LocalPart(_constrain(mesh, local_part(value), spec))
     if isinstance(value, PerReplica):
         stacked = NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, *spec))
-        return PerReplica(_placed(value.array, stacked), value.rows, value.dim)
+        return PerReplica(_place(value.array, stacked), value.rows, value.dim)
     if not tracing:
-        return _placed(value, NamedSharding(mesh.mesh, spec))
+        return _place(value, NamedSharding(mesh.mesh, spec))
     if mesh.devices_per_replica == 1:
         return value  # and XLA knows no axes here that are not manual
     return jax.lax.with_sharding_constraint(value, spec)
 
 
-def _placed(value: Any, sharding: NamedSharding) -> jax.Array:
-    if not tracing_nothing():
+def _place(value: Any, sharding: NamedSharding) -> jax.Array:
+    if not is_eager():
         return jax.lax.with_sharding_constraint(value, sharding)
     return jax.device_put(value, sharding)
 
@@ -209,11 +209,11 @@ def choose(
     if strategy.replica_mesh.devices_per_replica > 1:
         what = "experimental_logical_device(logical_device_id"
         warn_if_given(what, logical_device_id, NO_SINGLE_DEVICE)
-    return _choosing(strategy, logical_device_id)
+    return _use_device(strategy, logical_device_id)
 
 
 @contextlib.contextmanager
-def _choosing(strategy: StrategyBase, logical_device_id: int) -> Iterator[None]:
+def _use_device(strategy: StrategyBase, logical_device_id: int) -> Iterator[None]:
     token = _chosen.set((strategy, logical_device_id))
     try:
         yield

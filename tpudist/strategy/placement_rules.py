@@ -28,7 +28,7 @@ def split_largest_dim(
     return _split(max(fitting, key=lambda d: shape[d]), axes)
 
 
-def split_as_partitioned(
+def split_by_partitioner(
     shape: tuple[int, ...], dtype: Any, partitioner: Partitioner, axes: Mapping[str, int]
 ) -> tuple[PartitionSpec, str | None]:
     """Splits a dim over `axes`, if a partitioner wants as many pieces; and why not, if it does not.

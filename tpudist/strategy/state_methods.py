@@ -29,7 +29,7 @@ class StateMethods(StrategyBase):
 
     def __init__(self):
         """No Variables yet."""
-        self._lent = WeakIdentitySet()
+        self._protected = WeakIdentitySet()
         self._owned: weakref.WeakValueDictionary[int, VariableBase] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
@@ -78,7 +78,9 @@ class StateMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "create_abstract")
         with self.scope():
-            return nnx_creation.plan_creation(init, args, self._place_in(memory_kind)).unmade()
+            return nnx_creation.plan_creation(
+                init, args, self._place_in(memory_kind)
+            ).make_abstract()
 
     def lower_create(
         self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
@@ -111,7 +113,7 @@ class StateMethods(StrategyBase):
         if self.storage is not None:
             return self.storage.sharding
         if variable is not None:
-            annotated = nnx_creation.named_sharding(variable, self.mesh)
+            annotated = nnx_creation.sharding_of_annotation(variable, self.mesh)
             if annotated is not None:
                 return annotated
         if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -131,7 +133,7 @@ class StateMethods(StrategyBase):
     def _place_variable(self, variable: VariableBase, value: Any) -> jax.Array:
         """Puts a Variable's value where it lives; its components, if it is ON_READ."""
         mesh = self.replica_mesh
-        with traces.at_once():
+        with traces.run_eagerly():
             if self.storage is not None:
                 return self.storage.place(value)
             if variable.on_read:
@@ -150,14 +152,14 @@ class StateMethods(StrategyBase):
             # `device_put` shares memory with `value` where it is already, may_alias or not.
             return placed.copy()
 
-    def _own_variable(self, variable: VariableBase) -> None:
+    def _register_variable(self, variable: VariableBase) -> None:
         """Counts `variable` among those that replica functions may read and assign."""
         self._owned[next(self._numbers)] = variable
 
-    def _owned_variables(self) -> list[VariableBase]:
+    def _list_variables(self) -> list[VariableBase]:
         """The strategy's Variables that are still in use, in the order in which they were made."""
         if self._twin_of is not None:
-            return self._twin_of._owned_variables()
+            return self._twin_of._list_variables()
         return [v for _, v in sorted(self._owned.items())]
 
     def _value_of(self, variable: Any) -> Any:
@@ -166,9 +168,9 @@ class StateMethods(StrategyBase):
             return variable._value
         return value_on(self.replica_mesh, variable, self._twin_of.replica_mesh)
 
-    def _lend_variable(self, variable: VariableBase) -> None:
+    def _protect_from_donation(self, variable: VariableBase) -> None:
         """Notes that somebody holds the Variable's array, which must not be overwritten then."""
-        self._lent.add(variable)
+        self._protected.add(variable)
 
     def _read_component(self, stacked: jax.Array, replica: int) -> jax.Array:
         """One replica's part of an ON_READ variable."""

@@ -79,7 +79,7 @@ class MultiStepContext:
             output = mode.replica_context.all_reduce(op, output)
         else:
             output = mode.strategy.reduce(op, output, axis=None)
-        self._variables[name] = jax.tree.map(lambda x: _kept(name, x), output)
+        self._variables[name] = jax.tree.map(lambda x: _keep_in_variable(name, x), output)
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Keeps the Python object `output`.
@@ -164,7 +164,7 @@ def _context_of(extended: Any, fn: Callable[..., Any]) -> MultiStepContext:
         return MultiStepContext()
 
 
-def _kept(name: str, value: Any) -> Variable:
+def _keep_in_variable(name: str, value: Any) -> Variable:
     value = jnp.asarray(value)
     shape, dtype = value.shape, value.dtype
     variable = Variable(lambda: jnp.zeros(shape, dtype), trainable=False, name=f"{name}_of_step")

@@ -78,12 +78,12 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     @property
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh: axis `replica`, and the axes inside a replica."""
-        return context.acting_for(self).replica_mesh.mesh
+        return context.resolve_twin(self).replica_mesh.mesh
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over which gradients are aggregated."""
-        return context.acting_for(self).replica_mesh.num_replicas
+        return context.resolve_twin(self).replica_mesh.num_replicas
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
@@ -97,17 +97,17 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     def __deepcopy__(self, memo):
         return self.__copy__()
 
-    def _entered(self) -> contextlib.AbstractContextManager["Strategy"]:
-        return self._enter()
+    def _enter_scope(self) -> contextlib.AbstractContextManager["Strategy"]:
+        return self._enter_mesh()
 
     @contextlib.contextmanager
-    def _enter(self) -> Iterator["Strategy"]:
+    def _enter_mesh(self) -> Iterator["Strategy"]:
         context.require_scope_or_default(self, "scope")
         with contextlib.ExitStack() as stack:
             now = context.current()
-            stack.enter_context(context.entered(self._mode_of_scope(now)))
+            stack.enter_context(context.enter(self._mode_of_scope(now)))
             again = now.strategy is self and context.depth() > 1
-            if traces.tracing_nothing() and not again:  # JAX sets no mesh while it traces
+            if traces.is_eager() and not again:  # JAX sets no mesh while it traces
                 stack.enter_context(nnx.logical_axis_rules(self.logical_axis_rules))
                 stack.enter_context(self.around_scope())
             yield self
@@ -223,19 +223,19 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         args = tuple(args)
         results = None
         if len(elements) == num_steps > 1:
-            with self._in_mesh_if_outside():
+            with self._use_mesh_if_eager():
                 results = self._replicator.run_steps(fn, args, elements, options)
         if results is None:
             results = [self.run(fn, (*args, x), options=options) for x in elements]
         return results
 
-    def _call_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+    def _call_once(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
         """Calls `fn` once for all replicas, as one compiled program; see `tpudist.function`."""
         return self._call(fn, args, kwargs, None, whole=True)
 
-    def _lower_whole(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _lower_once(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The lowered program of `call_whole` with the same arguments, which may be abstract."""
-        with self._in_mesh():
+        with self._use_mesh():
             return self._replicator.lower(fn, args, kwargs, whole=True)
 
     def _call(self, fn, args: tuple, kwargs: dict[str, Any], options, whole: bool = False) -> Any:
@@ -248,9 +248,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
                 return nested_run.run(frame, fn, args, kwargs)
         # The mesh in force is part of JAX's cache key: always in it, never out.
         in_mesh = self.storage is None and self._is_innermost()
-        if in_mesh or not traces.tracing_nothing():
+        if in_mesh or not traces.is_eager():
             return self._replicator.run(fn, args, kwargs, options, whole)
-        with self.around_run():  # the rest of `_in_mesh` waits for a trace: `axis_rules`
+        with self.around_run():  # the rest of `_use_mesh` waits for a trace: `axis_rules`
             return self._replicator.run(fn, args, kwargs, options, whole)
 
     def lower(
@@ -266,19 +266,19 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         `strategy.lower(step, args).compile().as_text()`.
         """
         context.require_scope_or_default(self, "lower")
-        with self._in_mesh():
+        with self._use_mesh():
             return self._replicator.lower(fn, tuple(args), dict(kwargs or {}), options)
 
     @contextlib.contextmanager
-    def _in_mesh(self) -> Iterator[None]:
+    def _use_mesh(self) -> Iterator[None]:
         with self.around_run(), nnx.logical_axis_rules(self.logical_axis_rules):
             yield
 
-    def _in_mesh_if_outside(self) -> contextlib.AbstractContextManager:
+    def _use_mesh_if_eager(self) -> contextlib.AbstractContextManager:
         # JAX refuses to set a mesh while it traces.
-        return self._in_mesh() if traces.tracing_nothing() else contextlib.nullcontext()
+        return self._use_mesh() if traces.is_eager() else contextlib.nullcontext()
 
-    def _axis_rules(self) -> contextlib.AbstractContextManager:
+    def _use_axis_rules(self) -> contextlib.AbstractContextManager:
         """Puts the logical axis rules in force, if no scope of this strategy has done so."""
         if self._is_innermost():
             return contextlib.nullcontext()
@@ -343,7 +343,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
                 x = PerReplica(x._value) if self._has_components(x) else x.read_value()
             return x
 
-        with self._in_mesh_if_outside():
+        with self._use_mesh_if_eager():
             self._replicator.throttle.before_step()
             leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
             result = treedef.unflatten(function([read(x) for x in leaves]))
@@ -414,7 +414,7 @@ class _Scope(contextlib.AbstractContextManager):
         self._entered: list[Any] = []
 
     def __enter__(self) -> Strategy:
-        entered = self._strategy._entered()
+        entered = self._strategy._enter_scope()
         strategy = entered.__enter__()
         self._entered.append(entered)
         return strategy
@@ -435,7 +435,7 @@ class DefaultStrategy(Strategy):
         """On JAX's default device."""
         super().__init__(meshes.make_mesh(jax.local_devices()[:1]))
 
-    def _entered(self) -> contextlib.AbstractContextManager["Strategy"]:
+    def _enter_scope(self) -> contextlib.AbstractContextManager["Strategy"]:
         if context.has_strategy():
             raise RuntimeError(
                 "Must not nest tpudist.Strategy scopes: the default strategy's was entered in that "

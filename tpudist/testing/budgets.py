@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpudist import context
 from tpudist.planner import Plan
-from tpudist.planner.show.words import tell_axes, tell_bytes, tell_count
+from tpudist.planner.show.words import format_axes, format_bytes, format_count
 from tpudist.testing import ledger as ledgers
 from tpudist.testing.ledger import UPDATE, Entry, Record
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
@@ -86,13 +86,13 @@ def assert_collectives(
     where = f"{name or plan.name} on {plan.topology}"
     if not plan.fits:
         raise AssertionError(f"{where} cannot be compiled. {plan.refusal}")
-    failures = _over_budget(plan, "ici", max_ici_bytes) + _over_budget(plan, "dcn", max_dcn_bytes)
+    failures = _check_budget(plan, "ici", max_ici_bytes) + _check_budget(plan, "dcn", max_dcn_bytes)
     if allow is not None:
-        failures += _not_allowed(plan, allow)
+        failures += _check_allowed(plan, allow)
     if not failures and ledger is not None:
-        failures += _compared(plan, where, Path(ledger))
+        failures += _compare_with_ledger(plan, where, Path(ledger))
     if failures:
-        mesh = tell_axes(plan.mesh)
+        mesh = format_axes(plan.mesh)
         raise AssertionError("\n\n".join((f"{where} (mesh: {mesh}):", *failures)))
     return plan
 
@@ -114,7 +114,7 @@ def _kinds(allow: Collection[str]) -> frozenset[str]:
     return kinds
 
 
-def _not_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
+def _check_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
     found = [
         use
         for use in plan.collectives
@@ -132,20 +132,20 @@ def _not_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
     ]
 
 
-def _over_budget(plan: Plan, network: str, most: float | None) -> list[str]:
+def _check_budget(plan: Plan, network: str, most: float | None) -> list[str]:
     found = [use for use in plan.collectives if use.network == network]
     sent = sum(use.sent_bytes for use in found)
     if most is None or sent <= most:
         return []
     return [
-        f"A device sends {sent:,.0f} bytes ({tell_bytes(sent)}) per step over "
-        f"{_NETWORKS[network]}, and max_{network}_bytes is {most:,.0f} ({tell_bytes(most)}).\n"
+        f"A device sends {sent:,.0f} bytes ({format_bytes(sent)}) per step over "
+        f"{_NETWORKS[network]}, and max_{network}_bytes is {most:,.0f} ({format_bytes(most)}).\n"
         f"{_table(found)}\n"
         f"If that is meant, raise max_{network}_bytes. If not, begin with the first line."
     ]
 
 
-def _compared(plan: Plan, name: str, path: Path) -> list[str]:
+def _compare_with_ledger(plan: Plan, name: str, path: Path) -> list[str]:
     """Compares a plan with its record in a ledger, or writes that."""
     known = ledgers.read(path).get(name)
     counts = ledgers.count(plan.collectives, path.parent)
@@ -163,7 +163,7 @@ def _compared(plan: Plan, name: str, path: Path) -> list[str]:
     said = [f"It does not communicate as {path} says (-), but so (+):"]
     if known.mesh != plan.mesh:
         said.append(
-            f"The ledger was written for the mesh {tell_axes(known.mesh)}. To keep a record of "
+            f"The ledger was written for the mesh {format_axes(known.mesh)}. To keep a record of "
             f"each, give each a name."
         )
     said.append(_difference(known.counts, counts, plan.collectives, path.parent))
@@ -188,27 +188,27 @@ def _difference(
             if entry in counts and old.get(entry) != new.get(entry):
                 seen = lines.get(entry, []) if sign == "+" else []
                 source = ", ".join(dict.fromkeys(seen)) or entry.source
-                size, times = tell_bytes(entry.num_bytes), tell_count(counts[entry])
+                size, times = format_bytes(entry.num_bytes), format_count(counts[entry])
                 axes, over = ",".join(entry.axes), _NETWORKS[entry.network]
                 rows.append((f"{sign} {entry.kind}", size, times, axes, over, source))
     header = [column for column in _COLUMNS if column != "sent/step"]
-    return _aligned([("  " + header[0], *header[1:]), *rows])
+    return _align([("  " + header[0], *header[1:]), *rows])
 
 
 def _table(uses: Iterable[CollectiveUse]) -> str:
     rows = [
         (
             use.kind,
-            tell_bytes(use.num_bytes),
-            tell_count(use.count),
-            tell_bytes(use.sent_bytes),
+            format_bytes(use.num_bytes),
+            format_count(use.count),
+            format_bytes(use.sent_bytes),
             ",".join(use.axes),
             _NETWORKS[use.network],
             _line(use),
         )
         for use in sorted(uses, key=lambda use: -use.sent_bytes)
     ]
-    return _aligned([_COLUMNS, *rows])
+    return _align([_COLUMNS, *rows])
 
 
 def _line(use: CollectiveUse) -> str:
@@ -220,6 +220,6 @@ def _line(use: CollectiveUse) -> str:
     return f"{file if here.startswith('..') else here}:{line}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def _align(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

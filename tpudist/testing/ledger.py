@@ -86,7 +86,7 @@ def function_of(source: str | None, folder: Path) -> str:
         return ""
     file, _, line = source.rpartition(":")
     function = _function(file, int(line))
-    return _seen_from(folder, Path(file)) + (f"::{function}" if function else "")
+    return _relative_path(folder, Path(file)) + (f"::{function}" if function else "")
 
 
 def read(path: Path) -> dict[str, Record]:
@@ -112,12 +112,12 @@ def read(path: Path) -> dict[str, Record]:
 def add(path: Path, name: str, record: Record) -> None:
     """Writes one record to a ledger, which other tests may be doing at the same moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent):
+    with _lock(path.parent):
         write(path, {**read(path), name: record})
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Keeps others who write ledgers in a folder waiting, processes and threads."""
     if fcntl is None:
         yield
@@ -150,7 +150,7 @@ def _step(name: str, record: Record) -> str:
     for found in sorted(record.counts):
         fields = dataclasses.asdict(found)
         source = fields.pop("source")
-        fields |= {"count": _whole(record.counts[found]), "source": source}
+        fields |= {"count": _to_int_if_whole(record.counts[found]), "source": source}
         lines.append(f"    {json.dumps(fields)}")
     collectives = "[\n" + ",\n".join(lines) + "\n   ]" if lines else "[]"
     return (
@@ -170,11 +170,11 @@ def _record(step: dict[str, Any]) -> Record:
     return Record(step["mesh"], step["versions"], counts)
 
 
-def _whole(number: float) -> float:
+def _to_int_if_whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-def _seen_from(folder: Path, file: Path) -> str:
+def _relative_path(folder: Path, file: Path) -> str:
     if file.is_relative_to(_LIBRARY):  # which may be a checkout
         return file.relative_to(_LIBRARY.parent).as_posix()
     for installed in ("site-packages", "dist-packages"):

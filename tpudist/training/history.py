@@ -14,7 +14,7 @@ class History:
     """What happened in a run, over all its starts.
 
     Evaluations are part of a checkpoint (`get_state`). Losses and times are not: they would make
-    each checkpoint larger than the one before, and `metrics.jsonl` has them (`continued`).
+    each checkpoint larger than the one before, and `metrics.jsonl` has them (`continue_from`).
     """
 
     ended: Literal["finished", "interrupted", "preempted", "diverged"] = "finished"
@@ -71,7 +71,7 @@ class History:
         self.num_steps = int(state["num_steps"])
         self.held_out = [(int(step), dict(measured)) for step, measured in state["held_out"]]
 
-    def continued(self, lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def continue_from(self, lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Takes up, of the lines of `metrics.jsonl`, what belongs to the steps done.
 
         Lines of steps after the checkpoint are of a start that did not get to the next one: these

@@ -23,7 +23,7 @@ class StopOnInterrupt:
     def __enter__(self) -> StopOnInterrupt:
         """Takes over the signal; only in the main thread, where Python allows it."""
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._interrupted)
+            self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(
@@ -36,7 +36,7 @@ class StopOnInterrupt:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
 
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

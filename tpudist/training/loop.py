@@ -156,11 +156,13 @@ class _Run:
             history.losses.append(loss)
             if not math.isfinite(loss):
                 history.ended = "diverged"
-            took_s, typical_s = self._timer.step_done()
+            took_s, typical_s = self._timer.end_step()
             if took_s is not None:
                 history.waited_s += waited_s
             left_s = self._timer.left_s
-            _tell_step(history, self._unit, took_s, typical_s, left_s, self.display, self._metrics)
+            _report_step(
+                history, self._unit, took_s, typical_s, left_s, self.display, self._metrics
+            )
 
     def judge(self, evaluate: Callable[[], dict[str, float]]) -> None:
         """Measures on held-out examples what the steps so far have made of the model."""
@@ -172,7 +174,7 @@ class _Run:
         measured = evaluate()
         history.held_out.append((history.num_steps, measured))
         self._metrics.write(history.num_steps, "held_out", measured)
-        told = _tell_measured(measured, self._unit)
+        told = _format_held_out(measured, self._unit)
         self.display.say(f"step {history.num_steps}/{self.num_steps}  {told}")
         self.display.phase("training")
         self._timer.pause()
@@ -199,7 +201,7 @@ class _Timer:
         self._last: float | None = None
         self._recent_s: deque[float] = deque(maxlen=20)
 
-    def step_done(self) -> tuple[float | None, float | None]:
+    def end_step(self) -> tuple[float | None, float | None]:
         """Seconds since the step before, if that is what it took; and the mean of recent ones."""
         now = time.perf_counter()
         seconds = None if self._last is None else now - self._last
@@ -219,13 +221,13 @@ class _Timer:
         return statistics.mean(self._recent_s) * (self._num_steps - self._history.num_steps)
 
 
-def _tell_measured(measured: Mapping[str, float], unit: Unit) -> str:
+def _format_held_out(measured: Mapping[str, float], unit: Unit) -> str:
     (_, score), *others = measured.items()
     rest = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in others)
     return f"held out {score:.3f} {unit.name}" + (f" ({rest})" if rest else "")
 
 
-def _tell_step(
+def _report_step(
     history: History,
     unit: Unit,
     took_s: float | None,

@@ -14,7 +14,7 @@ from tpudist.strategy.strategy import Strategy
 from tpudist.training.history import History
 from tpudist.training.loop import Unit
 from tpudist.training.show import curves, metrics
-from tpudist.training.show.summary import count_parameters, tell_mesh, where_variables_live
+from tpudist.training.show.summary import count_parameters, describe_mesh, describe_placement
 from tpudist.xla import compile_log
 
 
@@ -34,11 +34,11 @@ def rows(
             "strategy",
             f"{type(strategy).__name__}, replicas in sync: {strategy.num_replicas_in_sync}",
         ),
-        ("mesh", tell_mesh(strategy.mesh)),
-        ("model lives", where_variables_live(model)),
-        ("optimizer lives", where_variables_live(optimizer)),
+        ("mesh", describe_mesh(strategy.mesh)),
+        ("model lives", describe_placement(model)),
+        ("optimizer lives", describe_placement(optimizer)),
     ]
-    if compiles := _tell_compiles():
+    if compiles := _format_compiles():
         told.append(("compile time", compiles))
     if not math.isnan(step_s):
         timed = len(history.seconds) - history.num_earlier_seconds or len(history.seconds)
@@ -52,7 +52,7 @@ def rows(
         each = f"{history.num_saves} saved, which held the run up for {history.blocked_s:.2f} s"
         told.append(("checkpoints", each))
     if history.resumed_at:
-        told.append(("resumed", _tell_resumed(history.resumed_at)))
+        told.append(("resumed", _format_resumes(history.resumed_at)))
     if history.losses:
         told.append(("training loss", f"{final_loss(history) * unit.per_nat:.3f} {unit.name}"))
     score = math.nan
@@ -60,7 +60,10 @@ def rows(
         (_, score), *others = history.held_out[-1][1].items()
         told.append(("held-out loss", f"{score:.3f} {unit.name}"))
         told += [(f"  {name.replace('_', ' ')}", f"{value:.3f}") for name, value in others]
-    told += [(f"  {name} baseline", _against(value, score)) for name, value in baselines.items()]
+    told += [
+        (f"  {name} baseline", _compare_with_baseline(value, score))
+        for name, value in baselines.items()
+    ]
     return told
 
 
@@ -83,7 +86,7 @@ def write(
         "held_out": history.held_out[-1][1] if history.held_out else None,
         "baselines": dict(baselines),
         "median_step_s": history.median_step_s if history.seconds else None,
-        "waited_for_data": _or_none(history.waited_share),
+        "waited_for_data": _nan_to_none(history.waited_share),
         "checkpoints": {"saved": history.num_saves, "blocked_s": history.blocked_s},
         "compile_s": {record.function: record.seconds for record in compile_log.compile_log()},
         "config": dataclasses.asdict(config),
@@ -110,7 +113,7 @@ def write(
     return [str(folder / name) for name in written]
 
 
-def not_written() -> list[str]:
+def list_skipped_files() -> list[str]:
     """Files that a run leaves out because what writes them is not installed, with the remedy."""
     hints = {
         "tensorboard (pip install tensorboardX)": metrics.has_tensorboard(),
@@ -124,24 +127,24 @@ def final_loss(history: History) -> float:
     return statistics.fmean(history.losses[-20:])
 
 
-def _tell_resumed(steps: Sequence[int]) -> str:
+def _format_resumes(steps: Sequence[int]) -> str:
     times = "once" if len(steps) == 1 else f"{len(steps)} times"
     shown = ", ".join(map(str, steps[-5:]))
     return f"{times}, after step {shown if len(steps) <= 5 else '..., ' + shown}"
 
 
-def _or_none(value: float) -> float | None:
+def _nan_to_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _against(baseline: float, score: float) -> str:
+def _compare_with_baseline(baseline: float, score: float) -> str:
     if math.isnan(score):
         return f"{baseline:.3f}"
     verdict = "beaten by" if score < baseline else "not beaten: better by"
     return f"{baseline:.3f}, {verdict} {abs(baseline - score):.3f}"
 
 
-def _tell_compiles() -> str:
+def _format_compiles() -> str:
     records = compile_log.compile_log()
     if not records:
         return ""  # a run that had finished compiles nothing

@@ -55,7 +55,7 @@ class Saves:
         self._handler = PreemptionCheckpointHandler(
             cluster_resolver,
             self._manager,
-            termination_config=TerminationConfig(exit_fn=_preempted, save_fn=self._save_now),
+            termination_config=TerminationConfig(exit_fn=_raise_preempted, save_fn=self._save_now),
         )
         report = self._manager.restored  # by the handler
         self.restored: str | None = None if report is None else report.path
@@ -102,5 +102,5 @@ class Saves:
         self.wait()
 
 
-def _preempted() -> None:
+def _raise_preempted() -> None:
     raise Preempted

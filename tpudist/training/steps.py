@@ -89,7 +89,9 @@ def evaluate(
     return jax.tree.map(lambda total: total / num_examples, totals)
 
 
-def agreed(strategy: Strategy, wanted: Callable[[], bool], every: int = 10) -> Callable[[], bool]:
+def make_should_stop(
+    strategy: Strategy, wanted: Callable[[], bool], every: int = 10
+) -> Callable[[], bool]:
     """A `should_stop` that answers alike in all processes: yes once any of them wants to.
 
     A process that stopped by itself would leave the others waiting for it in the next step. In

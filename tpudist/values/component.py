@@ -1,6 +1,6 @@
 """The part of a variable that one replica holds."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -8,6 +8,9 @@ from tpudist import context
 from tpudist.options import warn_of_op_arguments
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.xla import placement
+
+if TYPE_CHECKING:
+    from tpudist.state.variable import Variable
 
 
 class Component(ReadsAsArray):
@@ -23,7 +26,7 @@ class Component(ReadsAsArray):
 
     __slots__ = ("__weakref__", "replica", "variable")
 
-    def __init__(self, variable: Any, replica: int):
+    def __init__(self, variable: "Variable", replica: int):
         """The component of `variable` on the replica of this number."""
         self.variable, self.replica = variable, replica
 
@@ -83,17 +86,17 @@ class Component(ReadsAsArray):
                 f"variable, which would differ then. Assign the variable, which changes all: "
                 f"variable.{what}(...)."
             )
-        value = variable.conformed(value)
+        value = variable.conform(value)
         if what != "assign":
             old = self.read_value()
-            with placement.off_mesh():
+            with placement.without_mesh():
                 value = combine(old, jax.device_put(value, old.sharding))
         variable.set_component(self.replica, value)
         return self.read_value() if read_value else None
 
     def _apply(self, operator: str, others: list[Any]) -> Any:
         value = self.read_value()
-        with placement.off_mesh():
+        with placement.without_mesh():
             return getattr(value, operator)(*others)
 
     def _check_eager(self, what: str) -> None:

@@ -33,7 +33,7 @@ class IndexedSlices:
     def __init__(self, values: Any, indices: Any, dense_shape: Any = None):
         """See the class."""
         self.values, self.indices = values, indices
-        self.dense_shape = None if dense_shape is None else _known(dense_shape)
+        self.dense_shape = None if dense_shape is None else _parse_shape(dense_shape)
 
     def tree_flatten(self):
         """Values and indices are children, the shape is structure."""
@@ -55,7 +55,7 @@ class IndexedSlices:
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}{shape})"
 
 
-def _known(dense_shape: Any) -> tuple[int, ...]:
+def _parse_shape(dense_shape: Any) -> tuple[int, ...]:
     if is_traced(dense_shape):
         raise TypeError(
             f"IndexedSlices was given dense_shape={dense_shape!r}, an array whose values are not "
@@ -69,7 +69,7 @@ def is_slices(x: Any) -> bool:
     return isinstance(x, IndexedSlices)
 
 
-def hold_slices(tree: PyTree) -> bool:
+def has_slices(tree: PyTree) -> bool:
     """Whether there is an IndexedSlices in a tree."""
     return any(is_slices(x) for x in jax.tree.leaves(tree, is_leaf=is_slices))
 
@@ -84,15 +84,15 @@ def all_reduce(
     Raises:
         ValueError: Slices are to be combined by another op than `SUM` or `MEAN`.
     """
-    if not hold_slices(value):
+    if not has_slices(value):
         return dense(op, value)
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_slices)
     whole = iter(dense(op, [x for x in leaves if not is_slices(x)]))
-    sparse = iter(_gathered(op, [x for x in leaves if is_slices(x)]))
+    sparse = iter(_gather(op, [x for x in leaves if is_slices(x)]))
     return treedef.unflatten([next(sparse) if is_slices(x) else next(whole) for x in leaves])
 
 
-def _gathered(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
+def _gather(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
     n = check_op(op, collectives.num_replicas())
     pairs = [(jnp.asarray(x.values), jnp.asarray(x.indices)) for x in slices]
     gathered = collectives.all_gather(pairs, 0)
@@ -122,7 +122,7 @@ def check_dense(value: PyTree, what: str) -> None:
     Raises:
         NotImplementedError: There is one in `value`.
     """
-    if hold_slices(value):
+    if has_slices(value):
         raise NotImplementedError(
             f"{what} does not support IndexedSlices. Combine them by SUM or MEAN, or concatenate "
             f"their values and their indices by themselves."

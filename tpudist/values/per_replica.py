@@ -10,7 +10,7 @@ import jax
 
 from tpudist import context
 from tpudist.xla import collectives, placement
-from tpudist.xla.mesh import mirrored_on
+from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
 PyTree = Any
@@ -26,7 +26,7 @@ class _OrMirrored(type):
             return True
         if cls not in (DistributedValues, Mirrored) or not isinstance(instance, jax.Array):
             return False
-        return not is_traced(instance) and mirrored_on(instance) is not None
+        return not is_traced(instance) and mesh_of_mirrored(instance) is not None
 
 
 class DistributedValues(metaclass=_OrMirrored):
@@ -114,13 +114,13 @@ class PerReplica(DistributedValues):
 
         In a program that is being traced, those of all replicas: an all-gather.
         """
-        local = self._traced_part()
+        local = self._part_in_trace()
         if local is not None:
             return tuple(collectives.all_gather(local[None], 0))
         mesh = placement.mesh_of(self.array)
         return tuple(placement.component(mesh, self.array, i) for i in mesh.local_replicas)
 
-    def _traced_part(self) -> Any:
+    def _part_in_trace(self) -> Any:
         """This replica's part in the program that is being traced; None outside of all traces."""
         if is_traced(self.array):
             return self.array
@@ -132,7 +132,7 @@ class PerReplica(DistributedValues):
     def _local(self) -> Any:
         """What stands for this value in a replica function: the replica's own part; else None."""
         mode = context.current()
-        return None if mode.frame is None or mode.replica_context is None else self._traced_part()
+        return None if mode.frame is None or mode.replica_context is None else self._part_in_trace()
 
     def __repr__(self) -> str:
         rows = "" if self.rows is None else f", rows={self.rows}"
@@ -210,7 +210,7 @@ class LocalPart(PerReplica):
         super().__init__(array)
         self.counts = counts
 
-    def _traced_part(self) -> Any:
+    def _part_in_trace(self) -> Any:
         return self.array
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -228,4 +228,4 @@ class LocalPart(PerReplica):
 
 def local_part(value: Any) -> Any:
     """This replica's part of a PerReplica, in the trace of a replica function; else `value`."""
-    return value._traced_part() if isinstance(value, PerReplica) else value
+    return value._part_in_trace() if isinstance(value, PerReplica) else value

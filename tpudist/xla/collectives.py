@@ -36,17 +36,17 @@ def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> P
 
     Cost: each of n replicas sends 2 (n - 1) / n times the bytes of `value`, if XLA picks a ring.
     """
-    reduced = on_the_wire(lambda x: combined(op, x), value, packing)
-    return divided(reduced) if op is ReduceOp.MEAN else reduced
+    reduced = run_collective(lambda x: combine(op, x), value, packing)
+    return divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
 
-def combined(op: ReduceOp, arrays: Any, groups: list[list[int]] | None = None) -> Any:
+def combine(op: ReduceOp, arrays: Any, groups: list[list[int]] | None = None) -> Any:
     """Arrays summed (for `MEAN` too), or their minima or maxima, over replicas or `groups`."""
     extremes = {ReduceOp.MIN: jax.lax.pmin, ReduceOp.MAX: jax.lax.pmax}
     return extremes.get(op, jax.lax.psum)(arrays, REPLICA_AXIS, axis_index_groups=groups)
 
 
-def divided(summed: PyTree) -> PyTree:
+def divide_by_replicas(summed: PyTree) -> PyTree:
     """Sums over all replicas as means; those of integers are float32."""
     n = num_replicas()
     return jax.tree.map(lambda x: x / jnp.asarray(n, mean_dtype(x)), summed)
@@ -68,7 +68,7 @@ def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTr
     def communicate(leaves):
         return [gather(x) for x in leaves]
 
-    return on_the_wire(communicate, value, packing, joins=False)
+    return run_collective(communicate, value, packing, joins=False)
 
 
 def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
@@ -91,7 +91,7 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
         x = jax.lax.psum_scatter(x, REPLICA_AXIS, scatter_dimension=dim, tiled=True)
         return x / jnp.asarray(n, mean_dtype(x)) if op is ReduceOp.MEAN else x
 
-    return on_the_wire(lambda leaves: [scatter(x) for x in leaves], value)
+    return run_collective(lambda leaves: [scatter(x) for x in leaves], value)
 
 
 def broadcast(value: PyTree, source: int = 0) -> PyTree:
@@ -111,7 +111,7 @@ def broadcast(value: PyTree, source: int = 0) -> PyTree:
     return jax.tree.map(lambda x, b: x.astype(jnp.bool_) if b else x, summed, bools)
 
 
-def on_the_wire(
+def run_collective(
     communicate: Callable[[list[jax.Array]], Any],
     value: PyTree,
     packing: Packing | None = None,

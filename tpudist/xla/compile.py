@@ -122,7 +122,7 @@ def spread(
     )
 
 
-def evaluated(closed: jaxprs.ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
+def evaluate(closed: jaxprs.ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
     """The outputs of a jaxpr, as a part of the trace that is under way."""
     return core.jaxpr_as_fun(closed)(*values)
 

@@ -73,7 +73,7 @@ class Channel:
                 if cancelled():
                     raise Cancelled(self._name)
                 # Only after a try: who has left may have come to this round first.
-                if gone := self._gone(client):
+                if gone := self._processes_that_left(client):
                     raise RuntimeError(
                         f"Process {index} waits at '{self._name}', round {number}, but process "
                         f"{gone} has left and comes to no more rounds. All processes must do the "
@@ -91,12 +91,12 @@ class Channel:
         client.key_value_set(f"{folder}/{index}", text)
         leader = processes[0]
         if index != leader:
-            every = wait_for(f"{folder}/all", lambda: self._missing(client, folder))
+            every = wait_for(f"{folder}/all", lambda: self._processes_missing(client, folder))
             return json.loads(every)
         texts = [
             text
             if other == leader
-            else wait_for(f"{folder}/{other}", lambda: self._missing(client, folder))
+            else wait_for(f"{folder}/{other}", lambda: self._processes_missing(client, folder))
             for other in processes
         ]
         client.key_value_set(f"{folder}/all", json.dumps(texts))
@@ -114,11 +114,11 @@ class Channel:
         except Exception:  # said before, or the others are gone too; the type varies
             pass
 
-    def _gone(self, client: Any) -> str:
+    def _processes_that_left(self, client: Any) -> str:
         left = client.key_value_dir_get(f"tpudist/{self._name}/left/")
         return ", ".join(sorted(key.rsplit("/", 1)[-1] for key, _ in left))
 
-    def _missing(self, client: Any, folder: str) -> str:
+    def _processes_missing(self, client: Any, folder: str) -> str:
         there = {key.rsplit("/", 1)[-1] for key, _ in client.key_value_dir_get(f"{folder}/")}
         absent = [str(i) for i in self._members if str(i) not in there]
         leader = f"process {self._members[0]} to answer"

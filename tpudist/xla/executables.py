@@ -13,14 +13,14 @@ from jax.experimental import serialize_executable
 from tpudist.xla.compiler import jax_cache
 
 
-def compiled_anew(
+def compile_anew(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any]
 ) -> jax.stages.Compiled:
     """A compiled program for `to_bytes`, which JAX's persistent cache is not asked for.
 
     It keeps programs for described devices, and cannot load them again (jax 0.12).
     """
-    with jax_cache.bypassed():
+    with jax_cache.bypass():
         return lowered.compile(compiler_options=dict(compiler_options))
 
 

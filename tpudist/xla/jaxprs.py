@@ -64,7 +64,7 @@ def structure_of(eqn: core.JaxprEqn) -> Structure | None:
         return _unknown(f"the primitive '{name}' ({type(error).__name__}: {error})", bodies)
 
 
-def unread_parameters(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> str | None:
+def find_unread_parameters(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> str | None:
     """Says what is not understood in an operation whose parameters are none of the known sets."""
     if frozenset(eqn.params) in known:
         return None
@@ -73,14 +73,14 @@ def unread_parameters(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> st
     return _unknown(reason, ()).reason
 
 
-def opened(jaxpr: Any) -> core.Jaxpr:
+def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
     """A jaxpr without its constants; where one class is both, as it is."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def walk(jaxpr: Any) -> Iterator[core.JaxprEqn]:
     """All equations of a jaxpr, each before those that it holds."""
-    for eqn in opened(jaxpr).eqns:
+    for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
         for inner in _jaxprs_in(eqn.params):
             yield from walk(inner)
@@ -89,7 +89,7 @@ def walk(jaxpr: Any) -> Iterator[core.JaxprEqn]:
 def constants_of(closed: Any) -> Iterator[Any]:
     """The constants of a jaxpr and of all that it holds: a `jit` inside has its own."""
     yield from getattr(closed, "consts", ())
-    for eqn in opened(closed).eqns:
+    for eqn in open_jaxpr(closed).eqns:
         for inner in _programs_of(tuple(eqn.params.values())):
             yield from constants_of(inner)
 
@@ -109,7 +109,7 @@ _said: set[str] = set()
 
 def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
     """The programs among the parameters, also in tuples, lists and dicts of them."""
-    return map(opened, _programs_of(tuple(params.values())))
+    return map(open_jaxpr, _programs_of(tuple(params.values())))
 
 
 def _programs_of(value: Any) -> Iterator[Any]:
@@ -131,7 +131,7 @@ def _program(value: Any) -> core.Jaxpr:
         raise _NotUnderstood(f"with a {type(value).__name__} where its program was")
     if any(isinstance(x, Tracer) for x in getattr(value, "consts", ())):
         raise _NotUnderstood("with a program whose constants are computed outside of it")
-    return opened(value)
+    return open_jaxpr(value)
 
 
 def _count(value: Any, name: str) -> int:

@@ -101,7 +101,7 @@ class ReplicaMesh:
         return NamedSharding(self.mesh, PartitionSpec(self.replica_axis))
 
 
-def mirrored_on(array: jax.Array) -> Mesh | None:
+def mesh_of_mirrored(array: jax.Array) -> Mesh | None:
     """The mesh of several replicas on which `array` is equal on every one; None if there is none.
 
     An array that belongs to a mesh and is not split over its replicas is equal on them.
@@ -146,7 +146,7 @@ def make_mesh(
     shape = (num_replicas, *inner_axes.values())
     names = (REPLICA_AXIS, *inner_axes)
     axes = dict(zip(names, shape, strict=True))
-    grid = _row_by_row(devices, shape) if in_order else _arrange(devices, axes)
+    grid = _arrange_row_by_row(devices, shape) if in_order else _arrange(devices, axes)
     # Explicit axes, JAX's default, break ordinary models; mixed meshes lose shardings.
     return ReplicaMesh(Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names)))
 
@@ -174,15 +174,15 @@ def _check_axes(devices: Sequence[jax.Device], inner_axes: Mapping[str, int]) ->
         )
 
 
-def _row_by_row(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+def _arrange_row_by_row(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     return np.asarray(devices, dtype=object).reshape(shape)
 
 
 def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarray:
     shape = tuple(axes.values())
     if devices[0].platform != "tpu":
-        return _row_by_row(devices, shape)
-    across = _across_slices(axes, len({getattr(d, "slice_index", 0) for d in devices}))
+        return _arrange_row_by_row(devices, shape)
+    across = _slices_per_axis(axes, len({getattr(d, "slice_index", 0) for d in devices}))
     if math.prod(across) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     within = tuple(size // slices for size, slices in zip(shape, across, strict=True))
@@ -191,7 +191,7 @@ def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarr
     )
 
 
-def _across_slices(axes: Mapping[str, int], num_slices: int) -> tuple[int, ...]:
+def _slices_per_axis(axes: Mapping[str, int], num_slices: int) -> tuple[int, ...]:
     """Over how many slices each axis goes: replicas first, then `data`, and no other."""
     across, left = [], num_slices
     # Each axis goes over as many slices as divide both its size and the number still left.

@@ -28,7 +28,7 @@ class Packing:
             sizes: Bytes of each array.
         """
         if self.bytes_per_pack:
-            return _filled(sizes, self.bytes_per_pack)
+            return _fill_packs(sizes, self.bytes_per_pack)
         if self.num_packs == 0 or self.num_packs >= len(sizes):
             return [[i] for i in range(len(sizes))]
         packs: list[list[int]] = [[] for _ in range(self.num_packs)]
@@ -57,7 +57,7 @@ class Packing:
         results: list[Any] = [None] * len(arrays)
         for pack in self.packs([num_bytes(x) for x in arrays]):
             some = [arrays[i] for i in pack]
-            received = _joined(communicate, some) if join else communicate(some)
+            received = _join_and_communicate(communicate, some) if join else communicate(some)
             for i, y in zip(pack, received, strict=True):
                 results[i] = y
         return results
@@ -83,7 +83,7 @@ def num_bytes(x: Any) -> int:
     return x.size * x.dtype.itemsize
 
 
-def _joined(
+def _join_and_communicate(
     communicate: Callable[[list[Any]], Sequence[Any]], arrays: Sequence[jax.Array]
 ) -> list[Any]:
     dtypes = {x.dtype: None for x in arrays}
@@ -98,7 +98,7 @@ def _joined(
     return results
 
 
-def _filled(sizes: Sequence[int], limit: int) -> list[list[int]]:
+def _fill_packs(sizes: Sequence[int], limit: int) -> list[list[int]]:
     packs: list[list[int]] = []
     room = -1
     for i, size in enumerate(sizes):

@@ -72,30 +72,30 @@ def check_memory_kind(mesh: ReplicaMesh, memory_kind: str) -> str:
     return memory_kind
 
 
-def on_host(value: Any) -> bool:
+def is_on_host(value: Any) -> bool:
     """Whether an array, or the shape of one, lives in another memory than its devices' own."""
     kind = getattr(getattr(value, "sharding", None), "memory_kind", None)
     return kind is not None and kind.endswith("host")
 
 
-def in_memory_of(value: Any, sharding: NamedSharding) -> NamedSharding:
+def match_memory(value: Any, sharding: NamedSharding) -> NamedSharding:
     """`sharding`, in the memory that an array lives in."""
-    return sharding.with_memory_kind(value.sharding.memory_kind) if on_host(value) else sharding
+    return sharding.with_memory_kind(value.sharding.memory_kind) if is_on_host(value) else sharding
 
 
-def on_device(value: jax.Array) -> jax.Array:
+def to_device(value: jax.Array) -> jax.Array:
     """A traced array that lives in host memory, brought to its devices; any other one as it is."""
     space = getattr(jax.typeof(value), "memory_space", None)
     return jax.device_put(value, jax.memory.Space.Device) if space is _HOST else value
 
 
-def as_before(value: jax.Array, before: jax.Array) -> jax.Array:
+def to_memory_of(value: jax.Array, before: jax.Array) -> jax.Array:
     """A traced array, brought to host memory if that is where the one lived that it replaces."""
     space = getattr(jax.typeof(before), "memory_space", None)
     return jax.device_put(value, _HOST) if space is _HOST else value
 
 
-def as_steps_take_it(mesh: ReplicaMesh, value: Any, *, is_stacked: bool, abstract: bool) -> Any:
+def prepare_step_input(mesh: ReplicaMesh, value: Any, *, is_stacked: bool, abstract: bool) -> Any:
     """An input of a step where the step has it: on the mesh, and placed by it.
 
     A value of NumPy's is not moved (JAX does it with the call), nor a traced one. In a mesh with
@@ -126,7 +126,7 @@ def as_steps_take_it(mesh: ReplicaMesh, value: Any, *, is_stacked: bool, abstrac
         sharding = NamedSharding(same, sharding.spec, memory_kind=sharding.memory_kind)
         value = jax.device_put(value, sharding)
     if mesh.devices_per_replica == 1 and not sharding.is_fully_replicated:
-        value = jax.device_put(value, in_memory_of(value, mesh.replicated))
+        value = jax.device_put(value, match_memory(value, mesh.replicated))
     return value
 
 
@@ -148,7 +148,7 @@ def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> 
     Returns:
         `[num_replicas, ...]`, sharded over the replica axis.
     """
-    sharding = stacked_sharding(mesh, local.shape, split_rows=split_rows)
+    sharding = sharding_of_stack(mesh, local.shape, split_rows=split_rows)
     return from_local(sharding, (mesh.num_replicas, *local.shape[1:]), local, mesh.local_replicas)
 
 
@@ -172,7 +172,7 @@ def from_local(
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def stacked_sharding(
+def sharding_of_stack(
     mesh: ReplicaMesh, shape: tuple[int, ...], *, split_rows: bool = False
 ) -> NamedSharding:
     """The sharding of a stacked array of `shape`; with `split_rows`, see `stack`."""
@@ -190,7 +190,7 @@ def _sharding_of_rows(mesh: ReplicaMesh, num_rows: int) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=4096)
-def stacked_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
+def stack_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
     """`counts`, one number per replica, as a stacked int32 array `[num_replicas]`."""
     local = np.asarray([counts[i] for i in mesh.local_replicas], np.int32)
     return stack(mesh, local)
@@ -203,7 +203,7 @@ def count(mesh: ReplicaMesh, number: int) -> jax.Array:
 
 
 def abstract_counts(mesh: ReplicaMesh) -> list[jax.ShapeDtypeStruct]:
-    """What `stacked_counts` and `count` give, without the numbers."""
+    """What `stack_counts` and `count` give, without the numbers."""
     stacked = jax.ShapeDtypeStruct((mesh.num_replicas,), np.int32, sharding=mesh.stacked)
     return [stacked, jax.ShapeDtypeStruct((), np.int32, sharding=mesh.replicated)]
 
@@ -219,7 +219,7 @@ def replicate_from_host(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
     return replicate(mesh, array).copy()
 
 
-def off_mesh() -> contextlib.AbstractContextManager:
+def without_mesh() -> contextlib.AbstractContextManager:
     """Takes the mesh in scope out of force: JAX refuses to compute there on other devices."""
     return jax.set_mesh(_NO_MESH)
 
@@ -266,7 +266,7 @@ def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
     )
 
 
-def with_component(
+def replace_component(
     mesh: ReplicaMesh, stacked: jax.Array, replica: int, value: jax.Array
 ) -> jax.Array:
     """A stacked array with another part for one replica of this process."""

@@ -20,7 +20,7 @@ from tpudist.xla.replica_equality import EQUALIZING_FUNCTION
 Accumulate = Callable[[list[jax.Array]], Any]
 
 
-def by_one_replica(
+def reduce_on_one_replica(
     op: ReduceOp, arrays: Sequence[jax.Array], root: int, accumulate: Accumulate | None
 ) -> list[jax.Array]:
     """All values travel to replica `root`, which combines them and sends the result to all.
@@ -36,8 +36,8 @@ def by_one_replica(
     """
 
     def one(x: jax.Array) -> jax.Array:
-        parts = _at(root, x)
-        result = jnp.asarray(_folded(op, parts) if accumulate is None else accumulate(parts))
+        parts = _collect_at(root, x)
+        result = jnp.asarray(_fold(op, parts) if accumulate is None else accumulate(parts))
         if result.shape != x.shape:
             raise ValueError(
                 f"accumulation_fn made an array of shape {result.shape} of arrays of shape "
@@ -49,12 +49,12 @@ def by_one_replica(
         return collectives.broadcast([one(x) for x in sent], root)
 
     # With a function of the user's, gradients are what they are: not equal, for all we know.
-    send = communicate if accumulate is not None else _equalizing(communicate)
-    reduced = collectives.on_the_wire(send, list(arrays))
-    return collectives.divided(reduced) if op is ReduceOp.MEAN else reduced
+    send = communicate if accumulate is not None else _mark_equalizing(communicate)
+    reduced = collectives.run_collective(send, list(arrays))
+    return collectives.divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
 
-def by_groups(
+def reduce_in_groups(
     op: ReduceOp, arrays: Sequence[jax.Array], packing: Packing | None
 ) -> list[jax.Array]:
     """Combines within groups of neighbours, then across the groups, then tells the group.
@@ -69,21 +69,21 @@ def by_groups(
     across = [list(range(i, n, size)) for i in range(size)]
 
     def communicate(sent: list[jax.Array]) -> list[jax.Array]:
-        sent = collectives.combined(op, sent, within)
-        sent = collectives.combined(op, sent, across)
+        sent = collectives.combine(op, sent, within)
+        sent = collectives.combine(op, sent, across)
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return sent
         # Each member of a group has asked another member of each group: the sums are equal, but
         # whether to the last bit is up to the network. So all take that of the first ones.
         first = jax.lax.axis_index(REPLICA_AXIS) % size == 0
         sent = [jnp.where(first, x, jnp.zeros_like(x)) for x in sent]
-        return collectives.combined(ReduceOp.SUM, sent, within)
+        return collectives.combine(ReduceOp.SUM, sent, within)
 
-    reduced = collectives.on_the_wire(_equalizing(communicate), list(arrays), packing)
-    return collectives.divided(reduced) if op is ReduceOp.MEAN else reduced
+    reduced = collectives.run_collective(_mark_equalizing(communicate), list(arrays), packing)
+    return collectives.divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
 
-def _equalizing(communicate: Callable[[list[jax.Array]], Any]) -> Callable[..., Any]:
+def _mark_equalizing(communicate: Callable[[list[jax.Array]], Any]) -> Callable[..., Any]:
     """Lets `replica_equality` know, by the name, that the results and their gradients are equal."""
     communicate.__name__ = communicate.__qualname__ = EQUALIZING_FUNCTION
     return jax.jit(communicate)
@@ -97,7 +97,7 @@ def group_size(num_replicas: int) -> int:
     return num_replicas // groups
 
 
-def _at(root: int, x: jax.Array) -> list[jax.Array]:
+def _collect_at(root: int, x: jax.Array) -> list[jax.Array]:
     """The values of all replicas, in order, as replica `root` has received them."""
     # A permute for each replica: an all-gather would bring to all what only the root needs.
     return [
@@ -106,7 +106,7 @@ def _at(root: int, x: jax.Array) -> list[jax.Array]:
     ]
 
 
-def _folded(op: ReduceOp, parts: list[jax.Array]) -> jax.Array:
+def _fold(op: ReduceOp, parts: list[jax.Array]) -> jax.Array:
     combine = {ReduceOp.MIN: jnp.minimum, ReduceOp.MAX: jnp.maximum}.get(op, jnp.add)
     result = parts[0]
     for x in parts[1:]:

@@ -105,7 +105,7 @@ def prove(
     )
 
 
-def gathered(jaxpr: core.Jaxpr) -> list[tuple[tuple[int, ...], int]]:
+def find_gathers(jaxpr: core.Jaxpr) -> list[tuple[tuple[int, ...], int]]:
     """The shape and the gathered dim of each all-gather over replicas, in their order."""
     return [
         (tuple(x.aval.shape), eqn.params["all_gather_dimension"])  # type: ignore
@@ -153,7 +153,7 @@ class _Walk:
         if isinstance(structure, jaxprs.Unknown):
             cause = self._unknown(eqn, structure, args)
         elif structure is not None:
-            cause = _first(args) or self._inside(eqn, structure.bodies)
+            cause = _first_cause(args) or self._inside(eqn, structure.bodies)
         else:
             cause = self._leaf(eqn, args)
         return [cause] * len(eqn.outvars)
@@ -167,14 +167,14 @@ class _Walk:
             self.communication.append(Communication(name, narrow, line_of(eqn)))
         # Among groups of replicas the members of one agree, and the groups do not.
         if name in _EQUALIZING and over_replicas and not eqn.params.get("axis_index_groups"):
-            return jaxprs.unread_parameters(eqn, _EQUALIZING[name])
+            return jaxprs.find_unread_parameters(eqn, _EQUALIZING[name])
         if name in _UNEQUAL_BY_NATURE and (over_replicas or name != "axis_index"):
             return _UNEQUAL_BY_NATURE[name]
         if over_replicas and name not in _SILENT:
             return f"a {name} between replicas"
         if any(_is_reference(x) for x in eqn.invars):
             return "a mutable array reference, which is not followed"
-        return _first(args)
+        return _first_cause(args)
 
     def _inside(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr]) -> Cause:
         """Why equal operands of an operation may give unequal results, or None."""
@@ -184,7 +184,7 @@ class _Walk:
     def _unknown(self, eqn: core.JaxprEqn, structure: jaxprs.Unknown, args: list[Cause]) -> Cause:
         # For all we know it branches or loops on the operand that differs.
         if any(cause is not None for cause in args):
-            self._hazard(eqn, structure.bodies, _first(args) or "")
+            self._hazard(eqn, structure.bodies, _first_cause(args) or "")
         return structure.reason
 
     def _call(self, body: core.Jaxpr, args: list[Cause]) -> list[Cause]:
@@ -209,7 +209,7 @@ class _Walk:
         body_consts = args[loop.num_cond_consts : num_consts]
 
         def body(carry):
-            stop = _first(self._call(loop.cond, [*cond_consts, *carry]))
+            stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
             out = self._call(loop.body, [*body_consts, *carry])
             # Replicas that may disagree when to stop make other numbers of turns: then all that is
             # carried differs, though every turn by itself be equal.
@@ -217,7 +217,7 @@ class _Walk:
 
         carry, _ = _fixpoint(body, args[num_consts:])
         # Asked again, for in the rounds before the last the condition may have looked equal.
-        stop = _first(self._call(loop.cond, [*cond_consts, *carry]))
+        stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
         if stop is not None:
             self._hazard(eqn, loop.bodies, stop)
         return carry
@@ -227,7 +227,7 @@ class _Walk:
         if which is not None:
             self._hazard(eqn, choice.bodies, which)
         results = [self._call(branch, operands) for branch in choice.bodies]
-        return [which or _first(outs) for outs in zip(*results, strict=True)]
+        return [which or _first_cause(outs) for outs in zip(*results, strict=True)]
 
     def _hazard(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr], cause: str) -> None:
         for inner in (inner for body in bodies for inner in jaxprs.walk(body)):
@@ -258,7 +258,7 @@ def _fixpoint(body: Callable, carry: list[Cause]) -> tuple[list[Cause], list[Cau
         carry = grown
 
 
-def _first(causes: Sequence[Cause]) -> Cause:
+def _first_cause(causes: Sequence[Cause]) -> Cause:
     return next((cause for cause in causes if cause is not None), None)
 
 

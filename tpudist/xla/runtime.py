@@ -26,7 +26,7 @@ ENVIRONMENT_VARIABLE = "TPUDIST_EMULATE"
 MAX_STEPS_IN_FLIGHT = 2
 
 
-def backend_started() -> bool:
+def has_backend() -> bool:
     """Whether this process already has devices, so that it is too late to choose them."""
     number = Setting.NUM_CPU_DEVICES.read()
     # JAX itself refuses another number of CPU devices once a backend runs; asking it to is the
@@ -51,9 +51,9 @@ def emulate(num_devices: int | None = None) -> None:
         ValueError: `num_devices` is not a positive number.
         RuntimeError: JAX already started with other devices.
     """
-    num_devices = _num_devices_asked_for(num_devices)
+    num_devices = _parse_num_devices(num_devices)
     os.environ["NPROC"] = str(max(32, 4 * num_devices, int(os.environ.get("NPROC", "0") or 0)))
-    if not backend_started():
+    if not has_backend():
         # Not started here: several emulated processes must connect first.
         Setting.PLATFORMS.set("cpu")
         Setting.NUM_CPU_DEVICES.set(num_devices)
@@ -68,7 +68,7 @@ def emulate(num_devices: int | None = None) -> None:
         )
 
 
-def _num_devices_asked_for(num_devices: int | None) -> int:
+def _parse_num_devices(num_devices: int | None) -> int:
     origin = "tpudist.emulate"
     asked: object = num_devices
     if num_devices is None:
@@ -110,7 +110,7 @@ def connect(
     if jax.distributed.is_initialized():
         check_not_connected(mutual_tls)
         return
-    if backend_started():
+    if has_backend():
         raise RuntimeError(
             f"Process {process_id} of {num_processes} was to join {coordinator_address}, but JAX "
             f"has already started its devices alone. Make the strategy before the first array."

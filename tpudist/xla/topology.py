@@ -86,7 +86,7 @@ def require_libtpu(name: str) -> None:
             f'Compiling for "{name}" needs libtpu, the TPU compiler, which is not installed. It '
             f'runs on any x86-64 Linux machine: pip install "tpudist[aot]".'
         )
-    wanted, found = _pinned(), versions.installed("libtpu")
+    wanted, found = _libtpu_of_jax(), versions.version_of("libtpu")
     if wanted and found and not f"{found}.".startswith(wanted):
         raise ImportError(
             f'Compiling for "{name}" needs the libtpu that jax {jax.__version__} was built for, '
@@ -96,7 +96,7 @@ def require_libtpu(name: str) -> None:
         )
 
 
-def _pinned() -> str:
+def _libtpu_of_jax() -> str:
     """The start of the version of libtpu that jax's extra "tpu" asks for, such as "0.0.42."."""
     for requirement in importlib.metadata.requires("jax") or ():
         if match := re.match(r"libtpu\s*==\s*([\d.]+)(\*?)", requirement):

@@ -18,16 +18,16 @@ def trace_state() -> Any:
 _OUTSIDE = trace_state()
 
 
-def tracing_nothing() -> bool:
+def is_eager() -> bool:
     """Whether operations run at once, and are not recorded by a JAX transformation."""
     return trace_state() == _OUTSIDE
 
 
 @contextlib.contextmanager
-def at_once() -> Iterator[None]:
+def run_eagerly() -> Iterator[None]:
     """Runs operations on concrete values at once, also in the midst of a trace."""
     with contextlib.ExitStack() as stack:
-        if not tracing_nothing():
+        if not is_eager():
             # In a replica function the mesh is manual, and concrete arrays cannot be on it.
             stack.enter_context(jax.sharding.use_abstract_mesh(_NO_MESH))
         stack.enter_context(jax.ensure_compile_time_eval())

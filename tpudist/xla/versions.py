@@ -6,7 +6,7 @@ import os
 import pathlib
 
 
-def installed(package: str) -> str:
+def version_of(package: str) -> str:
     """The version of an installed package; "" if no installer has put it there."""
     try:
         return importlib.metadata.version(package)

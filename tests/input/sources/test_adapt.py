@@ -325,7 +325,7 @@ def test_a_tf_dataset_of_known_shapes_is_not_read_to_say_them(tf):
 
 
 def test_a_tf_tensor_is_not_copied(tf):
-    source = adapt.checked(tf_dataset(tf))
+    source = adapt.to_source(tf_dataset(tf))
     (element,) = list(source.elements(0))[:1]
     assert not element["x"].flags.owndata
     assert source.owns_memory
@@ -373,8 +373,8 @@ def test_tf_data_of_other_things_than_arrays_of_numbers_is_refused(tf):
 def test_what_the_options_of_a_tf_dataset_ask_for_is_done(tf):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    assert adapt.checked(tf_dataset(tf)).auto_shard_policy is AutoShardPolicy.AUTO
-    off = adapt.checked(tf_dataset(tf).with_options(options))
+    assert adapt.to_source(tf_dataset(tf)).auto_shard_policy is AutoShardPolicy.AUTO
+    off = adapt.to_source(tf_dataset(tf).with_options(options))
     assert off.auto_shard_policy is AutoShardPolicy.OFF
 
 

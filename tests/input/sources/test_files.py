@@ -33,7 +33,7 @@ def write_tfrecord(path, records):
         for data in records:
             length = struct.pack("<Q", len(data))
             for part in (length, data):
-                file.write(part + struct.pack("<I", crc32c.masked([part])[0]))
+                file.write(part + struct.pack("<I", crc32c.compute_masked([part])[0]))
 
 
 def write_array_record(path, records):
@@ -459,7 +459,7 @@ def test_the_order_by_files_has_every_row_once_and_lanes_of_few_files(lengths, s
     ends = np.cumsum(lengths)
     files = np.split(np.arange(ends[-1]), ends[:-1])
     rng = None if seed is None else np.random.default_rng(seed)
-    order = file_order.in_lanes(files, size, rng)
+    order = file_order.order_in_lanes(files, size, rng)
     assert sorted(order.tolist()) == list(range(ends[-1]))
     num_files = sum(length > 0 for length in lengths)
     lanes = file_order.num_lanes(num_files, size)
@@ -477,7 +477,7 @@ def test_the_order_by_files_has_every_row_once_and_lanes_of_few_files(lengths, s
 
 def test_files_of_equal_length_are_read_by_one_half_of_the_batch_each():
     files = np.split(np.arange(64), 8)
-    order = file_order.in_lanes(files, 8, np.random.default_rng(0)).reshape(-1, 2, 4) // 8
+    order = file_order.order_in_lanes(files, 8, np.random.default_rng(0)).reshape(-1, 2, 4) // 8
     first, second = set(order[:, 0].flat), set(order[:, 1].flat)
     assert not first & second
     assert len(first) == len(second) == 4

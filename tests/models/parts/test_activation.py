@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import tpudist
 from tpudist.models import Transformer, TransformerConfig, next_token_nats
-from tpudist.models.parts.activation import activated, activated_product
+from tpudist.models.parts.activation import activate, activation_product
 from tpudist.training.steps import make_train_step
 from tpudist.xla import topology
 
 
 def plain(branches, weight):
-    return activated(*branches) @ weight
+    return activate(*branches) @ weight
 
 
 def arguments(length, num_branches=2, dtype="float32", batch=2, embed=8, mlp=24):
@@ -47,7 +47,7 @@ def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_
     """
     args = arguments(length, num_branches, dtype)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
-    found, want = gradients(activated_product, *args), gradients(plain, *wide)
+    found, want = gradients(activation_product, *args), gradients(plain, *wide)
     for a, b in zip(found, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, dtype)
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_
 
 @pytest.mark.parametrize(("length", "num_pieces"), [(2048, 16), (150, 2), (131, 1)])  # a prime
 def test_a_length_is_cut_into_pieces_whose_tensors_are_overwritten(length, num_pieces):
-    step = jax.make_jaxpr(lambda *args: gradients(activated_product, *args))(*arguments(length))
+    step = jax.make_jaxpr(lambda *args: gradients(activation_product, *args))(*arguments(length))
     (loop,) = (x for x in step.eqns if x.primitive.name == "scan")
     assert loop.params["length"] == num_pieces
     body = str(loop.params["jaxpr"])
@@ -93,7 +93,7 @@ def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     def compiled(product):
         return jax.jit(of_blocks, static_argnums=0).lower(product, x, weights).compile()
 
-    here, usual = compiled(activated_product), compiled(plain)
+    here, usual = compiled(activation_product), compiled(plain)
     tensor = batch // 4 * length * mlp * 2
     saved = usual.memory_analysis().temp_size_in_bytes - here.memory_analysis().temp_size_in_bytes
     assert saved > 0.9 * tensor

@@ -172,10 +172,10 @@ def test_half_precision_is_summed_in_float32(method):
 
 def test_a_split_sequence_goes_around_a_ring_of_itself():
     mesh = mesh_of(sequence=4)
-    assert attention.automatic(16) == "dot_product"
+    assert attention.choose_method(16) == "dot_product"
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
-        assert attention.automatic(16) == "ring"
-        assert attention.automatic(18) == "dot_product"  # 4 devices cannot share it equally
+        assert attention.choose_method(16) == "ring"
+        assert attention.choose_method(18) == "dot_product"  # 4 devices cannot share it equally
 
 
 CONFIG = TransformerConfig(num_layers=1, embed_dim=256, num_heads=2, mlp_dim=128)

@@ -20,8 +20,8 @@ def heads(length=9, width=8, dtype=jnp.float32, seed=0):
 def test_the_product_is_the_rotation_of_halves_and_so_is_its_gradient(dtype, width):
     x, out = heads(width=width, dtype=dtype), heads(width=width, dtype=dtype, seed=1)
     rotation = rotary.rotation(x.shape[1], width, 10_000.0)
-    found, back = jax.vjp(lambda x: rotary.by_product(x, rotation), x)
-    want, want_back = jax.vjp(lambda x: rotary.by_halves(x, rotation), x)
+    found, back = jax.vjp(lambda x: rotary.rotate_by_product(x, rotation), x)
+    want, want_back = jax.vjp(lambda x: rotary.rotate_by_halves(x, rotation), x)
     assert found.dtype == x.dtype
     tolerance = 1e-6 if dtype == "float32" else 1e-2
     for a, b in ((found, want), (back(out)[0], want_back(out)[0])):
@@ -35,7 +35,7 @@ def test_scores_depend_on_distances_alone(query, key, shift):
     rotation = rotary.rotation(200, 8, 100.0)
     x = jnp.broadcast_to(heads(1)[:1], (1, 200, 3, 8))
     y = jnp.broadcast_to(heads(1, seed=1)[:1], (1, 200, 3, 8))
-    x, y = (np.asarray(rotary.by_halves(z, rotation), np.float64)[0] for z in (x, y))
+    x, y = (np.asarray(rotary.rotate_by_halves(z, rotation), np.float64)[0] for z in (x, y))
     here, there = (np.sum(x[query + n] * y[key + n]) for n in (0, shift))
     assert here == pytest.approx(there, abs=1e-4)
 
@@ -43,5 +43,5 @@ def test_scores_depend_on_distances_alone(query, key, shift):
 def test_turning_is_no_work():
     """The product only moves values, so a model has the same work on every platform."""
     rotation = rotary.rotation(9, 8, 100.0)
-    turn = jax.grad(lambda x: rotary.by_product(x, rotation).sum())
+    turn = jax.grad(lambda x: rotary.rotate_by_product(x, rotation).sum())
     assert model_flops.model_flops(jax.make_jaxpr(turn)(heads()), 1)[0] == 0

@@ -24,8 +24,7 @@ from rich.console import Console
 import plans
 import tpudist
 from tpudist import planner
-from tpudist.planner.layouts import candidates as trying
-from tpudist.planner.layouts import layout_search, search_result
+from tpudist.planner.layouts import candidates, layout_search, search_result
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.layouts.search_result import Outcome, SearchResult
 from tpudist.planner.show import search_text
@@ -60,7 +59,7 @@ def search(make_step=make_step, topology=None, **given):
 
 
 def _all(geometries, remat=("none", "full"), microbatches=(1, 2)):
-    found = trying.candidates(None, [], geometries, remat, microbatches)
+    found = candidates.candidates(None, [], geometries, remat, microbatches)
     return [one.name for one in found]
 
 
@@ -84,7 +83,7 @@ def test_the_most_promising_come_first():
 
 @given(st.integers(1, 512))
 def test_the_usual_geometries_divide_the_devices(num_devices):
-    found = list(trying.usual_geometries(num_devices))
+    found = list(candidates.usual_geometries(num_devices))
     assert {} in found
     for axes in found:
         inside = axes.get("fsdp", 1) * axes.get("tensor", 1)
@@ -100,9 +99,9 @@ def test_what_splits_and_recomputes_no_more_needs_no_less():
 
     known = one({"fsdp": 4}, "minimal", 2)
     for same_or_more in [known, one({}, "minimal", 2), one({"fsdp": 4}, "none", 1)]:
-        assert trying.needs_no_less(same_or_more, known, remat)
+        assert candidates.needs_no_less(same_or_more, known, remat)
     for less in [one({"fsdp": 8}, "none"), one({}, "full"), one({"tensor": 2}, "none")]:
-        assert not trying.needs_no_less(less, known, remat)
+        assert not candidates.needs_no_less(less, known, remat)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +349,7 @@ def _outcome(geometry, remat="none", number=1, *, step_s=None, over=0, tokens=No
 
 
 def _result(*outcomes):
-    return SearchResult("v5e-256", 256, search_result.ranked(outcomes), 12.0, 900.0)
+    return SearchResult("v5e-256", 256, search_result.rank(outcomes), 12.0, 900.0)
 
 
 def test_the_fastest_that_fits_is_first_and_the_rest_in_order():
@@ -497,7 +496,7 @@ def test_a_step_that_takes_no_time_is_told_without_a_comparison():
 def test_names_of_operations_cannot_become_html():
     failed = Outcome(Candidate(None, {}, "none", 1), "failed", reason="<script>alert(1)</script>")
     assert "<script>" not in _result(failed)._repr_html_()
-    assert search_text.told(_result(failed)).fits is False
+    assert search_text.describe_search(_result(failed)).fits is False
 
 
 @pytest.mark.libtpu

@@ -195,10 +195,10 @@ def test_the_parts_of_a_step_that_are_not_told_apart_wait_for_memory():
 
 def test_what_is_tried_first_depends_on_what_is_large():
     refused = plans.refused()
-    split, *_ = advice.what_to_try(refused)
+    split, *_ = advice.suggest_changes(refused)
     assert "--replica-axes fsdp=16" in split
     refusal = dataclasses.replace(refused.refusal, argument_bytes=1)
-    remat, *_ = advice.what_to_try(dataclasses.replace(refused, refusal=refusal))
+    remat, *_ = advice.suggest_changes(dataclasses.replace(refused, refusal=refusal))
     assert "remat" in remat
 
 
@@ -211,7 +211,7 @@ def test_what_is_tried_first_depends_on_what_is_large():
     ],
 )
 def test_a_replica_on_all_devices_cannot_be_split_over_more(mesh, told):
-    text = " ".join(advice.what_to_try(dataclasses.replace(plans.refused(), mesh=mesh)))
+    text = " ".join(advice.suggest_changes(dataclasses.replace(plans.refused(), mesh=mesh)))
     assert told in text if told else "--replica-axes" not in text
 
 
@@ -356,8 +356,8 @@ def test_a_notebook_shows_what_is_done_while_it_is_done(tmp_path, monkeypatch):
         monkeypatch.setenv(variable, str(tmp_path / variable))
     manager, client = start_new_kernel(kernel_name="python3")
     code = (
-        "from tpudist.planner.show.progress import shown\n"
-        "with shown(None) as tell:\n"
+        "from tpudist.planner.show.progress import show_progress\n"
+        "with show_progress(None) as tell:\n"
         "    tell('lowering', 0.2)\n"
         "    tell('compiling', 12.3)\n"
     )
@@ -377,7 +377,7 @@ def test_a_notebook_shows_what_is_done_while_it_is_done(tmp_path, monkeypatch):
 
 
 def test_where_nobody_watches_nothing_is_printed(capfd):
-    with progress.shown(None) as tell:
+    with progress.show_progress(None) as tell:
         tell("compiling", 1.0)
     assert capfd.readouterr() == ("", "")
 
@@ -444,7 +444,7 @@ def test_a_number_that_json_has_not_is_refused(number):
     ],
 )
 def test_bytes_in_words(count, told):
-    assert words.tell_bytes(count) == told
+    assert words.format_bytes(count) == told
 
 
 @pytest.mark.parametrize(
@@ -464,12 +464,12 @@ def test_bytes_in_words(count, told):
     ],
 )
 def test_seconds_in_words(seconds, told):
-    assert words.tell_seconds(seconds) == told
+    assert words.format_seconds(seconds) == told
 
 
 @hypothesis.given(st.floats(1e-7, 1e7))
 def test_seconds_in_words_are_the_seconds(seconds):
-    number, unit = words.tell_seconds(seconds).replace(",", "").split()
+    number, unit = words.format_seconds(seconds).replace(",", "").split()
     sizes = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86400}
     assert float(number) * sizes[unit] == pytest.approx(seconds, rel=0.006)
 
@@ -487,7 +487,7 @@ def test_seconds_in_words_are_the_seconds(seconds):
     ],
 )
 def test_shares_in_words(share, told):
-    assert words.tell_share(share) == told
+    assert words.format_share(share) == told
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_shares_in_words(share, told):
     ],
 )
 def test_operations_in_words(op_name, told):
-    assert words.tell_op(op_name) == told
+    assert words.format_op(op_name) == told
 
 
 @pytest.mark.parametrize(
@@ -517,7 +517,7 @@ def test_operations_in_words(op_name, told):
     ],
 )
 def test_shapes_in_short(shape, told):
-    assert words.tell_shape(shape) == told
+    assert words.format_shape(shape) == told
 
 
 @pytest.mark.parametrize(
@@ -530,4 +530,4 @@ def test_shapes_in_short(shape, told):
     ],
 )
 def test_source_lines_in_short(source, told):
-    assert words.tell_line(source) == told
+    assert words.format_line(source) == told

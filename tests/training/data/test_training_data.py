@@ -7,8 +7,8 @@ import pytest
 
 from tpudist.training.data.baselines import baselines
 from tpudist.training.data.batches import InOrder, RandomWindows, ShuffledEpochs
+from tpudist.training.data.corpus import load_corpus, read_corpus, split_files, spread_windows
 from tpudist.training.data.digits import load_digits
-from tpudist.training.data.text import held_out_windows, load_corpus, read_corpus, split_files
 
 
 def test_a_file_is_held_out_by_its_name_alone():
@@ -61,12 +61,12 @@ def test_a_glob_without_matches_says_what_a_glob_is(tmp_path):
 def test_windows_predict_no_byte_twice():
     text = np.arange(100, dtype=np.uint8)
     for number in (1, 3, 100):
-        windows = held_out_windows(text, 8, number)
+        windows = spread_windows(text, 8, number)
         assert windows.shape == (min(number, 12), 9)
         predicted = windows[:, 1:].ravel()
         assert len(set(predicted)) == len(predicted)
     with pytest.raises(ValueError, match="100 bytes, fewer than one window of 100"):
-        held_out_windows(text, 100, 1)
+        spread_windows(text, 100, 1)
 
 
 def test_baselines_are_those_counted_by_hand():

@@ -17,7 +17,7 @@ from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.show import display
 from tpudist.training.show.curves import draw_curves
 from tpudist.training.show.metrics import MetricsWriter
-from tpudist.training.show.summary import where_variables_live
+from tpudist.training.show.summary import describe_placement
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_folder_is_made_or_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("platforms", "found"), [("cpu", False), ("tpu,cpu", True)])
 def test_the_platform_that_jax_is_told_decides(monkeypatch, platforms, found):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    assert arguments.accelerator_in_sight() is found
+    assert arguments.has_accelerator() is found
 
 
 def test_metrics_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
@@ -185,11 +185,11 @@ def test_where_variables_live_is_told_by_axes():
     split = jax.device_put(jnp.zeros((4, 256)), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
     whole = jax.device_put(jnp.zeros(25), NamedSharding(mesh, PartitionSpec()))
     assert (
-        where_variables_live({"a": split, "b": whole})
+        describe_placement({"a": split, "b": whole})
         == "4.00 KiB split over fsdp (2.00 KiB per device), 100 B replicated on 8 devices"
     )
-    assert where_variables_live(jnp.zeros(2)) == "8 B on 1 device"
-    assert where_variables_live({}) == "none"
+    assert describe_placement(jnp.zeros(2)) == "8 B on 1 device"
+    assert describe_placement({}) == "none"
 
 
 def test_the_compilation_cache_is_private_to_the_user(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_the_compiler_takes_the_options_of_every_chip(name):
     """What libtpu refuses on a chip must not be in the table."""
     devices = topology.devices(name)
     num_slices = 2 if name.startswith("2x") else 1
-    options = compiler_options.of(name.removeprefix("2x").split(":")[0], num_slices)
+    options = compiler_options.options_for_chip(name.removeprefix("2x").split(":")[0], num_slices)
     lowered, mesh = _train(devices)
     program = compiler_process.compile_elsewhere(lowered, mesh.devices, options)
     assert program.memory.peak_bytes > 0
@@ -90,15 +90,15 @@ def test_every_option_says_why_and_for_which_chips():
 
 @pytest.mark.parametrize("generation", CHIPS)
 def test_programs_of_several_slices_have_more_options(generation):
-    one, two = (compiler_options.of(generation, number) for number in (1, 2))
+    one, two = (compiler_options.options_for_chip(generation, number) for number in (1, 2))
     assert one.items() < two.items()
-    assert compiler_options.of(CHIPS[generation]) == one
+    assert compiler_options.options_for_chip(CHIPS[generation]) == one
 
 
 def test_what_is_no_tpu_has_no_options():
-    assert compiler_options.of(None) == {}
+    assert compiler_options.options_for_chip(None) == {}
     with pytest.raises(ValueError, match=r"'v8' is no generation of TPUs. These are: v2, v3"):
-        compiler_options.of("v8")
+        compiler_options.options_for_chip("v8")
 
 
 @pytest.mark.libtpu
@@ -127,7 +127,7 @@ def test_v6e_gathers_weights_while_it_computes():
     )
     x = shape(jnp.bfloat16, P("fsdp"), 8 * 8192, 4096)
     lowered = jax.jit(step, out_shardings=x.sharding).lower(weights, x)
-    options = compiler_options.of("v6e")
+    options = compiler_options.options_for_chip("v6e")
     del options["xla_tpu_scoped_vmem_limit_kib"]  # takes minutes
 
     def beside(without=None):
@@ -143,7 +143,7 @@ def test_v6e_gathers_weights_while_it_computes():
 
 
 def test_v6e_computes_in_larger_tiles_and_without_collective_matmul():
-    options = compiler_options.of("v6e")
+    options = compiler_options.options_for_chip("v6e")
     assert options["xla_tpu_scoped_vmem_limit_kib"] * 1024 < 128 * 1024**2
     assert math.isclose(options["xla_jf_spmd_threshold_for_windowed_einsum_mib"], 1e6)
 
@@ -153,6 +153,8 @@ def test_an_option_that_newer_libtpus_refuse_is_for_older_ones(libtpu, has, monk
     monkeypatch.setattr(compiler_options, "_libtpu", lambda: libtpu)
     gathers = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     sinks = "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction"
-    assert (gathers in compiler_options.of("v6e")) == has
-    assert (sinks in compiler_options.of("v5e", 2)) == has
-    assert "xla_tpu_data_parallel_opt_different_sized_ops" in compiler_options.of("v5e", 2)
+    assert (gathers in compiler_options.options_for_chip("v6e")) == has
+    assert (sinks in compiler_options.options_for_chip("v5e", 2)) == has
+    assert "xla_tpu_data_parallel_opt_different_sized_ops" in compiler_options.options_for_chip(
+        "v5e", 2
+    )

@@ -110,7 +110,7 @@ def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
 ):
     """A slice compiles with them too. None is for the other of two."""
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
-    usual, options = compiler_process.compile_elsewhere(lowered, mesh.devices), flags.of_jit()
+    usual, options = compiler_process.compile_elsewhere(lowered, mesh.devices), flags.jit_options()
     if setting not in jax.config.values:
         pytest.skip(f"jax {jax.__version__} has no {setting}")
     before = jax.config.values[setting]
@@ -118,7 +118,7 @@ def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
     try:
         there = compiler_process.compile_elsewhere(lowered, mesh.devices)
         here = compiler_process.compile_here(lowered)
-        assert flags.of_jit() != options
+        assert flags.jit_options() != options
     finally:
         jax.config.update(setting, before)
     assert there.text == here.text
@@ -261,7 +261,7 @@ def test_the_cache_of_jax_is_as_it_was_when_the_last_compile_has_ended(enabled):
     before = getattr(jax.config, name)
     jax.config.update(name, enabled)
     try:
-        first, second = jax_cache.bypassed(), jax_cache.bypassed()
+        first, second = jax_cache.bypass(), jax_cache.bypass()
         with first:
             second.__enter__()
             assert not getattr(jax.config, name)

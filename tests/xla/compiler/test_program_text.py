@@ -37,21 +37,21 @@ def test_a_kernel_is_the_same_in_another_folder_and_on_other_lines(tmp_path):
     here = lowered(tmp_path / "here")
     there = lowered(tmp_path / "there", above="# A comment.\n" * 3)
     assert here.as_text() != there.as_text()  # or there would be nothing to do
-    assert program_text.without_locations(here) == program_text.without_locations(there)
+    assert program_text.strip_locations(here) == program_text.strip_locations(there)
     assert saved_plan.hash_of(here) == saved_plan.hash_of(there)
 
 
 @pytest.mark.libtpu
 def test_another_kernel_is_another_program(tmp_path):
-    text = program_text.without_locations(lowered(tmp_path, factor=2.0))
+    text = program_text.strip_locations(lowered(tmp_path, factor=2.0))
     assert "stable_mosaic" in text
-    assert program_text.without_locations(lowered(tmp_path, factor=3.0)) != text
-    assert program_text.without_locations(lowered(tmp_path, name="other")) != text
+    assert program_text.strip_locations(lowered(tmp_path, factor=3.0)) != text
+    assert program_text.strip_locations(lowered(tmp_path, name="other")) != text
 
 
 def test_a_program_without_kernels_is_as_jax_prints_it():
     program = jax.jit(lambda x: x + 1).lower(1.0)
-    assert program_text.without_locations(program) == program.as_text()
+    assert program_text.strip_locations(program) == program.as_text()
 
 
 @pytest.mark.libtpu
@@ -60,4 +60,4 @@ def test_bytecode_that_nobody_can_read_is_left_as_it_is(tmp_path, monkeypatch):
     body = base64.b64encode(b"no kernel").decode()
     text = program_text._LOCATIONS.sub("", program_text._BYTECODE.sub(body, program.as_text()))
     monkeypatch.setattr(type(program), "as_text", lambda self: text)
-    assert program_text.without_locations(program) == text
+    assert program_text.strip_locations(program) == text

@@ -168,7 +168,7 @@ def test_a_measured_all_gather_is_priced_as_measured():
 
 def test_a_group_of_one_sends_nothing():
     assert _torus(V5E, 4, 1).route("all-reduce", BYTES, ((0,), (1,))).seconds == 0
-    assert links.received_bytes("all-reduce", BYTES, 1) == 0
+    assert links.bytes_received("all-reduce", BYTES, 1) == 0
 
 
 # What a program sends.

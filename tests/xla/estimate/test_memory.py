@@ -134,7 +134,7 @@ def compiled(function, mesh, inputs, **options):
 def reported(function, mesh, inputs, **options):
     program = compiled(function, mesh, inputs, **options)
     module = hlo_module.parse(program.text)
-    return memory.report(program, module, inputs, chips.of_device(mesh.devices.flat[0]), mesh)
+    return memory.report(program, module, inputs, chips.chip_of_device(mesh.devices.flat[0]), mesh)
 
 
 @functools.cache

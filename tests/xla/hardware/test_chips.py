@@ -57,15 +57,15 @@ def test_a_host_of_v5e_has_two_network_cards_of_100_gbit_per_s():
     ],
 )
 def test_whole_cubes_and_whole_rows_are_rings(generation, shape, wraps):
-    assert CHIPS[generation].wrapped(shape) == wraps
+    assert CHIPS[generation].ring_axes(shape) == wraps
 
 
 def test_a_device_knows_its_chip():
     class Device:
         device_kind = "TPU v5 lite"
 
-    assert chips.of_device(Device()) is CHIPS["v5e"]
-    assert chips.of_device(jax.devices()[0]) is None
+    assert chips.chip_of_device(Device()) is CHIPS["v5e"]
+    assert chips.chip_of_device(jax.devices()[0]) is None
 
 
 def test_the_largest_slices_have_the_published_numbers_of_chips():

@@ -8,14 +8,13 @@ from typing import Any
 from tpudist.deprecated import warn
 from tpudist.options import warn_if_given
 from tpudist.reduce_op import ReduceOp
-from tpudist.strategies import central_storage, mirrored, one_device, tpu
-from tpudist.strategies import deprecated_strategies as deprecated
-from tpudist.strategy import strategy as new
+from tpudist.strategies import central_storage, deprecated_strategies, mirrored, one_device, tpu
+from tpudist.strategy import strategy
 
 PyTree = Any
 
 
-class Strategy(new.Strategy):
+class Strategy(strategy.Strategy):
     """As `tpudist.Strategy`, but for `reduce`. As `tf.compat.v1.distribute.Strategy`."""
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Any = None) -> PyTree:
@@ -35,7 +34,7 @@ class CentralStorageStrategy(Strategy, central_storage.CentralStorageStrategy):
     """As `tpudist.experimental.CentralStorageStrategy`."""
 
 
-class MultiWorkerMirroredStrategy(Strategy, deprecated.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(Strategy, deprecated_strategies.MultiWorkerMirroredStrategy):
     """As `tpudist.experimental.MultiWorkerMirroredStrategy`, which is deprecated."""
 
 

@@ -51,7 +51,7 @@ def parts(
         RuntimeError: The dataset of another process failed.
         ValueError: No process has any batch, or they have batches that do not go together.
     """
-    with rounds.to_the_end():
+    with rounds.leave_on_error():
         yield from _parts(pipelines, mesh, steps, passes, position, rounds)
 
 
@@ -64,9 +64,9 @@ def _parts(
     rounds: Rounds,
 ) -> Iterator[tuple[Parts, Any]]:
     nothing: Any = [None] * len(mesh.local_replicas)
-    step = rounds.told(lambda: next(steps, nothing))
-    plans = _meet(pipelines, step, position, rounds)
-    rounds.told(lambda: pipelines.check_rows(step))
+    step = rounds.call_and_report(lambda: next(steps, nothing))
+    plans = _agree_on_step(pipelines, step, position, rounds)
+    rounds.call_and_report(lambda: pipelines.check_rows(step))
     number = rounds.step = position.step
     while True:
         # Taken now, when this step was read and the next one was not: what follows this element.
@@ -77,7 +77,7 @@ def _parts(
             "states": states,
         }
         answers = rounds.exchange(message)
-        counts = _by_replica(mesh, [answer["rows"] for answer in answers])
+        counts = _order_by_replica(mesh, [answer["rows"] for answer in answers])
         drops = any(answer["drops"] for answer in answers)
         # Every process decides by the same answers, so all end at the same step.
         if not any(counts) or (drops and not all(counts)):
@@ -86,10 +86,10 @@ def _parts(
         yield pipelines.join(step, counts), pipelines.state([x["states"] for x in answers], plans)
         number += 1
         rounds.step = number
-        step = rounds.told(lambda: next(steps, nothing))
+        step = rounds.call_and_report(lambda: next(steps, nothing))
 
 
-def _meet(
+def _agree_on_step(
     pipelines: "Pipelines", step: "Step", position: Position, rounds: Rounds
 ) -> list[dict[str, Any]]:
     """Sees that all processes have the same kind of batches, and the same sizes for all.
@@ -101,7 +101,7 @@ def _meet(
     answers = rounds.exchange(
         {
             "plan": [pipelines.plan, *position[:2]],
-            "own plan": pipelines.own_plan,
+            "own plan": pipelines.local_plan,
             "batch": None if first is None else first.description,
             "rows": pipelines.rows_per_replica,
             "digest": _digest(step) if pipelines.must_differ else None,
@@ -122,8 +122,8 @@ def _meet(
     if len(with_batch) < len(answers):
         # Padding repeats a real row, and this process may have none of its own.
         giver = with_batch[0]
-        given = rounds.exchange({"example": None if first is None else _as_text(first)})
-        pipelines.first = first or _from_text(given[giver]["example"], rounds.processes[giver])
+        given = rounds.exchange({"example": None if first is None else _encode_batch(first)})
+        pipelines.first = first or _decode_batch(given[giver]["example"], rounds.processes[giver])
     return plans
 
 
@@ -161,14 +161,14 @@ def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
             )
 
 
-def _by_replica(mesh: ReplicaMesh, given: list[list[int]]) -> tuple[int, ...]:
+def _order_by_replica(mesh: ReplicaMesh, given: list[list[int]]) -> tuple[int, ...]:
     """What processes say of their replicas, in the order of all replicas."""
     turns = {process: iter(x) for process, x in zip(mesh.processes, given, strict=True)}
     owners = [mesh.devices_of(i)[0].process_index for i in range(mesh.num_replicas)]
     return tuple(next(turns[process]) for process in owners)
 
 
-def _as_text(batch: "Batch") -> dict[str, Any] | None:
+def _encode_batch(batch: "Batch") -> dict[str, Any] | None:
     """A batch in the words of JSON; None if its structure has none."""
     try:
         structure = batch.treedef.serialize_using_proto()
@@ -184,7 +184,7 @@ def _as_text(batch: "Batch") -> dict[str, Any] | None:
     }
 
 
-def _from_text(said: dict[str, Any] | None, giver: int) -> "Batch":
+def _decode_batch(said: dict[str, Any] | None, giver: int) -> "Batch":
     from tpudist.input.feeds.batch import Batch
 
     if said is None:

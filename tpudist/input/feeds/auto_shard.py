@@ -15,7 +15,7 @@ from tpudist.input.feeds.per_replica_batches import Pipelines
 from tpudist.input.feeds.rebatch import Rebatched
 from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.sources import adapt
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.options import AutoShardPolicy, PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -35,7 +35,7 @@ class Sharding:
     why: str
 
 
-def feed(
+def make_feed(
     dataset: Any,
     mesh: ReplicaMesh,
     partial_batch: PartialBatch | str | None,
@@ -49,20 +49,20 @@ def feed(
     """
     processes = mesh.processes
     several = len(processes) > 1
-    source = adapt.checked(dataset)
+    source = adapt.to_source(dataset)
     if asked is AutoShardPolicy.AUTO:  # a dataset may have options of its own, as tf.data's
         asked = getattr(source, "auto_shard_policy", asked)
     if isinstance(source, IndexedDataset):
-        source = _with_hint(source, asked, processes)
+        source = _apply_hint(source, asked, processes)
     elif several and asked is AutoShardPolicy.HINT:
-        raise ValueError(_no_hint(source))
+        raise ValueError(_describe_missing_hint(source))
     if several and asked in _OWN_DATA:
         _require_whole_replicas(mesh, asked)
         parts = Rebatched(source, mesh.num_replicas, PartialBatch.of(partial_batch))
         why = "each process was given data of its own, whose batches its replicas take in parts"
         return Pipelines([parts], mesh, must_differ=True), Sharding(asked, why)
     if asked is AutoShardPolicy.FILE:
-        source = _by_files(source, len(processes))
+        source = _shard_by_files(source, len(processes))
     batches = SplitBatches(source, mesh, partial_batch)
     if not several:
         return batches, Sharding(None, "one process reads all")
@@ -80,7 +80,7 @@ def feed(
     return batches, Sharding(AutoShardPolicy.DATA, why)
 
 
-def _with_hint(
+def _apply_hint(
     source: IndexedDataset, asked: AutoShardPolicy, processes: tuple[int, ...]
 ) -> IndexedDataset:
     """`source` with numbers for its `SHARD_HINT`, if it has one."""
@@ -94,11 +94,11 @@ def _with_hint(
         mine = processes.index(jax.process_index()) if len(processes) > 1 else 0
         return source.with_shard_hint(len(processes), mine)
     if asked is AutoShardPolicy.HINT and len(processes) > 1:
-        raise ValueError(_no_hint(source))
+        raise ValueError(_describe_missing_hint(source))
     return source
 
 
-def _no_hint(source: Any) -> str:
+def _describe_missing_hint(source: Any) -> str:
     return (
         f"AutoShardPolicy.HINT was asked for, but nothing in the {name_of(source)} says where its "
         f"shards are taken, so every process would read the same. Call dataset.shard(SHARD_HINT, "
@@ -106,7 +106,7 @@ def _no_hint(source: Any) -> str:
     )
 
 
-def _by_files(source: Any, num_processes: int) -> Any:
+def _shard_by_files(source: Any, num_processes: int) -> Any:
     num_files = getattr(source, "num_files", None)
     if num_files is None:
         if num_processes == 1:

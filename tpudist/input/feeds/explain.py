@@ -12,7 +12,7 @@ from tpudist.input.feeds.auto_shard import Sharding, name_of
 from tpudist.input.feeds.per_replica_batches import Pipelines
 from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.rows_of_replicas import Assignment
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -63,7 +63,9 @@ class Explanation:
     @property
     def line(self) -> str:
         """All of it in one line."""
-        hosts = "; ".join(f"process {host.process} has {_told(host)}" for host in self.hosts)
+        hosts = "; ".join(
+            f"process {host.process} has {_describe_host(host)}" for host in self.hosts
+        )
         return f"{self.source}: {self.policy} ({self.why}); {hosts}."
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -127,7 +129,7 @@ def explain(dataset: Any) -> Explanation:
     return give(read=True)
 
 
-def of_feed(
+def explain_feed(
     feed: SplitBatches | Pipelines, mesh: ReplicaMesh, sharding: Sharding | None, *, read: bool
 ) -> Explanation:
     """How a feed is shared out; its first batch may be read for it, if `read`."""
@@ -211,7 +213,7 @@ def _cell(value: int | None, unknown: str = "?") -> str:
     return unknown if value is None else str(value)
 
 
-def _told(host: Host) -> str:
+def _describe_host(host: Host) -> str:
     known = (
         (host.examples_per_step, "examples of each step"),
         (host.examples_per_epoch, "of an epoch"),

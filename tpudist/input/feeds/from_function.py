@@ -8,7 +8,7 @@ import jax
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.feeds.per_replica_batches import Pipelines
 from tpudist.input.input_context import InputContext
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.options import (
     AutoShardPolicy,
     InputOptions,
@@ -22,7 +22,7 @@ PyTree = Any
 _PER_REPLICA = InputReplicationMode.PER_REPLICA
 
 
-def checked_options(options: Any) -> InputOptions | None:
+def check_options(options: Any) -> InputOptions | None:
     """`options`, which must be some.
 
     Raises:
@@ -41,7 +41,7 @@ def options_of_split(options: Any) -> InputOptions | None:
     Raises:
         NotImplementedError: They want a dataset for each replica.
     """
-    options = checked_options(options)
+    options = check_options(options)
     if options is None:
         return None
     if options.experimental_replication_mode is _PER_REPLICA:
@@ -63,7 +63,7 @@ def options_of_function(
         NotImplementedError: They want a dataset for each replica, which is not `per_replica`.
         ValueError: They contradict each other.
     """
-    options = checked_options(options)
+    options = check_options(options)
     if options is None:
         return None
     asked = PartialBatch.of(options.partial_batch)
@@ -113,7 +113,7 @@ def _warn_of_placement(options: InputOptions) -> None:
         )
 
 
-def holding(options: InputOptions | None) -> dict[str, Any]:
+def dataset_options(options: InputOptions | None) -> dict[str, Any]:
     """How a `DistributedDataset` holds batches that wait, as `options` say."""
     if options is None:
         return {}

@@ -16,10 +16,14 @@ import numpy as np
 from tpudist.input.feeds import agreed_steps
 from tpudist.input.feeds.batch import Batch, Step, count_rows, describe_shapes
 from tpudist.input.feeds.rebatch import Rebatched
-from tpudist.input.iterator_state import Position, count, require_plan
+from tpudist.input.iterator_state import Position, read_count, require_plan
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.sources import adapt, iterable
-from tpudist.input.sources.indexed import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.sources.indexed_dataset import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    IndexedDataset,
+)
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.transfer import host_batch, to_devices
 from tpudist.input.transfer.to_devices import Parts
@@ -51,7 +55,7 @@ class Pipelines:
             TypeError: A dataset gives no batches.
         """
         assert len(datasets) in (1, len(replica_mesh.local_replicas)), datasets
-        self._sources = [_checked(dataset) for dataset in datasets]
+        self._sources = [_to_source(dataset) for dataset in datasets]
         self.any_thread = all(isinstance(x, NumpyDataset) for x in self._sources)
         self.must_differ = must_differ
         self._mesh = replica_mesh
@@ -67,11 +71,11 @@ class Pipelines:
             "datasets in each process": len(self._sources),
         }
         if self._mesh.num_processes == 1:
-            plan |= self.own_plan
+            plan |= self.local_plan
         return plan
 
     @property
-    def own_plan(self) -> dict[str, Any]:
+    def local_plan(self) -> dict[str, Any]:
         """What the states of this process's datasets are good for."""
         return {
             f"{key} of dataset {number}": value
@@ -151,7 +155,7 @@ class Pipelines:
         def begin() -> list[Any]:
             return self._begin(position)
 
-        passes = begin() if rounds is None else rounds.told(begin)
+        passes = begin() if rounds is None else rounds.call_and_report(begin)
         steps = self._steps([batches for batches, _ in passes])
         states = [source for _, source in passes]
         if rounds is None:
@@ -162,11 +166,11 @@ class Pipelines:
         """A pass through each dataset: its batches, and what knows its state."""
         given: list[Any] = [None] * len(self._sources)
         if position.source is not None:
-            rows = count(position.source, "rows")
+            rows = read_count(position.source, "rows")
             several = self._mesh.num_processes > 1
             process = self._mesh.processes.index(jax.process_index()) if several else 0
             if several:
-                require_plan(_of(process, position.source, "plans"), self.own_plan)
+                require_plan(_state_of_process(process, position.source, "plans"), self.local_plan)
             given = _states_of(process, position.source, len(self._sources))
             self.fix_rows(rows)
         passes = []
@@ -177,7 +181,7 @@ class Pipelines:
             else:
                 batches = source.begin(position.pass_number, state)
                 whole = not isinstance(source, IndexedDataset) or source.global_batch_size
-                passes.append((_taken(batches, bool(whole), source.owns_memory), batches))
+                passes.append((_take_batches(batches, bool(whole), source.owns_memory), batches))
         return passes
 
     def _steps(self, iterators: list[Iterator[Batch]]) -> Iterator[Step]:
@@ -280,14 +284,14 @@ class Pipelines:
             )
 
 
-def _checked(dataset: Any) -> Any:
+def _to_source(dataset: Any) -> Any:
     if isinstance(dataset, IndexedDataset | Rebatched):
         return dataset  # batched or not: a replica takes an element of it
-    return adapt.checked(dataset)
+    return adapt.to_source(dataset)
 
 
 def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[Any]:
-    own = _of(process, said, "datasets")
+    own = _state_of_process(process, said, "datasets")
     if not isinstance(own, list) or len(own) != num_datasets:
         raise ValueError(
             f"The state is damaged: it says {said.get('datasets')!r} of the datasets of all "
@@ -296,7 +300,7 @@ def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[An
     return own
 
 
-def _of(process: int, said: dict[str, Any], key: str) -> Any:
+def _state_of_process(process: int, said: dict[str, Any], key: str) -> Any:
     """What a state says of one process under `key`, None if nothing."""
     of_all = said.get(key)
     return of_all[process] if isinstance(of_all, list) and process < len(of_all) else None
@@ -309,7 +313,7 @@ def _example(source: Any) -> Batch:
     return Batch(leaves, treedef, leaves[0].shape[0] if batched else None)
 
 
-def _taken(batches: Iterator[Any], batched: bool, owns_memory: bool) -> Iterator[Batch]:
+def _take_batches(batches: Iterator[Any], batched: bool, owns_memory: bool) -> Iterator[Batch]:
     """Whole host batches; or the one example that each holds."""
     for batch in batches:
         rows = np.arange(batch.num_rows) if batched else np.array(0)
@@ -327,4 +331,4 @@ def _as_batch(element: PyTree, index: int) -> Batch:
     scalars = any(x.ndim == 0 for x in leaves)
     num_rows = None if scalars else host_batch.common_rows(leaves, names, what)
     # The same loader is asked again for the next replica, and may fill its arrays anew.
-    return Batch([host_batch.in_jax_dtype(x, copy=True) for x in leaves], treedef, num_rows)
+    return Batch([host_batch.to_jax_dtype(x, copy=True) for x in leaves], treedef, num_rows)

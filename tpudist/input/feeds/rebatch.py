@@ -6,10 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.iterator_state import count
+from tpudist.input.iterator_state import read_count
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources import iterable
-from tpudist.input.sources.indexed import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.sources.indexed_dataset import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    IndexedDataset,
+)
 from tpudist.options import PartialBatch
 
 PyTree = Any
@@ -75,9 +79,11 @@ class Parts(Iterator[Any]):
         self._before = None
         self._num_given = 0
         if state is not None:
-            self._num_given = count(state, "parts")
+            self._num_given = read_count(state, "parts")
             self._before = state.get("before")
-            source.global_batch_size = source.global_batch_size or count(state, "global batch size")
+            source.global_batch_size = source.global_batch_size or read_count(
+                state, "global batch size"
+            )
         self._batches = source._source.begin(pass_number, self._before)
         self._parts: list[Part] | None = None
 

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from tpudist.input import process_rounds
-from tpudist.input.iterator_state import Position, count
+from tpudist.input.iterator_state import Position, read_count
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources import iterable
-from tpudist.input.sources.indexed import UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY, IndexedDataset
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.transfer import host_batch, to_devices
 from tpudist.input.transfer.host_batch import HostBatch
@@ -34,11 +34,11 @@ class SplitBatches:
     def __init__(
         self, source: Any, replica_mesh: ReplicaMesh, partial_batch: PartialBatch | str | None
     ):
-        """Splits `source`, which `adapt.checked` gave; see `DistributedDataset`."""
+        """Splits `source`, which `adapt.to_source` gave; see `DistributedDataset`."""
         self.partial_batch = PartialBatch.of(partial_batch)
         self.source = source
         if isinstance(self.source, IndexedDataset):
-            self.source = self._without_surprise(self.source)
+            self.source = self._apply_partial_batch(self.source)
         self._mesh = replica_mesh
         pads_alone = partial_batch is not None and self.partial_batch is PartialBatch.PAD
         self._counts_rows = replica_mesh.num_replicas > 1 or pads_alone
@@ -98,7 +98,7 @@ class SplitBatches:
         copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
         at, first = position.source, 0
         if at is not None and self.source.global_batch_size is None:
-            self._size = self._size or count(at, "global batch size")
+            self._size = self._size or read_count(at, "global batch size")
             at = at.get("dataset")
         if isinstance(at, dict):
             first = at.get("batches", 0)
@@ -106,17 +106,19 @@ class SplitBatches:
         def begin() -> Any:
             return self.source.begin(position.pass_number, at)
 
-        batches = begin() if rounds is None else rounds.told(begin)
+        batches = begin() if rounds is None else rounds.call_and_report(begin)
         return self._parts(batches, position, first, copy, rounds)
 
     def _parts(
         self, batches: Any, position: Position, first: int, copy: bool, rounds: Rounds | None
     ) -> Iterator[tuple[Parts, Any]]:
-        checked = self._checked(batches, first)
+        checked = self._check_batches(batches, first)
         if rounds is not None:
             rounds.require_same(self.plan | position._asdict())
             if not isinstance(self.source, IndexedDataset):
-                checked = process_rounds.in_step(checked, rounds, lambda batch: batch.num_rows)
+                checked = process_rounds.iterate_in_step(
+                    checked, rounds, lambda batch: batch.num_rows
+                )
         num_elements, num_batches = position.step, first
         for batch in checked:
             num_batches += 1
@@ -151,7 +153,7 @@ class SplitBatches:
         rows, positions = _shares(num_rows, size, self._mesh, shrinks)
         return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
 
-    def _without_surprise(self, source: IndexedDataset) -> IndexedDataset:
+    def _apply_partial_batch(self, source: IndexedDataset) -> IndexedDataset:
         """Applies `partial_batch` where it is known from the start what it comes to."""
         if self.partial_batch is PartialBatch.DROP:
             return source.without_remainder()
@@ -163,7 +165,7 @@ class SplitBatches:
             )
         return source
 
-    def _checked(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+    def _check_batches(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         """The batches; those of a user's loader must all look like the first one."""
         if isinstance(self.source, IndexedDataset):
             yield from batches
@@ -185,7 +187,7 @@ class SplitBatches:
         if examples != self._examples:
             names = _names(batch.treedef)
             different = [
-                f"{name or 'the array'} holds {_described(found)}, before {_described(wanted)}"
+                f"{name or 'the array'} holds {_describe(found)}, before {_describe(wanted)}"
                 for name, found, wanted in zip(names, examples, self._examples, strict=True)
                 if found != wanted
             ]
@@ -234,6 +236,6 @@ def _names(treedef: jax.tree_util.PyTreeDef) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
 
-def _described(example: tuple[Any, ...]) -> str:
+def _describe(example: tuple[Any, ...]) -> str:
     shape, dtype = example
     return f"{dtype}[{','.join(['rows', *map(str, shape)])}]"

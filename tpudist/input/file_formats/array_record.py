@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tpudist.input.file_formats.file import CannotRead, explained
+from tpudist.input.file_formats.file import CannotRead, explain_errors
 
 
 class ArrayRecordFile:
@@ -20,7 +20,7 @@ class ArrayRecordFile:
         import grain
 
         self._path = path
-        with explained(path), path.open("rb") as file:
+        with explain_errors(path), path.open("rb") as file:
             file.read(1)  # what the system says is clearer than what ArrayRecord makes of it
         try:
             self._source: Any = grain.sources.ArrayRecordDataSource(str(path))

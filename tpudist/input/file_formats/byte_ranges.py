@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tpudist.input.file_formats.file import CannotRead, explained
+from tpudist.input.file_formats.file import CannotRead, explain_errors
 
 # What lies between two parts is read with them if it is no more than this: asking twice costs more.
 _MAX_GAP_BYTES = 4096
@@ -20,10 +20,10 @@ def read(path: Path, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
     """
     found: list[memoryview] = [memoryview(b"")] * len(starts)
     by_place = np.argsort(starts, kind="stable")
-    with explained(path), path.open("rb", buffering=0) as file:
+    with explain_errors(path), path.open("rb", buffering=0) as file:
         at = 0
         while at < len(by_place):
-            together = _together(starts[by_place[at:]], ends[by_place[at:]])
+            together = _num_in_one_read(starts[by_place[at:]], ends[by_place[at:]])
             group = by_place[at : at + together]
             start, end = int(starts[group[0]]), int(ends[group].max())
             data = memoryview(_pread(file.fileno(), start, end - start))
@@ -38,7 +38,7 @@ def read(path: Path, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
     return found
 
 
-def _together(starts: np.ndarray, ends: np.ndarray) -> int:
+def _num_in_one_read(starts: np.ndarray, ends: np.ndarray) -> int:
     """How many of the first parts, which are sorted, are read at once."""
     far = starts[1:] - ends[:-1] > _MAX_GAP_BYTES
     far |= ends[1:] - starts[0] > _MAX_READ_BYTES

@@ -27,7 +27,7 @@ class CannotRead(ValueError):
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Names the file in what the system says of it."""
     try:
         yield

@@ -19,7 +19,7 @@ _FORMATS = {
 }
 
 
-def found(files: Any) -> list[Path]:
+def find_files(files: Any) -> list[Path]:
     """The files that paths and patterns name, those of a pattern sorted.
 
     Raises:

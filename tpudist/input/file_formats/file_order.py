@@ -17,7 +17,7 @@ def num_lanes(num_files: int, global_batch_size: int) -> int:
     )
 
 
-def in_lanes(
+def order_in_lanes(
     files: Sequence[np.ndarray], global_batch_size: int, rng: np.random.Generator | None
 ) -> np.ndarray:
     """The rows of all files in an order of which each batch takes as many from every lane.
@@ -41,7 +41,7 @@ def in_lanes(
     order = list(range(len(files))) if rng is None else rng.permutation(len(files)).tolist()
     sequences = [
         np.concatenate([files[i] for i in lane] or [np.zeros(0, np.int64)])
-        for lane in _balanced([len(x) for x in files], order, lanes)
+        for lane in _balance([len(x) for x in files], order, lanes)
     ]
     # There are `wanted` rows for each lane, and those of the last batch: what some lanes have above
     # that is enough for what others lack.
@@ -55,7 +55,7 @@ def in_lanes(
     return np.concatenate([full.reshape(-1), spare])
 
 
-def _balanced(sizes: list[int], order: list[int], lanes: int) -> list[list[int]]:
+def _balance(sizes: list[int], order: list[int], lanes: int) -> list[list[int]]:
     """The files of each lane: the largest first, each to the lane that has least so far."""
     found: list[list[int]] = [[] for _ in range(lanes)]
     filled = np.zeros(lanes, np.int64)
@@ -67,7 +67,7 @@ def _balanced(sizes: list[int], order: list[int], lanes: int) -> list[list[int]]
     return [sorted(lane, key=rank.__getitem__) for lane in found]
 
 
-def shuffled_in_blocks(rows: np.ndarray, ends: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def shuffle_in_blocks(rows: np.ndarray, ends: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The rows of a file, shuffled so that those of a block of it are read together.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tpudist.input.file_formats.file import CannotRead, explained
+from tpudist.input.file_formats.file import CannotRead, explain_errors
 
 _MAX_CACHED_BYTES = 1 << 29  # of groups of rows, over all files of the process
 
@@ -32,7 +32,7 @@ class ParquetFile:
         self._path = path
         self._columns = None if columns is None else list(columns)
         try:
-            with explained(path), path.open("rb") as file:
+            with explain_errors(path), path.open("rb") as file:
                 self._metadata = parquet.ParquetFile(file).metadata
                 stat = os.fstat(file.fileno())
         except arrow.ArrowInvalid as error:
@@ -78,7 +78,7 @@ class ParquetFile:
                 if name not in found:
                     found[name] = np.empty((len(numbers), *values.shape[1:]), values.dtype)
                 if values.shape[1:] != found[name].shape[1:]:
-                    raise ValueError(self._ragged(name, group))
+                    raise ValueError(self._describe_ragged_column(name, group))
                 found[name][where] = values
         return found
 
@@ -88,7 +88,7 @@ class ParquetFile:
         if columns is None:
             parquet, arrow = _pyarrow()
             try:
-                with explained(self._path), self._path.open("rb") as file:
+                with explain_errors(self._path), self._path.open("rb") as file:
                     reader = parquet.ParquetFile(
                         file, metadata=self._metadata, page_checksum_verification=True
                     )
@@ -120,7 +120,7 @@ class ParquetFile:
             if not types.is_fixed_size_list(kind):
                 lengths = np.diff(column.offsets.to_numpy(zero_copy_only=False))
                 if len(set(lengths.tolist())) > 1:
-                    raise ValueError(self._ragged(name, group))
+                    raise ValueError(self._describe_ragged_column(name, group))
             values = self._array(name, column.flatten(), group)
             return values.reshape(len(column), -1, *values.shape[1:])
         if types.is_boolean(kind) or types.is_floating(kind) or types.is_integer(kind):
@@ -131,7 +131,7 @@ class ParquetFile:
             f"the file is written."
         )
 
-    def _ragged(self, name: str, group: int) -> str:
+    def _describe_ragged_column(self, name: str, group: int) -> str:
         return (
             f"Column {name!r} of the Parquet file {self._path} holds lists of different lengths, "
             f"in group {group} of its rows. Pad or crop all to one length when it is written."

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from tpudist.input.file_formats import byte_ranges
-from tpudist.input.file_formats.file import CannotRead, explained
+from tpudist.input.file_formats.file import CannotRead, explain_errors
 
 _CHUNK_BYTES = 1 << 22
 _NEWLINE = 10
@@ -22,7 +22,7 @@ class TextFile:
         """
         self._path = path
         found, size = [np.zeros(1, np.int64)], 0
-        with explained(path), path.open("rb") as file:
+        with explain_errors(path), path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + size + 1)
                 size += len(chunk)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tpudist.input.file_formats import byte_ranges, crc32c
-from tpudist.input.file_formats.file import CannotRead, explained
+from tpudist.input.file_formats.file import CannotRead, explain_errors
 
 _HEADER, _FOOTER = 12, 4
 _MAX_CHECKED_BYTES = 1 << 22  # of records whose checksums are computed side by side
@@ -26,7 +26,7 @@ class TFRecordFile:
             CannotRead: It is not there, cut off, or damaged; names the record.
         """
         self._path = path
-        with explained(path), path.open("rb") as file:
+        with explain_errors(path), path.open("rb") as file:
             size = file.seek(0, 2)
             if size:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -43,13 +43,13 @@ class TFRecordFile:
             at += _HEADER + read_length(data, at)[0] + _FOOTER
         whole = at == size
         if not starts:
-            raise self._cut_off(0)
+            raise self._truncation_error(0)
         # A length beyond the file may come of damage as well as of a file that is cut off.
         self._check_headers(data, starts)
         if not whole:
             # Either the last record leads beyond the file, or what is left after it is too little
             # for another, and that is the one that was cut off.
-            raise self._cut_off(len(starts) - (at > size))
+            raise self._truncation_error(len(starts) - (at > size))
         begins = np.array(starts, np.int64)
         ends = np.append(begins[1:], size) - _FOOTER
         return begins + _HEADER, ends
@@ -58,17 +58,17 @@ class TFRecordFile:
         for first in range(0, len(starts), 1 << 16):
             headers = [data[at : at + _HEADER] for at in starts[first : first + (1 << 16)]]
             stored = np.frombuffer(b"".join(x[8:] for x in headers), "<u4")
-            wrong = np.flatnonzero(crc32c.masked([x[:8] for x in headers]) != stored)
+            wrong = np.flatnonzero(crc32c.compute_masked([x[:8] for x in headers]) != stored)
             if len(wrong):
-                raise self._damaged(first + int(wrong[0]), "its length", data[:2])
+                raise self._damage_error(first + int(wrong[0]), "its length", data[:2])
 
-    def _cut_off(self, number: int) -> CannotRead:
+    def _truncation_error(self, number: int) -> CannotRead:
         return CannotRead(
             f"The file {self._path} ends within record {number}: it was cut off, or is still being "
             f"written. Write it again, or leave it out."
         )
 
-    def _damaged(self, number: int, what: str, begin: bytes = b"") -> CannotRead:
+    def _damage_error(self, number: int, what: str, begin: bytes = b"") -> CannotRead:
         remedy = "Write it again, or leave it out."
         if number == 0 and begin == b"\x1f\x8b":
             remedy = "It is compressed with gzip: uncompress it, so that records can be found."
@@ -98,9 +98,9 @@ class TFRecordFile:
 
     def _check(self, numbers: np.ndarray, parts: list[memoryview]) -> None:
         stored = np.frombuffer(b"".join(x[-_FOOTER:] for x in parts), "<u4")
-        wrong = np.flatnonzero(crc32c.masked([x[:-_FOOTER] for x in parts]) != stored)
+        wrong = np.flatnonzero(crc32c.compute_masked([x[:-_FOOTER] for x in parts]) != stored)
         if len(wrong):
-            raise self._damaged(int(numbers[wrong[0]]), "its bytes")
+            raise self._damage_error(int(numbers[wrong[0]]), "its bytes")
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.iterable import IterableSource, PyTree
 
 
-def checked(source: Any) -> Any:
+def to_source(source: Any) -> Any:
     """What a user gave as a dataset, as a source of host batches.
 
     Raises:
@@ -34,7 +34,7 @@ def checked(source: Any) -> Any:
             f"A {kind} is not a dataset of batches. For arrays in memory, distribute "
             f"strategy.experimental_make_numpy_dataset(arrays).batch(global_batch_size)."
         )
-    if (found := adapted(source)) is not None:
+    if (found := adapt_library_dataset(source)) is not None:
         return found
     if not isinstance(source, Iterable) and not callable(source):
         raise TypeError(
@@ -42,16 +42,16 @@ def checked(source: Any) -> Any:
             f"or a function that returns one for each pass."
         )
     passes: Any = source
-    return IterableSource(passes, _pass_of)
+    return IterableSource(passes, _adapt_pass)
 
 
-def _pass_of(made: Any) -> Iterator[PyTree]:
+def _adapt_pass(made: Any) -> Iterator[PyTree]:
     """What a user's function made for one pass, read as it would be if it was given itself."""
-    found = adapted(made)
+    found = adapt_library_dataset(made)
     return iter(made) if found is None else found._open()
 
 
-def adapted(dataset: Any) -> Any:
+def adapt_library_dataset(dataset: Any) -> Any:
     """A source of the batches of a dataset of another library; None if it is of none we know.
 
     Raises:

@@ -68,13 +68,13 @@ class FileDataset(RecordDataset):
 
     def _fetch(self, numbers: list[int]) -> Sequence[Any]:
         records: list[Any] = [None] * len(numbers)
-        for file, where, within in self._by_file(np.array(numbers, np.int64)):
+        for file, where, within in self._group_by_file(np.array(numbers, np.int64)):
             with self._files.use(file) as opened:
                 for i, record in zip(where.tolist(), opened.read(within), strict=True):
                     records[i] = record
         return records
 
-    def _by_file(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _group_by_file(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """For each file of them, where in `numbers` its records stand, and which they are."""
         files = np.searchsorted(self._ends, numbers, side="right")
         for file in np.unique(files).tolist():
@@ -87,7 +87,7 @@ class FileDataset(RecordDataset):
             return super()._read(rows, epoch)
         numbers = np.asarray(rows).reshape(-1)
         found = [np.empty((len(numbers), *x.shape), x.dtype) for x in self._leaf_specs]
-        for file, where, within in self._by_file(numbers):
+        for file, where, within in self._group_by_file(numbers):
             with self._files.use(file) as opened:
                 columns = opened.read_columns(within)  # type: ignore[attr-defined]
             leaves, treedef = jax.tree_util.tree_flatten(columns)
@@ -110,7 +110,7 @@ class FileDataset(RecordDataset):
 
         With `shuffle`, files are shuffled, and the records in each file.
         """
-        dataset = self._with()
+        dataset = self._replace()
         dataset._by_files = True
         return dataset
 
@@ -129,17 +129,19 @@ class FileDataset(RecordDataset):
         ends = np.searchsorted(numbers, self._ends)
         files = np.split(np.arange(self.num_examples), ends[:-1])
         if rng is not None:
-            files = [self._shuffled(file, rows, numbers, rng) for file, rows in enumerate(files)]
-        return file_order.in_lanes(files, self.global_batch_size or 1, rng)
+            files = [
+                self._shuffle_rows(file, rows, numbers, rng) for file, rows in enumerate(files)
+            ]
+        return file_order.order_in_lanes(files, self.global_batch_size or 1, rng)
 
-    def _shuffled(
+    def _shuffle_rows(
         self, file: int, rows: np.ndarray, numbers: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
         if self._format != "parquet" or not len(rows):
             return rng.permutation(rows)
         blocks = self._files.block_ends(file)
         first = int(self._ends[file] - self._files.num_records[file])
-        return file_order.shuffled_in_blocks(
+        return file_order.shuffle_in_blocks(
             rows, np.searchsorted(numbers[rows], first + blocks), rng
         )
 
@@ -181,7 +183,7 @@ def from_files(
             records, or are of several formats.
         TypeError: The first example holds no numbers.
     """
-    paths = file_names.found(files)
+    paths = file_names.find_files(files)
     format = file_names.format_of(paths, format)
     if columns is not None and format != "parquet":
         raise ValueError(

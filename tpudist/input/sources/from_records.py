@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.records import PyTree, RandomTransform, RecordDataset
 
 
@@ -47,7 +47,7 @@ def from_records(
     if _has_tensors(source):
         from tpudist.input.sources import torch_loader
 
-        transform = torch_loader.without_tensors(transform)
+        transform = torch_loader.convert_output(transform)
     return RecordDataset(
         source, transform, random_transform=random_transform, num_threads=num_threads
     )

@@ -8,7 +8,7 @@ import grain
 from absl import flags
 
 from tpudist.input.sources import iterable
-from tpudist.input.sources.indexed import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from tpudist.input.sources.indexed_dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 
 PyTree = Any
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tpudist.input.sources import iterable
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.records import RandomTransform, RecordDataset
 
 PyTree = Any
@@ -33,7 +33,10 @@ def examples(
             f"Load it without streaming, or distribute dataset.batch(global_batch_size)."
         )
     return HuggingFaceDataset(
-        _in_numpy(dataset), transform, random_transform=random_transform, num_threads=num_threads
+        _with_numpy_format(dataset),
+        transform,
+        random_transform=random_transform,
+        num_threads=num_threads,
     )
 
 
@@ -59,7 +62,7 @@ def batches(dataset: Any) -> "HuggingFaceBatches":
             f"The Hugging Face {kind} is not batched: its {', '.join(map(repr, single))} holds one "
             f"value for each row. Distribute {by_number}dataset.batch(global_batch_size)."
         )
-    return HuggingFaceBatches(_in_numpy(dataset))
+    return HuggingFaceBatches(_with_numpy_format(dataset))
 
 
 _SEVERAL = "A Hugging Face {} is several datasets: {}. Give one of them."
@@ -79,11 +82,11 @@ class HuggingFaceDataset(RecordDataset):
         if not self._is_transformed:
             columns = self._source[np.asarray(rows).reshape(-1).tolist()]
             leaves, treedef = jax.tree_util.tree_flatten(columns)
-            if treedef == self._treedef and self._are_as_said(leaves):
+            if treedef == self._treedef and self._match_specs(leaves):
                 return [x.reshape(np.shape(rows) + x.shape[1:]) for x in leaves]
         return super()._read(rows, epoch)  # also to find which example is not like the first
 
-    def _are_as_said(self, leaves: list[Any]) -> bool:
+    def _match_specs(self, leaves: list[Any]) -> bool:
         return all(
             isinstance(leaf, np.ndarray)
             and leaf.shape[1:] == spec.shape
@@ -98,10 +101,10 @@ class HuggingFaceBatches(iterable.IterableSource):
 
     def _open(self, state: Any = None) -> Iterator[PyTree]:
         dataset: Any = self._source
-        return _Stateful(dataset) if hasattr(dataset, "state_dict") else iter(dataset)
+        return _StatefulIterator(dataset) if hasattr(dataset, "state_dict") else iter(dataset)
 
 
-class _Stateful(Iterator[PyTree]):
+class _StatefulIterator(Iterator[PyTree]):
     """An iterator of an `IterableDataset`, which keeps its state in the dataset itself."""
 
     def __init__(self, dataset: Any):
@@ -121,7 +124,7 @@ class _Stateful(Iterator[PyTree]):
         self._iterator = None
 
 
-def _in_numpy(dataset: Any) -> Any:
+def _with_numpy_format(dataset: Any) -> Any:
     """With NumPy arrays for columns, unless the user's own function makes them."""
     if getattr(dataset, "format", {}).get("type") in ("numpy", "custom"):
         return dataset

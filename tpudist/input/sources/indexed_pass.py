@@ -10,7 +10,7 @@ from tpudist.input import iterator_state
 from tpudist.input.transfer import host_batch
 
 if TYPE_CHECKING:
-    from tpudist.input.sources.indexed import IndexedDataset
+    from tpudist.input.sources.indexed_dataset import IndexedDataset
 
 
 class IndexedPass(Iterator[Any]):
@@ -21,7 +21,7 @@ class IndexedPass(Iterator[Any]):
         self._dataset = dataset
         self._num_epochs = dataset._plan.num_epochs
         self._first_epoch = pass_number * (self._num_epochs or 0)
-        self._num_given = 0 if given is None else iterator_state.count(given, "batches")
+        self._num_given = 0 if given is None else iterator_state.read_count(given, "batches")
         self._num_batches = dataset.cardinality
         if 0 <= self._num_batches < self._num_given:
             raise ValueError(
@@ -86,4 +86,4 @@ class ReadBatch(NamedTuple):
             where = inverse.reshape(np.shape(positions))
             leaves = self.read_examples(self.numbers[unique], self.epoch)
             leaves = [leaf[where] for leaf in leaves]
-        return [host_batch.in_jax_dtype(leaf, copy=copy) for leaf in leaves]
+        return [host_batch.to_jax_dtype(leaf, copy=copy) for leaf in leaves]

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from tpudist.input import iterator_state as states
-from tpudist.input.sources.indexed import UNKNOWN_CARDINALITY
+from tpudist.input import iterator_state
+from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 
@@ -72,12 +72,16 @@ class IterableSource:
         """The first batch, as the user's dataset gives it."""
         iterator = self._open()
         is_only_pass = iterator is self._source
-        before = states.of_iterator(iterator) if is_only_pass and _has_state(iterator) else None
+        before = (
+            iterator_state.get_user_state(iterator)
+            if is_only_pass and _has_state(iterator)
+            else None
+        )
         first = next(iterator, _END)
         if first is _END:
             raise ValueError(NO_BATCHES)
         if before is not None:
-            states.to_iterator(iterator, before)
+            iterator_state.set_user_state(iterator, before)
         elif is_only_pass:
             self._source = _PutBack(first, iterator)
         return first
@@ -131,7 +135,7 @@ class Elements(Iterator[PyTree]):
         self._use: Callable[[Iterator[PyTree]], None] | None = use
         self._state = state
         self._has_state = _has_state(iterator)
-        self.num_given = 0 if state is None else states.count(state, "batches")
+        self.num_given = 0 if state is None else iterator_state.read_count(state, "batches")
 
     def __next__(self) -> PyTree:
         if self._use is not None:
@@ -145,7 +149,7 @@ class Elements(Iterator[PyTree]):
 
     def _go_on(self) -> None:
         if self._has_state and "iterator" in self._state:
-            states.to_iterator(self._iterator, self._state["iterator"])
+            iterator_state.set_user_state(self._iterator, self._state["iterator"])
             return
         for number in range(self.num_given):
             if next(self._iterator, _END) is _END:
@@ -159,7 +163,10 @@ class Elements(Iterator[PyTree]):
     def get_state(self) -> dict[str, Any]:
         """Where it is: how many batches it gave, and what the iterator says itself."""
         if self._has_state:
-            return {"batches": self.num_given, "iterator": states.of_iterator(self._iterator)}
+            return {
+                "batches": self.num_given,
+                "iterator": iterator_state.get_user_state(self._iterator),
+            }
         return {"batches": self.num_given}
 
 

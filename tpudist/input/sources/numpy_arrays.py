@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 

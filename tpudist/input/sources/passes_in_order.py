@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tpudist.input.iterator_state import count
+from tpudist.input.iterator_state import read_count
 from tpudist.input.sources import iterable
 
 PyTree = Any
@@ -29,9 +29,9 @@ class PassesInOrder(iterable.IterableSource):
         """Begins the next pass, after what `state` says."""
         raise NotImplementedError(f"{type(self).__name__} must define _begin_pass.")
 
-    def _leave_out_pass(self) -> None:
+    def _skip_pass(self) -> None:
         """Does to the dataset's seeds what a pass would."""
-        raise NotImplementedError(f"{type(self).__name__} must define _leave_out_pass.")
+        raise NotImplementedError(f"{type(self).__name__} must define _skip_pass.")
 
     # What all of them share.
 
@@ -61,7 +61,7 @@ class PassesInOrder(iterable.IterableSource):
             )
         while self._num_begun < pass_number and not self._can_go_back(state):
             self._num_begun += 1
-            self._leave_out_pass()
+            self._skip_pass()
         self._num_begun = max(self._num_begun, pass_number)
         return self._begin_next(state)
 
@@ -83,7 +83,7 @@ class Elements(Iterator[PyTree]):
         self._begin = begin
         self._iterator: Iterator[PyTree] | None = None
         self._state = state
-        self.num_given = 0 if state is None else count(state, "batches")
+        self.num_given = 0 if state is None else read_count(state, "batches")
 
     def __next__(self) -> PyTree:
         iterator = self._iterator = self._iterator or self._begin()

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.sources.indexed import IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch, reused_memory
 
 PyTree = Any
@@ -61,7 +61,7 @@ class RecordDataset(IndexedDataset):
         self._transform = transform
         self._random_transform = random_transform
         self._threads = _Threads(num_threads)
-        (first,) = self._made([0], self._fetch([0]), epoch=0)
+        (first,) = self._transform_records([0], self._fetch([0]), epoch=0)
         leaves, self._names, self._treedef = self._example(0, first)
         if not leaves:
             raise ValueError(f"{self._name(0)} holds no arrays. Give examples with at least one.")
@@ -88,9 +88,9 @@ class RecordDataset(IndexedDataset):
 
         def fill(start: int, end: int) -> None:
             numbers = flat[start:end].tolist()
-            records = self._made(numbers, self._fetch(numbers), epoch)
+            records = self._transform_records(numbers, self._fetch(numbers), epoch)
             for row, number, record in zip(range(start, end), numbers, records, strict=True):
-                leaves = self._leaves_if_good(number, record)
+                leaves = self._check_leaves(number, record)
                 for into, leaf in zip(stacked, leaves, strict=True):
                     into[row] = leaf
 
@@ -102,7 +102,9 @@ class RecordDataset(IndexedDataset):
         """Whether examples are something else than records."""
         return self._transform is not None or self._random_transform is not None
 
-    def _made(self, numbers: list[int], records: Sequence[Any], epoch: int) -> Iterator[Any]:
+    def _transform_records(
+        self, numbers: list[int], records: Sequence[Any], epoch: int
+    ) -> Iterator[Any]:
         """What the user's functions make of records."""
         if not self._is_transformed:
             yield from records
@@ -123,7 +125,7 @@ class RecordDataset(IndexedDataset):
         seeds = np.random.SeedSequence([self._plan.seed or 0, epoch], spawn_key=(number,))
         return np.random.default_rng(seeds)
 
-    def _leaves_if_good(self, number: int, made: Any) -> list[Any]:
+    def _check_leaves(self, number: int, made: Any) -> list[Any]:
         """The leaves of an example that is like the first one, or an error."""
         leaves, treedef = jax.tree_util.tree_flatten(made)
         if treedef == self._treedef and all(map(_is_like, leaves, self._leaf_specs)):
@@ -166,8 +168,8 @@ class RecordDataset(IndexedDataset):
             ragged = leaf.shape != spec.shape
             remedy = "Pad or crop all to one shape." if ragged else "Convert all to one dtype."
             raise ValueError(
-                f"{self._name(number)} holds {_described(leaf)}{name and f' in {name}'}, but the "
-                f"first one {_described(spec)}. {remedy}"
+                f"{self._name(number)} holds {_describe(leaf)}{name and f' in {name}'}, but the "
+                f"first one {_describe(spec)}. {remedy}"
             )
 
 
@@ -221,5 +223,5 @@ def _length(source: Any) -> int:
     return length
 
 
-def _described(array: Any) -> str:
+def _describe(array: Any) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"

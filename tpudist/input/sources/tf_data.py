@@ -31,7 +31,7 @@ class TfDataSource(PassesInOrder):
         """
         super().__init__(source)
         self.name = "tf.data.Dataset"
-        self._specs = _checked(source.element_spec)
+        self._specs = _check_spec(source.element_spec)
         self.plan = {"kind": "batches of a tf.data.Dataset", "element": str(source.element_spec)}
 
     @property
@@ -63,7 +63,7 @@ class TfDataSource(PassesInOrder):
         dataset: Any = self._source
         return dataset.skip(0 if state is None else state["batches"]).as_numpy_iterator()
 
-    def _leave_out_pass(self) -> None:
+    def _skip_pass(self) -> None:
         iter(self._source)  # type: ignore[call-overload]
 
 
@@ -71,7 +71,7 @@ def _is_spec(value: Any) -> bool:
     return hasattr(value, "is_compatible_with")
 
 
-def _checked(spec: PyTree) -> PyTree:
+def _check_spec(spec: PyTree) -> PyTree:
     """The specs of an element, all of which are dense arrays of numbers with a dim of examples."""
     named, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_spec)
     for path, leaf in named:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.iterator_state import count
+from tpudist.input.iterator_state import read_count
 from tpudist.input.sources.passes_in_order import PassesInOrder
 
 PyTree = Any
@@ -34,10 +34,10 @@ class TorchSource(PassesInOrder):
     def _begin_pass(self, state: Any) -> Iterator[PyTree]:
         given = None if state is None else state["iterator"]
         if hasattr(self._source, "load_state_dict"):
-            return _Stateful(self._source, given)
-        return _Counted(self._source, given)
+            return _StatefulPass(self._source, given)
+        return _CountedPass(self._source, given)
 
-    def _leave_out_pass(self) -> None:
+    def _skip_pass(self) -> None:
         """Draws what a pass would: a seed for workers, and an order of the examples."""
         import torch  # type: ignore[import-not-found]
 
@@ -50,34 +50,37 @@ class TorchSource(PassesInOrder):
         return state is not None
 
 
-class _Stateful(Iterator[PyTree]):
+class _StatefulPass(Iterator[PyTree]):
     """A pass through a loader that keeps its state itself."""
 
     def __init__(self, loader: Any, state: Any):
         if state is not None:
-            loader.load_state_dict(_read(state["loader"]))
+            loader.load_state_dict(_decode_state(state["loader"]))
         self._loader = loader
         self._iterator = iter(loader)
         if state is not None:  # torchdata leaves it elsewhere, so that the next pass would differ
-            _generator(loader).set_state(_read(state["generator"]))
+            _generator(loader).set_state(_decode_state(state["generator"]))
 
     def __next__(self) -> PyTree:
         return as_numpy(next(self._iterator))
 
     def get_state(self) -> Any:
         generator = _generator(self._loader).get_state()
-        return {"loader": _written(self._loader.state_dict()), "generator": _written(generator)}
+        return {
+            "loader": _encode_state(self._loader.state_dict()),
+            "generator": _encode_state(generator),
+        }
 
 
-class _Counted(Iterator[PyTree]):
+class _CountedPass(Iterator[PyTree]):
     """A pass through a loader that knows nothing of where it is, counted."""
 
     def __init__(self, loader: Any, state: Any):
         skipped = 0
         if state is not None:
-            _generator(loader).set_state(_read(state["generator"]))
-            skipped = count(state, "batches")
-        self._before = _written(_generator(loader).get_state())
+            _generator(loader).set_state(_decode_state(state["generator"]))
+            skipped = read_count(state, "batches")
+        self._before = _encode_state(_generator(loader).get_state())
         self._iterator = iter(loader)
         self._num_given = 0
         for _ in range(skipped):
@@ -100,7 +103,7 @@ class _Counted(Iterator[PyTree]):
         return {"batches": self._num_given, "generator": self._before}
 
 
-def without_tensors(transform: Callable[[Any], PyTree] | None) -> Callable[[Any], PyTree]:
+def convert_output(transform: Callable[[Any], PyTree] | None) -> Callable[[Any], PyTree]:
     """What `transform` makes of an example, or the example, with arrays for tensors."""
 
     def transform_to_numpy(record: Any) -> PyTree:
@@ -145,12 +148,12 @@ def _generator(loader: Any) -> Any:
 _TENSOR = "tensor in base64"
 
 
-def _written(state: Any) -> Any:
+def _encode_state(state: Any) -> Any:
     """A state in the words of JSON: tensors as texts, never pickled."""
     if isinstance(state, dict):
-        return {key: _written(x) for key, x in state.items()}
+        return {key: _encode_state(x) for key, x in state.items()}
     if isinstance(state, list | tuple):
-        return [_written(x) for x in state]
+        return [_encode_state(x) for x in state]
     array = _array(state)
     if isinstance(array, np.ndarray):
         text = base64.b64encode(array.tobytes()).decode()
@@ -158,13 +161,13 @@ def _written(state: Any) -> Any:
     return state
 
 
-def _read(written: Any) -> Any:
+def _decode_state(written: Any) -> Any:
     if isinstance(written, list):
-        return [_read(x) for x in written]
+        return [_decode_state(x) for x in written]
     if not isinstance(written, dict):
         return written
     if _TENSOR not in written:
-        return {key: _read(x) for key, x in written.items()}
+        return {key: _decode_state(x) for key, x in written.items()}
     import torch  # type: ignore[import-not-found]
 
     array = np.frombuffer(base64.b64decode(written[_TENSOR]), written["dtype"])

@@ -75,8 +75,8 @@ class Elements(Iterator[Element]):
 
         def begin() -> Iterator[Element]:
             if wait_on_host:
-                return _Placed(replica_mesh, Prefetcher(parts, prefetch))
-            placed = _Placed(replica_mesh, parts)
+                return _PlacedParts(replica_mesh, Prefetcher(parts, prefetch))
+            placed = _PlacedParts(replica_mesh, parts)
             if not prefetch:
                 return placed
             return Prefetcher(placed, prefetch, any_thread=any_thread)
@@ -101,11 +101,11 @@ class Elements(Iterator[Element]):
         """Ends the pass, and the thread with the batch it is at."""
         self._stop.set()
         elements, self._begin, self._elements = self._elements, None, iter(())
-        if isinstance(elements, Prefetcher | _Placed):
+        if isinstance(elements, Prefetcher | _PlacedParts):
             elements.close()
 
 
-class _Placed(Iterator[Element]):
+class _PlacedParts(Iterator[Element]):
     """Parts in host memory, put on the devices when they are asked for."""
 
     def __init__(self, replica_mesh: ReplicaMesh, parts: Iterator[tuple[Parts, Any]]):

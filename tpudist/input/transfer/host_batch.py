@@ -54,7 +54,7 @@ class HostBatch(NamedTuple):
                 part = part.reshape(positions.shape + leaf.shape[1:])
             else:
                 part = gather(leaf, where)
-            taken.append(in_jax_dtype(part, copy=copy and where is None))
+            taken.append(to_jax_dtype(part, copy=copy and where is None))
         return taken
 
 
@@ -128,7 +128,7 @@ def as_array(value: Any, what: str) -> np.ndarray:
     return array
 
 
-def in_jax_dtype(array: np.ndarray, *, copy: bool) -> np.ndarray:
+def to_jax_dtype(array: np.ndarray, *, copy: bool) -> np.ndarray:
     """`array` in the dtype in which JAX holds it; not the same memory, if `copy`."""
     dtype = jax_dtype(array.dtype)
     assert dtype is not None, array.dtype

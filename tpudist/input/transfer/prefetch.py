@@ -43,7 +43,7 @@ class Prefetcher(Iterator[T], Generic[T]):
                 where a loop always waits for the next one, and nothing could be made meanwhile.
         """
         assert buffer_size > 0, buffer_size
-        make = _in_context(iterator)
+        make = _bind_context(iterator)
         self._buffer = _Buffer(buffer_size)
         self._make_here = make if any_thread else None
         self._turns = Turns()
@@ -59,12 +59,12 @@ class Prefetcher(Iterator[T], Generic[T]):
     def __next__(self) -> T:
         """The next item, waiting for it if it is not ready."""
         make = self._make_here
-        if make is not None and self._turns.is_the_loops():
+        if make is not None and self._turns.is_loops_turn():
             item, error = self._buffer.get_or_make(make)
         else:
             item, error = self._buffer.get()
         if error is None:
-            self._turns.loop_goes_on()
+            self._turns.resume_loop()
             return item
         self._end()
         try:
@@ -180,7 +180,7 @@ class _Buffer:
             self._changed.notify_all()
 
 
-def _in_context(iterator: Iterator[T]) -> Callable[[], T]:
+def _bind_context(iterator: Iterator[T]) -> Callable[[], T]:
     """What makes the next item, in a copy of the context variables of now."""
     run = contextvars.copy_context().run
     return lambda: run(next, iterator)

@@ -40,7 +40,7 @@ def copy_of(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def in_place_of(array: np.ndarray, num_parts: int) -> np.ndarray:
+def align_for_parts(array: np.ndarray, num_parts: int) -> np.ndarray:
     """`array` or a copy of it: what costs less if the parts along dim 0 are to be put on CPU.
 
     JAX would copy the parts into new memory, if they are not aligned.

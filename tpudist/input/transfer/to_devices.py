@@ -36,7 +36,7 @@ def place(mesh: ReplicaMesh, parts: Parts) -> PyTree:
     """
     given = parts.leaves
     if mesh.platform == "cpu":
-        given = [reused_memory.in_place_of(x, mesh.mesh.size) for x in given]
+        given = [reused_memory.align_for_parts(x, mesh.mesh.size) for x in given]
     if mesh.num_replicas == 1 and parts.rows is None:
         leaves = [
             jax.make_array_from_callback(x.shape, whole_sharding(mesh, x.shape), x.__getitem__)
@@ -57,7 +57,7 @@ def whole_sharding(mesh: ReplicaMesh, shape: tuple[int, ...]) -> NamedSharding:
 
 @functools.lru_cache(maxsize=256)
 def _whole_sharding(mesh: ReplicaMesh, rows: tuple[int, ...]) -> NamedSharding:
-    stacked = placement.stacked_sharding(mesh, (1, *rows), split_rows=True)
+    stacked = placement.sharding_of_stack(mesh, (1, *rows), split_rows=True)
     return NamedSharding(mesh.mesh, PartitionSpec(*stacked.spec[1:]))
 
 
@@ -69,5 +69,5 @@ def part_spec(
     if mesh.num_replicas == 1 and rows is None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole_sharding(mesh, shape))
     shape = (mesh.num_replicas, *shape)
-    sharding = placement.stacked_sharding(mesh, shape, split_rows=rows is not None)
+    sharding = placement.sharding_of_stack(mesh, shape, split_rows=rows is not None)
     return PerReplica(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), rows)

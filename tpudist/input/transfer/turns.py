@@ -31,7 +31,7 @@ class Turns:
         self._patience = _PATIENCE
         self._left_at = time.perf_counter()
 
-    def is_the_loops(self) -> bool:
+    def is_loops_turn(self) -> bool:
         """Whether the loop, which asks for an item now, is to make it if none is there."""
         away_s = time.perf_counter() - self._left_at
         self._num_soon = self._num_soon + 1 if away_s < _SOON_S else 0
@@ -47,6 +47,6 @@ class Turns:
                 self._patience = min(4 * self._patience, _MAX_PATIENCE)
         return self._loop
 
-    def loop_goes_on(self) -> None:
+    def resume_loop(self) -> None:
         """The loop has its item."""
         self._left_at = time.perf_counter()

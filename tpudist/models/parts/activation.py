@@ -16,25 +16,25 @@ from tpudist.models.parts.logical import constrain
 _MOST, _LEAST = 128, 16
 
 
-def activated(gate: jax.Array, *up: jax.Array) -> jax.Array:
+def activate(gate: jax.Array, *up: jax.Array) -> jax.Array:
     """SwiGLU of two branches, or GELU of one: `[..., mlp]`, as each of them."""
     return jax.nn.silu(gate) * up[0] if up else jax.nn.gelu(gate)
 
 
 @jax.custom_vjp
-def activated_product(branches: tuple[jax.Array, ...], weight: jax.Array) -> jax.Array:
-    """`activated(*branches) @ weight`: `[batch, length, embed]` for a weight `[mlp, embed]`.
+def activation_product(branches: tuple[jax.Array, ...], weight: jax.Array) -> jax.Array:
+    """`activate(*branches) @ weight`: `[batch, length, embed]` for a weight `[mlp, embed]`.
 
     The backward pass overwrites the branches and the gradient, some positions at a time, so no
     axis may split the length. Of a step of a model with 16 billion parameters on v5e-256 it saves
     1.6 of 10.4 GB, and takes no time.
     """
     batch, length, _ = branches[0].shape
-    return (_flat(activated(*branches)) @ weight).reshape(batch, length, -1)
+    return (_flat(activate(*branches)) @ weight).reshape(batch, length, -1)
 
 
 def _forward(branches: tuple[jax.Array, ...], weight: jax.Array):
-    return activated_product(branches, weight), (branches, weight)
+    return activation_product(branches, weight), (branches, weight)
 
 
 def _backward(saved: tuple[tuple[jax.Array, ...], jax.Array], d_out: jax.Array):
@@ -46,7 +46,7 @@ def _backward(saved: tuple[tuple[jax.Array, ...], jax.Array], d_out: jax.Array):
 
     def overwrite(i: jax.Array, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         pieces = [jax.lax.dynamic_slice_in_dim(x, i * size, size, 1) for x in tensors]
-        hidden, back = jax.vjp(activated, *pieces[:-1])
+        hidden, back = jax.vjp(activate, *pieces[:-1])
         made = (*back(pieces[-1]), hidden)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(x, new, i * size, 1)
@@ -57,7 +57,7 @@ def _backward(saved: tuple[tuple[jax.Array, ...], jax.Array], d_out: jax.Array):
     return tuple(d_branches), jnp.einsum("tm,te->me", _flat(hidden), _flat(d_out))
 
 
-activated_product.defvjp(_forward, _backward)
+activation_product.defvjp(_forward, _backward)
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def attend(
     """
     length = query.shape[1]
     if method == "auto":
-        method = automatic(length)
+        method = choose_method(length)
     if method == "dot_product":
         out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         return checkpoint_name(out, _NAME)
@@ -68,7 +68,7 @@ def attend(
     )
 
 
-def automatic(length: int) -> str:
+def choose_method(length: int) -> str:
     """What "auto" means here, for sequences of `length`."""
     if split_over("sequence", length):
         return "ring"
@@ -99,7 +99,7 @@ def _splash(
         name=_NAME,
         interpret=platform() != "tpu",
     )
-    return _on_each_device(kernel, query, key, value, sequence=())
+    return _run_on_each_device(kernel, query, key, value, sequence=())
 
 
 def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -114,10 +114,10 @@ def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     def kernel(query, key, value):
         return ring_attention.causal_attention(query, key, value, axis, _NAME)
 
-    return _on_each_device(kernel, query, key, value, sequence=over)
+    return _run_on_each_device(kernel, query, key, value, sequence=over)
 
 
-def _on_each_device(
+def _run_on_each_device(
     kernel: Kernel,
     query: jax.Array,
     key: jax.Array,

@@ -31,14 +31,14 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     it asks for in the gradient.
     """
     axes = split_over("vocab", table.shape[0])
-    return _among_parts(table, tokens, axes) if axes else _rows(table, tokens)
+    return _lookup_in_parts(table, tokens, axes) if axes else _rows(table, tokens)
 
 
 def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return table.at[tokens].get(mode="clip", wrap_negative_indices=False)
 
 
-def _among_parts(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _lookup_in_parts(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The same, where the rows of `table` are split over mesh axes."""
     vocabulary = table.shape[0]
     # XLA:CPU ends the process on sums of 16-bit floats in partly manual functions.

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tpudist.models.parts.activation import activated
+from tpudist.models.parts.activation import activate
 from tpudist.models.parts.logical import constrain
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _apply(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     hidden = jnp.einsum("xsce,sefm->xscfm", x, into)
     hidden = constrain(hidden, "expert_batch", "expert", "sequence", None, "mlp")
     hidden = checkpoint_name(hidden, "mlp_in")
-    hidden = activated(*(hidden[..., branch, :] for branch in range(hidden.shape[3])))
+    hidden = activate(*(hidden[..., branch, :] for branch in range(hidden.shape[3])))
     return jnp.einsum("xscm,sme->xsce", hidden, back)
 
 

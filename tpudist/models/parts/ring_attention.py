@@ -44,7 +44,7 @@ def causal_attention(
 
 def _forward(query, key, value, axis, name):
     """The result, and what the backward pass needs."""
-    grouped = _grouped(query, key.shape[2])
+    grouped = _group(query, key.shape[2])
     shape = grouped.shape
     state = (
         jnp.zeros(shape, jnp.float32),
@@ -86,7 +86,7 @@ def _forward(query, key, value, axis, name):
     last = _size(axis) - 1
     carry, _ = jax.lax.scan(turn, (state, key, value), jnp.arange(last))
     total, most, weight = fold_if_earlier(*carry, last)
-    out = _ungrouped(total / weight[..., None]).astype(query.dtype)
+    out = _ungroup(total / weight[..., None]).astype(query.dtype)
     log_weight = most + jnp.log(weight)
     if name is not None:
         out, log_weight = (checkpoint_name(x, name) for x in (out, log_weight))
@@ -96,11 +96,11 @@ def _forward(query, key, value, axis, name):
 def _backward(axis, _name, saved, cotangent):
     query, key, value, out, log_weight = saved
     kv_heads = key.shape[2]
-    grouped, upstream = _grouped(query, kv_heads), _grouped(cotangent, kv_heads)
+    grouped, upstream = _group(query, kv_heads), _group(cotangent, kv_heads)
     scale = query.shape[-1] ** -0.5
     # The gradient of a softmax is share * (d_share - sum of share * d_share). The sum is over all
     # keys, most of them elsewhere; but it is the product of the result and its gradient, at hand.
-    along = _grouped(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
+    along = _group(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
     here = _index(axis)
 
     def fold(d_query, key, value, source):
@@ -117,9 +117,9 @@ def _backward(axis, _name, saved, cotangent):
             return d_query, (_einsum("bkgqs,bkgqd->bskd", d_scores, grouped), d_value)
 
         d_query, new = jax.lax.scan(tile, d_query, _tiles(key, value, source))
-        return d_query, *(_untiled(x, key.shape[1]) for x in new)
+        return d_query, *(_untile(x, key.shape[1]) for x in new)
 
-    def nothing(d_query, key, value, source):
+    def skip(d_query, key, value, source):
         return d_query, *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
 
     def turn(carry, step, is_last=False):
@@ -129,7 +129,7 @@ def _backward(axis, _name, saved, cotangent):
         # The device before had these keys a turn ago: what it passes on are their gradients so far.
         arrived = _pass_on(gradients, axis)
         source = here - step
-        d_query, *new = jax.lax.cond(source >= 0, fold, nothing, d_query, key, value, source)
+        d_query, *new = jax.lax.cond(source >= 0, fold, skip, d_query, key, value, source)
         return (d_query, *upcoming, *(a + b for a, b in zip(arrived, new, strict=True))), None
 
     size = _size(axis)
@@ -141,7 +141,7 @@ def _backward(axis, _name, saved, cotangent):
     # After n - 1 turns the keys at hand are those of the next device: one more, and they are home.
     d_key, d_value = _pass_on(gradients, axis)
     return (
-        _ungrouped(d_query).astype(query.dtype),
+        _ungroup(d_query).astype(query.dtype),
         d_key.astype(key.dtype),
         d_value.astype(value.dtype),
     )
@@ -176,21 +176,21 @@ def _tiles(key, value, source):
     return key, value, positions.reshape(-1, tile)
 
 
-def _untiled(x, length):
+def _untile(x, length):
     """`[tiles, batch, tile, ...]` to `[batch, length, ...]`."""
     tiles, batch, tile = x.shape[:3]
     return jnp.moveaxis(x, 0, 1).reshape(batch, tiles * tile, *x.shape[3:])[:, :length]
 
 
-def _grouped(x, kv_heads):
+def _group(x, kv_heads):
     """`[batch, part, heads, ...]` to `[batch, kv_heads, group, part, ...]`."""
     batch, part, heads = x.shape[:3]
     x = x.reshape(batch, part, kv_heads, heads // kv_heads, *x.shape[3:])
     return jnp.moveaxis(x, 1, 3)
 
 
-def _ungrouped(x):
-    """The inverse of `_grouped`."""
+def _ungroup(x):
+    """The inverse of `_group`."""
     batch, kv_heads, group, part = x.shape[:4]
     return jnp.moveaxis(x, 3, 1).reshape(batch, part, kv_heads * group, *x.shape[4:])
 

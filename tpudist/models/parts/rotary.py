@@ -30,10 +30,10 @@ def rotation(length: int, width: int, base: float) -> Rotation:
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """`x`, `[batch, length, heads, width]`, turned; computed in float32."""
-    return by_product(x, rotation) if platform() == "tpu" else by_halves(x, rotation)
+    return rotate_by_product(x, rotation) if platform() == "tpu" else rotate_by_halves(x, rotation)
 
 
-def by_halves(x: jax.Array, rotation: Rotation) -> jax.Array:
+def rotate_by_halves(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Turns the two halves of each head."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (table[..., : x.shape[-1] // 2] for table in rotation)
@@ -42,7 +42,7 @@ def by_halves(x: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 @jax.custom_vjp
-def by_product(x: jax.Array, rotation: Rotation) -> jax.Array:
+def rotate_by_product(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Swaps the halves of each head by a matrix product.
 
     TPUs hold the last dim in lanes: XLA writes out halves of 64 in each step of the rotation, in
@@ -63,13 +63,13 @@ def by_product(x: jax.Array, rotation: Rotation) -> jax.Array:
     return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
 
 
-def _by_product_forward(x: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
-    return by_product(x, rotation), rotation
+def _rotate_by_product_forward(x: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
+    return rotate_by_product(x, rotation), rotation
 
 
-def _by_product_backward(rotation: Rotation, gradient: jax.Array) -> tuple[jax.Array, None]:
+def _rotate_by_product_backward(rotation: Rotation, gradient: jax.Array) -> tuple[jax.Array, None]:
     cos, sin = rotation
-    return by_product(gradient, (cos, -sin)), None
+    return rotate_by_product(gradient, (cos, -sin)), None
 
 
-by_product.defvjp(_by_product_forward, _by_product_backward)
+rotate_by_product.defvjp(_rotate_by_product_forward, _rotate_by_product_backward)

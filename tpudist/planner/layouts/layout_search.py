@@ -20,13 +20,13 @@ import jax
 
 from tpudist import context
 from tpudist.planner import user_figures
-from tpudist.planner.layouts import candidates as trying
+from tpudist.planner.layouts import candidates
 from tpudist.planner.layouts.candidates import Candidate
-from tpudist.planner.layouts.search_result import Outcome, SearchResult, ranked
+from tpudist.planner.layouts.search_result import Outcome, SearchResult, rank
 from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
-from tpudist.planner.show.progress import Progress, shown
-from tpudist.planner.show.words import tell_error
-from tpudist.xla import topology as slices
+from tpudist.planner.show.progress import Progress, show_progress
+from tpudist.planner.show.words import format_error
+from tpudist.xla import topology as topologies
 
 _log = logging.getLogger("tpudist")
 
@@ -103,15 +103,15 @@ def search(
     user_figures.check(tokens_per_step, model_flops)
     if max_workers is not None and (not isinstance(max_workers, int) or max_workers < 1):
         raise ValueError(f"max_workers is {max_workers!r}. Give a whole number of at least 1.")
-    devices = jax.devices() if topology is None else slices.devices(topology)
-    tried = trying.candidates(topology, devices, geometries, remat, microbatches)
+    devices = jax.devices() if topology is None else topologies.devices(topology)
+    tried = candidates.candidates(topology, devices, geometries, remat, microbatches)
     arguments = {
         "compiler_options": compiler_options,
         "tokens_per_step": tokens_per_step,
         "model_flops": model_flops,
     }
     started = time.monotonic()
-    with shown(progress) as tell, tempfile.TemporaryDirectory() as folder:
+    with show_progress(progress) as tell, tempfile.TemporaryDirectory() as folder:
         running = _Search(
             make_step, tried, list(remat), arguments, cache or folder, started + time_budget_s, tell
         )
@@ -119,7 +119,7 @@ def search(
     return SearchResult(
         topology=topology or f"{len(devices)} x {devices[0].device_kind}",
         num_devices=len(devices),
-        outcomes=ranked(running.outcomes()),
+        outcomes=rank(running.outcomes()),
         seconds=time.monotonic() - started,
         time_budget_s=time_budget_s,
     )
@@ -178,7 +178,7 @@ class _Search:
         return outcomes
 
     def _work(self) -> None:
-        while (candidate := self._next()) is not None:
+        while (candidate := self._next_candidate()) is not None:
             try:
                 outcome = self._outcome(candidate)
             except BaseException:
@@ -187,17 +187,17 @@ class _Search:
             with self._lock:
                 self._found[candidate.name] = outcome
 
-    def _next(self) -> Candidate | None:
+    def _next_candidate(self) -> Candidate | None:
         """The most promising one that may fit; at the end, those that surely do not."""
         with self._lock:
             if self._stopped or time.monotonic() > self._deadline or not self._waiting:
                 return None
             refused = [one.candidate for one in self._found.values() if one.status == TOO_LARGE]
 
-            def hopeless(one: Candidate) -> bool:
-                return any(trying.needs_no_less(one, other, self._remat) for other in refused)
+            def is_hopeless(one: Candidate) -> bool:
+                return any(candidates.needs_no_less(one, other, self._remat) for other in refused)
 
-            hopeful = [one for one in self._waiting if not hopeless(one)]
+            hopeful = [one for one in self._waiting if not is_hopeless(one)]
             candidate = (hopeful or self._waiting)[0]
             self._waiting.remove(candidate)
             return candidate
@@ -206,7 +206,7 @@ class _Search:
         number = len(self._tried) - len(self._waiting)
         where = f"{number}/{len(self._tried)} {candidate.name}"
 
-        def tell(doing: str, seconds: float) -> None:
+        def report(doing: str, seconds: float) -> None:
             if self._stopped or time.monotonic() > self._deadline:
                 raise _OutOfTime(doing)
             try:
@@ -215,29 +215,29 @@ class _Search:
                 callers.append(error)
                 raise
 
-        def failed(error: Exception) -> Outcome:
+        def make_failure(error: Exception) -> Outcome:
             if error in callers:  # who watches may end the search
                 raise error
             _log.debug("%s failed", candidate.name, exc_info=error)
-            return Outcome(candidate, FAILED, reason=tell_error(error))
+            return Outcome(candidate, FAILED, reason=format_error(error))
 
         callers: list[Exception] = []
         try:
-            tell("making the step", 0.0)
+            report("making the step", 0.0)
             strategy, fn, args, *more = self._make_step(candidate)
             given = {**self._arguments, **(more[0] if more else {})}
         except _OutOfTime as late:
             return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")
         except (TypeError, ValueError, RuntimeError) as error:
-            return failed(error)
+            return make_failure(error)
         try:
             plan = strategy.plan(
-                fn, args, topology=candidate.topology, cache=self._cache, progress=tell, **given
+                fn, args, topology=candidate.topology, cache=self._cache, progress=report, **given
             )
         except _OutOfTime as late:
             return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")
         except Exception as error:
-            return failed(error)
+            return make_failure(error)
         # Without the lowered program: of hundreds of candidates they would fill the memory.
         plan = dataclasses.replace(plan, _source=None)
         return Outcome(candidate, FITS if plan.fits else TOO_LARGE, plan)

@@ -98,15 +98,15 @@ class SearchResult:
     def __rich__(self) -> Any:
         from tpudist.planner.show import search_text, table
 
-        return table.lay_out(search_text.told(self))
+        return table.lay_out(search_text.describe_search(self))
 
     def _repr_html_(self) -> str:
         from tpudist.planner.show import html, search_text
 
-        return html.lay_out(search_text.told(self))
+        return html.lay_out(search_text.describe_search(self))
 
 
-def ranked(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
+def rank(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
     """The outcomes as `SearchResult` has them, each too large one with its remedy."""
     order = [FITS, TOO_LARGE, FAILED, NOT_REACHED]
     fitting = [one for one in outcomes if one.status == FITS]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tpudist.planner.show.words import tell_bytes
+from tpudist.planner.show.words import format_bytes
 
 if TYPE_CHECKING:
     from tpudist.planner.plan import Plan
 
 
-def what_to_try(plan: Plan) -> tuple[str, ...]:
+def suggest_changes(plan: Plan) -> tuple[str, ...]:
     """Sentences, the most promising change first, for a plan that does not fit."""
     assert plan.refusal is not None
     refusal = plan.refusal
@@ -26,7 +26,7 @@ def what_to_try(plan: Plan) -> tuple[str, ...]:
         times = refusal.needed_bytes / max(1, refusal.available_bytes)
         tries.append(
             f"Take more or larger chips: the program needs {times:.1f} times the "
-            f"{tell_bytes(refusal.available_bytes)} of this one."
+            f"{format_bytes(refusal.available_bytes)} of this one."
         )
     tries.append("Let the planner compile these and others: tpudist plan --search, planner.search.")
     return tuple(tries)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpudist.planner.show.parts import GREEN, NETWORK_COLORS, RED, TEAL, Bars
-from tpudist.planner.show.plan_text import told
+from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.speed_text import merge
-from tpudist.planner.show.words import tell_bytes, tell_line, tell_seconds
+from tpudist.planner.show.words import format_bytes, format_line, format_seconds
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def draw(plan: Plan, path: str | Path) -> None:
             "Drawing a chart needs matplotlib, which is not installed: pip install matplotlib."
         ) from error
 
-    said = told(plan)
+    said = describe_plan(plan)
     bars = [section for section in said.sections if isinstance(section, Bars)]
     uses = merge(plan.collectives)[:NUM_COLLECTIVES]
     height = TOP + SECTION * len(bars) + (0.5 + ROW * len(uses) if uses else 0.0)
@@ -76,11 +76,11 @@ def draw(plan: Plan, path: str | Path) -> None:
 def _draw_bar(axes: Any, bars: Bars) -> None:
     begin = 0.0
     for part in bars.parts:
-        label = f"{part.name} {part.told}"
+        label = f"{part.name} {part.text}"
         axes.barh(0, part.amount, left=begin, height=1, color=part.color, label=label)
         begin += part.amount
     if bars.free:
-        label = f"{bars.free.name} {bars.free.told}"
+        label = f"{bars.free.name} {bars.free.text}"
         axes.barh(0, bars.free.amount, left=begin, height=1, color="0.9", label=label)
     axes.set_xlim(0, bars.whole or 1.0)
     axes.set_ylim(-0.5, 0.5)
@@ -108,8 +108,8 @@ def _draw_collectives(axes: Any, uses: Sequence[CollectiveUse], timed: bool) -> 
         axes.barh(row, amount, color=color, alpha=0.35 if timed else 1, height=0.7)
         if timed:
             axes.barh(row, use.exposed_s, color=color, height=0.7)
-        told_amount = tell_seconds(amount) if timed else tell_bytes(amount)
-        line = f"   {tell_line(use.source)}" if use.source else ""
+        told_amount = format_seconds(amount) if timed else format_bytes(amount)
+        line = f"   {format_line(use.source)}" if use.source else ""
         axes.annotate(
             told_amount + line,
             (amount, row),

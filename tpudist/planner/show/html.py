@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from tpudist.planner.show.parts import Bars, Part, Rows, Told
-from tpudist.planner.show.plan_text import told
-from tpudist.planner.show.words import tell_line
+from tpudist.planner.show.parts import Bars, Part, Report, Rows
+from tpudist.planner.show.plan_text import describe_plan
+from tpudist.planner.show.words import format_line
 
 if TYPE_CHECKING:
     from tpudist.planner.plan import Plan
@@ -52,10 +52,10 @@ def html(
         num_steps: Length of a run, to say how many chip-hours it takes.
         price_per_chip_hour: To say what they cost, in the currency of the price.
     """
-    return lay_out(told(plan, num_steps, price_per_chip_hour))
+    return lay_out(describe_plan(plan, num_steps, price_per_chip_hour))
 
 
-def lay_out(said: Told) -> str:
+def lay_out(said: Report) -> str:
     """What a notebook shows of what is told: a `div` with its style."""
     facts = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in said.facts
@@ -91,7 +91,7 @@ def page(shown: str) -> str:
 def _bars(bars: Bars) -> str:
     pieces = "".join(
         f'<div style="width:{100 * part.amount / (bars.whole or 1):.3f}%;background:{part.color}"'
-        f' title="{escape(f"{part.name}: {part.told}")}"></div>'
+        f' title="{escape(f"{part.name}: {part.text}")}"></div>'
         for part in bars.parts
     )
     rows = [_legend(part) for part in bars.parts]
@@ -107,7 +107,7 @@ def _legend(part: Part, attributes: str = "") -> str:
     color = "transparent" if attributes else part.color
     return (
         f'<tr {attributes}><td><span class="swatch" style="background:{color}"></span>'
-        f'{escape(part.name)}</td><td class="number">{escape(part.told)}</td>'
+        f'{escape(part.name)}</td><td class="number">{escape(part.text)}</td>'
         f'<td class="number">{escape(part.share)}</td></tr>'
     )
 
@@ -133,7 +133,7 @@ def _rows(rows: Rows) -> str:
 def _cell(kind: str, text: str) -> str:
     if kind == "line" and text:
         return (
-            f'<td class="line" title="{escape(text)}"><code>{escape(tell_line(text))}</code></td>'
+            f'<td class="line" title="{escape(text)}"><code>{escape(format_line(text))}</code></td>'
         )
     return f'<td class="{kind}">{escape(text)}</td>'
 

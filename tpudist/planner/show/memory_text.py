@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tpudist.planner.show.advice import what_to_try
+from tpudist.planner.show.advice import suggest_changes
 from tpudist.planner.show.parts import (
     BLUE,
     GREEN,
@@ -23,7 +23,13 @@ from tpudist.planner.show.parts import (
     Part,
     Rows,
 )
-from tpudist.planner.show.words import each, tell_bytes, tell_op, tell_shape, tell_share
+from tpudist.planner.show.words import (
+    device_noun,
+    format_bytes,
+    format_op,
+    format_shape,
+    format_share,
+)
 from tpudist.xla.estimate.refusal import Refusal
 from tpudist.xla.hlo.buffers import Buffer
 
@@ -42,9 +48,9 @@ _MEMORY_COLORS = {
 
 def memory(plan: Plan) -> Iterable[Bars | Rows | Lines]:
     """What is held on a device by category, and the largest of it; or why it does not fit."""
-    chip = each(plan.num_chips, plan.num_devices)
+    chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal:
-        yield from _refused(plan, plan.refusal)
+        yield from _explain_refusal(plan, plan.refusal)
     elif report := plan.memory:
         kinds = [name for name, amount in report.categories.items() if amount > 0]
         colors = _colors(kinds, _MEMORY_COLORS)
@@ -54,12 +60,14 @@ def memory(plan: Plan) -> Iterable[Bars | Rows | Lines]:
         ]
         lines = []
         if report.donated_bytes:
-            lines.append(f"{tell_bytes(report.donated_bytes)} are overwritten in place (donated).")
+            lines.append(
+                f"{format_bytes(report.donated_bytes)} are overwritten in place (donated)."
+            )
         if padding := sum(report.padding_bytes.values()):
             most = max(report.padding_bytes, key=lambda name: report.padding_bytes[name])
-            lines.append(f"{tell_bytes(padding)} are padding, most of it of {most}.")
+            lines.append(f"{format_bytes(padding)} are padding, most of it of {most}.")
         if report.host_bytes:
-            lines.append(f"{tell_bytes(report.host_bytes)} more are in the host's memory.")
+            lines.append(f"{format_bytes(report.host_bytes)} more are in the host's memory.")
         if report.not_donated:
             lines.append(f"Not overwritten in place: {_names(report.not_donated)}.")
         if (gaps := report.allocated_bytes - report.peak_bytes) > 0:
@@ -79,14 +87,14 @@ def memory(plan: Plan) -> Iterable[Bars | Rows | Lines]:
         yield from _largest("Largest temporaries", report.largest, report.peak_bytes)
 
 
-def _refused(plan: Plan, refusal: Refusal) -> Iterable[Bars | Rows | Lines]:
-    chip = each(plan.num_chips, plan.num_devices)
+def _explain_refusal(plan: Plan, refusal: Refusal) -> Iterable[Bars | Rows | Lines]:
+    chip = device_noun(plan.num_chips, plan.num_devices)
     lines = ()
     if refusal.argument_bytes:
         rest = refusal.needed_bytes - refusal.argument_bytes
         lines = (
-            f"{tell_bytes(refusal.argument_bytes)} of it are arguments and outputs (parameters, "
-            f"optimizer state, batch), {tell_bytes(rest)} temporaries.",
+            f"{format_bytes(refusal.argument_bytes)} of it are arguments and outputs (parameters, "
+            f"optimizer state, batch), {format_bytes(rest)} temporaries.",
         )
     if refusal.needed_bytes:
         parts = (
@@ -98,12 +106,12 @@ def _refused(plan: Plan, refusal: Refusal) -> Iterable[Bars | Rows | Lines]:
     else:
         yield Lines("The compiler refuses", (refusal.text.strip(),))
     yield from _largest("Largest buffers", refusal.largest, refusal.needed_bytes)
-    yield Lines("What to try", what_to_try(plan))
+    yield Lines("What to try", suggest_changes(plan))
 
 
 def _part(name: str, num_bytes: int, capacity: int | None, color: str) -> Part:
-    share = tell_share(num_bytes / capacity) if capacity else ""
-    return Part(name, num_bytes, tell_bytes(num_bytes), share, color)
+    share = format_share(num_bytes / capacity) if capacity else ""
+    return Part(name, num_bytes, format_bytes(num_bytes), share, color)
 
 
 def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable[Rows]:
@@ -120,26 +128,26 @@ def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable
     )
     rows = tuple(
         (
-            tell_bytes(buffer.num_bytes),
-            tell_bytes(buffer.padding_bytes) if buffer.padding_bytes else "",
-            tell_shape(buffer.shape),
-            tell_op(buffer.op_name) or buffer.name,
+            format_bytes(buffer.num_bytes),
+            format_bytes(buffer.padding_bytes) if buffer.padding_bytes else "",
+            format_shape(buffer.shape),
+            format_op(buffer.op_name) or buffer.name,
             buffer.source or "",
         )
         for buffer in worth
     )
     rest = buffers[len(worth) :]
-    sizes = tell_bytes(sum(buffer.num_bytes for buffer in rest))
+    sizes = format_bytes(sum(buffer.num_bytes for buffer in rest))
     more = f"And {len(rest)} more: {sizes}." if rest else ""
     yield Rows(title, columns, rows, more)
 
 
-def replicated(plan: Plan) -> Iterable[Lines]:
+def list_replicated(plan: Plan) -> Iterable[Lines]:
     """Which parameters are not split inside a replica; nothing if all are."""
     report = plan.memory
     if report and report.replicated:
         line = (
-            f"{tell_share(report.replicated_share)} of the parameters' bytes are whole on every "
+            f"{format_share(report.replicated_share)} of the parameters' bytes are whole on every "
             f"device of a replica: {_names(report.replicated)}."
         )
         yield Lines("Not split", (line,))

@@ -21,14 +21,14 @@ class Part:
     Attributes:
         name: What it is.
         amount: How long it is, in the unit of the bar.
-        told: Its amount, in words.
+        text: Its amount, in words.
         share: Its share of the bar, in words; empty where that means nothing.
         color: "#rrggbb".
     """
 
     name: str
     amount: float
-    told: str
+    text: str
     share: str
     color: str
 
@@ -90,7 +90,7 @@ class Lines:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class Report:
     """A whole plan.
 
     Attributes:

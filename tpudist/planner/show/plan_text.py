@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tpudist.planner.show.memory_text import memory, replicated
-from tpudist.planner.show.parts import Lines, Told
+from tpudist.planner.show.memory_text import list_replicated, memory
+from tpudist.planner.show.parts import Lines, Report
 from tpudist.planner.show.speed_text import collectives, time
 from tpudist.planner.show.words import (
-    each,
+    device_noun,
+    format_axes,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_share,
     plural,
-    tell_axes,
-    tell_bytes,
-    tell_count,
-    tell_seconds,
-    tell_share,
 )
 from tpudist.xla.estimate.step_time import TimeEstimate
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tpudist.planner.plan import Plan
 
 
-def told(plan: Plan, num_steps: int | None = None, price: float | None = None) -> Told:
+def describe_plan(plan: Plan, num_steps: int | None = None, price: float | None = None) -> Report:
     """A plan in words.
 
     Args:
@@ -35,51 +35,51 @@ def told(plan: Plan, num_steps: int | None = None, price: float | None = None) -
         num_steps: Length of a run, to say what it takes.
         price: Of a chip for an hour, to say what that costs.
     """
-    sections = [*memory(plan), *time(plan), *collectives(plan), *replicated(plan)]
+    sections = [*memory(plan), *time(plan), *collectives(plan), *list_replicated(plan)]
     if plan.notes:
         sections.append(Lines("Notes", plan.notes))
     verdict = "fits" if plan.fits else "does not fit"
     facts = tuple(_facts(plan, num_steps, price))
-    return Told(f"{plan.name} {verdict} {plan.topology}", plan.fits, facts, tuple(sections))
+    return Report(f"{plan.name} {verdict} {plan.topology}", plan.fits, facts, tuple(sections))
 
 
 def _facts(plan: Plan, num_steps: int | None, price: float | None) -> Iterable[tuple[str, str]]:
-    chip = each(plan.num_chips, plan.num_devices)
+    chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal and not plan.refusal.needed_bytes:
         yield "memory", "too little: the compiler does not say by how much"
     elif refusal := plan.refusal:
         yield (
             "memory",
-            f"needs {tell_bytes(refusal.needed_bytes)} per {chip}, which has "
-            f"{tell_bytes(refusal.available_bytes)}: {tell_bytes(refusal.over_bytes)} too much",
+            f"needs {format_bytes(refusal.needed_bytes)} per {chip}, which has "
+            f"{format_bytes(refusal.available_bytes)}: {format_bytes(refusal.over_bytes)} too much",
         )
     elif report := plan.memory:
         of = ""
         if capacity := report.capacity_bytes:
-            of = f" of {tell_bytes(capacity)} ({tell_share(report.peak_bytes / capacity)})"
-        yield "memory", f"{tell_bytes(report.peak_bytes)}{of} per {chip}"
+            of = f" of {format_bytes(capacity)} ({format_share(report.peak_bytes / capacity)})"
+        yield "memory", f"{format_bytes(report.peak_bytes)}{of} per {chip}"
     if plan.time:
         mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-        yield "step time", f"{tell_seconds(plan.time.step_s)}{mfu} (an estimate)"
+        yield "step time", f"{format_seconds(plan.time.step_s)}{mfu} (an estimate)"
         if plan.tokens_per_s is not None:
             per_chip = plan.tokens_per_s / plan.num_chips
             yield (
                 "speed",
-                f"{tell_count(plan.tokens_per_s)} tokens/s, {tell_count(per_chip)} per chip",
+                f"{format_count(plan.tokens_per_s)} tokens/s, {format_count(per_chip)} per chip",
             )
     devices = "" if chip == "chip" else f", {plural(plan.num_devices, 'device')}"
     replicas = plural(plan.num_replicas, "replica")
     yield "slice", f"{plan.topology}: {plural(plan.num_chips, 'chip')}{devices}"
-    yield "mesh", f"{tell_axes(plan.mesh)} ({replicas})"
+    yield "mesh", f"{format_axes(plan.mesh)} ({replicas})"
     if plan.fits and plan.time and num_steps:
         yield f"{num_steps:,} steps", _run(plan, plan.time, num_steps, price)
     if plan.compile_s:
         libtpu = plan.versions.get("libtpu")
         with_what = f" with libtpu {libtpu}" if libtpu and plan.chip else ""
-        yield "compiled", f"in {tell_seconds(plan.trace_s + plan.compile_s)}{with_what}"
+        yield "compiled", f"in {format_seconds(plan.trace_s + plan.compile_s)}{with_what}"
 
 
 def _run(plan: Plan, estimate: TimeEstimate, num_steps: int, price: float | None) -> str:
     hours = plan.chip_hours(num_steps) or 0.0
     cost = "" if price is None else f", {hours * price:,.2f} at {price:g} per chip-hour"
-    return f"{tell_seconds(estimate.step_s * num_steps)}, {tell_count(hours)} chip-hours{cost}"
+    return f"{format_seconds(estimate.step_s * num_steps)}, {format_count(hours)} chip-hours{cost}"

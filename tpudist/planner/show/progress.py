@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tpudist.planner.show.words import tell_seconds
+from tpudist.planner.show.words import format_seconds
 
 # Called with what is being done, and for how many seconds.
 Progress = Callable[[str, float], None]
 
 
 @contextlib.contextmanager
-def shown(progress: Progress | None) -> Iterator[Progress]:
+def show_progress(progress: Progress | None) -> Iterator[Progress]:
     """What to tell progress to: `progress`, or a line that a terminal or a notebook shows.
 
     The line is gone at the end. In a pipe or a log there is none.
@@ -23,12 +23,12 @@ def shown(progress: Progress | None) -> Iterator[Progress]:
     if _in_notebook():
         line = _cell()
     else:
-        line = _spinner() if sys.stderr.isatty() else contextlib.nullcontext(_nobody)
+        line = _spinner() if sys.stderr.isatty() else contextlib.nullcontext(_ignore)
     with line as tell:
         yield tell
 
 
-def _nobody(doing: str, seconds: float) -> None:
+def _ignore(doing: str, seconds: float) -> None:
     """Tells nobody."""
 
 
@@ -49,12 +49,12 @@ def _cell() -> Iterator[Progress]:
     handle = display(page("planning"), raw=True, display_id=True)
     assert handle is not None
 
-    def tell(doing: str, seconds: float) -> None:
-        since = f", {tell_seconds(seconds)}" if seconds >= 1 else ""
+    def report(doing: str, seconds: float) -> None:
+        since = f", {format_seconds(seconds)}" if seconds >= 1 else ""
         handle.update(page(f"planning: {doing}{since}"), raw=True)
 
     try:
-        yield tell
+        yield report
     finally:
         handle.update(page(""), raw=True)
 
@@ -69,7 +69,7 @@ def _spinner() -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("planning")
 
-        def tell(doing: str, seconds: float) -> None:
+        def report(doing: str, seconds: float) -> None:
             bar.update(task, description=f"planning: {doing}")
 
-        yield tell
+        yield report

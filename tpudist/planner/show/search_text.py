@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
-from tpudist.planner.show.parts import Column, Lines, Rows, Told
+from tpudist.planner.show.parts import Column, Lines, Report, Rows
 from tpudist.planner.show.words import (
+    format_bytes,
+    format_count,
+    format_line,
+    format_op,
+    format_seconds,
+    format_share,
     plural,
-    tell_bytes,
-    tell_count,
-    tell_line,
-    tell_op,
-    tell_seconds,
-    tell_share,
 )
 
 if TYPE_CHECKING:
@@ -24,33 +24,37 @@ if TYPE_CHECKING:
 _NUM_LARGEST = 2
 
 
-def told(result: SearchResult) -> Told:
+def describe_search(result: SearchResult) -> Report:
     """A search in words."""
     fitting, too_large = result.of(FITS), result.of(TOO_LARGE)
     num = len(result.outcomes)
     sections: list[Rows | Lines] = []
     if fitting:
-        sections.append(_fitting(fitting))
+        sections.append(_table_of_fitting(fitting))
     if too_large:
         title = f"Does not fit ({len(too_large)} of {num})"
-        sections.append(Lines(title, tuple(_too_large(one, fitting) for one in too_large)))
+        sections.append(Lines(title, tuple(_describe_too_large(one, fitting) for one in too_large)))
     if failed := result.of(FAILED):
         lines = tuple(f"{one.candidate.name}: {one.reason}" for one in failed)
         sections.append(Lines(f"Failed ({len(failed)} of {num})", lines))
     if late := result.of(NOT_REACHED):
-        title = f"Not reached within {tell_seconds(result.time_budget_s)} ({len(late)} of {num})"
-        sections.append(Lines(title, tuple(_together(late))))
+        title = f"Not reached within {format_seconds(result.time_budget_s)} ({len(late)} of {num})"
+        sections.append(Lines(title, tuple(_group_by_reason(late))))
     best = f"best on {result.topology}: {result.best.candidate.name}" if result.best else ""
-    return Told(best or _in_vain(result), bool(fitting), tuple(_facts(result)), tuple(sections))
+    return Report(
+        best or _title_without_result(result), bool(fitting), tuple(_facts(result)), tuple(sections)
+    )
 
 
-def _in_vain(result: SearchResult) -> str:
+def _title_without_result(result: SearchResult) -> str:
     """The title of a search that found nothing."""
     if result.of(TOO_LARGE):
         return f"nothing that was tried fits {result.topology}"
     if result.of(FAILED):
         return f"all that was tried for {result.topology} failed"
-    return f"nothing was compiled for {result.topology} within {tell_seconds(result.time_budget_s)}"
+    return (
+        f"nothing was compiled for {result.topology} within {format_seconds(result.time_budget_s)}"
+    )
 
 
 def _facts(result: SearchResult) -> Iterable[tuple[str, str]]:
@@ -58,16 +62,16 @@ def _facts(result: SearchResult) -> Iterable[tuple[str, str]]:
     if best and best.plan:
         if best.plan.time:
             mfu = "" if best.plan.mfu is None else f", MFU {best.plan.mfu:.1%}"
-            yield "step time", f"{tell_seconds(best.plan.time.step_s)}{mfu} (an estimate)"
+            yield "step time", f"{format_seconds(best.plan.time.step_s)}{mfu} (an estimate)"
         if best.plan.tokens_per_s is not None:
-            yield "speed", f"{tell_count(best.plan.tokens_per_s)} tokens/s"
+            yield "speed", f"{format_count(best.plan.tokens_per_s)} tokens/s"
         yield "memory", _memory(best)
     tried = len(result.outcomes) - len(result.of(NOT_REACHED))
     of = f" of {len(result.outcomes)}" if tried < len(result.outcomes) else ""
-    yield "tried", f"{plural(tried, 'candidate')}{of} in {tell_seconds(result.seconds)}"
+    yield "tried", f"{plural(tried, 'candidate')}{of} in {format_seconds(result.seconds)}"
 
 
-def _fitting(outcomes: tuple[Outcome, ...]) -> Rows:
+def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> Rows:
     columns = (
         Column("layout", is_short=True),
         Column("remat", is_short=True),
@@ -97,17 +101,17 @@ def _row(one: Outcome) -> tuple[str, ...]:
         one.candidate.geometry,
         one.candidate.remat,
         str(one.candidate.microbatches),
-        tell_seconds(plan.time.step_s) if plan.time else "-",
-        "-" if plan.tokens_per_s is None else tell_count(plan.tokens_per_s),
+        format_seconds(plan.time.step_s) if plan.time else "-",
+        "-" if plan.tokens_per_s is None else format_count(plan.tokens_per_s),
         "-" if plan.mfu is None else f"{plan.mfu:.1%}",
         _memory(one),
-        tell_bytes(plan.ici_bytes) if plan.ici_bytes else "-",
-        tell_bytes(plan.dcn_bytes) if plan.dcn_bytes else "-",
+        format_bytes(plan.ici_bytes) if plan.ici_bytes else "-",
+        format_bytes(plan.dcn_bytes) if plan.dcn_bytes else "-",
         f"the same program as {one.same_as}" if one.same_as else "",
     )
 
 
-def _together(outcomes: tuple[Outcome, ...]) -> Iterable[str]:
+def _group_by_reason(outcomes: tuple[Outcome, ...]) -> Iterable[str]:
     """One sentence for each reason."""
     for reason in dict.fromkeys(one.reason for one in outcomes):
         yield f"{reason}: {'; '.join(x.candidate.name for x in outcomes if x.reason == reason)}"
@@ -118,19 +122,20 @@ def _memory(one: Outcome) -> str:
     if report is None:
         return "-"
     if not report.capacity_bytes:
-        return tell_bytes(report.peak_bytes)
-    share = tell_share(report.peak_bytes / report.capacity_bytes)
-    return f"{tell_bytes(report.peak_bytes)} ({share})"
+        return format_bytes(report.peak_bytes)
+    share = format_share(report.peak_bytes / report.capacity_bytes)
+    return f"{format_bytes(report.peak_bytes)} ({share})"
 
 
-def _too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
+def _describe_too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
     """By how much, what is biggest, and what would make it fit."""
     refusal = one.plan.refusal if one.plan else None
     said = f"{one.candidate.name}: "
     if refusal and refusal.needed_bytes:
         said += (
-            f"needs {tell_bytes(refusal.needed_bytes)} of {tell_bytes(refusal.available_bytes)}, "
-            f"{tell_bytes(refusal.over_bytes)} too much."
+            f"needs {format_bytes(refusal.needed_bytes)} of "
+            f"{format_bytes(refusal.available_bytes)}, "
+            f"{format_bytes(refusal.over_bytes)} too much."
         )
     else:
         said += "too large; the compiler does not say by how much."
@@ -141,9 +146,9 @@ def _too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
                 filter(
                     None,
                     (
-                        tell_bytes(buffer.num_bytes),
-                        tell_op(buffer.op_name) or buffer.name,
-                        f"({tell_line(buffer.source)})" if buffer.source else "",
+                        format_bytes(buffer.num_bytes),
+                        format_op(buffer.op_name) or buffer.name,
+                        f"({format_line(buffer.source)})" if buffer.source else "",
                     ),
                 )
             )
@@ -170,10 +175,10 @@ def _cost(name: str, fitting: tuple[Outcome, ...]) -> str:
         tokens = [one.plan.tokens_per_step or 1 for one in (found, best) if one.plan]
         times = [time / number for time, number in zip(times, tokens, strict=True)]
         per = " per token" if tokens[0] != tokens[1] else ""
-    slower = tell_share(times[0] / times[1] - 1)
+    slower = format_share(times[0] / times[1] - 1)
     beside = f"{slower} slower{per} than the best"
     if found is best:
         beside = "the best"
     elif times[0] <= times[1]:
         beside = f"as fast{per} as the best"
-    return f" ({tell_seconds(found.step_s)} per step, {beside})"
+    return f" ({format_seconds(found.step_s)} per step, {beside})"

@@ -18,13 +18,13 @@ from tpudist.planner.show.parts import (
     Rows,
 )
 from tpudist.planner.show.words import (
-    each,
-    tell_bytes,
-    tell_count,
-    tell_flops,
-    tell_op,
-    tell_seconds,
-    tell_share,
+    device_noun,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_op,
+    format_seconds,
+    format_share,
 )
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.step_time import TimeEstimate
@@ -49,11 +49,13 @@ def time(plan: Plan) -> Iterable[Bars | Rows]:
     # Beside copies that are waited for: what is missing to the bound of all bytes.
     parts.append(("waiting for HBM", spent.step_s - sum(seconds for _, seconds, _ in parts), GREY))
     parts = tuple(
-        Part(name, seconds, tell_seconds(seconds), tell_share(seconds / spent.step_s), color)
+        Part(name, seconds, format_seconds(seconds), format_share(seconds / spent.step_s), color)
         for name, seconds, color in parts
         if seconds > 1e-3 * spent.step_s
     )
-    yield Bars("Time of a step: an estimate", spent.step_s, parts, tuple(_about_time(plan, spent)))
+    yield Bars(
+        "Time of a step: an estimate", spent.step_s, parts, tuple(_notes_on_time(plan, spent))
+    )
     if spent.top:
         columns = (
             Column("time", is_number=True),
@@ -63,22 +65,22 @@ def time(plan: Plan) -> Iterable[Bars | Rows]:
             Column("line", is_line=True),
         )
         rows = tuple(
-            (tell_seconds(seconds), tell_share(seconds / (spent.step_s or 1.0)), *what)
-            for what, seconds in _merged_ops(spent)[:NUM_ROWS]
+            (format_seconds(seconds), format_share(seconds / (spent.step_s or 1.0)), *what)
+            for what, seconds in _merge_ops(spent)[:NUM_ROWS]
         )
         yield Rows("What takes longest", columns, rows)
 
 
-def _merged_ops(spent: TimeEstimate) -> list[tuple[tuple[str, str, str], float]]:
+def _merge_ops(spent: TimeEstimate) -> list[tuple[tuple[str, str, str], float]]:
     """Kind, operation and line, each once, with its seconds; the longest first."""
     seconds: dict[tuple[str, str, str], float] = {}
     for op in spent.top:
-        what = (op.kind, tell_op(op.op_name) or op.name, op.source or "")
+        what = (op.kind, format_op(op.op_name) or op.name, op.source or "")
         seconds[what] = seconds.get(what, 0.0) + op.seconds
     return sorted(seconds.items(), key=lambda pair: -pair[1])
 
 
-def _about_time(plan: Plan, spent: TimeEstimate) -> Iterable[str]:
+def _notes_on_time(plan: Plan, spent: TimeEstimate) -> Iterable[str]:
     for network, whole, exposed in (
         ("ICI", spent.ici_s, spent.exposed_ici_s),
         ("DCN", spent.dcn_s, spent.exposed_dcn_s),
@@ -87,17 +89,18 @@ def _about_time(plan: Plan, spent: TimeEstimate) -> Iterable[str]:
         if whole > 0:
             hidden = max(0.0, whole - exposed)
             yield (
-                f"{network} is busy for {tell_seconds(whole)}; computation hides "
-                f"{tell_seconds(hidden)} of it."
+                f"{network} is busy for {format_seconds(whole)}; computation hides "
+                f"{format_seconds(hidden)} of it."
             )
     bounds = []
     if chip := CHIPS.get(plan.chip):
         peak = chip.bf16_flops_per_s / chip.devices_per_chip
-        least = tell_seconds(spent.flops / peak)
-        bounds.append(f"{least} for {tell_flops(spent.flops)} at the chip's peak")
+        least = format_seconds(spent.flops / peak)
+        bounds.append(f"{least} for {format_flops(spent.flops)} at the chip's peak")
     if spent.memory_bound_s:
         bounds.append(
-            f"{tell_seconds(spent.memory_bound_s)} for {tell_bytes(spent.hbm_bytes)} through HBM"
+            f"{format_seconds(spent.memory_bound_s)} for "
+            f"{format_bytes(spent.hbm_bytes)} through HBM"
         )
     if bounds:
         yield f"Lower bounds: {'; '.join(bounds)}."
@@ -125,10 +128,10 @@ def collectives(plan: Plan) -> Iterable[Rows]:
             use.kind,
             " ".join(use.axes) or "some devices",
             use.network if use.network == "host" else use.network.upper(),
-            tell_count(use.count),
-            tell_bytes(use.sent_bytes),
-            tell_seconds(use.seconds) if use.seconds else "",
-            tell_seconds(use.exposed_s) if use.seconds else "",
+            format_count(use.count),
+            format_bytes(use.sent_bytes),
+            format_seconds(use.seconds) if use.seconds else "",
+            format_seconds(use.exposed_s) if use.seconds else "",
             "yes" if use.is_async else "no",
             use.source or "",
         )
@@ -137,12 +140,12 @@ def collectives(plan: Plan) -> Iterable[Rows]:
     rest = merged[NUM_ROWS:]
     more = ""
     if rest:
-        sent = tell_bytes(sum(use.sent_bytes for use in rest))
-        waited = tell_seconds(sum(use.exposed_s for use in rest))
+        sent = format_bytes(sum(use.sent_bytes for use in rest))
+        waited = format_seconds(sum(use.exposed_s for use in rest))
         more = f"And {len(rest)} more: {sent} sent, {waited} waited."
-    sums = [f"{tell_bytes(plan.ici_bytes)} over ICI"] if plan.ici_bytes else []
-    sums += [f"{tell_bytes(plan.dcn_bytes)} over DCN"] if plan.dcn_bytes else []
-    chip, sent = each(plan.num_chips, plan.num_devices), " and ".join(sums) or "nothing"
+    sums = [f"{format_bytes(plan.ici_bytes)} over ICI"] if plan.ici_bytes else []
+    sums += [f"{format_bytes(plan.dcn_bytes)} over DCN"] if plan.dcn_bytes else []
+    chip, sent = device_noun(plan.num_chips, plan.num_devices), " and ".join(sums) or "nothing"
     yield Rows(f"Communication: a {chip} sends {sent} per step", columns, rows, more)
 
 

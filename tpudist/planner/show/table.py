@@ -13,9 +13,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tpudist.planner.show.parts import Bars, Lines, Part, Rows, Told
-from tpudist.planner.show.plan_text import told
-from tpudist.planner.show.words import tell_line
+from tpudist.planner.show.parts import Bars, Lines, Part, Report, Rows
+from tpudist.planner.show.plan_text import describe_plan
+from tpudist.planner.show.words import format_line
 
 if TYPE_CHECKING:
     from tpudist.planner.plan import Plan
@@ -34,34 +34,34 @@ def table(
         num_steps: Length of a run, to say how many chip-hours it takes.
         price_per_chip_hour: To say what they cost, in the currency of the price.
     """
-    return lay_out(told(plan, num_steps, price_per_chip_hour))
+    return lay_out(describe_plan(plan, num_steps, price_per_chip_hour))
 
 
-def lay_out(said: Told) -> RenderableType:
+def lay_out(said: Report) -> RenderableType:
     """What `rich` prints of what is told."""
-    return _Shown(said)
+    return _Layout(said)
 
 
-class _Shown:
+class _Layout:
     """Lays itself out when it is known how wide the terminal is."""
 
-    def __init__(self, said: Told):
-        self._told = said
+    def __init__(self, said: Report):
+        self._report = said
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         width = options.max_width
-        color = "green" if self._told.fits else "red"
+        color = "green" if self._report.fits else "red"
         yield Panel(
-            _facts(self._told.facts),
-            title=Text(f" {self._told.title} ", style=f"bold {color}"),
+            _facts(self._report.facts),
+            title=Text(f" {self._report.title} ", style=f"bold {color}"),
             title_align="left",
             border_style=color,
             box=box.ASCII if options.ascii_only else box.ROUNDED,
             padding=(0, 1),
         )
-        for section in self._told.sections:
+        for section in self._report.sections:
             yield Text(f"\n{section.title}", style="bold")
             yield Padding(_section(section, width), (0, 0, 0, 2))
 
@@ -92,10 +92,10 @@ def _bars(bars: Bars) -> RenderableType:
     grid.add_column(ratio=1)
     begin = 0.0
     for part in bars.parts:
-        grid.add_row(part.name, part.told, part.share, _Piece(part, begin, bars.whole))
+        grid.add_row(part.name, part.text, part.share, _Piece(part, begin, bars.whole))
         begin += part.amount
     if free := bars.free:
-        grid.add_row(*(Text(x, style="dim") for x in (free.name, free.told, free.share)))
+        grid.add_row(*(Text(x, style="dim") for x in (free.name, free.text, free.share)))
     return Group(grid, _lines(bars.lines)) if bars.lines else grid
 
 
@@ -132,7 +132,9 @@ def _rows(rows: Rows, width: int) -> RenderableType:
         cells = []
         for i in kept:
             is_line = rows.columns[i].is_line
-            cells.append(Text(tell_line(row[i], 2 if width >= WIDE else 1) if is_line else row[i]))
+            cells.append(
+                Text(format_line(row[i], 2 if width >= WIDE else 1) if is_line else row[i])
+            )
         shown.add_row(*cells)
     return Group(shown, Text(rows.more, style="dim")) if rows.more else shown
 

@@ -92,7 +92,7 @@ def check_folder(path: Path) -> Path:
     return path
 
 
-def accelerator_in_sight() -> bool:
+def has_accelerator() -> bool:
     """Whether this machine shows signs of an accelerator, without starting JAX to find out.
 
     A backend that has started cannot be asked for emulated devices any more. Looks at

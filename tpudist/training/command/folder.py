@@ -34,7 +34,7 @@ FILES = ("run.json", CHECKPOINTS, "metrics.jsonl", "summary.json", "curves.png",
 
 
 @dataclass(frozen=True)
-class Begun:
+class RunStart:
     """How a run begins in its folder."""
 
     goes_on: bool
@@ -45,7 +45,7 @@ class Begun:
     """Where the files of another run were moved that was in the way."""
 
 
-def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume) -> Begun:
+def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume) -> RunStart:
     """Decides whether the run in `folder` goes on, and writes `run.json`. Called by one process.
 
     Args:
@@ -66,10 +66,10 @@ def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume
             raise ValueError(
                 f"--out {folder} has the checkpoints of another run:{listed}\n"
                 f"Give the options of that run to go on with it, another --out to leave it alone, "
-                f"or --resume never to start anew, which moves it to {_next_aside(folder)}."
+                f"or --resume never to start anew, which moves it to {_next_folder(folder)}."
             )
         _write(folder / "run.json", facts, num_steps)
-        return Begun(goes_on=True, planned_steps=known["steps"])
+        return RunStart(goes_on=True, planned_steps=known["steps"])
     if resume == "must":
         raise ValueError(
             f"--resume must was given, but --out {folder} has no checkpoint to go on from. Name "
@@ -77,10 +77,10 @@ def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume
         )
     # A start that was killed before its first checkpoint left nothing that this one does not
     # do again.
-    same = bool(known) and not there and known == _said(facts, known["steps"])
+    same = bool(known) and not there and known == _to_json(facts, known["steps"])
     moved_to = None if same else _move_aside(folder)
     _write(folder / "run.json", facts, num_steps)
-    return Begun(goes_on=False, moved_to=moved_to)
+    return RunStart(goes_on=False, moved_to=moved_to)
 
 
 def has_checkpoints(folder: Path) -> bool:
@@ -100,7 +100,7 @@ def digest(*arrays: np.ndarray) -> str:
     return f"{sum(array.nbytes for array in arrays):,} bytes, CRC-32 {checksum:08x}"
 
 
-def agree(decide: Callable[[], Begun]) -> Begun:
+def agree(decide: Callable[[], RunStart]) -> RunStart:
     """What process 0 decides, in every process: they may not see its files at the same moment.
 
     Raises:
@@ -115,11 +115,11 @@ def agree(decide: Callable[[], Begun]) -> Begun:
     said = json.loads(coordination.Channel("training/folder").exchange(json.dumps(said))[0])
     if "refused" in said:
         raise ValueError(said["refused"])
-    return Begun(**said["begun"])
+    return RunStart(**said["begun"])
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """Keeps a second run out of the folder, until the block or this process ends.
 
     Raises:
@@ -144,7 +144,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _said(facts: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+def _to_json(facts: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
     return json.loads(json.dumps({"steps": num_steps, "facts": dict(facts)}, default=str))
 
 
@@ -161,7 +161,7 @@ def _write(file: Path, facts: Mapping[str, Any], num_steps: int) -> None:
     # Whole or not at all, whenever the program is killed: written beside it, then renamed.
     new = file.with_suffix(".new")
     with new.open("w", encoding="utf-8") as out:
-        json.dump(_said(facts, num_steps), out, indent=2)
+        json.dump(_to_json(facts, num_steps), out, indent=2)
         out.flush()
         os.fsync(out.fileno())
     os.replace(new, file)
@@ -170,7 +170,7 @@ def _write(file: Path, facts: Mapping[str, Any], num_steps: int) -> None:
 def _differences(known: Mapping[str, Any], facts: Mapping[str, Any], num_steps: int) -> list[str]:
     if not known:
         return ["run.json, which says what they are of, is missing or unreadable"]
-    there, here = known["facts"], _said(facts, num_steps)["facts"]
+    there, here = known["facts"], _to_json(facts, num_steps)["facts"]
     found = [
         f"{name} is {here[name]}, there {there[name]}"
         for name in here
@@ -184,7 +184,7 @@ def _differences(known: Mapping[str, Any], facts: Mapping[str, Any], num_steps: 
     return found
 
 
-def _next_aside(folder: Path) -> Path:
+def _next_folder(folder: Path) -> Path:
     taken = [entry.name.removeprefix("earlier-") for entry in folder.glob("earlier-*")]
     return folder / f"earlier-{1 + max((int(n) for n in taken if n.isdigit()), default=0)}"
 
@@ -194,7 +194,7 @@ def _move_aside(folder: Path) -> str | None:
     there = [folder / name for name in FILES if (folder / name).exists()]
     if {path.name for path in there} <= {"run.json"}:
         return None
-    aside = _next_aside(folder)
+    aside = _next_folder(folder)
     aside.mkdir()
     for path in there:
         path.rename(aside / path.name)

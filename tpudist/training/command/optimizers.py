@@ -18,7 +18,7 @@ def warmup_cosine(learning_rate: float, num_steps: int) -> optax.Schedule:
     )
 
 
-def clipped_adamw(options: OptimizerOptions, num_steps: int) -> optax.GradientTransformation:
+def adamw_with_clipping(options: OptimizerOptions, num_steps: int) -> optax.GradientTransformation:
     """AdamW for a run of so many steps."""
     schedule = warmup_cosine(options.learning_rate, num_steps)
     return optax.chain(

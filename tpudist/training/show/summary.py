@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tpudist.xla.estimate.sizes import tell_bytes
+from tpudist.xla.estimate.sizes import format_bytes
 
 PyTree = Any
 
@@ -19,7 +19,7 @@ def count_parameters(model: nnx.Module) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def where_variables_live(tree: PyTree) -> str:
+def describe_placement(tree: PyTree) -> str:
     """As "3.7 MB replicated on 8 devices" or "3.6 MB split over fsdp (925 kB per device), ...".
 
     Reads shardings only, so that it also works where another process holds part of an array.
@@ -36,16 +36,16 @@ def where_variables_live(tree: PyTree) -> str:
     parts = []
     for axes in sorted(total, key=lambda axes: -total[axes]):
         if axes:
-            how = f"split over {' and '.join(axes)} ({tell_bytes(per_device[axes])} per device)"
+            how = f"split over {' and '.join(axes)} ({format_bytes(per_device[axes])} per device)"
         elif num_devices == 1:
             how = "on 1 device"
         else:
             how = f"replicated on {num_devices} devices"
-        parts.append(f"{tell_bytes(total[axes])} {how}")
+        parts.append(f"{format_bytes(total[axes])} {how}")
     return ", ".join(parts) or "none"
 
 
-def tell_mesh(mesh: jax.sharding.Mesh) -> str:
+def describe_mesh(mesh: jax.sharding.Mesh) -> str:
     """As "replica 4 x fsdp 2 (8 CPU devices)"."""
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     devices = f"{mesh.size} {mesh.devices.flat[0].device_kind}"

@@ -130,7 +130,7 @@ class Child:
             self._process.stdin.flush()
         except OSError:
             self._process.wait()
-            raise NotSent(self._ending(), self._wrote()) from None
+            raise NotSent(self._exit_reason(), self._last_output()) from None
 
     def _receive(
         self, started: float, timeout_s: float | None, tick: Callable[[float], None] | None
@@ -155,7 +155,7 @@ class Child:
                 if not part:
                     # Status 0: it had been idle for too long when it was asked.
                     kind = Died if self._process.wait() else NotSent
-                    raise kind(self._ending(), self._wrote())
+                    raise kind(self._exit_reason(), self._last_output())
                 parts.append(part)
                 missing -= len(part)
             return b"".join(parts)
@@ -163,13 +163,13 @@ class Child:
         head, payload = _FRAME.unpack(read(_FRAME.size))
         return json.loads(read(head)), read(payload)
 
-    def _ending(self) -> str:
+    def _exit_reason(self) -> str:
         status = self._process.returncode
         if status is not None and status < 0:
             return f"signal {signal.Signals(-status).name}"
         return f"exit status {status}"
 
-    def _wrote(self, num_lines: int = 60) -> str:
+    def _last_output(self, num_lines: int = 60) -> str:
         """The last lines it wrote."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - (1 << 16)))
@@ -195,7 +195,7 @@ def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -
         idle_s: Ends the process after so many seconds without a request.
     """
     parent = int(os.environ[_PARENT])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     # Libraries print to the standard output, which here is the pipe of the answers.
@@ -209,7 +209,9 @@ def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -
         if len(frame) < _FRAME.size:
             return
         head, payload = _FRAME.unpack(frame)
-        reply, result = answer(json.loads(_exactly(requests, head)), _exactly(requests, payload))
+        reply, result = answer(
+            json.loads(_read_exactly(requests, head)), _read_exactly(requests, payload)
+        )
         text = json.dumps(reply).encode()
         answers.write(_FRAME.pack(len(text), len(result)))
         answers.write(text)
@@ -217,14 +219,14 @@ def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -
         answers.flush()
 
 
-def _exactly(pipe: BinaryIO, num_bytes: int) -> bytes:
+def _read_exactly(pipe: BinaryIO, num_bytes: int) -> bytes:
     read = pipe.read(num_bytes)
     if len(read) < num_bytes:  # the other end died while it wrote
         sys.exit()
     return read
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(0)

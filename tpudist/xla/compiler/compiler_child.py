@@ -37,14 +37,14 @@ def main() -> None:
         try:
             if key not in slices:
                 slices[key] = topology.devices(request["slice"], num_slices=request["num_slices"])
-            return _compiled(request, program, slices[key])
+            return _compile(request, program, slices[key])
         except Exception as error:  # whatever it is, it is the caller's
             return {"error": type(error).__name__, "message": str(error)}, b""
 
     child.serve(answer, idle_s=_IDLE_S)
 
 
-def _compiled(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device]) -> child.Answer:
+def _compile(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device]) -> child.Answer:
     with mlir.make_ir_context():
         module = ir.Module.parse(bytecode)
         with tempfile.TemporaryDirectory() as folder:
@@ -57,11 +57,11 @@ def _compiled(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device
                     module, executable_devices=used, compile_options=options
                 )
             except jax.errors.JaxRuntimeError as error:
-                text, buffers = map(str.encode, compiled_program.of_refused(folder))
+                text, buffers = map(str.encode, compiled_program.read_refused(folder))
                 found = {"error": type(error).__name__, "message": str(error)}
                 return found | {"text_bytes": len(text)}, text + buffers
             seconds = time.monotonic() - started
-            program = compiled_program.described(executable, seconds, folder)
+            program = compiled_program.from_executable(executable, seconds, folder)
     found = dataclasses.asdict(program)
     text, buffers = found.pop("text").encode(), found.pop("buffers").encode()
     return {"program": found, "text_bytes": len(text)}, text + buffers

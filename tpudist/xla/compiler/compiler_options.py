@@ -157,7 +157,7 @@ OPTIONS = (
 )
 
 
-def of(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
+def options_for_chip(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
     """The options for programs on this chip, as `compiler_options`.
 
     Args:
@@ -184,5 +184,5 @@ def of(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
 
 def _libtpu() -> tuple[int, ...]:
     """The version of the libtpu that compiles, to its third number; later than all if unknown."""
-    version = versions.installed("libtpu") if versions.users_libtpu() is None else ""
+    version = versions.version_of("libtpu") if versions.users_libtpu() is None else ""
     return tuple(map(int, re.findall(r"\d+", version)[:3])) or (sys.maxsize,)

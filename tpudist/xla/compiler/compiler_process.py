@@ -96,7 +96,7 @@ def compile_elsewhere(
         )
     slice_name, num_slices = described
     options = {
-        **flags.of_jit(),
+        **flags.jit_options(),
         **internals.compiler_options_of(lowered),
         **(compiler_options or {}),
     }
@@ -135,13 +135,13 @@ def compile_here(
         options = {"xla_dump_to": folder, **(compiler_options or {})}
         started = time.monotonic()
         try:
-            with jax_cache.bypassed():
+            with jax_cache.bypass():
                 compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            wrote = compiled_program.of_refused(folder)
+            wrote = compiled_program.read_refused(folder)
             _refuse(str(error), "JaxRuntimeError", wrote, error)
         seconds = time.monotonic() - started
-        return compiled_program.described(compiled.runtime_executable(), seconds, folder)
+        return compiled_program.from_executable(compiled.runtime_executable(), seconds, folder)
 
 
 def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
@@ -149,7 +149,7 @@ def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
 
     None for devices that are no described ones: those of `topology.devices` are.
     """
-    chip = chips.of_device(devices[0]) if devices else None
+    chip = chips.chip_of_device(devices[0]) if devices else None
     if chip is None or not internals.is_described(devices[0]):
         return None
     everything = devices[0].client.devices()
@@ -196,10 +196,10 @@ def _ask(
         except child.Died as error:
             if was_idle and isinstance(error, child.NotSent):
                 continue  # it had waited for too long, and ended meanwhile
-            raise CompilerDied(_death(error, request)) from None
+            raise CompilerDied(_describe_death(error, request)) from None
         except TimeoutError:
             raise TimeoutError(
-                f"The compiler did not finish a program for {_asked(request)} within "
+                f"The compiler did not finish a program for {_name_slice(request)} within "
                 f"{timeout_s:g} s and was ended. Allow more time, or plan a smaller program: "
                 f"scan over layers instead of writing them out."
             ) from None
@@ -207,12 +207,12 @@ def _ask(
         return answer
 
 
-def _asked(request: dict[str, Any]) -> str:
+def _name_slice(request: dict[str, Any]) -> str:
     number = f"{request['num_slices']} x " if request["num_slices"] > 1 else ""
     return f"{number}{request['slice']}"
 
 
-def _death(error: child.Died, request: dict[str, Any]) -> str:
+def _describe_death(error: child.Died, request: dict[str, Any]) -> str:
     lines = error.wrote.splitlines()
     # libtpu's own sentence ("F1121 11:13:15 ... Check failed: ...") stands among stack addresses.
     wrote = [line for line in lines if re.match(r"F\d{4} ", line)] or lines[-5:]
@@ -221,8 +221,8 @@ def _death(error: child.Died, request: dict[str, Any]) -> str:
     if error.ending == "signal SIGKILL":
         remedy = "A system that runs out of memory does this. Compile fewer programs at a time."
     return (
-        f"The TPU compiler's process ended ({error.ending}) on a program for {_asked(request)}. "
-        f"It wrote last:\n{said}\n{remedy}"
+        f"The TPU compiler's process ended ({error.ending}) on a program for "
+        f"{_name_slice(request)}. It wrote last:\n{said}\n{remedy}"
     )
 
 

@@ -30,22 +30,22 @@ BUILD_OPTIONS = (*_EFFORTS, *_LEVELS)
 _NUMBER_OF_LEVEL = {"UNKNOWN": 0, "O0": 9, "O1": 19, "O2": 29, "O3": 39}  # XLA's EffortLevel
 
 
-def now() -> dict[str, str | None]:
+def read_flags() -> dict[str, str | None]:
     """What the compiler of a process that is started now reads."""
     return {name: os.environ.get(name) for name in _COMPILERS}
 
 
 @functools.cache
-def of_this_process() -> dict[str, str | None]:
+def process_flags() -> dict[str, str | None]:
     """What the compilers of this process have read.
 
     XLA itself is asked for its flags. libtpu cannot be: its arguments are those of the first call.
     """
     options = xla_client.CompileOptions().SerializeAsString()
-    return now() | {"XLA_FLAGS": hashlib.sha256(options).hexdigest()}
+    return read_flags() | {"XLA_FLAGS": hashlib.sha256(options).hexdigest()}
 
 
-def of_jit() -> dict[str, Any]:
+def jit_options() -> dict[str, Any]:
     """The options that `jax.jit` gives every program, from JAX's settings of the moment."""
     options: dict[str, Any] = {
         name: setting.read() for name, setting in _EFFORTS.items() if setting.is_known

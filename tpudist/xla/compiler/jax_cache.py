@@ -14,7 +14,7 @@ _was_enabled = True
 
 
 @contextlib.contextmanager
-def bypassed() -> Iterator[None]:
+def bypass() -> Iterator[None]:
     """Compiles without JAX's persistent cache, in all threads for as long as one is inside.
 
     A program that comes from it was not compiled: the compiler has nothing to say of it.

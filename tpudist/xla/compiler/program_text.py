@@ -18,7 +18,7 @@ _BYTECODE = re.compile(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+")
 _LOCATIONS = re.compile(r"(?<=\\22debug_locations\\22: \\22)[A-Za-z0-9+/=]+")
 
 
-def without_locations(lowered: jax.stages.Lowered) -> str:
+def strip_locations(lowered: jax.stages.Lowered) -> str:
     """The text of a program, its kernels in words and without source locations.
 
     Two programs with the same text compute the same, from whichever file and line they came.

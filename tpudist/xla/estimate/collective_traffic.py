@@ -51,10 +51,10 @@ def uses(module: Module, mesh: Mesh, chip: Chip | None) -> list[CollectiveUse]:
         mesh: The mesh that it was compiled for.
         chip: What its devices are; None (as for CPU) if nothing is to be priced.
     """
-    return of_timeline(timeline.play(module, mesh, chip))
+    return uses_of_timeline(timeline.play(module, mesh, chip))
 
 
-def of_timeline(played: timeline.Timeline) -> list[CollectiveUse]:
+def uses_of_timeline(played: timeline.Timeline) -> list[CollectiveUse]:
     """What a step sends that was played through already."""
     return [
         CollectiveUse(

@@ -21,19 +21,21 @@ _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTING = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 
 
-def per_step(module: Module) -> float:
+def step_flops(module: Module) -> float:
     """Operations of one step on one device, loops multiplied by how often they run."""
-    return sum(run.count * of(module, run.instruction) for run in module.executions())
+    return sum(
+        run.count * instruction_flops(module, run.instruction) for run in module.executions()
+    )
 
 
-def of(module: Module, instruction: Instruction) -> float:
+def instruction_flops(module: Module, instruction: Instruction) -> float:
     """Operations of one run of an instruction, what a fusion holds included.
 
     Loops, calls and conditionals have none of their own: those of their bodies are counted there.
     """
     if instruction.opcode == "fusion":
         callee = module.computations[instruction.callee("calls") or ""]
-        return sum(of(module, inner) for inner in callee.instructions.values())
+        return sum(instruction_flops(module, inner) for inner in callee.instructions.values())
     if instruction.opcode in ("dot", "convolution"):
         operands = module.operands_of(instruction)
         lhs, rhs = (operand.arrays[0] for operand in operands[:2])
@@ -84,10 +86,10 @@ def _convolution(
             lhs[labels[1].index(label)],
             rhs[labels[2].index(label)],
             out[labels[3].index(label)],
-            stride=_of_dim(window, "stride", place),
+            stride=_window_value(window, "stride", place),
             padding=_padding(window, place),
-            lhs_dilate=_of_dim(window, "lhs_dilate", place),
-            rhs_dilate=_of_dim(window, "rhs_dilate", place),
+            lhs_dilate=_window_value(window, "lhs_dilate", place),
+            rhs_dilate=_window_value(window, "rhs_dilate", place),
         )
     groups = re.search(r"\bbatch_group_count=(\d+)", attributes)
     batch = lhs[labels[1].index("b")] / (int(groups[1]) if groups else 1)
@@ -95,7 +97,7 @@ def _convolution(
     return 2.0 * batch * rhs[labels[2].index("i")] * rhs[labels[2].index("o")] * valid
 
 
-def _of_dim(window: dict[str, str], field: str, place: int) -> int:
+def _window_value(window: dict[str, str], field: str, place: int) -> int:
     return int(window[field].split("x")[place]) if field in window else 1
 
 

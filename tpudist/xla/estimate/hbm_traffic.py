@@ -36,23 +36,27 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
         # The results are (target, source, ...) of a copy, (source, ..., target, ...) of a slice.
         target = instruction.arrays[0 if opcode == "copy-start" else -2]
         ends = operands[0].arrays[0], target
-        return sum(target.padded_bytes for end in ends if _in_hbm(end))
+        return sum(target.padded_bytes for end in ends if _is_in_hbm(end))
     if opcode == "dynamic-update-slice-start":
         update, target = operands[1].arrays[0], operands[0].arrays[0]
-        return sum(update.padded_bytes for end in (update, target) if _in_hbm(end))
+        return sum(update.padded_bytes for end in (update, target) if _is_in_hbm(end))
     if opcode.endswith("-start"):
         return 0.0  # of a collective
     if opcode in _SLICES:
         result = instruction.arrays[0]
-        return sum(result.padded_bytes for end in (operands[0].arrays[0], result) if _in_hbm(end))
+        return sum(
+            result.padded_bytes for end in (operands[0].arrays[0], result) if _is_in_hbm(end)
+        )
     if opcode == "dynamic-update-slice":
         update = operands[1].arrays[0]
-        return sum(update.padded_bytes for end in (update, instruction.arrays[0]) if _in_hbm(end))
+        return sum(
+            update.padded_bytes for end in (update, instruction.arrays[0]) if _is_in_hbm(end)
+        )
     arrays = [array for operand in operands for array in operand.arrays] + [*instruction.arrays]
-    return float(sum(array.padded_bytes for array in arrays if _in_hbm(array)))
+    return float(sum(array.padded_bytes for array in arrays if _is_in_hbm(array)))
 
 
-def _in_hbm(array: shapes.Array) -> bool:
+def _is_in_hbm(array: shapes.Array) -> bool:
     return array.memory_space == shapes.HBM
 
 
@@ -61,19 +65,19 @@ def _fusion_bytes(module: Module, fusion: Instruction) -> float:
     total = 0.0
     operands = module.operands_of(fusion)
     for number, parameter in callee.parameters.items():
-        if all(_in_hbm(array) for array in operands[number].arrays):
-            total += _read_bytes(module, callee, parameter)
+        if all(_is_in_hbm(array) for array in operands[number].arrays):
+            total += _count_read_bytes(module, callee, parameter)
     root = callee.root
     results = [root]
     if root.opcode == "tuple":
         results = [callee.instructions[name] for name in root.operands]
     for result, array in zip(results, fusion.arrays, strict=False):
-        if _in_hbm(array):
-            total += _written_bytes(module, callee, result, array)
+        if _is_in_hbm(array):
+            total += _count_written_bytes(module, callee, result, array)
     return total
 
 
-def _read_bytes(module: Module, computation: Computation, value: Instruction) -> float:
+def _count_read_bytes(module: Module, computation: Computation, value: Instruction) -> float:
     """What is read of a value that comes from HBM: all of it, or only slices."""
     full, total = sum(array.padded_bytes for array in value.arrays), 0.0
     for user in _users(computation).get(value.name, ()):
@@ -81,11 +85,11 @@ def _read_bytes(module: Module, computation: Computation, value: Instruction) ->
         if opcode in _SLICES and first:
             total += user.arrays[0].padded_bytes
         elif opcode in _SAME_BYTES:
-            total += _read_bytes(module, computation, user)
+            total += _count_read_bytes(module, computation, user)
         elif opcode == "fusion":
             inner = module.computations[user.callee("calls") or ""]
             numbers = [n for n, name in enumerate(user.operands) if name == value.name]
-            total += sum(_read_bytes(module, inner, inner.parameters[n]) for n in numbers)
+            total += sum(_count_read_bytes(module, inner, inner.parameters[n]) for n in numbers)
         elif (opcode in _UPDATES and first) or opcode in (*_COLLECTIVES, "tuple"):
             continue  # updated in place, sent by the network's own engine, or only passed on
         elif opcode == "custom-call" and "AsyncCollective" in user.attributes:
@@ -95,7 +99,7 @@ def _read_bytes(module: Module, computation: Computation, value: Instruction) ->
     return min(full, total)
 
 
-def _written_bytes(
+def _count_written_bytes(
     module: Module, computation: Computation, value: Instruction, array: shapes.Array
 ) -> float:
     """What is written of a result that goes to HBM: all of it, or only the slice updated."""
@@ -108,7 +112,7 @@ def _written_bytes(
     if value.opcode == "fusion":
         inner = module.computations[value.callee("calls") or ""]
         if inner.root.opcode != "tuple":
-            return _written_bytes(module, inner, inner.root, array)
+            return _count_written_bytes(module, inner, inner.root, array)
     if value.opcode in ("parameter", *_COLLECTIVES):
         return 0.0
     if value.opcode == "custom-call" and "AsyncCollective" in value.attributes:

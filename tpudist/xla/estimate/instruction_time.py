@@ -153,7 +153,7 @@ class Rates:
 
     def price(self, module: Module, instruction: Instruction) -> Price:
         """What one run of `instruction` takes; loops and calls take nothing, their bodies do."""
-        num_flops = flops.of(module, instruction)
+        num_flops = flops.instruction_flops(module, instruction)
         num_bytes = hbm_traffic.num_bytes(module, instruction)
         hbm_s = num_bytes / self.hbm_bytes_per_s
         cycles = instruction.cycles or 0
@@ -174,22 +174,22 @@ class Rates:
 def _speed(chip: Chip) -> float:
     """How much faster matrix multiplications were measured than XLA's cycles at the clock."""
 
-    def measured(chip: Chip) -> float:
+    def measure(chip: Chip) -> float:
         found = MATMULS[chip.generation]
         return statistics.mean(matmul.cycles_per_s for matmul in found) / chip.cycles_per_s
 
     if chip.generation in MATMULS:
-        return measured(chip)
-    return statistics.mean(measured(CHIPS[generation]) for generation in MATMULS)
+        return measure(chip)
+    return statistics.mean(measure(CHIPS[generation]) for generation in MATMULS)
 
 
 def _best_share(chip: Chip) -> float:
     """The best share of the peak that was measured."""
 
-    def measured(chip: Chip) -> float:
+    def measure(chip: Chip) -> float:
         peak = chip.bf16_flops_per_s / chip.devices_per_chip
         return max(matmul.flops_per_s for matmul in MATMULS[chip.generation]) / peak
 
     if chip.generation in MATMULS:
-        return measured(chip)
-    return statistics.mean(measured(CHIPS[generation]) for generation in MATMULS)
+        return measure(chip)
+    return statistics.mean(measure(CHIPS[generation]) for generation in MATMULS)

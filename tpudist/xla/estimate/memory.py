@@ -136,8 +136,8 @@ def report(
     # All arguments and outputs are held all the time, so what remains of the peak is temporary.
     categories[TEMPORARIES] = peak - sum(categories.values())
     padding[TEMPORARIES] = sum(x.padding_bytes for x in largest)
-    share, replicated = _replicated(inputs, mesh)
-    aliased = _aliased(program.text)
+    share, replicated = _find_replicated(inputs, mesh)
+    aliased = _find_aliased(program.text)
     return MemoryReport(
         capacity_bytes=chip.compiler_hbm_bytes // chip.devices_per_chip if chip else None,
         peak_bytes=peak,
@@ -176,7 +176,7 @@ def _arguments(
     return sizes, padding
 
 
-def _replicated(inputs: Sequence[InputLeaf], mesh: Mesh) -> tuple[float, tuple[str, ...]]:
+def _find_replicated(inputs: Sequence[InputLeaf], mesh: Mesh) -> tuple[float, tuple[str, ...]]:
     """Which parameters all devices of a replica hold whole, and their share of the bytes."""
     inner = math.prod(size for name, size in mesh.shape.items() if name != REPLICA_AXIS)
     parameters = [leaf for leaf in inputs if leaf.role == PARAMETERS]
@@ -192,7 +192,7 @@ def _global_bytes(leaf: InputLeaf) -> int:
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
-def _aliased(text: str) -> set[int]:
+def _find_aliased(text: str) -> set[int]:
     """The numbers of the arguments whose memory an output reuses."""
     header = text.partition("\n")[0]
     aliases = header.partition("input_output_alias={")[2].partition(" }")[0]

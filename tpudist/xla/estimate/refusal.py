@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from tpudist.xla.estimate.sizes import tell_bytes
+from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.hlo import hlo_module, liveness
 from tpudist.xla.hlo.buffers import Buffer
 
@@ -50,16 +50,16 @@ class Refusal:
             return f"The compiler refused the program: {self.text.strip()}"
         share = self.over_bytes / self.available_bytes
         said = [
-            f"The program needs {tell_bytes(self.needed_bytes)} of each device, which has "
-            f"{tell_bytes(self.available_bytes)}: {tell_bytes(self.over_bytes)} ({share:.1%}) too "
-            f"much."
+            f"The program needs {format_bytes(self.needed_bytes)} of each device, which has "
+            f"{format_bytes(self.available_bytes)}: {format_bytes(self.over_bytes)} ({share:.1%}) "
+            f"too much."
         ]
         if self.argument_bytes:
-            said.append(f"{tell_bytes(self.argument_bytes)} of it are arguments and outputs.")
+            said.append(f"{format_bytes(self.argument_bytes)} of it are arguments and outputs.")
         if self.largest:
             first = self.largest[0]
             what = " ".join(x for x in (first.op_name, first.source and f"({first.source})") if x)
-            said.append(f"The largest has {tell_bytes(first.num_bytes)}: {what or first.name}.")
+            said.append(f"The largest has {format_bytes(first.num_bytes)}: {what or first.name}.")
         return " ".join(said)
 
 
@@ -77,7 +77,7 @@ def explain(text: str, names: Sequence[str] = ()) -> Refusal:
         needed, over = exact, exact - available
     parsed = hlo_module.parse(f"HloModule {module}") if "\nENTRY " in module else None
     arguments = liveness.arguments(buffers, parsed, names)
-    largest = _listed(text) or arguments + liveness.largest(buffers, parsed, names)
+    largest = _parse_list(text) or arguments + liveness.largest(buffers, parsed, names)
     largest.sort(key=lambda x: -x.num_bytes)
     return Refusal(
         needed,
@@ -100,7 +100,7 @@ def _figures(text: str) -> tuple[int, int, int]:
     return 0, 0, 0
 
 
-def _listed(text: str) -> list[Buffer]:
+def _parse_list(text: str) -> list[Buffer]:
     """The numbered list "Largest program allocations in hbm" that some messages end with."""
     _, found, rest = text.partition("Largest program allocations in hbm")
     if not found:

@@ -3,19 +3,19 @@
 import math
 
 
-def tell_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """`9_846_000_000` as "9.17 GiB": what compilers and chips count in."""
     if count < 1023.5:
         return f"{count:.0f} B"
     count /= 1024
     for unit in ("KiB", "MiB"):
         if count < 1023.5:
-            return f"{three_digits(count)} {unit}"
+            return f"{format_three_digits(count)} {unit}"
         count /= 1024
     return f"{count:,.2f} GiB" if count < 1000 else f"{count / 1024:,.2f} TiB"
 
 
-def three_digits(number: float) -> str:
+def format_three_digits(number: float) -> str:
     """Three significant digits, and all digits of what has more before the point."""
     if number == 0:
         return "0"

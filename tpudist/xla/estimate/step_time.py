@@ -93,10 +93,10 @@ class TimeEstimate:
 
 def price(module: Module, mesh: Mesh, chip: Chip) -> TimeEstimate:
     """What one step of a compiled program takes on the devices of `mesh`, which are `chip`s."""
-    return of_timeline(module, chip, timeline.play(module, mesh, chip))
+    return estimate_from_timeline(module, chip, timeline.play(module, mesh, chip))
 
 
-def of_timeline(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEstimate:
+def estimate_from_timeline(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEstimate:
     """What a step takes that was played through already."""
     events = played.events
     hbm_bytes = _total(events, lambda e: e.price.hbm_bytes if e.price else 0.0)
@@ -108,29 +108,29 @@ def of_timeline(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEs
     memory_bound_s = hbm_bytes / instruction_time.Rates.of(chip).hbm_bytes_per_s
     step_s = max(played.seconds, memory_bound_s)
 
-    def computed(*kinds: str) -> float:
+    def sum_compute(*kinds: str) -> float:
         return _total(events, lambda e: e.price.seconds if e.price and e.price.kind in kinds else 0)
 
-    def sent(network: str) -> float:
+    def sum_sent(network: str) -> float:
         return _total(
             events, lambda e: e.transfer.seconds if e.transfer and _network(e) == network else 0.0
         )
 
-    def exposed(network: str) -> float:
+    def sum_exposed(network: str) -> float:
         return _total(events, lambda e: e.exposed_s if _network(e) == network else 0.0)
 
     return TimeEstimate(
         step_s=step_s,
-        compute_s=computed("matmul", "elementwise"),
-        kernels_s=computed("kernel"),
+        compute_s=sum_compute("matmul", "elementwise"),
+        kernels_s=sum_compute("kernel"),
         memory_bound_s=memory_bound_s,
-        ici_s=sent("ici"),
-        dcn_s=sent("dcn"),
-        host_s=sent("host"),
-        exposed_ici_s=exposed("ici"),
-        exposed_dcn_s=exposed("dcn"),
-        exposed_host_s=exposed("host"),
-        exposed_hbm_s=exposed("hbm"),
+        ici_s=sum_sent("ici"),
+        dcn_s=sum_sent("dcn"),
+        host_s=sum_sent("host"),
+        exposed_ici_s=sum_exposed("ici"),
+        exposed_dcn_s=sum_exposed("dcn"),
+        exposed_host_s=sum_exposed("host"),
+        exposed_hbm_s=sum_exposed("hbm"),
         flops=_total(events, lambda e: e.price.flops if e.price else 0.0),
         hbm_bytes=hbm_bytes,
         top=_top(events, step_s),

@@ -112,7 +112,7 @@ class _Player:
             body = self._module.computations[instruction.callee("body") or ""]
             return trips * self.play(body, count * trips)
         if opcode in ("call", "async-start", "call-start"):
-            callees = self._module.scheduled_callees(instruction, lambda _: 0.0)
+            callees = self._module.callees_in_schedule(instruction, lambda _: 0.0)
             return sum(self.play(callee, count) for callee in callees)
         if opcode != "conditional":
             return 0.0

@@ -103,7 +103,7 @@ class Finder:
         if found is None:
             return None
         phase = "start" if opcode.endswith("-start") else "whole"
-        return Role(phase, instruction.name, self._along_groups(found))
+        return Role(phase, instruction.name, self._transfer_in_groups(found))
 
     def _collective(self, instruction: Instruction) -> collective_ops.Collective | None:
         if instruction.opcode.removesuffix("-start") not in collective_ops.KINDS:
@@ -127,13 +127,13 @@ class Finder:
             return None
         inner, found = inside
         if instruction.opcode != "fusion":
-            return Role("start", instruction.name, self._along_groups(found))
-        key = collective_ops.fused_piece(inner.line)
+            return Role("start", instruction.name, self._transfer_in_groups(found))
+        key = collective_ops.fusion_piece(inner.line)
         if key is None:
-            return Role("whole", instruction.name, self._along_groups(found))
+            return Role("whole", instruction.name, self._transfer_in_groups(found))
         targets = {i.attribute("custom_call_target") for i in callee.instructions.values()}
         if "AsyncCollectiveStart" in targets:
-            return Role("start", key, self._along_groups(found))
+            return Role("start", key, self._transfer_in_groups(found))
         return Role("done", key) if "AsyncCollectiveDone" in targets else None
 
     def _collective_inside(
@@ -159,7 +159,7 @@ class Finder:
             return None
         key = instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name
         if not found.kind.startswith("dcn-"):
-            return Role("start", key, self._along_groups(found))
+            return Role("start", key, self._transfer_in_groups(found))
         across = [
             axis
             for axis in range(self._slices.ndim)
@@ -170,22 +170,22 @@ class Finder:
         kind = found.kind.removeprefix("dcn-")
         # What is handed to the network is the operand: of an all-gather, a part of the whole.
         whole = found.num_bytes * (num_slices if kind == "all-gather" else 1)
-        sent = links.received_bytes(kind, whole, num_slices)
-        return Role("start", key, self._over_dcn(found, sent, axes))
+        sent = links.bytes_received(kind, whole, num_slices)
+        return Role("start", key, self._transfer_over_dcn(found, sent, axes))
 
-    def _along_groups(self, found: collective_ops.Collective) -> Transfer:
+    def _transfer_in_groups(self, found: collective_ops.Collective) -> Transfer:
         groups = found.groups or ()
         axes = axes_of(self._mesh, groups)
         size = max((len(group) for group in groups), default=1)
-        sent = links.received_bytes(found.kind, found.num_bytes, size)
+        sent = links.bytes_received(found.kind, found.num_bytes, size)
         if self._torus is None:
             return _collective_transfer(found, sent, "ici", axes, 0.0, {})
         if self._torus.crosses_slices(groups):
-            return self._over_dcn(found, sent, axes)
+            return self._transfer_over_dcn(found, sent, axes)
         route = self._torus.route(found.kind, found.num_bytes, groups)
         return _collective_transfer(found, sent, "ici", axes, route.seconds, route.busy_s)
 
-    def _over_dcn(
+    def _transfer_over_dcn(
         self, found: collective_ops.Collective, sent: float, axes: tuple[str, ...]
     ) -> Transfer:
         seconds = 0.0

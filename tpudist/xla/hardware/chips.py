@@ -42,7 +42,7 @@ class Chip:
         ici_bytes_per_s: Of one link, one way, usable.
         torus_dims: Dimensions of the slice's grid.
         largest: Shape of the largest slice, in chips.
-        wraps_from: From this length on, an axis of the grid wraps around (`wrapped` says which).
+        wraps_from: From this length on, an axis of the grid wraps around (`ring_axes` says which).
         chips_per_host: The most chips that a host of such slices has.
         dcn_bytes_per_s: To other slices, over the data-center network: a chip's share of what its
             host can send.
@@ -73,7 +73,7 @@ class Chip:
     cores_in_name: int
     sources: Mapping[str, str]
 
-    def wrapped(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    def ring_axes(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of this shape (in chips) are rings; the others are lines.
 
         A grid of three dimensions is a torus only if it is made of whole cubes of 4 x 4 x 4; one of
@@ -116,7 +116,7 @@ class AnnouncedChip:
     sources: Mapping[str, str]
 
 
-def of_device(device: Any) -> Chip | None:
+def chip_of_device(device: Any) -> Chip | None:
     """The chip that a JAX device is on; None if it is not a TPU, or one that is not known."""
     kind = getattr(device, "device_kind", None)
     return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)

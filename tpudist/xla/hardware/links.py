@@ -69,7 +69,7 @@ class Torus:
         self._slices = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
         # The mesh may leave out chips of the slice: the slice is as large as its farthest chip.
         self._shape = tuple(int(size) + 1 for size in self._coords.max(axis=0))
-        wrapped = chip.wrapped(self._shape[: chip.torus_dims])
+        wrapped = chip.ring_axes(self._shape[: chip.torus_dims])
         self._wrapped = (*wrapped, *(False,) * (len(self._shape) - len(wrapped)))
 
     def crosses_slices(self, groups: Sequence[Sequence[int]]) -> bool:
@@ -92,7 +92,7 @@ class Torus:
         spans, per_chip = self._spans(groups)
         if not spans:
             rate = _WITHIN_CHIP * self._chip.ici_bytes_per_s
-            seconds = received_bytes(kind, num_bytes, size) / rate
+            seconds = bytes_received(kind, num_bytes, size) / rate
             return Route(seconds, {_INSIDE: seconds})
         bytes_per_s = self._chip.ici_bytes_per_s * per_chip / self._chip.devices_per_chip
         if kind in ("all-to-all", "ragged-all-to-all"):
@@ -103,7 +103,7 @@ class Torus:
         else:
             rate = bytes_per_s * sum(span.directions / span.stride for span in spans)
             rate *= ALL_REDUCE_SHARE if kind == "all-reduce" else 1
-            seconds = received_bytes(kind, num_bytes, size) / rate
+            seconds = bytes_received(kind, num_bytes, size) / rate
         hops = sum(span.hops for span in spans) * (2 if kind == "all-reduce" else 1)
         seconds = max(seconds, hops * HOP_S)
         return Route(seconds, {(span.axis, sign): seconds for span in spans for sign in (1, -1)})
@@ -122,7 +122,7 @@ class Torus:
         return Route(max(*busy.values(), hops * HOP_S), busy)
 
 
-def received_bytes(kind: str, num_bytes: float, group_size: int) -> float:
+def bytes_received(kind: str, num_bytes: float, group_size: int) -> float:
     """What each device of a group receives, and sends, over the network, if no byte twice.
 
     An all-reduce counts twice: the parts to be summed, then the sums.

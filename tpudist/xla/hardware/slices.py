@@ -69,7 +69,7 @@ class Slice:
     @property
     def wraps(self) -> tuple[bool, ...]:
         """Which axes of the shape are rings."""
-        return self.chip.wrapped(self.shape)
+        return self.chip.ring_axes(self.shape)
 
 
 def parse(name: str) -> Slice:
@@ -87,8 +87,9 @@ def parse(name: str) -> Slice:
     generation = _generation(match["generation"]) if match else None
     if match is None or generation is None:
         raise ValueError(
-            f"{name!r} is not a TPU slice. {_near(str(name))}Give a generation and its size, such "
-            f"as {_EXAMPLES}; the generations and their largest slices are {_known()}."
+            f"{name!r} is not a TPU slice. {_suggest_names(str(name))}Give a generation and its "
+            f"size, such as {_EXAMPLES}; the generations and their largest slices are "
+            f"{_list_names()}."
         )
     num_slices = int(match["slices"] or 1)
     if num_slices < 1:
@@ -108,7 +109,7 @@ def _check_not_announced(name: str) -> None:
     chip = ANNOUNCED.get(_ANNOUNCED_ALIASES.get(word, word))
     if chip is None:
         return
-    installed = versions.installed("libtpu")
+    installed = versions.version_of("libtpu")
     here = f"the one here is {installed}" if installed else "none is installed here"
     raise ValueError(
         f"{name!r} is a slice of {chip.device_kind}, a chip that is announced: this libtpu does "
@@ -134,7 +135,7 @@ def _shape_of(number: int, generation: str, name: str) -> tuple[int, ...]:
             f"{name!r} is not a {generation} slice: its number counts {counted}, and Google Cloud "
             f"has no such slice. Near are "
             f"{', '.join(f'{generation}-{n}' for n in sorted(near))}. Or give a shape in chips, "
-            f'such as "{generation}:{_text(default_shape(8, chip.torus_dims))}".'
+            f'such as "{generation}:{_format_shape(default_shape(8, chip.torus_dims))}".'
         )
     return shape
 
@@ -174,9 +175,9 @@ def _check(shape: tuple[int, ...], chip: Chip, name: str) -> None:
         raise ValueError(
             f'"{name}" is not a shape of a {chip.generation} slice. It has {chip.torus_dims} '
             f"dimensions and at most {math.prod(chip.largest)} chips, as "
-            f'"{chip.generation}:{_text(chip.largest)}". For more chips, ask for several slices, '
-            f'such as "2x{chip.generation}:{_text(chip.largest)}". The generations and their '
-            f"largest slices are {_known()}."
+            f'"{chip.generation}:{_format_shape(chip.largest)}". For more chips, ask for several '
+            f'slices, such as "2x{chip.generation}:{_format_shape(chip.largest)}". The generations '
+            f"and their largest slices are {_list_names()}."
         )
 
 
@@ -188,17 +189,17 @@ def _numbers(chip: Chip) -> list[int]:
     return [chip.cores_in_name * n for n in counts if default_shape(n, chip.torus_dims)]
 
 
-def _near(name: str) -> str:
+def _suggest_names(name: str) -> str:
     """A sentence with the names that look like this one, or nothing."""
     known = [f"{generation}-{n}" for generation, chip in CHIPS.items() for n in _numbers(chip)[:40]]
-    known += [f"{chip.generation}:{_text(chip.largest)}" for chip in CHIPS.values()]
+    known += [f"{chip.generation}:{_format_shape(chip.largest)}" for chip in CHIPS.values()]
     found = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(found)}? " if found else ""
 
 
-def _known() -> str:
-    return ", ".join(f"{chip.generation}:{_text(chip.largest)}" for chip in CHIPS.values())
+def _list_names() -> str:
+    return ", ".join(f"{chip.generation}:{_format_shape(chip.largest)}" for chip in CHIPS.values())
 
 
-def _text(shape: tuple[int, ...] | None) -> str:
+def _format_shape(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape or ()))

@@ -91,7 +91,7 @@ def collectives(text: str) -> list[Collective]:
         collective = read(line, computation, num_devices, sources)
         if collective is None:
             continue
-        piece = fused_piece(line)
+        piece = fusion_piece(line)
         if piece is None or piece not in fused:
             found.append(collective)
         fused.add(piece)
@@ -126,10 +126,12 @@ def read(
     elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
     op_name = _METADATA_NAME.search(line)
-    return Collective(kind, num_bytes, groups, op_name[1] if op_name else "", sources.of(line))
+    return Collective(
+        kind, num_bytes, groups, op_name[1] if op_name else "", sources.lines_of(line)
+    )
 
 
-def fused_piece(line: str) -> tuple[str | None, ...] | None:
+def fusion_piece(line: str) -> tuple[str | None, ...] | None:
     """What tells one asynchronous fusion of a TPU from another; None for any other collective.
 
     The start, each overlapped step and the end are printed as whole instructions. The channel

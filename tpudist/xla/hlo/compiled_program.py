@@ -60,7 +60,7 @@ class CompiledProgram:
     buffers: str = ""
 
 
-def described(executable: Any, seconds: float, folder: str) -> CompiledProgram:
+def from_executable(executable: Any, seconds: float, folder: str) -> CompiledProgram:
     """What there is to say of a compiled program.
 
     Args:
@@ -91,20 +91,20 @@ def described(executable: Any, seconds: float, folder: str) -> CompiledProgram:
     )
 
 
-def of_refused(folder: str) -> tuple[str, str]:
+def read_refused(folder: str) -> tuple[str, str]:
     """The text and the buffers of a program for which the compiler found no room; "" if none.
 
     Args:
         folder: What was given to it as `xla_dump_to`.
     """
-    return _written(folder, "oom_intermediate_module.txt"), _buffers(folder)
+    return _read_files(folder, "oom_intermediate_module.txt"), _buffers(folder)
 
 
 def _buffers(folder: str) -> str:
-    return _written(folder, "buffer-assignment.txt", "live-range.txt")
+    return _read_files(folder, "buffer-assignment.txt", "live-range.txt")
 
 
-def _written(folder: str, *endings: str) -> str:
+def _read_files(folder: str, *endings: str) -> str:
     found = []
     for ending in endings:
         # Of several modules (a CPU program can have helpers), the program is the largest.

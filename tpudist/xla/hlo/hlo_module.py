@@ -85,7 +85,7 @@ class Instruction:
     @property
     def stack(self) -> tuple[str, ...]:
         """The source lines "file:line" it comes from, innermost first."""
-        return self.sources.of(self.attributes)
+        return self.sources.lines_of(self.attributes)
 
     @property
     def source(self) -> str | None:
@@ -171,7 +171,7 @@ class Module:
     @functools.cached_property
     def trip_counts(self) -> dict[str, int | None]:
         """How often each `while` runs its body, by its name; None where it cannot be read."""
-        found = trip_counts.of(self)
+        found = trip_counts.count_trips(self)
         for name, loop in self._loops.items():
             if found[name] is None:
                 found[name] = self.scan_lengths.get(loop.op_name)
@@ -205,7 +205,7 @@ class Module:
         `instruction` itself where nothing does.
         """
         forward = () if instruction.opcode == "parameter" else (self._first_user,)
-        for nearby in (self._made_from, *forward):
+        for nearby in (self._source_operand, *forward):
             nearest: Instruction | None = instruction
             for _ in range(_FARTHEST_ORIGIN):
                 if found := next((i for i in self._inside(nearest) if i.stack), None):
@@ -220,7 +220,7 @@ class Module:
         siblings = self.computations[instruction.computation].instructions.values()
         return next((user for user in siblings if instruction.name in user.operands), None)
 
-    def _made_from(self, instruction: Instruction) -> Instruction | None:
+    def _source_operand(self, instruction: Instruction) -> Instruction | None:
         """What an instruction works on: its first operand, in most cases.
 
         It is what an update puts in, and the part of a tuple that is named.
@@ -274,10 +274,10 @@ class Module:
                 continue
             trips = self.trip_counts[instruction.name] if instruction.opcode == "while" else 1
             inner = count * (1 if trips is None else trips)
-            for callee in self.scheduled_callees(instruction, cost):
+            for callee in self.callees_in_schedule(instruction, cost):
                 yield from self._executions(callee, inner, cost)
 
-    def scheduled_callees(
+    def callees_in_schedule(
         self, instruction: Instruction, cost: Callable[[Instruction], float]
     ) -> list[Computation]:
         """The computations that the device runs, instruction by instruction, for `instruction`."""
@@ -363,7 +363,7 @@ def _instruction(line: str, computation: str, sources: source_lines.Sources) -> 
     opcode = _OPCODE.search(line, begin - 1)
     if opcode is None:
         return None
-    end = _closing(line, opcode.end())
+    end = _find_closing(line, opcode.end())
     arguments = line[opcode.end() : end]
     is_root = left.startswith("  ROOT ")
     return Instruction(
@@ -388,7 +388,7 @@ def _operands(opcode: str, arguments: str) -> tuple[str, ...]:
     return tuple(_NAME.findall(arguments))
 
 
-def _closing(line: str, begin: int) -> int:
+def _find_closing(line: str, begin: int) -> int:
     """Where the parenthesis that was opened before `begin` is closed."""
     close = line.find(")", begin)
     if line.find("(", begin, close) < 0 and line.find('"', begin, close) < 0:

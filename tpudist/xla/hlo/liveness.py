@@ -188,8 +188,8 @@ class _Descriptions:
         maker = value
         if not self._computes(value):
             made = [x for x in sharing if x.num_bytes == value.num_bytes and self._computes(x)]
-            maker = min(made, key=lambda x: _unlike(x, value), default=value)
-        instruction = self._known(maker.name)
+            maker = min(made, key=lambda x: _difference(x, value), default=value)
+        instruction = self._skip_casts(maker.name)
         return Buffer(
             name=maker.name,
             shape=value.shape,
@@ -203,7 +203,7 @@ class _Descriptions:
         instruction = self._instructions.get(value.name)
         return instruction is not None and instruction.opcode not in _HANDED_ON
 
-    def _known(self, name: str) -> Instruction | None:
+    def _skip_casts(self, name: str) -> Instruction | None:
         """What the compiler added, such as a cast, stands for the operand that it casts."""
         instruction = self._instructions.get(name)
         for _ in range(_MOST_ADDED):
@@ -220,7 +220,7 @@ class _Descriptions:
         return instruction.op_name
 
 
-def _unlike(maker: Value, value: Value) -> tuple[bool, int]:
+def _difference(maker: Value, value: Value) -> tuple[bool, int]:
     """How little reason there is to think that `maker` is what `value` was before."""
     return maker.shape != value.shape, abs(maker.start - value.start)
 

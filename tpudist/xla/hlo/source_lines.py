@@ -15,12 +15,12 @@ def users_line(stack: tuple[str, ...]) -> str | None:
 
     Lines of this library and of installed ones are not, unless there are no others.
     """
-    others = [line for line in stack if not _is_own(line)]
+    others = [line for line in stack if not _is_library_line(line)]
     theirs = (line for line in others if not _INSTALLED.intersection(pathlib.Path(line).parts))
     return next(theirs, None) or next(iter(others or stack), None)
 
 
-def _is_own(line: str) -> bool:
+def _is_library_line(line: str) -> bool:
     path = pathlib.Path(line.rpartition(":")[0])
     # The reference models are written as a user would write them, but for what lays out arrays and
     # applies layers on their behalf.
@@ -35,7 +35,7 @@ class Sources:
         """Reads the tables of `text`, a compiled program."""
         tables: dict[str, dict[int, str]] = {}
         table: dict[int, str] = {}
-        for line in _before_computations(text).splitlines():
+        for line in _header(text).splitlines():
             if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
                 table = tables.setdefault(line, {})
             elif entry := re.match(r"(\d+) (.*)", line):
@@ -45,7 +45,7 @@ class Sources:
         self._frames = tables.get("StackFrames", {})
         self._stacks: dict[int, tuple[str, ...]] = {}
 
-    def of(self, instruction: str) -> tuple[str, ...]:
+    def lines_of(self, instruction: str) -> tuple[str, ...]:
         """The source lines of an instruction, given as its line of text; innermost first."""
         if inline := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction):
             return (f"{inline[1]}:{inline[2]}",)
@@ -67,7 +67,7 @@ class Sources:
         return tuple(lines)
 
 
-def _before_computations(text: str) -> str:
+def _header(text: str) -> str:
     """The top of the text, where the tables stand: before the first computation."""
     first = re.search(r"^(?:ENTRY )?%?[\w.-]+ \(.*\{$", text, re.MULTILINE)
     return text[: first.start()] if first else text

@@ -28,7 +28,7 @@ class _Value:
     offset: int
 
 
-def of(module: Module) -> dict[str, int | None]:
+def count_trips(module: Module) -> dict[str, int | None]:
     """How often each `while` of `module` runs its body, by its name; None where nobody knows."""
     found: dict[str, int | None] = {}
     callers = _callers(module)

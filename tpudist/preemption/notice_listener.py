@@ -11,7 +11,7 @@ INTERVAL_S = 1.0  # as TensorFlow's
 PATIENCE_S = 5.0  # with a watcher that does not return: its thread does not keep Python alive
 
 
-class Listening:
+class NoticeListener:
     """Gives a notice when something tells this process that it is to end."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Listening:
         self._closing = threading.Event()
         self._sigterm = self._thread = None
         if watcher is None or threading.current_thread() is threading.main_thread():
-            self._sigterm = SigtermListener(lambda: self._hear(SIGTERM))
+            self._sigterm = SigtermListener(lambda: self._on_notice(SIGTERM))
         if watcher is not None:
             self._thread = threading.Thread(
                 target=self._watch, name="termination watcher", daemon=True
@@ -71,7 +71,7 @@ class Listening:
         if not process_ends and self._sigterm is not None:
             self._sigterm.close()
 
-    def _hear(self, why: str) -> None:
+    def _on_notice(self, why: str) -> None:
         self.heard.append(why)
         self._notice.give(why, self._grace_after(why))
 
@@ -84,7 +84,7 @@ class Listening:
                 self._error = error
                 return
             if why is not None and why not in self.heard:
-                self._hear(why)
+                self._on_notice(why)
                 if why in (*URGENT, WATCHER_FN):
                     return  # nothing more can be said
             if self._closing.wait(INTERVAL_S):

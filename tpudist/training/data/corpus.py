@@ -99,7 +99,7 @@ def split_files(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [name for name in names if name not in set(held_out)], held_out
 
 
-def held_out_windows(text: np.ndarray, length: int, num_windows: int) -> np.ndarray:
+def spread_windows(text: np.ndarray, length: int, num_windows: int) -> np.ndarray:
     """At most `num_windows` windows `[windows, length + 1]`, spread evenly over `text`.
 
     Windows overlap by one byte at most, so that no byte is predicted twice: the first byte of a

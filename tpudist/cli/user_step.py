@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpudist.cli.errors import WrongUse
-from tpudist.planner.show.words import tell_error
+from tpudist.planner.show.words import format_error
 
 RULE = (
     "Name a function make_step(candidate) that gives (strategy, fn, args), as my_module:make_step "
@@ -31,20 +31,20 @@ def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _module(place)
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     except WrongUse:
         raise
     except (Exception, SystemExit) as error:  # a script may end itself when it is imported
-        raise WrongUse(f"{place} cannot be imported: {tell_error(error)}") from error
+        raise WrongUse(f"{place} cannot be imported: {format_error(error)}") from error
     make_step = getattr(module, attribute, None)
     if not callable(make_step):
         raise WrongUse(f"{place} has no function {attribute!r}. {RULE}")
 
-    def made(candidate: Any) -> tuple[Any, ...]:
+    def make_checked_step(candidate: Any) -> tuple[Any, ...]:
         try:
             step = make_step(candidate)
         except SystemExit as error:
-            raise WrongUse(f"{name} failed: {tell_error(error)}") from error
+            raise WrongUse(f"{name} failed: {format_error(error)}") from error
         if not isinstance(step, tuple | list) or len(step) not in (3, 4):
             size = f" of {len(step)}" if isinstance(step, tuple | list) else ""
             raise WrongUse(f"{name} gave a {type(step).__name__}{size}. {RULE}")
@@ -55,10 +55,10 @@ def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
             )
         return tuple(step)
 
-    return made
+    return make_checked_step
 
 
-def _module(name: str) -> Any:
+def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -69,7 +69,7 @@ def _module(name: str) -> Any:
         raise
 
 
-def _from_file(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise WrongUse(f"There is no file {path}. {RULE}")
     # A name of its own: the file may be called like a module that is needed, such as optax.py.

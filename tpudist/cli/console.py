@@ -13,7 +13,7 @@ from rich import console
 
 def show(*found: Any) -> None:
     """Prints what `rich` can show to standard output, for as long as somebody reads it."""
-    with _until_closed(sys.stdout):
+    with _ignore_broken_pipe(sys.stdout):
         page = _Console(highlight=False)
         for one in found:
             page.print(one)
@@ -31,17 +31,17 @@ def say(message: str) -> None:
 
 class _Console(console.Console):
     def on_broken_pipe(self) -> None:
-        """Leaves it to `_until_closed`: rich would end the process, with exit code 1."""
+        """Leaves it to `_ignore_broken_pipe`: rich would end the process, with exit code 1."""
         raise BrokenPipeError
 
 
 def _print(text: str, file: TextIO) -> None:
-    with _until_closed(file):
+    with _ignore_broken_pipe(file):
         print(text, file=file, flush=True)
 
 
 @contextlib.contextmanager
-def _until_closed(file: TextIO) -> Iterator[None]:
+def _ignore_broken_pipe(file: TextIO) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:

@@ -30,7 +30,7 @@ class Folder(IndexedDataset):
         return [rows.copy(), np.stack([rows, -rows], -1).astype(np.float32)]
 
     def with_order_by_files(self):
-        dataset = self._with()
+        dataset = self._replace()
         dataset._by_files = True
         return dataset
 

@@ -123,7 +123,7 @@ class IndexedDataset(abc.ABC):
             raise ValueError(f"The dataset is shuffled already, with seed {self._plan.seed}.")
         if self._plan.global_batch_size is not None:
             raise ValueError("The dataset is batched already. Shuffle examples before batching.")
-        return self._with(seed=_whole_number("shuffle(seed)", seed, at_least=0))
+        return self._replace(seed=_whole_number("shuffle(seed)", seed, at_least=0))
 
     def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Self:
         """Groups examples in global batches, which are split over the replicas.
@@ -140,7 +140,7 @@ class IndexedDataset(abc.ABC):
                 f"The dataset is batched already, by {self._plan.global_batch_size} examples."
             )
         size = _whole_number("batch(global_batch_size)", global_batch_size, at_least=1)
-        batched = self._with(global_batch_size=size)
+        batched = self._replace(global_batch_size=size)
         return batched.without_remainder() if drop_remainder else batched
 
     def shard(self, num_shards: int, index: int) -> Self:
@@ -188,7 +188,7 @@ class IndexedDataset(abc.ABC):
             raise ValueError("The dataset is repeated already. Call repeat once.")
         if count is not None:
             count = _whole_number("repeat(count)", count, at_least=1)
-        return self._with(num_epochs=count)
+        return self._replace(num_epochs=count)
 
     @property
     def has_shard_hint(self) -> bool:
@@ -228,7 +228,7 @@ class IndexedDataset(abc.ABC):
                 f"nothing is left of it without the last batch. Use a global batch of at most "
                 f"{self.num_examples}, or keep the last batch."
             )
-        return self._with(drop_remainder=True)
+        return self._replace(drop_remainder=True)
 
     @property
     def cardinality(self) -> int:
@@ -318,7 +318,7 @@ class IndexedDataset(abc.ABC):
         return index + num_shards * rows
 
     def _with_shard(self, kind: str, num_shards: int, index: int) -> Self:
-        sharded = self._with(**{kind: (num_shards, index)})
+        sharded = self._replace(**{kind: (num_shards, index)})
         if not sharded.batches_of_epoch:
             raise ValueError(
                 f"Shard {index} of {num_shards} of a dataset of {self.cardinality} elements is "
@@ -326,7 +326,7 @@ class IndexedDataset(abc.ABC):
             )
         return sharded
 
-    def _with(self, **changes: Any) -> Self:
+    def _replace(self, **changes: Any) -> Self:
         dataset = copy.copy(self)
         dataset._plan = dataclasses.replace(self._plan, **changes)
         return dataset

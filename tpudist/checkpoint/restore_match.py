@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tpudist.checkpoint import entries
-from tpudist.checkpoint.entries import ARRAY, KEY, VALUE, Entry, described
+from tpudist.checkpoint.entries import ARRAY, KEY, VALUE, Entry, describe
 from tpudist.checkpoint.errors import CheckpointError
 
 
@@ -55,7 +55,7 @@ class Match:
 
 
 def match(
-    found: entries.Found,
+    found: entries.Entries,
     saved: Mapping[str, Mapping[str, Any]],
     aliases: Mapping[str, str],
     path: str,
@@ -82,12 +82,14 @@ def match(
     """
     only = [only] if isinstance(only, str | type) else only
     exclude = [exclude] if isinstance(exclude, str | type) else exclude
-    renaming = _Renaming(rename or {})
+    renaming = _Renames(rename or {})
     # Under the name it has in the objects: what it is called in the checkpoint.
     by_name = {renaming(name): name for name in (*aliases, *saved)}
     by_name = {name: aliases.get(old, old) for name, old in by_name.items()}
     asked = [x for x in found.entries if _is_chosen(x, only, exclude)]
-    problems = [f"no such name in the checkpoint to rename: {name}" for name in renaming.unused()]
+    problems = [
+        f"no such name in the checkpoint to rename: {name}" for name in renaming.list_unused()
+    ]
     problems += [
         f"nothing of this {'type' if isinstance(x, type) else 'name'} in the objects: {x}"
         for x in (*(only or ()), *exclude)
@@ -109,7 +111,7 @@ def match(
         if known["dtype"] != entry.dtype:
             casts.append(f"{entry.name}: {known['dtype']} to {entry.dtype}")
     left = [
-        f"{name} {described(x['kind'], x['shape'], x['dtype'])}"
+        f"{name} {describe(x['kind'], x['shape'], x['dtype'])}"
         for name, x in saved.items()
         if name not in used
     ]
@@ -129,8 +131,8 @@ def match(
 
 
 def _difference(entry: Entry, known: Mapping[str, Any], cast: bool) -> str | None:
-    there = described(known["kind"], known["shape"], known["dtype"])
-    here = described(entry.kind, entry.shape, entry.dtype)
+    there = describe(known["kind"], known["shape"], known["dtype"])
+    here = describe(entry.kind, entry.shape, entry.dtype)
     fits = known["kind"] == entry.kind
     if entry.kind in (ARRAY, KEY):
         fits = fits and tuple(known["shape"]) == entry.shape
@@ -159,7 +161,7 @@ def _is_below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
-class _Renaming:
+class _Renames:
     """New names for those that begin with one of the old ones; the longest of these counts."""
 
     def __init__(self, rename: Mapping[str, str]):
@@ -173,5 +175,5 @@ class _Renaming:
                 return new + name[len(old) :]
         return name
 
-    def unused(self) -> Iterable[str]:
+    def list_unused(self) -> Iterable[str]:
         return [old for old, _ in self._rename if old not in self._used]
