@@ -520,7 +520,7 @@ def test_iterating_in_a_replica_function_is_refused():
     dataset = DistributedDataset([np.zeros(4)], _two())
     iterator = iter(dataset)
     frame = types.SimpleNamespace(whole=False)
-    mode = context.Mode(strategy=None, replica_context=object(), frame=frame)  # type: ignore
+    mode = context.Mode(context.ContextKind.REPLICA, None, object(), frame)  # type: ignore
     with context.enter(mode):
         with pytest.raises(ValueError, match=r"next\(iterator\) should be called from outside"):
             next(iterator)

@@ -33,8 +33,9 @@ def test_ci_ends_with_the_five_commands_of_contributing():
 
 def test_ci_installs_the_extras_that_contributing_names():
     (extras,) = re.findall(r'pip install -e "\.\[(.*?)\]"', (ROOT / "CONTRIBUTING.md").read_text())
-    for extra in extras.split(","):
-        assert f'python -m pip install --quiet -e ".[{extra}]"' in CI
+    assert '"$2/bin/python" -m pip install --quiet -e ".[$3]"' in CI
+    in_both = {",".join(sorted(line.split()[3].split(","))) for line in CI if 'install "$' in line}
+    assert in_both == {"test", ",".join(sorted(extras.split(",")))}
 
 
 def standing_alone() -> list[list[str]]:
@@ -55,7 +56,8 @@ def test_readme_has_two_commands_and_a_plan_that_each_stand_alone():
 def test_ci_installs_and_tests_as_readme_says():
     _, test, _ = standing_alone()
     _, install, run = without_folder(test)
-    assert install.replace("install", "install --quiet", 1) in CI
+    assert install == 'python -m pip install -e ".[test]"'
+    assert 'install "$oldest" .venv-ci-oldest test' in CI
     assert run == CI[-1]
 
 
