@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tpudist
 from benchmarks import emulation
-from places import ROOT
+from places import PROGRAMS, ROOT
 from tpudist.xla.runtime import MAX_STEPS_IN_FLIGHT, Throttle
 
 
@@ -143,6 +143,15 @@ def test_a_state_that_was_donated_on_some_devices_only_does_not_stop_the_steps()
         views.append(np.asarray(x.addressable_data(0)))
         x = add(x)
     assert [int(view[0, 0]) for view in views] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.multiprocess
+def test_an_error_of_one_step_is_not_raised_by_another():
+    """JAX has it raised by who reads the result, and by every step that computes with it."""
+    program = str(PROGRAMS / "failed_step_program.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["4.0", "raised where it is read", "raised with it"]
+    assert done.stderr.count("A step that was dispatched before has failed") == 1
 
 
 def test_one_device_needs_no_waiting():

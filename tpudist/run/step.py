@@ -19,6 +19,7 @@ from tpudist.options import RunOptions
 from tpudist.run import call_arguments, call_description, inputs, row_groups
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
+from tpudist.run.interrupt_hold import InterruptHold, interruptible
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import Outcome, TracedStep
 from tpudist.run.step_plan import StepPlan
@@ -80,24 +81,26 @@ class Step:
     def __call__(self, now: call_arguments.Call) -> Any:
         """Makes the call: what the function returned, merged over the replicas."""
         start = time.perf_counter()
-        written, outcome, compiled = self.attempt(now, self._dispatch)
+        outcome, compiled = self.attempt(now, self._dispatch)
         if compiled:
             self._record(time.perf_counter() - start, now)
-        self.finish(written, now.binding, None if written else outcome.any_array())
         return outcome.traced.result(outcome.results, now)
 
-    def _dispatch(self, donated: list[Any], kept: list[Any]) -> tuple[list[Any], Outcome, bool]:
-        """Starts the program: new state, what is returned, and whether it was compiled first."""
-        self._throttle.before_step()
+    def _dispatch(self, donated: list[Any], kept: list[Any]) -> tuple[Outcome, bool]:
+        """Starts the program and takes its state back: what it returns, and if it was compiled."""
+        now = self._current_call()
+        self._throttle.before_step(donated, kept)
         num_compiles = self._compiles.number
-        try:
-            written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
-        except (TypeError, ValueError) as error:
-            if self._current_call().careful:
-                raise
-            # An argument is no array, or is not on the mesh.
-            raise ArgumentsChanged from error
-        return written, outcome, self._compiles.number != num_compiles
+        with InterruptHold():
+            try:
+                written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
+            except (TypeError, ValueError) as error:
+                if now.careful:
+                    raise
+                # An argument is no array, or is not on the mesh.
+                raise ArgumentsChanged from error
+            self.finish(written, now.binding, None if written else outcome.any_array())
+        return outcome, self._compiles.number != num_compiles
 
     def lower(self, now: call_arguments.Call) -> Any:
         """The lowered program of this call, which is not made."""
@@ -221,9 +224,9 @@ class Step:
         values = self._arguments(now)
         return jax.tree.leaves(self._place(values[-number:]))[-number:]
 
-    def wait_for_slot(self) -> None:
-        """Waits until one more program may be dispatched."""
-        self._throttle.before_step()
+    def wait_for_slot(self, inputs: Sequence[Any]) -> None:
+        """Waits until one more program may be dispatched, which computes with these arrays."""
+        self._throttle.before_step(inputs)
 
     def finish(self, written: list[Any], binding: Binding | None, output: Any) -> None:
         """Takes back the state that a program has written; `output` is any of its results."""
@@ -328,7 +331,8 @@ class Step:
         def step(donated_arrays, kept_arrays):
             if not self._is_for(self._current_call()):
                 raise ArgumentsChanged
-            return self.body(plan.merge_inputs(donated_arrays, kept_arrays))
+            with interruptible():
+                return self.body(plan.merge_inputs(donated_arrays, kept_arrays))
 
         step.__name__ = step.__qualname__ = self.function.name
         arrays = jax.tree.leaves(values)

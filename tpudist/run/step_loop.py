@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from tpudist.run import call_description
 from tpudist.run.call_arguments import Call
 from tpudist.run.inputs import sharding_to_keep
+from tpudist.run.interrupt_hold import InterruptHold, interruptible
+from tpudist.run.results import Outcome
 from tpudist.run.step import Step
 from tpudist.xla import compile_log
 
@@ -35,20 +37,21 @@ class StepSequence:
         """
         step, first = self._step, calls[0]
         start, compiles = time.perf_counter(), compile_log.backend_compiles().number
-        written, outcomes = step.attempt(first, lambda *inputs: self._dispatch(own, *inputs))
+        outcomes = step.attempt(first, lambda *inputs: self._dispatch(first, own, *inputs))
         if compile_log.backend_compiles().number != compiles:
             known = call_description.describe_call(
                 first.fn, first.args, first.kwargs, first.leaves(), step.options
             )
             known["steps"] = f"{self._num_steps} in one program"
             step.function.record(known, time.perf_counter() - start)
-        step.finish(written, first.binding, None if written else outcomes[0].any_array())
         return [
             outcome.traced.result(outcome.results, now)
             for outcome, now in zip(outcomes, calls, strict=True)
         ]
 
-    def _dispatch(self, own: list[list[Any]], donated: list[Any], kept: list[Any]) -> Any:
+    def _dispatch(
+        self, first: Call, own: list[list[Any]], donated: list[Any], kept: list[Any]
+    ) -> list[Outcome]:
         step = self._step
         plan = step.plan
         assert plan is not None, "the step has just been given its inputs"
@@ -59,8 +62,12 @@ class StepSequence:
         if self._jitted is None or self._made_for is not plan:
             self._jitted = self._program(state, constant, [shared[i] for i in state])
             self._made_for = plan
-        step.wait_for_slot()
-        return self._jitted([shared[i] for i in state], [shared[i] for i in constant], own)
+        step.wait_for_slot(values)
+        carry, constants = [shared[i] for i in state], [shared[i] for i in constant]
+        with InterruptHold():
+            written, outcomes = self._jitted(carry, constants, own)
+            step.finish(written, first.binding, None if written else outcomes[0].any_array())
+        return outcomes
 
     def _program(self, state: list[int], constant: list[int], arrays: list[Any]) -> Callable:
         step, num_steps = self._step, self._num_steps
@@ -69,7 +76,8 @@ class StepSequence:
             values: list[Any] = [None] * (len(state) + len(constant))
             for i, x in [*zip(state, carry, strict=True), *zip(constant, constants, strict=True)]:
                 values[i] = x
-            written, outcome = step.body([*values, *own])
+            with interruptible():
+                written, outcome = step.body([*values, *own])
             # As the carry of a loop, state keeps its dtype. Random keys have nothing to convert.
             kept = [
                 x if x.dtype == y.dtype else x.astype(y.dtype)

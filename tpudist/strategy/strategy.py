@@ -344,8 +344,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             return x
 
         with self._use_mesh_if_eager():
-            self._replicator.throttle.before_step()
             leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+            arrays = [x.array if isinstance(x, PerReplica) else x for x in leaves]
+            self._replicator.throttle.before_step(arrays)
             result = treedef.unflatten(function([read(x) for x in leaves]))
         for x in jax.tree.leaves(result)[:1]:
             self._replicator.throttle.after_step(x)

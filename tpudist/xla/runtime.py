@@ -12,6 +12,8 @@ on a laptop. Two things make it dependable (both measured on jax 0.10, two cores
 
 import collections
 import inspect
+import itertools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +23,8 @@ from jax.core import Tracer
 
 from tpudist.options import MutualTLS
 from tpudist.xla.settings import Setting
+
+_log = logging.getLogger("tpudist")
 
 ENVIRONMENT_VARIABLE = "TPUDIST_EMULATE"
 MAX_STEPS_IN_FLIGHT = 2
@@ -181,8 +185,23 @@ class Throttle:
         self.active = devices[0].platform == "cpu" and len(devices) > 1
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
-    def before_step(self) -> None:
-        """Waits until one more step may be dispatched."""
+    def before_step(self, *inputs: Sequence[Any]) -> None:
+        """Waits until one more step may be dispatched, which computes with the arrays in `inputs`.
+
+        Raises:
+            jax.errors.JaxRuntimeError: An earlier step has failed, and this one would compute with
+                what it gave. Of another one that is for those to see who read its results, as on
+                devices with a queue of their own; here it is logged.
+        """
+        try:
+            self._wait()
+        except jax.errors.JaxRuntimeError as error:
+            for x in itertools.chain(*inputs):
+                if isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted():
+                    x.block_until_ready()
+            _log.warning("A step that was dispatched before has failed: %s", error)
+
+    def _wait(self) -> None:
         waiting = self._in_flight
         while len(waiting) >= MAX_STEPS_IN_FLIGHT:
             oldest = waiting.popleft()
@@ -209,7 +228,7 @@ def _wait_for(array: jax.Array) -> bool:
     except jax.errors.JaxRuntimeError as error:
         # Donated on some devices only: memory that the host reads in place, as one that saves a
         # checkpoint does, is not given away.
-        if "deleted or donated" not in str(error):
-            raise
-        return False
+        if "deleted or donated" in str(error):
+            return False
+        raise
     return True

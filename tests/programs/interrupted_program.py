@@ -1,0 +1,92 @@
+"""Trains, is interrupted at random moments, and looks each time at what is left.
+
+    python interrupted_program.py NUM_INTERRUPTIONS NUM_DEVICES run|run_steps
+
+On one device most come while the program runs, on several while the host waits for an earlier one.
+Prints how many interruptions came, and how many left something that is lost.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import tpudist
+
+NUM, NUM_DEVICES, WAY = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+tpudist.emulate(NUM_DEVICES)
+# A shell's background jobs ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+strategy = tpudist.MirroredStrategy()
+model = strategy.create(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
+optimizer = strategy.create(lambda: tpudist.Optimizer(optax.adam(1e-3), model))
+with strategy.scope():
+    counter = tpudist.Variable(0)
+    total = tpudist.Variable(
+        0.0,
+        synchronization=tpudist.VariableSynchronization.ON_READ,
+        aggregation=tpudist.VariableAggregation.SUM,
+    )
+batch = np.ones((256, 256), np.float32)
+
+
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    counter.assign_add(1)
+    total.assign_add(1.0)
+    return loss
+
+
+def train():
+    if WAY == "run":
+        strategy.run(step, args=(model, optimizer, batch))
+    else:
+        strategy.run_steps(step, iter([batch, batch]), 2, args=(model, optimizer))
+
+
+def is_whole() -> bool:
+    """Whether all state is there, and of the same step."""
+    leaves = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
+    if any(x.is_deleted() for x in (*leaves, counter._value, total._value)):
+        return False
+    return (
+        int(counter)
+        == int(optimizer.step.get_value())
+        == int(total) // strategy.num_replicas_in_sync
+    )
+
+
+wanted = threading.Semaphore(0)
+rng = random.Random(0)
+
+
+def interrupt():
+    while wanted.acquire():
+        time.sleep(rng.uniform(0, 4e-3))
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+train()
+seconds = time.perf_counter()
+threading.Thread(target=interrupt, daemon=True).start()
+num_interrupted = num_lost = 0
+for _ in range(NUM):
+    try:
+        wanted.release()
+        while True:
+            train()
+    except KeyboardInterrupt:
+        num_interrupted += 1
+    if not is_whole():
+        num_lost += 1
+        break
+print(num_interrupted, num_lost)

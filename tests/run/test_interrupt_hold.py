@@ -1,0 +1,114 @@
+import signal
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+import tpudist
+from places import PROGRAMS
+from tpudist.run.interrupt_hold import InterruptHold, interruptible
+
+
+@pytest.fixture
+def handled():
+    """The signals that a handler of the user's was given."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+    yield got
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_waits_for_the_end_of_the_block(handled):
+    handler = signal.getsignal(signal.SIGINT)
+    with InterruptHold():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert handled == []
+        with interruptible():
+            signal.raise_signal(signal.SIGINT)
+            assert handled == [signal.SIGINT]
+    assert handled == [signal.SIGINT] * 2  # the two that waited are one
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def fail_when_interrupted():
+    with InterruptHold():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("meanwhile")
+
+
+def test_what_is_raised_in_the_block_is_the_cause_of_the_interrupt():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            fail_when_interrupted()
+        assert str(caught.value.__context__) == "meanwhile"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_handler_that_is_none_of_pythons_stays(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with InterruptHold():
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_other_threads_there_is_nothing_to_hold(handled):
+    handler, seen = signal.getsignal(signal.SIGINT), []
+
+    def hold():
+        with InterruptHold():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    thread.join()
+    assert seen == [handler]
+
+
+def test_a_function_that_is_traced_is_interrupted_at_once():
+    """Tracing may take minutes, and nothing has been overwritten yet."""
+    strategy = tpudist.OneDeviceStrategy("cpu:0")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    after = []
+
+    def step(x):
+        signal.raise_signal(signal.SIGINT)
+        after.append(x)
+        return x
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            strategy.run(step, args=(jnp.ones(3),))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert after == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("number", "num_devices", "way"),
+    [
+        (50, 1, "run"),
+        (50, 2, "run_steps"),
+        pytest.param(1000, 1, "run", marks=pytest.mark.slow),
+        pytest.param(1000, 2, "run", marks=pytest.mark.slow),
+        pytest.param(1000, 1, "run_steps", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupt_loses_no_state(number, num_devices, way):
+    """Model, optimizer and Variables are there, all of the same step, whenever it comes."""
+    program = str(PROGRAMS / "interrupted_program.py")
+    done = subprocess.run(
+        [sys.executable, program, str(number), str(num_devices), way],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"{number} 0\n", done.stderr
