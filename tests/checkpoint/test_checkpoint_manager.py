@@ -479,6 +479,8 @@ def test_metrics_are_numbers_by_name(tmp_path, metrics):
 
 
 def test_a_directory_is_a_path():
+    with pytest.raises(ValueError, match="is an empty string, which would be the current"):
+        CheckpointManager(_checkpoint(), "")
     with pytest.raises(TypeError, match="The directory of checkpoints is None. Give a path"):
         CheckpointManager(_checkpoint(), None)
 

@@ -114,6 +114,23 @@ def test_what_is_the_same_on_all_replicas_is_itself_in_merge_call(mirrored):
     assert (number, name) == (3, "a")
 
 
+def test_with_one_replica_merge_call_is_given_plain_values():
+    """Nothing is a PerReplica where there is one replica: arithmetic works on all of it."""
+    strategy = tpudist.OneDeviceStrategy("cpu:0")
+    dataset = strategy.experimental_distribute_dataset([np.ones((4, 2), np.float32)])
+
+    def merge(strategy, x, y):
+        assert not isinstance(x, tpudist.PerReplica)
+        return strategy.reduce("sum", x * 2 + y, axis=None)
+
+    def step(x):
+        replica = tpudist.get_replica_context()
+        return replica.merge_call(merge, (x, x + replica.replica_id_in_sync_group))
+
+    for x in (np.ones((4, 2), np.float32), next(iter(dataset))):
+        assert strategy.run(step, (x,)).tolist() == [[3.0, 3.0]] * 4
+
+
 def test_a_kept_context_is_refused_later(mirrored):
     kept = []
 

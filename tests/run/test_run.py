@@ -742,6 +742,16 @@ def test_compiler_options_reach_the_compiler(mirrored):
         mirrored.run(lambda x: x + 1, (jnp.ones(2),), options=bad)
 
 
+@pytest.mark.parametrize("options", ["fast", {}, 0, tpudist.InputOptions()])
+def test_options_of_another_type_are_refused(mirrored, options):
+    def step(x):
+        return x
+
+    for call in (mirrored.run, mirrored.lower):
+        with pytest.raises(TypeError, match=r"was given to run 'step'. It must be a tpudist.RunO"):
+            call(step, (jnp.ones(2),), options=options)
+
+
 def test_dynamic_shapes_are_refused():
     with pytest.raises(ValueError, match="compiled for static shapes"):
         RunOptions(experimental_bucketizing_dynamic_shape=True)

@@ -610,8 +610,22 @@ def test_a_value_of_another_precision_is_refused_but_a_python_number_converts(mi
     with pytest.raises(ValueError, match=r"holds bfloat16\[\], but was assigned float32\[\]"):
         half.assign(jnp.float32(1))
     whole = make(mirrored, SUM, 3)
-    with pytest.raises(ValueError, match=r"holds int32\[\], but was assigned float32"):
-        whole.assign(2.5)
+    for value in (2.5, [2.5], np.float32(2)):
+        with pytest.raises(ValueError, match=r"holds int32\[\], but was assigned float32"):
+            whole.assign(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1, 2], (1, 2.0), np.array([1, 2]), np.array([1, 2], np.uint8), [np.int64(1), 2]],
+    ids=["list", "tuple", "integers", "bytes", "numpy in a list"],
+)
+def test_numbers_that_no_dtype_was_chosen_for_convert_as_in_tensorflow(mirrored, value):
+    v = make(mirrored, MEAN)
+    assert v.assign(value).tolist() == [1, 2]
+    assert v.assign_add(value).tolist() == [2, 4]
+    half = make(mirrored, MEAN, jnp.ones((), jnp.bfloat16))
+    assert half.assign(np.int64(3)).dtype == jnp.bfloat16
 
 
 def test_assigning_values_that_differ_in_cross_replica_context_is_refused(mirrored):

@@ -228,14 +228,28 @@ def test_a_device_that_is_no_device_is_refused(device):
         tpudist.MirroredStrategy([device])
 
 
+@pytest.mark.parametrize("devices", [[], (), np.array([])])
+def test_no_device_at_all_is_refused(devices):
+    """TensorFlow takes all of them."""
+    for make in (
+        tpudist.MirroredStrategy,
+        lambda d: tpudist.TPUStrategy(devices=d),
+        tpudist.experimental.CentralStorageStrategy,
+    ):
+        with pytest.raises(ValueError, match=r"was asked for, which names no device. Leave it"):
+            make(devices)
+
+
+def test_devices_may_come_as_a_numpy_array():
+    assert tpudist.MirroredStrategy(np.array(jax.devices()[:2])).num_replicas_in_sync == 2
+
+
 def test_a_device_named_twice_is_refused():
     with pytest.raises(ValueError, match="is named more than once. Each replica needs its own"):
         tpudist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:0"])
 
 
-def test_no_devices_means_all_of_them():
-    """As in TensorFlow; a mesh of none is refused."""
-    assert tpudist.MirroredStrategy([]).num_replicas_in_sync == 8
+def test_a_mesh_of_no_devices_is_refused():
     with pytest.raises(ValueError, match="A mesh of no devices was asked for"):
         meshes.make_mesh([])
 

@@ -23,6 +23,7 @@ class Directory:
 
         Raises:
             TypeError: It is no path.
+            ValueError: It is empty.
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
@@ -30,6 +31,11 @@ class Directory:
                 f"pathlib.Path."
             )
         text = os.fspath(path)
+        if not text:
+            raise ValueError(
+                "The directory of checkpoints is an empty string, which would be the current "
+                "folder. Give a path, such as 'runs/a'; '.' is the current folder."
+            )
         self.is_remote = manifest.is_remote(text)
         if not self.is_remote:
             text = os.path.abspath(os.path.expanduser(text))

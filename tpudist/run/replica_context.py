@@ -152,6 +152,8 @@ class ReplicaContext(DeprecatedContextMethods):
 
     def _to_merge_argument(self, x: Any) -> Any:
         """What stands for an argument of `merge_call`: itself if it is the same on all replicas."""
+        if self.num_replicas_in_sync == 1:
+            return jnp.asarray(x) if isinstance(x, PerReplica) else x
         if isinstance(x, PerReplica):
             return LocalPart(jnp.asarray(x))
         assert self._frame is not None, "out of traces nothing is wrapped"

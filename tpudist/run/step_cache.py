@@ -52,7 +52,7 @@ class Replicator:
         whole: bool = False,
     ) -> Any:
         """Calls `fn` on every replica, see `Strategy.run`; or on the `whole` of them, once."""
-        options = options or _DEFAULT_OPTIONS
+        options = _DEFAULT_OPTIONS if options is None else options
         with self._one_at_a_time:
             function = self._function(fn, whole)
             step, now = self._find(function, fn, args, kwargs, options, careful=False)
@@ -75,7 +75,7 @@ class Replicator:
 
         None, and nothing is called, if the elements are not alike.
         """
-        options = options or _DEFAULT_OPTIONS
+        options = _DEFAULT_OPTIONS if options is None else options
         with self._one_at_a_time:
             function = self._function(fn)
             step, now = self._find(function, fn, (*args, elements[0]), {}, options, careful=True)
@@ -118,7 +118,7 @@ class Replicator:
         """The step that `run` would call, and the call that it would make."""
         with self._one_at_a_time:
             function = self._function(fn, whole)
-            options = options or _DEFAULT_OPTIONS
+            options = _DEFAULT_OPTIONS if options is None else options
             return self._find(function, fn, args, kwargs, options, careful=True)
 
     def adopt(self, fn: Callable, saved: Any) -> None:
@@ -134,6 +134,11 @@ class Replicator:
             leaves, structure = function.flattener.leaves(args, kwargs)
         elements, key = function.flattener.elements(args, kwargs)
         if options is not _DEFAULT_OPTIONS:
+            if not isinstance(options, RunOptions):
+                raise TypeError(
+                    f"options={options!r} of type {type(options).__name__} was given to run "
+                    f"'{function.name}'. It must be a tpudist.RunOptions, or None."
+                )
             key_of_form = key, options
         else:
             key_of_form = key  # a dataclass takes long to hash

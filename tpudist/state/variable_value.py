@@ -69,7 +69,7 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
         ValueError: The shape is another, or the dtype does not convert without loss of kind.
     """
     value = value.read_value() if isinstance(value, ReadsAsArray) else value
-    plain = isinstance(value, int | float | complex | bool)
+    plain = _has_no_precision(value)
     array = jnp.asarray(value)
     same = array.dtype == dtype  # as that of random keys, which NumPy does not know
     converts = not same and (plain or getattr(array, "weak_type", False))
@@ -82,6 +82,15 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
         )
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return array if is_key else array.astype(dtype)  # which makes a weak type a strong one
+
+
+def _has_no_precision(value: Any) -> bool:
+    """Whether a host value is a number, or numbers, that no dtype was chosen for."""
+    if isinstance(value, list | tuple):
+        return all(map(_has_no_precision, value))
+    if isinstance(value, np.generic | np.ndarray):
+        return np.issubdtype(value.dtype, np.integer)
+    return isinstance(value, int | float | complex | bool)
 
 
 # A larger one is not copied to the host only to be printed.

@@ -12,15 +12,21 @@ def as_devices(
     """JAX devices for devices or names such as `cpu:0`, `TPU:3` or `/device:GPU:1`.
 
     Args:
-        devices: None or empty for all of the default platform.
+        devices: None for all of the default platform.
         local: Only devices of this process.
 
     Raises:
-        ValueError: A device that does not exist, or belongs to another process with `local`.
+        ValueError: None at all, a device that does not exist, or one that belongs to another
+            process with `local`.
     """
-    if not devices:
+    if devices is None:
         return jax.local_devices() if local else jax.devices()
-    named: Any = [devices] if isinstance(devices, str | jax.Device) else devices
+    named: Any = [devices] if isinstance(devices, str | jax.Device) else list(devices)
+    if not named:
+        raise ValueError(
+            f"devices={devices!r} was asked for, which names no device. Leave it out for all of "
+            f"them, or name those to use, such as jax.devices()[:2]."
+        )
     found = [_find(d) if isinstance(d, str) else d for d in named]
     for device in found:
         if not isinstance(device, jax.Device):
