@@ -1,5 +1,7 @@
 """The programming model of `tf.distribute` on JAX: write the step for one replica."""
 
+import typing
+
 from tpudist import checkpoint, cluster_resolver, compat, errors, experimental, planner
 from tpudist.checkpoint.train_state import TrainState
 from tpudist.context import (
@@ -96,3 +98,15 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names: those of the rooms are found in the rooms."""
     return sorted(__all__)
+
+
+if not typing.TYPE_CHECKING:  # which would take any name to be there
+
+    def __getattr__(name: str) -> typing.NoReturn:
+        """Says of a name of `tf.distribute` that it is not offered yet."""
+        if name in ("ParameterServerStrategy", "Server", "coordinator"):
+            raise AttributeError(
+                f"tpudist.{name} is not offered yet: parameter servers are still to come. "
+                f"MirroredStrategy, TPUStrategy and MultiWorkerMirroredStrategy train in step."
+            )
+        raise AttributeError(f"module 'tpudist' has no attribute {name!r}")

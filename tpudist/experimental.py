@@ -1,5 +1,7 @@
 """What `tf.distribute` keeps under `experimental`."""
 
+import typing
+
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment, DeviceOrderMode
 from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_system
 from tpudist.cluster_resolver.tpu_topology import Topology
@@ -38,3 +40,16 @@ __all__ = [
     "initialize_tpu_system",
     "partitioners",
 ]
+
+
+if not typing.TYPE_CHECKING:  # which would take any name to be there
+
+    def __getattr__(name: str) -> typing.NoReturn:
+        """Says of a name of `tf.distribute.experimental` that it is not offered yet."""
+        if name in ("ParameterServerStrategy", "coordinator", "rpc"):
+            raise AttributeError(
+                f"tpudist.experimental.{name} is not offered yet: parameter servers are still to "
+                f"come. MirroredStrategy, TPUStrategy and MultiWorkerMirroredStrategy train in "
+                f"step."
+            )
+        raise AttributeError(f"module 'tpudist.experimental' has no attribute {name!r}")

@@ -243,14 +243,24 @@ def test_a_host_callback_is_never_proven_equal():
     shape = jax.ShapeDtypeStruct((), jnp.float32)
 
     def function(x):
-        pure = jax.pure_callback(lambda v: v, shape, x)
         return [
-            pure,
+            jax.pure_callback(lambda v: v, shape, x),
             io_callback(lambda v: v, shape, x),
             jax.jit(lambda: io_callback(int, shape))(),
         ]
 
-    assert prove(function, False).differs == (False, True, True)
+    assert prove(function, False).differs == (True, True, True)
+
+
+def test_a_function_called_as_one_of_ours_is_none_of_ours():
+    """What all-reduces is known by its name, which no identifier is."""
+    assert not replica_equality.EQUALIZING_FUNCTION.isidentifier()
+
+    @jax.jit
+    def tpudist_all_reduce(x):
+        return x * 2
+
+    assert prove(lambda x: [tpudist_all_reduce(x)], True).differs == (True,)
 
 
 def test_a_mutable_reference_is_not_followed():

@@ -36,11 +36,14 @@ _EQUALIZING: Mapping[str, tuple[frozenset[str], ...]] = {
     "all_gather_invariant": (_GATHER, _GATHER | {"axis_index_groups"}),
 }
 # A jitted function of this name, and its transpose, all-reduce what they are given (`reductions`).
-EQUALIZING_FUNCTION = "tpudist_all_reduce"
+# No function of a user's can be called so by accident.
+EQUALIZING_FUNCTION = "tpudist.all_reduce"
 # What differs by itself, though its operands be equal.
 _UNEQUAL_BY_NATURE = {
     "axis_index": "the replica id",
     "io_callback": "what a host callback returned",
+    # That it is pure is the caller's word; each replica calls it by itself, on its own host.
+    "pure_callback": "what a host callback returned",
     "rng_uniform": "random numbers of the device's own",
 }
 # These name the axis of the replicas, but send nothing over it.
