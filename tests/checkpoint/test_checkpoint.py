@@ -236,10 +236,14 @@ def test_what_is_assigned_later_belongs_to_the_state_too(tmp_path):
     assert (state.step, state.extra, state.more["a"][2]) == (0, 1, "text")
 
 
-def test_the_slots_of_an_optimizer_of_variables_are_saved(tmp_path):
+@pytest.mark.parametrize("name", ["v", None])
+def test_the_slots_of_an_optimizer_of_variables_are_saved(tmp_path, name):
+    """Under keys that another process gives too: Variables without a name have their place."""
+
     def make(value):
         with tpudist.MirroredStrategy().scope():
-            v = tpudist.Variable(jnp.full(3, value), name="v")
+            tpudist.Variable(0.0)  # one more that counts
+            v = tpudist.Variable(jnp.full(3, value), name=name)
             optimizer = tpudist.Optimizer(optax.adam(0.1))
         return v, optimizer
 

@@ -344,10 +344,11 @@ def test_gradients_for_what_are_no_variables_are_refused():
         tpudist.Optimizer(optax.sgd(0.1)).apply_gradients([(np.ones(2), np.ones(2))])
 
 
-def test_other_variables_than_before_are_refused(mirrored):
+@pytest.mark.parametrize("names", ["vw", [None, None]])
+def test_other_variables_than_before_are_refused(mirrored, names):
     """Their slots would belong to others."""
     with mirrored.scope():
-        v, w = (tpudist.Variable(1.0, name=name) for name in "vw")
+        v, w = (tpudist.Variable(1.0, name=name) for name in names)
         optimizer = tpudist.Optimizer(optax.sgd(0.1, momentum=0.9))
     one = jnp.float32(1)
     optimizer.apply_gradients([(one, v), (one, w)])

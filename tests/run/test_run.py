@@ -752,6 +752,19 @@ def test_options_of_another_type_are_refused(mirrored, options):
             call(step, (jnp.ones(2),), options=options)
 
 
+@pytest.mark.parametrize("nest", [lambda x: x, lambda x: {"x": x}, lambda x: [1, x]])
+def test_masked_arrays_are_refused(mirrored, nest):
+    """What is masked would count as if it were not."""
+    masked = np.ma.masked_array([1.0, 2.0], mask=[False, True])
+
+    def step(x):
+        return jax.tree.map(jnp.sum, x)
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"A masked numpy array of shape \[2\] was given to a"):
+            mirrored.run(step, (nest(masked),))
+
+
 def test_dynamic_shapes_are_refused():
     with pytest.raises(ValueError, match="compiled for static shapes"):
         RunOptions(experimental_bucketizing_dynamic_shape=True)

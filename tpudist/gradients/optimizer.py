@@ -187,7 +187,7 @@ class _Slots:
     """The optimizer state for Variables, as Variables of the same strategy."""
 
     def __init__(self):
-        self._names: list[str] | None = None
+        self._made_for: list[str] | None = None  # which Variables, by name
         self._tree: PyTree = None
 
     def variables(self) -> list[Variable]:
@@ -199,16 +199,17 @@ class _Slots:
 
     def get_or_make(self, tx: Any, names: list[str], variables: list[Variable]) -> PyTree:
         """The slots for `variables`, made at the first call."""
-        if self._names is None:
+        now_given = [v.name for v in variables]
+        if self._made_for is None:
             # Nothing that is made in a trace outlives it: it is left, the slots are made, and the
             # function is traced again.
             if context.current().frame is not None:
                 raise NewVariable(lambda _: self._make(tx, names, variables))
             self._make(tx, names, variables)
-        if self._names != names:
+        if self._made_for != now_given:
             raise ValueError(
-                f"apply_gradients was first called for the Variables {self._names}, and now for "
-                f"{names}. Give all trained Variables at each call, in the same order."
+                f"apply_gradients was first called for the Variables {self._made_for}, and now for "
+                f"{now_given}. Give all trained Variables at each call, in the same order."
             )
         return self._tree
 
@@ -222,7 +223,7 @@ class _Slots:
                 for path, value in flat
             ]
         self._tree = jax.tree.unflatten(treedef, slots)
-        self._names = names
+        self._made_for = [v.name for v in variables]
 
 
 def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
@@ -286,8 +287,13 @@ def _flatten(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _unique_names(variables: list[Variable]) -> list[str]:
-    """Names that sort as the Variables are given, since Optax sees a dict."""
-    return [f"{i:04d} {v.name}" for i, v in enumerate(variables)]
+    """Names that sort as the Variables are given, since Optax sees a dict.
+
+    They are keys of checkpoints, so those without a name have their place for one: the number that
+    they have is of this process, and another one counts otherwise.
+    """
+    names = [v.name if v.is_named else f"Variable_{i}" for i, v in enumerate(variables)]
+    return [f"{i:04d} {name}" for i, name in enumerate(names)]
 
 
 def _is_variable(x: Any) -> bool:

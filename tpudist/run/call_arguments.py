@@ -92,9 +92,11 @@ class Flattener:
         structure: list[Any] = []
         self._one_each.clear()  # what is plain may change
         for i, arg in enumerate((*args, kwargs) if kwargs else args):
+            some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
+            for x in some:
+                _refuse_masked(x)
             if isinstance(arg, _ARRAY_TYPES):
                 _single_array_types.add(type(arg))
-            some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
             if all(isinstance(x, _ARRAY_TYPES) for x in some):
                 self._plain.add(i)
             else:
@@ -112,6 +114,15 @@ class Flattener:
                 whole.add(position)
             position += 1 if item is None else len(item[1])
         return Kinds.of([_WHOLE if i in whole else x for i, x in enumerate(elements)])
+
+
+def _refuse_masked(x: Any) -> None:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"A masked numpy array of shape {list(x.shape)} was given to a replica function. A "
+            f"device knows no masks, and would compute with what is masked. Fill it, x.filled(0), "
+            f"and pass the mask beside it."
+        )
 
 
 def unflatten(

@@ -50,6 +50,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
 
     Attributes:
         name: For messages, and for finding it in a checkpoint.
+        is_named: Whether it was given that name; else it has a number of this process.
         shape: Of the value.
         dtype: Of the value.
         trainable: Whether optimizers train it.
@@ -127,6 +128,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             warn_if_given(what, lifting, "variables made in a replica function are made once")
         strategy = context.get_strategy()
         self.strategy = strategy._twin_of or strategy
+        self.is_named = name is not None
         self.name = f"Variable_{next(_names)}" if name is None else name
         self.synchronization = variable_value.check_member(
             VariableSynchronization, synchronization, "synchronization", self.name

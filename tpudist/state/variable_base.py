@@ -20,6 +20,7 @@ class VariableBase:
     """The attributes of a Variable (see there), and what the contexts make of it."""
 
     name: str
+    is_named: bool
     shape: tuple[int, ...]
     dtype: Any
     trainable: bool
