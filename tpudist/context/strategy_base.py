@@ -164,7 +164,9 @@ class StrategyBase(abc.ABC):
         """Puts the logical axis rules in force, if no scope of this strategy has done so."""
 
     @abc.abstractmethod
-    def _reduce_together(self, reduce_op: "ReduceOp | str", value: PyTree, options: Any) -> PyTree:
+    def _reduce_together(
+        self, reduce_op: "ReduceOp | str", value: PyTree, options: "CommunicationOptions | None"
+    ) -> PyTree:
         """As `reduce` with axis=None, of all leaves in as few collectives as they fit in."""
 
     @abc.abstractmethod

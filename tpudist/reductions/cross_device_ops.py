@@ -22,7 +22,7 @@ from tpudist.xla.packing import Packing
 PyTree = Any
 
 
-def all_reduce(op: ReduceOp, value: PyTree, options: Any = None) -> PyTree:
+def all_reduce(op: ReduceOp, value: PyTree, options: CommunicationOptions | None = None) -> PyTree:
     """Combines `value` over all replicas, in a trace, as the current strategy does it.
 
     All leaves at once. See `collectives.all_reduce`.
@@ -39,7 +39,7 @@ def all_reduce(op: ReduceOp, value: PyTree, options: Any = None) -> PyTree:
     return treedef.unflatten(ops.batch_reduce(op, [(x, x) for x in parts], options))
 
 
-def reduce(op: ReduceOp, x: jax.Array, options: Any = None) -> jax.Array:
+def reduce(op: ReduceOp, x: jax.Array, options: CommunicationOptions | None = None) -> jax.Array:
     """As `all_reduce`, for one array: by `reduce` of the cross-device ops."""
     strategy = context.current().strategy
     if strategy.cross_device_ops is None or strategy.num_replicas_in_sync == 1:
@@ -48,7 +48,7 @@ def reduce(op: ReduceOp, x: jax.Array, options: Any = None) -> jax.Array:
     return strategy.cross_device_ops.reduce(op, part, part, options)
 
 
-def all_gather(value: PyTree, axis: int, options: Any = None) -> PyTree:
+def all_gather(value: PyTree, axis: int, options: CommunicationOptions | None = None) -> PyTree:
     """Concatenates over all replicas, in a trace; see `collectives.all_gather`."""
     options = options if options is not None else context.current().strategy.communication_options
     if options is not None:

@@ -15,6 +15,7 @@ from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
+from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.reductions.gather import capture_in_trace, gather, stack_parts
 from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
@@ -24,7 +25,11 @@ from tpudist.xla.mesh import ReplicaMesh
 
 
 def reduce(
-    strategy: StrategyBase, op: ReduceOp, value: Any, axis: Any, options: Any = None
+    strategy: StrategyBase,
+    op: ReduceOp,
+    value: Any,
+    axis: Any,
+    options: CommunicationOptions | None = None,
 ) -> jax.Array:
     """Combines one leaf over replicas and, with `axis`, over dims of each replica's part."""
     mesh = strategy.replica_mesh
@@ -63,7 +68,9 @@ def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Ar
     return jnp.moveaxis(value.array, 1 + dim, 1), moved
 
 
-def reduce_all(strategy: StrategyBase, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
+def reduce_all(
+    strategy: StrategyBase, op: ReduceOp, values: list[Any], options: CommunicationOptions | None
+) -> list[Any]:
     """As `reduce` without an axis, of several leaves: what can travel together does."""
     values = [capture_in_trace(x) for x in values]
     ops = strategy.cross_device_ops
@@ -88,7 +95,12 @@ def reduce_all(strategy: StrategyBase, op: ReduceOp, values: list[Any], options:
 
 
 def _reduce_by_choice(
-    strategy: StrategyBase, op: ReduceOp, stacked: jax.Array, axis: Any, real: Any, options: Any
+    strategy: StrategyBase,
+    op: ReduceOp,
+    stacked: jax.Array,
+    axis: Any,
+    real: Any,
+    options: CommunicationOptions | None,
 ) -> jax.Array:
     """As `_reduce_stacked`, by the strategy's cross-device ops."""
 
@@ -188,7 +200,9 @@ def _reduce_equal(op: ReduceOp, x: jax.Array, axis, n: int) -> jax.Array:
     return x * (n if x.dtype == jnp.bool_ else jnp.asarray(n, x.dtype))
 
 
-def _reduce_part(op: ReduceOp, x: jax.Array, axis, real: Any, options: Any) -> jax.Array:
+def _reduce_part(
+    op: ReduceOp, x: jax.Array, axis, real: Any, options: CommunicationOptions | None
+) -> jax.Array:
     """What one replica does to combine its part `x`, `real` rows of it, with the others."""
     if axis is None:
         return cross_device_ops.reduce(op, x, options)

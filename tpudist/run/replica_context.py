@@ -12,6 +12,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.deprecated import DeprecatedContextMethods
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options, cross_device_ops
+from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.values import indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
 from tpudist.xla import collectives, traces
@@ -54,7 +55,9 @@ class ReplicaContext(DeprecatedContextMethods):
         self._check_current("replica_id_in_sync_group")
         return collectives.replica_id() if self._frame is not None else self._replica_id
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree, options: Any = None) -> PyTree:
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None = None
+    ) -> PyTree:
         """Combines `value` over all replicas; every replica gets the same result.
 
         Args:
@@ -87,7 +90,9 @@ class ReplicaContext(DeprecatedContextMethods):
             op, value, lambda op, dense: cross_device_ops.all_reduce(op, dense, options)
         )
 
-    def all_gather(self, value: PyTree, axis: int, options: Any = None) -> PyTree:
+    def all_gather(
+        self, value: PyTree, axis: int, options: CommunicationOptions | None = None
+    ) -> PyTree:
         """Concatenates the replicas' values along dim `axis`; every replica gets all of them.
 
         Args:

@@ -16,6 +16,7 @@ from tpudist.context.frame import Frame
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options
 from tpudist.reductions import destinations as places
+from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.run.call_arguments import is_leaf
 from tpudist.state import colocation
 from tpudist.state.variable import Variable
@@ -46,7 +47,11 @@ class StrategyExtended(StepsOnIterator):
     # Combining.
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
     ) -> Any:
         """Combines `value` over replicas, and puts the result where it is wanted.
 
@@ -74,7 +79,7 @@ class StrategyExtended(StepsOnIterator):
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: Any = None,
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Combines several values over replicas by one collective; see `reduce_to`.
 

@@ -20,6 +20,7 @@ from tpudist.options import RunOptions, ValueContext
 from tpudist.planner.strategy_methods import PlanMethods
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import gather, reduce
+from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.run import nested_run
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.step_cache import Replicator
@@ -328,7 +329,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         context.require_scope_or_default(self, "gather")
         return self._map(lambda x: gather.gather(self.replica_mesh, x, axis), value)
 
-    def _reduce_together(self, reduce_op: ReduceOp | str, value: PyTree, options: Any) -> PyTree:
+    def _reduce_together(
+        self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None
+    ) -> PyTree:
         """As `reduce` with axis=None, of all leaves at once, as far as they can travel together."""
         context.require_scope_or_default(self, "reduce")
         op = ReduceOp.parse(reduce_op)
