@@ -65,7 +65,7 @@ def is_whole() -> bool:
     )
 
 
-wanted = threading.Semaphore(0)
+wanted, arrived = threading.Semaphore(0), threading.Event()
 rng = random.Random(0)
 
 
@@ -73,6 +73,8 @@ def interrupt():
     while wanted.acquire():
         time.sleep(rng.uniform(0, 4e-3))
         os.kill(os.getpid(), signal.SIGINT)
+        while not arrived.wait(2):  # Python drops what is raised in a destructor
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 train()
@@ -81,10 +83,12 @@ threading.Thread(target=interrupt, daemon=True).start()
 num_interrupted = num_lost = 0
 for _ in range(NUM):
     try:
+        arrived.clear()
         wanted.release()
         while True:
             train()
     except KeyboardInterrupt:
+        arrived.set()
         num_interrupted += 1
     if not is_whole():
         num_lost += 1
