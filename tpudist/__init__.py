@@ -2,7 +2,7 @@
 
 import typing
 
-from tpudist import checkpoint, cluster_resolver, compat, errors, experimental, planner
+from tpudist import checkpoint, cluster_resolver, compat, deprecated, errors, experimental, planner
 from tpudist.checkpoint.train_state import TrainState
 from tpudist.context import (
     experimental_set_strategy,
@@ -104,9 +104,6 @@ if not typing.TYPE_CHECKING:  # which would take any name to be there
 
     def __getattr__(name: str) -> typing.NoReturn:
         """Says of a name of `tf.distribute` that it is not offered yet."""
-        if name in ("ParameterServerStrategy", "Server", "coordinator"):
-            raise AttributeError(
-                f"tpudist.{name} is not offered yet: parameter servers are still to come. "
-                f"MirroredStrategy, TPUStrategy and MultiWorkerMirroredStrategy train in step."
-            )
-        raise AttributeError(f"module 'tpudist' has no attribute {name!r}")
+        raise deprecated.make_attribute_error(
+            __name__, name, ("ParameterServerStrategy", "Server", "coordinator")
+        )

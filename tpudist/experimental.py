@@ -2,6 +2,7 @@
 
 import typing
 
+from tpudist import deprecated
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment, DeviceOrderMode
 from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_system
 from tpudist.cluster_resolver.tpu_topology import Topology
@@ -46,10 +47,6 @@ if not typing.TYPE_CHECKING:  # which would take any name to be there
 
     def __getattr__(name: str) -> typing.NoReturn:
         """Says of a name of `tf.distribute.experimental` that it is not offered yet."""
-        if name in ("ParameterServerStrategy", "coordinator", "rpc"):
-            raise AttributeError(
-                f"tpudist.experimental.{name} is not offered yet: parameter servers are still to "
-                f"come. MirroredStrategy, TPUStrategy and MultiWorkerMirroredStrategy train in "
-                f"step."
-            )
-        raise AttributeError(f"module 'tpudist.experimental' has no attribute {name!r}")
+        raise deprecated.make_attribute_error(
+            __name__, name, ("ParameterServerStrategy", "coordinator", "rpc")
+        )

@@ -32,7 +32,7 @@ for _ in range(5):
     last = strategy.run(total, args=(x,))
 print(float(last))
 try:
-    failed.block_until_ready()
+    jax.block_until_ready(failed)
 except jax.errors.JaxRuntimeError:
     print("raised where it is read")
 try:

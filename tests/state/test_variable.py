@@ -628,6 +628,16 @@ def test_numbers_that_no_dtype_was_chosen_for_convert_as_in_tensorflow(mirrored,
     assert half.assign(np.int64(3)).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("value", [2**40, [2**40], np.int64(2**40), np.array([2**40])])
+def test_integers_do_not_wrap(mirrored, value):
+    """Their 32 lowest bits are 0."""
+    shape = np.shape(value)
+    whole = make(mirrored, SUM, jnp.zeros(shape, jnp.int32))
+    with pytest.raises(ValueError, match=r"holds int32, but was assigned integers from 1099511627"):
+        whole.assign(value)
+    assert np.all(make(mirrored, MEAN, jnp.zeros(shape)).assign(value) == 2.0**40)
+
+
 def test_assigning_values_that_differ_in_cross_replica_context_is_refused(mirrored):
     """TensorFlow writes the components apart, in silence."""
     v = make(mirrored, MEAN, name="weights")

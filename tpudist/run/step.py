@@ -270,10 +270,10 @@ class Step:
                 if id(x) in seen and isinstance(x, jax.Array):
                     donated[i] = x.copy()
                 seen.add(id(x))
-        lent = self.owner.strategy._protected
-        if lent:
+        protected = self.owner.strategy._protected
+        if protected:
             for i, v in enumerate(self.captured):
-                if v in lent and v in self.written_variables:
+                if v in protected and v in self.written_variables:
                     if i in plan.donated:
                         position = plan.donated.index(i)
                         donated[position] = donated[position].copy()
@@ -284,9 +284,9 @@ class Step:
         variables = plan.written_variables
         for v, value in zip(variables, written, strict=False):
             v._value = value
-        lent = self.owner.strategy._protected
-        if lent:
-            lent.difference_update(variables)  # nobody has read the new arrays
+        protected = self.owner.strategy._protected
+        if protected:
+            protected.difference_update(variables)  # nobody has read the new arrays
         if plan.written_leaves:
             assert binding is not None, "they belong to the objects that it holds"
             rest = written[len(variables) :]
@@ -340,7 +340,8 @@ class Step:
         options = plan.shardings(arrays, stacked, self.mesh) | self.compiler_options
         self._jitted = jax.jit(step, donate_argnums=0, **options)
         if self.function.loaded:
-            lowered = self._jitted.trace(plan.take_donated(arrays), plan.take_kept(arrays)).lower()  # type: ignore[attr-defined]
+            both = plan.take_donated(arrays), plan.take_kept(arrays)
+            lowered = self._jitted.trace(*both).lower()  # type: ignore[attr-defined]
             ready = [saved.executable_for(lowered) for saved in self.function.loaded]
             for compiled in filter(None, ready):
                 self._jitted = executables.Ahead(compiled, self._jitted)
@@ -404,9 +405,9 @@ class Step:
             and traced.written_leaves <= self.written_leaves
         ) or len(values) != len(self.captured) + len(self.inputs.stacked):
             raise PlanOutdated
-        # Which says how to all-reduce.
+        assert self._plan is not None
+        # What is aggregated at the end of the step asks the strategy in charge how.
         with context.enter(context.Mode(context.ContextKind.SCOPE, self.owner.strategy)):
-            assert self._plan is not None
             return traced.emit(self.mesh, self.captured, values, self._plan.state)
 
     def _trace(self, rest: Sequence[Any]) -> TracedStep:

@@ -31,24 +31,8 @@ class VariableBase:
     on_read: bool
     spec: PartitionSpec | None  # over which axes inside a replica it is split; None if that is open
     _value: Any  # the array, with a leading dim of replicas if `on_read`
-
-    def read_value(self) -> jax.Array:
-        """The value, as the current context sees it."""
-        raise NotImplementedError
-
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> jax.Array | None:
-        """Sets the value."""
-        raise NotImplementedError
-
-    def _assign_eagerly(self, value: Any, read_value: bool) -> jax.Array | None:
-        """Sets the value, out of all traces."""
-        raise NotImplementedError
+    # Sets the value out of all traces: of `Variable`, for those of its parts that compute one.
+    _assign_eagerly: Callable[[Any, bool], jax.Array | None]
 
     def conform(self, value: Any) -> jax.Array:
         """`value` as an array of this variable's shape and dtype; an error if it does not fit."""

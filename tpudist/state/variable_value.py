@@ -66,11 +66,12 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
     """`value` as an array of a variable's shape and dtype.
 
     Raises:
-        ValueError: The shape is another, or the dtype does not convert without loss of kind.
+        ValueError: The shape is another, the dtype does not convert without loss of kind, or an
+            integer does not fit.
     """
     value = value.read_value() if isinstance(value, ReadsAsArray) else value
     plain = _has_no_precision(value)
-    array = jnp.asarray(value)
+    array = jnp.asarray(_convert_integers(value, name, dtype) if plain else value)
     same = array.dtype == dtype  # as that of random keys, which NumPy does not know
     converts = not same and (plain or getattr(array, "weak_type", False))
     fits = same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))
@@ -82,6 +83,24 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
         )
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return array if is_key else array.astype(dtype)  # which makes a weak type a strong one
+
+
+def _convert_integers(value: Any, name: str, dtype: Any) -> Any:
+    """Integers in a variable's dtype: JAX makes int32 of them first, in which larger ones wrap."""
+    numbers = np.asarray(value)
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return value
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return numbers.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and numbers.size:
+        least, greatest = int(numbers.min()), int(numbers.max())
+        if least < jnp.iinfo(dtype).min or greatest > jnp.iinfo(dtype).max:
+            raise ValueError(
+                f"Variable '{name}' holds {dtype}, but was assigned integers from {least} to "
+                f"{greatest}, which do not fit: {dtype} goes from {jnp.iinfo(dtype).min} to "
+                f"{jnp.iinfo(dtype).max}. Make the variable of a larger dtype."
+            )
+    return value
 
 
 def _has_no_precision(value: Any) -> bool:

@@ -197,8 +197,8 @@ class Throttle:
             self._wait()
         except jax.errors.JaxRuntimeError as error:
             for x in itertools.chain(*inputs):
-                if isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted():
-                    x.block_until_ready()
+                if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+                    _wait_for(x)
             _log.warning("A step that was dispatched before has failed: %s", error)
 
     def _wait(self) -> None:
