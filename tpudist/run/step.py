@@ -19,7 +19,7 @@ from tpudist.options import RunOptions
 from tpudist.run import call_arguments, call_description, inputs, row_groups
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
-from tpudist.run.interrupt_hold import InterruptHold, interruptible
+from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import Outcome, TracedStep
 from tpudist.run.step_plan import StepPlan
@@ -76,6 +76,7 @@ class Step:
         self._now: call_arguments.Call | None = None
         self._jitted: Callable | None = None
         self._plan: StepPlan | None = None  # there is one where there is a `jit`
+        self._takes_state = False
         self._lowering = False  # nothing is moved then: not all of it may be within reach
 
     def __call__(self, now: call_arguments.Call) -> Any:
@@ -91,7 +92,7 @@ class Step:
         now = self._current_call()
         self._throttle.before_step(donated, kept)
         num_compiles = self._compiles.number
-        with InterruptHold():
+        with InterruptHold() if self._takes_state else NO_HOLD:
             try:
                 written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
             except (TypeError, ValueError) as error:
@@ -327,6 +328,8 @@ class Step:
             self._positions_of_donated(now, len(self.captured) + num_nnx),
             self.donates_state,
         )
+
+        self._takes_state = bool(plan.state)
 
         def step(donated_arrays, kept_arrays):
             if not self._is_for(self._current_call()):

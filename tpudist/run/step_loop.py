@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tpudist.run import call_description
 from tpudist.run.call_arguments import Call
 from tpudist.run.inputs import sharding_to_keep
-from tpudist.run.interrupt_hold import InterruptHold, interruptible
+from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
 from tpudist.run.results import Outcome
 from tpudist.run.step import Step
 from tpudist.xla import compile_log
@@ -64,7 +64,7 @@ class StepSequence:
             self._made_for = plan
         step.wait_for_slot(values)
         carry, constants = [shared[i] for i in state], [shared[i] for i in constant]
-        with InterruptHold():
+        with InterruptHold() if state else NO_HOLD:
             written, outcomes = self._jitted(carry, constants, own)
             step.finish(written, first.binding, None if written else outcomes[0].any_array())
         return outcomes
