@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jax.extend import core
 
-from tpudist.xla import compile, mesh, replica_equality
+from tpudist.xla import compile, mesh, references, replica_equality
 
 N = 8
 
@@ -263,16 +263,128 @@ def test_a_function_called_as_one_of_ours_is_none_of_ours():
     assert prove(lambda x: [tpudist_all_reduce(x)], True).differs == (True,)
 
 
-def test_a_mutable_reference_is_not_followed():
+def put(ref, value):
+    ref[...] = jnp.asarray(value, jnp.float32)
+
+
+REFERENCES = {
+    "what is written last counts": (
+        lambda ref, x: (put(ref, x), put(ref, 1.0)),
+        False,
+    ),
+    "what differs stays": (lambda ref, x: put(ref, x), True),
+    "a sum is of both": (lambda ref, x: jax.ref.addupdate(ref, ..., x), True),
+    "a branch may write": (
+        lambda ref, x: jax.lax.cond(ref[...] > 0, lambda: put(ref, x), lambda: None),
+        True,
+    ),
+    "a branch may write the same": (
+        lambda ref, x: jax.lax.cond(ref[...] > 0, lambda: put(ref, 2.0), lambda: None),
+        False,
+    ),
+    "not all replicas take the branch": (
+        lambda ref, x: jax.lax.cond(x > 0, lambda: put(ref, 2.0), lambda: None),
+        True,
+    ),
+    "a branch that all leave as it is": (
+        lambda ref, x: jax.lax.cond(x > 0, lambda: ref[...], lambda: 0.0),
+        False,
+    ),
+    "the second turn of a loop": (
+        lambda ref, x: jax.lax.scan(
+            lambda c, _: ((put(ref, c), x)[1], None), jnp.float32(0), length=2
+        ),
+        True,
+    ),
+    "a turn reduces": (
+        lambda ref, x: jax.lax.scan(
+            lambda c, _: (put(ref, jax.lax.psum(x, "replica")), (c, None))[1], 0.0, length=2
+        ),
+        False,
+    ),
+    "a loop of another length on each": (
+        lambda ref, x: jax.lax.while_loop(
+            lambda c: c < x, lambda c: (put(ref, ref[...] + 1), c + 1)[1], 0.0
+        ),
+        True,
+    ),
+    "a loop of one length": (
+        lambda ref, x: jax.lax.while_loop(
+            lambda c: c[0] < 3,
+            lambda c: (put(ref, ref[...] + 1), (c[0] + 1, c[1] + x))[1],
+            (0, 0.0),
+        ),
+        False,
+    ),
+    "a jit": (lambda ref, x: jax.jit(lambda: put(ref, x))(), True),
+    "a gradient": (
+        lambda ref, x: jax.grad(lambda w: (put(ref, jax.lax.stop_gradient(w)), w)[1])(x),
+        True,
+    ),
+    "inside of a loop in a branch": (
+        lambda ref, x: jax.lax.cond(
+            x > 0,
+            lambda: jax.lax.scan(lambda c, _: (put(ref, c), (c, None))[1], 0.0, length=2)[0],
+            lambda: 0.0,
+        ),
+        True,
+    ),
+    "another reference, made in the loop": (
+        lambda ref, x: jax.lax.scan(
+            lambda c, _: (jax.new_ref(x)[...] * 0, (c, None))[1], 0.0, length=2
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_are_followed(name):
+    change, differs = REFERENCES[name]
+
+    def function(x):
+        ref = jax.new_ref(jnp.ones(()))
+        change(ref, x)
+        return [ref[...], jax.freeze(ref)]
+
+    assert prove(function, True).differs == (differs, differs)
+    assert prove(function, False).differs == (False, False)
+
+
+def test_a_part_that_is_written_leaves_the_rest():
+    def function(x):
+        ref = jax.new_ref(x)
+        ref[0] = 1.0
+        ref[jnp.array([0, 0])] = jnp.ones(2)
+        return [ref[...]]
+
+    assert prove(function, True, value=jnp.zeros(2)).differs == (True,)
+
+
+def test_a_reference_that_is_used_in_another_way_is_not_followed(monkeypatch):
     """What was written to it may differ, so what is read may."""
+    monkeypatch.setattr(references, "access_of", lambda eqn: None)
 
     def function(x):
         ref = jax.new_ref(jnp.zeros(()))
         ref[...] = x
-        return [ref[...]]
+        return [ref[...], x]
 
-    (cause,) = prove(function, True).causes
-    assert cause is not None
+    assert prove(function, False).causes == (references.NOT_FOLLOWED, None)
+
+
+def test_where_references_are_not_what_the_program_says_is_told():
+    def function(x):
+        refs = [jax.new_ref(x), jax.new_ref(x)]
+        jax.grad(jax.checkpoint(lambda w: (put(refs[1], jax.lax.stop_gradient(w)), w)[1]))(x)
+        jax.lax.while_loop(
+            lambda c: refs[0][...] < c, lambda c: (put(refs[0], c), c)[1], jnp.float32(1)
+        )
+        return [x]
+
+    found = {(x.number, x.place) for x in prove(function, False).lost_references}
+    assert {number for number, _ in found} == {0, 1}
+    assert (0, "the condition of a while loop whose body assigns it") in found
 
 
 def test_a_custom_rule_for_gradients_is_followed():

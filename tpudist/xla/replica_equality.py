@@ -6,23 +6,31 @@ Everything else is deterministic: equal inputs give equal outputs. So equality i
 following the data, through loops and branches, and needs no device and no run. What cannot be
 followed counts as differing: `jaxprs` says what an equation runs, and what it does not understand.
 
+References (`jax.new_ref`) are followed as well, as the cells of `references`: what is read is what
+was written last.
+
 The same pass finds replicas that could wait for each other for ever: a collective in a branch or
-loop on whose condition they may disagree.
+loop on whose condition they may disagree. And it finds references where JAX does not keep the order
+of what is read and written.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from tpudist.xla import jaxprs
+from tpudist.xla import jaxprs, references
 from tpudist.xla.collectives import is_16_bit_float
 from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import REPLICA_AXIS
+from tpudist.xla.references import NOT_FOLLOWED, Access, Cell, is_reference
 
 # Why a value may differ: a few words for people. None means that it is equal everywhere.
 Cause = str | None
+# What is known of a value: the same, or which cell a reference is.
+Known = str | Cell | None
 
 # What makes its results equal, and all parameters that it is known to have.
 _REDUCTION = (frozenset({"axes", "axis_index_groups"}),)
@@ -49,6 +57,10 @@ _UNEQUAL_BY_NATURE = {
 # These name the axis of the replicas, but send nothing over it.
 _SILENT = ("axis_index", "pvary", "reduced_vary_cast", "vary_unreduced_cast", "preduced")
 
+# Programs in which a reference works as it does outside of them.
+_RUN_AS_WRITTEN = ("jit", "closed_call", "custom_vjp_call")
+_REMATERIALIZED = ("checkpoint", "remat2")
+
 
 @dataclasses.dataclass(frozen=True)
 class Hazard:
@@ -69,6 +81,21 @@ class Communication:
 
 
 @dataclasses.dataclass(frozen=True)
+class LostReference:
+    """A reference where what is read and written is not what the program says.
+
+    Attributes:
+        number: How many references were made before it.
+        place: What it is inside of, for people.
+        where: The line.
+    """
+
+    number: int
+    place: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Agreement:
     """What `prove` found: one cause per output (None = equal on every replica), and more.
 
@@ -76,11 +103,13 @@ class Agreement:
         causes: Why each output differs between replicas, or None.
         hazards: Where replicas could wait for each other for ever.
         communication: All collectives between replicas.
+        lost_references: References where JAX does not do what the program says.
     """
 
     causes: tuple[Cause, ...]
     hazards: tuple[Hazard, ...]
     communication: tuple[Communication, ...]
+    lost_references: tuple[LostReference, ...] = ()
 
     @property
     def differs(self) -> tuple[bool, ...]:
@@ -104,7 +133,10 @@ def prove(
     # The body of a loop is walked once a round, so the same may be found several times. What an
     # early round has found stays true: later ones know of more causes, never of fewer.
     return Agreement(
-        tuple(out), tuple(dict.fromkeys(walk.hazards)), tuple(dict.fromkeys(walk.communication))
+        tuple(map(_cause_of, out)),
+        tuple(dict.fromkeys(walk.hazards)),
+        tuple(dict.fromkeys(walk.communication)),
+        tuple(dict.fromkeys(walk.lost_references)),
     )
 
 
@@ -122,18 +154,22 @@ class _Walk:
     def __init__(self):
         self.hazards: list[Hazard] = []
         self.communication: list[Communication] = []
+        self.lost_references: list[LostReference] = []
+        self.memory = references.Memory()
 
-    def jaxpr(self, jaxpr: core.Jaxpr, consts: list[Cause], args: list[Cause]) -> list[Cause]:
-        """Causes of a jaxpr's outputs, given those of its inputs."""
-        env: dict[core.Var, str] = {}
+    def jaxpr(
+        self, jaxpr: core.Jaxpr, consts: Sequence[Known], args: Sequence[Known]
+    ) -> list[Known]:
+        """What is known of a jaxpr's outputs, given what is of its inputs."""
+        env: dict[core.Var, str | Cell] = {}
 
-        def read(atom) -> Cause:
+        def read(atom) -> Known:
             return None if isinstance(atom, core.Literal) else env.get(atom)
 
-        def write(variables, causes) -> None:
-            for variable, cause in zip(variables, causes, strict=True):
-                if cause is not None:
-                    env[variable] = cause
+        def write(variables, known) -> None:
+            for variable, one in zip(variables, known, strict=True):
+                if one is not None:
+                    env[variable] = one
 
         write(jaxpr.constvars, consts)
         write(jaxpr.invars, args)
@@ -141,8 +177,14 @@ class _Walk:
             write(eqn.outvars, self.equation(eqn, [read(x) for x in eqn.invars]))
         return [read(x) for x in jaxpr.outvars]
 
-    def equation(self, eqn: core.JaxprEqn, args: list[Cause]) -> list[Cause]:
+    def equation(self, eqn: core.JaxprEqn, args: list[Known]) -> Sequence[Known]:
         structure = jaxprs.structure_of(eqn)
+        if any(map(is_reference, (*eqn.invars, *eqn.outvars))):
+            access = references.access_of(eqn)
+            if access is not None and (access is Access.MAKE or isinstance(args[0], Cell)):
+                return self._access(eqn, access, args)
+            if not self._hands_on_references(eqn, structure, args):
+                return self._lose_references(eqn, structure, args)
         if isinstance(structure, jaxprs.Scan):
             return self._scan(structure, args)
         if isinstance(structure, jaxprs.While):
@@ -150,16 +192,72 @@ class _Walk:
         if isinstance(structure, jaxprs.Cond):
             return self._cond(eqn, structure, args)
         if isinstance(structure, jaxprs.Call):
-            causes = self._call(structure.body, args)
+            known = self._call(structure.body, args)
             equal = structure.name == EQUALIZING_FUNCTION
-            return [None] * len(causes) if equal else causes
+            return [None] * len(known) if equal else known
+        causes = [_cause_of(x) for x in args]
         if isinstance(structure, jaxprs.Unknown):
-            cause = self._unknown(eqn, structure, args)
+            cause = self._unknown(eqn, structure, causes)
         elif structure is not None:
-            cause = _first_cause(args) or self._inside(eqn, structure.bodies)
+            cause = _first_cause(causes) or self._inside(eqn, structure.bodies)
         else:
-            cause = self._leaf(eqn, args)
+            cause = self._leaf(eqn, causes)
         return [cause] * len(eqn.outvars)
+
+    def _access(self, eqn: core.JaxprEqn, access: Access, args: list[Known]) -> list[Known]:
+        """What an equation gives that makes, reads or changes a reference."""
+        if access is Access.MAKE:
+            return [self.memory.make(_first_cause(args))]
+        cell, operands = args[0], args[1:]
+        assert isinstance(cell, Cell)
+        found = self.memory.held[cell] or _first_cause(operands)
+        if access in (Access.WRITE, Access.ADD):
+            # Of slices, and where indices are computed, the rest stays.
+            shapes = [getattr(x.aval, "shape", None) for x in eqn.invars[:2]]
+            whole = access is Access.WRITE and len(args) == 2 and shapes[0] == shapes[1]
+            self.memory.write(cell, _first_cause(operands), whole)
+        return [found] * len(eqn.outvars)
+
+    def _hands_on_references(
+        self, eqn: core.JaxprEqn, structure: jaxprs.Structure | None, args: list[Known]
+    ) -> bool:
+        """Whether an equation gives references to its programs, and does nothing else with them."""
+        places = [i for i, x in enumerate(eqn.invars) if is_reference(x)]
+        if any(map(is_reference, eqn.outvars)):
+            return False
+        if not all(isinstance(args[i], Cell) for i in places):
+            return False
+        if isinstance(structure, jaxprs.Scan):
+            return max(places) < structure.num_consts
+        if isinstance(structure, jaxprs.While):
+            return max(places) < structure.num_cond_consts + structure.num_body_consts
+        if not isinstance(structure, jaxprs.Cond | jaxprs.Call):
+            return False
+        name = eqn.primitive.name
+        # What is computed again for the gradients reads what was written since, and writes twice.
+        once = name in _REMATERIALIZED and not eqn.params.get("differentiated", True)
+        if isinstance(structure, jaxprs.Call) and name not in _RUN_AS_WRITTEN and not once:
+            self._note_lost(eqn, name, (x for x in args if isinstance(x, Cell)))
+        return True
+
+    def _lose_references(
+        self, eqn: core.JaxprEqn, structure: jaxprs.Structure | None, args: list[Known]
+    ) -> list[Known]:
+        """What holds where it is not known what an equation does to references."""
+        cells = [x for x in args if isinstance(x, Cell)]
+        self._note_lost(eqn, eqn.primitive.name, cells)
+        unknown = any(
+            is_reference(x) and not isinstance(known, Cell)
+            for x, known in zip(eqn.invars, args, strict=True)
+        )
+        # One that was lost track of may be any of them.
+        self.memory.lose(list(self.memory.held) if unknown else cells)
+        if structure is not None:
+            self._hazard(eqn, structure.bodies, NOT_FOLLOWED)
+        return [NOT_FOLLOWED] * len(eqn.outvars)
+
+    def _note_lost(self, eqn: core.JaxprEqn, place: str, cells) -> None:
+        self.lost_references += [LostReference(x.number, place, line_of(eqn)) for x in cells]
 
     def _leaf(self, eqn: core.JaxprEqn, args: list[Cause]) -> Cause:
         name = eqn.primitive.name
@@ -175,8 +273,6 @@ class _Walk:
             return _UNEQUAL_BY_NATURE[name]
         if over_replicas and name not in _SILENT:
             return f"a {name} between replicas"
-        if any(_is_reference(x) for x in eqn.invars):
-            return "a mutable array reference, which is not followed"
         return _first_cause(args)
 
     def _inside(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr]) -> Cause:
@@ -190,12 +286,12 @@ class _Walk:
             self._hazard(eqn, structure.bodies, _first_cause(args) or "")
         return structure.reason
 
-    def _call(self, body: core.Jaxpr, args: list[Cause]) -> list[Cause]:
+    def _call(self, body: core.Jaxpr, args: Sequence[Known]) -> list[Known]:
         # Constants inside are concrete, and so equal: `jaxprs` does not read programs whose
         # constants are traced.
         return self.jaxpr(body, [None] * len(body.constvars), args)
 
-    def _scan(self, scan: jaxprs.Scan, args: list[Cause]) -> list[Cause]:
+    def _scan(self, scan: jaxprs.Scan, args: list[Known]) -> list[Known]:
         consts = args[: scan.num_consts]
         carry = args[scan.num_consts : scan.num_consts + scan.num_carry]
         xs = args[scan.num_consts + scan.num_carry :]
@@ -203,34 +299,58 @@ class _Walk:
         def body(carry):
             return self._call(scan.body, [*consts, *carry, *xs])
 
-        carry, out = _fixpoint(body, carry)
+        carry, out = self._fixpoint(body, carry)
         return [*carry, *out[scan.num_carry :]]
 
-    def _while(self, eqn: core.JaxprEqn, loop: jaxprs.While, args: list[Cause]) -> list[Cause]:
+    def _while(self, eqn: core.JaxprEqn, loop: jaxprs.While, args: list[Known]) -> list[Known]:
         num_consts = loop.num_cond_consts + loop.num_body_consts
         cond_consts = args[: loop.num_cond_consts]
         body_consts = args[loop.num_cond_consts : num_consts]
+        changed: set[Cell] = set()
 
         def body(carry):
             stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
-            out = self._call(loop.body, [*body_consts, *carry])
+            out, written = self.memory.watch(lambda: self._call(loop.body, [*body_consts, *carry]))
+            changed.update(written)
             # Replicas that may disagree when to stop make other numbers of turns: then all that is
-            # carried differs, though every turn by itself be equal.
+            # carried or written differs, though every turn by itself be equal.
+            for cell in written:
+                self.memory.write(cell, stop, whole=False)
             return [x or stop for x in out]
 
-        carry, _ = _fixpoint(body, args[num_consts:])
+        carry, _ = self._fixpoint(body, args[num_consts:])
         # Asked again, for in the rounds before the last the condition may have looked equal.
         stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
         if stop is not None:
             self._hazard(eqn, loop.bodies, stop)
+        # JAX gives the condition what was there before the loop.
+        stale = [x for x in cond_consts if isinstance(x, Cell) and x in changed]
+        self._note_lost(eqn, "the condition of a while loop whose body assigns it", stale)
         return carry
 
-    def _cond(self, eqn: core.JaxprEqn, choice: jaxprs.Cond, args: list[Cause]) -> list[Cause]:
-        which, operands = args[0], args[1:]
+    def _cond(self, eqn: core.JaxprEqn, choice: jaxprs.Cond, args: list[Known]) -> list[Known]:
+        which, operands = _cause_of(args[0]), args[1:]
         if which is not None:
             self._hazard(eqn, choice.bodies, which)
-        results = [self._call(branch, operands) for branch in choice.bodies]
+        results = self.memory.choose(
+            which, [functools.partial(self._call, branch, operands) for branch in choice.bodies]
+        )
         return [which or _first_cause(outs) for outs in zip(*results, strict=True)]
+
+    def _fixpoint(
+        self, body: Callable[[list[Known]], list[Known]], carry: list[Known]
+    ) -> tuple[list[Known], list[Known]]:
+        """Runs `body` until nothing more differs of what is carried or held by references."""
+        # Induction over the turns of the loop. What has no cause at the end is equal before the
+        # first turn, and equal after a turn if all such values were equal before it. Causes are
+        # only ever added, one at least in each round but the last, so it ends. Whether there is a
+        # cause counts, not which: another round may tell it in other words.
+        while True:
+            out, more = self.memory.repeat(functools.partial(body, carry))
+            grown = [old or new for old, new in zip(carry, out[: len(carry)], strict=True)]
+            if not more and [x is None for x in grown] == [x is None for x in carry]:
+                return grown, out
+            carry = grown
 
     def _hazard(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr], cause: str) -> None:
         for inner in (inner for body in bodies for inner in jaxprs.walk(body)):
@@ -247,22 +367,13 @@ def line_of(eqn: core.JaxprEqn) -> str:
     return source_lines.users_line(tuple(stack)) or ""
 
 
-def _fixpoint(body: Callable, carry: list[Cause]) -> tuple[list[Cause], list[Cause]]:
-    """Runs `body` until no more of the carry differs; at most once more than values are carried."""
-    # Induction over the turns of the loop. What has no cause at the end is equal before the first
-    # turn, and equal after a turn if all such values were equal before it. Causes are only ever
-    # added, one at least in each round but the last, so it ends. Whether there is a cause counts,
-    # not which: another round may tell it in other words.
-    while True:
-        out = body(carry)
-        grown = [old or new for old, new in zip(carry, out[: len(carry)], strict=True)]
-        if [x is None for x in grown] == [x is None for x in carry]:
-            return grown, out
-        carry = grown
+def _cause_of(known: Known) -> Cause:
+    # A reference itself, where a value is asked for: nobody has said what that is.
+    return NOT_FOLLOWED if isinstance(known, Cell) else known
 
 
-def _first_cause(causes: Sequence[Cause]) -> Cause:
-    return next((cause for cause in causes if cause is not None), None)
+def _first_cause(known: Sequence[Known]) -> Cause:
+    return next((_cause_of(x) for x in known if x is not None), None)
 
 
 def _is_over_replicas(eqn: core.JaxprEqn) -> bool:
@@ -293,7 +404,3 @@ def _differs_by_itself(eqn: core.JaxprEqn) -> bool:
     if isinstance(structure, jaxprs.Unknown):
         return True
     return structure is None and _is_over_replicas(eqn)
-
-
-def _is_reference(atom) -> bool:
-    return "Ref" in type(getattr(atom, "aval", None)).__name__
