@@ -5,6 +5,7 @@ the one that the test names; see "A new version of JAX" in CONTRIBUTING.md.
 """
 
 import ast
+import contextlib
 import importlib.metadata
 import re
 import threading
@@ -84,6 +85,15 @@ def compiler_options():
     assert internals.compiler_options_of(lowered) == options
 
 
+def key_of_trace_caches():
+    calls = []
+    count = jax.jit(lambda x: (calls.append(0), x)[1])
+    for apart in (False, False, True, True, False):
+        with traces.separate_caches() if apart else contextlib.nullcontext():
+            jax.jit(lambda x: count(x))(1.0)
+    assert len(calls) == 3
+
+
 def described_devices():
     assert not internals.is_described(jax.devices()[0])
     if topology.importlib.util.find_spec("libtpu"):
@@ -147,6 +157,7 @@ DOORS = {
         methods_of_the_coordination_service,
     ),
     "Lowered._lowering._compiler_options_kvs": ("xla/internals.py", compiler_options),
+    "jax._src.config.config_ext.Config": ("xla/internals.py", key_of_trace_caches),
     "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
     "jax.extend.core.Jaxpr and ClosedJaxpr": ("xla/jaxprs.py", jaxpr_and_its_constants),
     "JaxprEqn.source_info": ("xla/replica_equality.py", source_of_an_equation),
@@ -156,6 +167,15 @@ DOORS = {
     "nnx.graphlib": ("state/nnx_binding.py", flat_nnx_graph),
     "threading._register_atexit": ("checkpoint/one_save.py", end_of_the_main_thread),
 }
+
+
+def test_without_caches_of_its_own_a_trace_is_refused(monkeypatch):
+    monkeypatch.setattr(internals.config, "config_ext", None)
+    assert internals.make_key_of_trace_caches() is None
+    monkeypatch.setattr(traces, "_KEY", None)
+    with pytest.raises(RuntimeError, match="does not let a program be traced apart from others"):
+        with traces.separate_caches():
+            pass
 
 
 @pytest.mark.parametrize("name", DOORS)

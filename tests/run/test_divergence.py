@@ -241,27 +241,6 @@ def test_replicas_that_agree_may_communicate_in_a_branch(strategy, batch):
         np.testing.assert_allclose(part, both, rtol=1e-5)
 
 
-@pytest.mark.parametrize("transform", ["grad", "scan", "jit"])
-def test_assigning_in_a_nested_transformation_is_refused(strategy, transform):
-    with strategy.scope():
-        level = tpudist.Variable(jnp.ones(()), name="level")
-
-    def assign(x):
-        level.assign(x)
-        return x
-
-    def fn():
-        if transform == "grad":
-            return jax.grad(assign)(level.read_value())
-        if transform == "scan":
-            return jax.lax.scan(lambda c, _: (assign(c), None), level.read_value(), length=2)[0]
-        return jax.jit(assign)(level.read_value())
-
-    with pytest.raises(RuntimeError, match=r"'level' was assigned inside a nested jax transform"):
-        strategy.run(fn)
-    assert level.numpy() == 1
-
-
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 8}])
 def test_a_collective_that_would_end_the_process_is_refused(axes):
     """XLA:CPU aborts on a 16-bit psum in a partly manual function, and takes the notebook along."""

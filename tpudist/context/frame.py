@@ -44,8 +44,12 @@ class Frame(abc.ABC):
         """What `variable` holds now on this replica."""
 
     @abc.abstractmethod
-    def set(self, variable: "VariableBase", value: jax.Array) -> None:
-        """Makes `variable` hold `value` on this replica."""
+    def set(self, variable: "VariableBase", value: jax.Array) -> jax.Array:
+        """Makes `variable` hold `value` on this replica, and gives what it holds then."""
+
+    @abc.abstractmethod
+    def detach(self, value: jax.Array) -> jax.Array:
+        """A value through which no gradient goes, as what a variable holds has none."""
 
     @abc.abstractmethod
     def create_variable(self, make: "Callable[[], VariableBase]") -> "VariableBase":

@@ -133,6 +133,7 @@ class Findings:
     Attributes:
         captures: The PerReplicas that it captures, and the variables of the default strategy.
         created: The Variables that it makes, in order: made once, by the first trace.
+        assigned_inside: The Variables that it assigns inside of nested transformations.
         compiler_options: What its communication asks of the compiler.
     """
 
@@ -140,6 +141,7 @@ class Findings:
         """Nothing yet."""
         self.captures: list[Capture | Guest] = []
         self.created: list[Any] = []
+        self.assigned_inside: dict[Any, None] = {}
         self.compiler_options: dict[str, Any] = {}
 
 

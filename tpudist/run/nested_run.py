@@ -19,6 +19,7 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import CallOutputs, aggregate_outputs
 from tpudist.run.trace import causes_of_variables
 from tpudist.run.trace_frame import ReplicaFrame
+from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.xla import compile, replica_equality
@@ -50,7 +51,7 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     variables = list(frame.values)
     body = ReplicaBody(call, variables)
     values = [
-        *frame.values.values(),
+        *map(frame.value_of, variables),
         *(jax.tree.leaves(binding.values()) if binding is not None else ()),
         *_arrays(kinds, leaves),
         *(x for _, pair in counts for x in pair),
@@ -63,6 +64,7 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     causes = causes_of_variables(variables) + [None] * inputs.num_nnx
     causes += ["an argument" if s else None for s in inputs.stacked[inputs.num_nnx :]]
     proof = replica_equality.prove(closed, causes, [frame.cause_of(x) for x in closed.consts])
+    check_references(proof, found.references, name)
     own = proof.causes[: len(proof.causes) - len(found.computed)]
     proof = dataclasses.replace(proof, causes=own)
     changed = [i for i, _ in found.nnx]

@@ -80,8 +80,10 @@ class ReplicaBody:
                     if isinstance(x, LocalPart):
                         frame.note_part(x)
             try:
-                with context.enter(self._mode(frame)):
+                with context.enter(self._mode(frame)), frame.enter():
                     result = call.fn(*args, **kwargs)
+                if frame.missed_assignment:
+                    raise NewVariable
             except NewVariable as interruption:
                 if not frame.made:
                     raise
@@ -92,9 +94,10 @@ class ReplicaBody:
             if frame.incomplete:
                 return initial_values
             found.row_multiple = frame.row_multiple
+            found.references = frame.references.variables
             outputs = self._collect_results(found, result, arguments, copies)
             found.read, found.variables = frame.read, list(frame.written)
-            outputs += [frame.values[v] for v in frame.written]
+            outputs += [frame.value_of(v) for v in frame.written]
             outputs += self._collect_changes(found, copies, entered)
             return outputs + initial_values  # of what is made in a nested `run`
 

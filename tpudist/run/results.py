@@ -37,6 +37,8 @@ class CallOutputs:
     # The trace is to be made again, with the Variables that it made; those with computed values.
     incomplete: bool = False
     computed: list[Variable] = dataclasses.field(default_factory=list)
+    # The Variables that are references in the trace, in the order in which those were made.
+    references: list[Variable] = dataclasses.field(default_factory=list)
     interruption: BaseException | None = None
     row_multiple: int = 1  # the rows of the batch must divide by it
 

@@ -17,6 +17,7 @@ from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import CallOutputs, TracedStep
 from tpudist.run.rows_of_results import find_rows
+from tpudist.run.variable_references import check_references
 from tpudist.state.variable import Variable
 from tpudist.xla import compile, replica_equality
 
@@ -59,6 +60,7 @@ def trace_step(
     proof = replica_equality.prove(
         program.closed, causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
     )
+    check_references(proof, found.references, name)
     if mesh.num_replicas > 1:
         program_checks.check_hazards(proof, name)
     program_checks.check_communication(proof, mesh, name)

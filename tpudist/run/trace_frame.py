@@ -3,7 +3,8 @@
 Every Variable of the strategy is an input of the trace, so that a read finds its value wherever the
 Python code stands, however deep in `jax.grad` or `lax.scan`. Those that were not touched are
 dropped. What the function is found to need beside them (a PerReplica that it captures, a Variable
-that it makes) is noted in `Findings`, and the function traced once more with it.
+that it makes, one that it assigns in such depths) is noted in `Findings`, and the function traced
+once more with it.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ from tpudist.run.captures import (
     OtherStrategy,
     check_parts,
 )
+from tpudist.run.variable_references import VariableReferences
 from tpudist.state.variable_base import VariableBase
+from tpudist.xla import traces
 from tpudist.xla.traces import is_traced, trace_state
 
 
@@ -37,13 +40,17 @@ class ReplicaFrame(Frame):
 
     Attributes:
         strategy: The strategy that runs the function.
-        values: What each Variable holds now, as this replica sees it.
+        values: What each Variable holds now, as this replica sees it; of those that are references,
+            what it held at the start.
+        references: The Variables that are assigned in nested transformations.
         read: The Variables that were read.
         written: The Variables that were assigned.
         findings: What the function was found to need; None in a nested trace.
         whole: Whether this is the trace of a cross-replica function, of `tpudist.function`.
         made: The Variables that this trace has made; those with a value to compute, with it.
         incomplete: Whether something was needed that is no input: the trace is to be made again.
+        missed_assignment: Whether what was assigned was not kept, as the Variable was no reference:
+            the trace is to be made again.
         elements: What was taken from the iterators that the function reads, still to be handed out.
         row_multiple: By which numbers of rows the function divides: its microbatches.
     """
@@ -78,6 +85,8 @@ class ReplicaFrame(Frame):
         self.whole = False
         self.made: dict[Any, Any] = {}
         self.incomplete = False
+        self.missed_assignment = False
+        self.references = VariableReferences()
         self.row_multiple = 1
         self.elements: list[tuple[Callable[[Any], bool], Any]] = []
         self.differing: dict[int, Any] = {}
@@ -86,6 +95,24 @@ class ReplicaFrame(Frame):
         self._captured: dict[int, Any] = {}
         self._rows = rows
         self._trace_state = trace_state()
+        # Functions that JAX has traced before would not tell what they assign, and would read what
+        # another trace has made.
+        self._is_apart = bool(self._assigned_inside)
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Where the function is called: with references, if it is known to need them.
+
+        Raises:
+            RuntimeError: JAX has refused to use a reference in `jax.vmap`.
+        """
+        self.references.make(self._assigned_inside, self.values)
+        with traces.separate_caches() if self._is_apart else contextlib.nullcontext():
+            try:
+                yield
+            except Exception as error:
+                self.references.explain(error)
+                raise
 
     def get(self, variable: Any) -> jax.Array:
         """What `variable` holds now on this replica."""
@@ -93,25 +120,55 @@ class ReplicaFrame(Frame):
             return self._value_of_guest(variable)
         self._check_owner(variable)
         self.read.add(variable)
+        return self.value_of(variable)
+
+    def value_of(self, variable: Any) -> jax.Array:
+        """The same, where it is not the function that reads it."""
+        if variable in self.references:
+            return self.references.read(variable)
         return self.values[variable]
 
-    def set(self, variable: VariableBase, value: jax.Array) -> None:
-        """Makes `variable` hold `value` on this replica.
+    def set(self, variable: VariableBase, value: jax.Array) -> jax.Array:
+        """Makes `variable` hold `value` on this replica, and gives what it holds then.
 
         Raises:
-            RuntimeError: In a nested transformation, whose values must not leave it.
+            RuntimeError: In `jax.vmap`.
         """
         self._check_owner(variable)
-        if trace_state() != self._trace_state:
-            raise RuntimeError(
-                f"Variable '{variable.name}' was assigned inside a nested jax transformation (such "
-                f"as jax.grad, jax.vmap, lax.scan or jax.jit) of the replica function. A value "
-                f"made there cannot leave it in this way: return the new value from the "
-                f"transformed function (with has_aux=True, or as the scan's carry), and assign it "
-                f"outside."
-            )
-        self.values[variable] = value
+        value = self.detach(value)
+        if variable in self.references:
+            self.references.write(variable, value)
+        elif self._is_nested:
+            self._find_assignment(variable)
+        else:
+            self.values[variable] = value
         self.written[variable] = None
+        return value
+
+    def detach(self, value: jax.Array) -> jax.Array:
+        """A value through which no gradient goes, as what a variable holds has none."""
+        return jax.lax.stop_gradient(value) if self._is_nested else value
+
+    @property
+    def _is_nested(self) -> bool:
+        """Whether JAX is transforming something inside of the function."""
+        return trace_state() != self._trace_state
+
+    @property
+    def _assigned_inside(self) -> dict[Any, None]:
+        findings = self.root.findings
+        assert findings is not None
+        return findings.assigned_inside
+
+    def _find_assignment(self, variable: VariableBase) -> None:
+        """Notes that `variable` must be a reference when the function is traced again."""
+        self._assigned_inside[variable] = None
+        if not self._is_apart:
+            # Now, for what JAX has traced to its end it would not trace again for other programs,
+            # which would not be told of the assignment.
+            raise NewVariable
+        # The rest is traced as it is, to find the others as well.
+        self.missed_assignment = True
 
     # What the function needs beside its arguments.
 
@@ -216,7 +273,7 @@ class ReplicaFrame(Frame):
             RuntimeError: It is computed in a nested transformation, which it cannot leave.
         """
         root = self.root
-        if computed and trace_state() != self._trace_state:
+        if computed and self._is_nested:
             raise RuntimeError(
                 f"Variable '{variable.name}' was made inside a nested jax transformation of the "
                 f"replica function, with an initial value that is computed there. Give a function "

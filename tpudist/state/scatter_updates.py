@@ -192,8 +192,7 @@ class ScatterUpdates(VariableBase):
         if mode.replica_context is not None:
             values, indices = self._aggregate_slices(values, indices)
         new = apply(what, mode.frame.get(self), indices, values)
-        mode.frame.set(self, new)
-        return new
+        return mode.frame.set(self, new)
 
     def _aggregate_slices(self, values: jax.Array, indices: jax.Array) -> tuple[Any, Any]:
         if self.aggregation is _NONE:

@@ -44,9 +44,12 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     It is a node of JAX's trees, and what `jax.jit`, `jax.grad` or `jax.tree.map` hand to a function
     for it is that array; only `strategy.run` and `merge_call` pass the variable itself.
 
-    As `tf.Variable` under `tf.distribute`, with three differences: mirrored copies never diverge,
-    nothing is assigned inside nested JAX transformations, and what is assigned is returned as an
-    array.
+    In a replica function it may be read and assigned wherever Python code stands: in the loss
+    function of `jax.grad`, in branches and loops of `jax.lax`, in a nested `jax.jit`. No gradient
+    goes through what it holds. Exceptions are `jax.vmap` and, under a gradient, `jax.checkpoint`.
+
+    As `tf.Variable` under `tf.distribute`, with two differences: mirrored copies never diverge, and
+    what is assigned is returned as an array.
 
     Attributes:
         name: For messages, and for finding it in a checkpoint.
@@ -304,7 +307,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             ValueError: The shape or dtype is wrong; a `PerReplica` is assigned in cross-replica
                 context; or a plain number is assigned in a replica function to a variable that
                 sums.
-            RuntimeError: Assigned in a nested transformation, or under another strategy.
+            RuntimeError: Under another strategy; or assigned in `jax.vmap`, or inside of
+                `jax.checkpoint` or `jax.custom_jvp`, where it may happen twice or not at all.
         """
         warn_of_op_arguments("assign", use_locking, name)
         mode = context.current()
@@ -315,8 +319,10 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         value = self.conform(value if crossing else local_part(value))
         if mode.replica_context is not None and not self.on_read:
             value = aggregation.aggregate_write(self, value)
-        mode.frame.set(self, aggregation.split_value(self, value) if crossing else value)
-        return value if read_value else None
+        held = mode.frame.set(self, aggregation.split_value(self, value) if crossing else value)
+        if not read_value:
+            return None
+        return mode.frame.detach(value) if crossing else held
 
     def assign_add(
         self,

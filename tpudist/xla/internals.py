@@ -7,7 +7,7 @@ Each is looked up here and nowhere else, and each has a test of its own in
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import config, distributed
 
 
 def coordination_client() -> Any:
@@ -28,6 +28,19 @@ def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
             f"read, and without them it would be compiled otherwise than jax.jit does. Install a "
             f"jax that tpudist supports: see CONTRIBUTING.md."
         ) from error
+
+
+def make_key_of_trace_caches() -> Any:
+    """A setting of our own, of which JAX's caches of traces know: another value, other caches.
+
+    None where JAX has no such settings. To be made once: what was traced before is traced anew.
+    """
+    try:
+        return config.config_ext.Config(
+            "tpudist_trace", None, include_in_jit_key=False, include_in_trace_context=True
+        )
+    except (AttributeError, TypeError):
+        return None
 
 
 def is_described(device: jax.Device) -> bool:

@@ -1,6 +1,7 @@
 """Whether JAX is tracing here, and what is a part of a trace."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import AbstractMesh
+
+from tpudist.xla import internals
 
 
 def trace_state() -> Any:
@@ -34,6 +37,29 @@ def run_eagerly() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def separate_caches() -> Iterator[None]:
+    """Lets JAX trace all functions anew, and leave none of it for later traces.
+
+    JAX traces a function of a module (one under `jax.jit`, the body of a loop) once for all the
+    programs that call it. Python code in it that does more than return something must run in each.
+    """
+    if _KEY is None:
+        raise RuntimeError(
+            f"A Variable is assigned inside of a nested transformation (jax.grad, lax.scan), and "
+            f"jax {jax.__version__} does not let a program be traced apart from others, which this "
+            f"takes. Install a jax that tpudist supports: see CONTRIBUTING.md."
+        )
+    before = _KEY.swap_local(next(_numbers))
+    try:
+        yield
+    finally:
+        _KEY.set_local(before)
+
+
+# Made when this is imported: later it would have JAX trace anew what it knows already.
+_KEY = internals.make_key_of_trace_caches()
+_numbers = itertools.count(1)
 _NO_MESH = AbstractMesh((), ())
 
 
