@@ -675,6 +675,28 @@ def test_a_variable_of_any_dtype_is_assigned_inside(strategy, value):
     np.testing.assert_array_equal(plain(variable.read_value()), plain(value))
 
 
+@pytest.mark.parametrize("place", ["run", *PLACES])
+def test_a_function_called_again_reads_what_was_assigned_between(strategy, place):
+    """JAX keeps its trace, which would have the old value."""
+    level = make(strategy, 1.0)
+    read = jax.jit(lambda x: x + level)
+    turn = lambda c, _: (c + level, None)  # noqa: E731
+
+    def fn():
+        def both():
+            return read(0.0), jax.lax.scan(turn, 0.0, length=2)[0]
+
+        first = both()
+        level.assign_add(10.0)
+        second = both()
+        level.assign_add(10.0)
+        return first, second, both()
+
+    with strategy.scope():
+        seen = jax.tree.leaves(run_in(strategy, place, fn))
+    assert [float(x) for x in seen] == [1, 2, 11, 22, 21, 42]
+
+
 def test_rows_are_changed_in_a_loop(strategy):
     table = make(strategy, np.zeros((4, 2)), aggregation=MEAN)
 

@@ -92,6 +92,7 @@ class ReplicaFrame(Frame):
         self.differing: dict[int, Any] = {}
         self.same: dict[int, Any] = {}
         self._num_created = 0
+        self._read_inside: set[Any] = set()
         self._captured: dict[int, Any] = {}
         self._rows = rows
         self._trace_state = trace_state()
@@ -107,7 +108,7 @@ class ReplicaFrame(Frame):
             RuntimeError: JAX has refused to use a reference in `jax.vmap`.
         """
         self.references.make(self._assigned_inside, self.values)
-        with traces.separate_caches() if self._is_apart else contextlib.nullcontext():
+        with traces.separate_caches(now=self._is_apart):
             try:
                 yield
             except Exception as error:
@@ -120,6 +121,8 @@ class ReplicaFrame(Frame):
             return self._value_of_guest(variable)
         self._check_owner(variable)
         self.read.add(variable)
+        if self._is_nested:
+            self._read_inside.add(variable)
         return self.value_of(variable)
 
     def value_of(self, variable: Any) -> jax.Array:
@@ -142,6 +145,10 @@ class ReplicaFrame(Frame):
             self._find_assignment(variable)
         else:
             self.values[variable] = value
+            if variable in self._read_inside:
+                # A function that has read it is traced again when it is called again, for the trace
+                # that JAX keeps of it has the old value.
+                traces.renew_caches()
         self.written[variable] = None
         return value
 

@@ -38,23 +38,35 @@ def run_eagerly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def separate_caches() -> Iterator[None]:
+def separate_caches(now: bool = True) -> Iterator[None]:
     """Lets JAX trace all functions anew, and leave none of it for later traces.
 
     JAX traces a function of a module (one under `jax.jit`, the body of a loop) once for all the
     programs that call it. Python code in it that does more than return something must run in each.
+
+    Args:
+        now: Whether from the start, or only from when `renew_caches` is called.
     """
-    if _KEY is None:
+    if _KEY is None and now:
         raise RuntimeError(
             f"A Variable is assigned inside of a nested transformation (jax.grad, lax.scan), and "
             f"jax {jax.__version__} does not let a program be traced apart from others, which this "
             f"takes. Install a jax that tpudist supports: see CONTRIBUTING.md."
         )
-    before = _KEY.swap_local(next(_numbers))
+    if _KEY is None:
+        yield
+        return
+    before = _KEY.swap_local(next(_numbers)) if now else _KEY.get_local()
     try:
         yield
     finally:
         _KEY.set_local(before)
+
+
+def renew_caches() -> None:
+    """Forgets what has been traced within `separate_caches`."""
+    if _KEY is not None:
+        _KEY.set_local(next(_numbers))
 
 
 # Made when this is imported: later it would have JAX trace anew what it knows already.
