@@ -36,6 +36,10 @@ class RunOptions:
         experimental_xla_options: Compiler options by name, given to XLA as they are; kept as pairs.
         donate_argnums: Positions of positional arguments whose arrays the call may overwrite. They
             must not be used afterwards.
+        static_argnums: Positions of positional arguments whose Python numbers are part of the
+            program, which is compiled for each value, as in `jax.jit`. Without it numbers are
+            arrays in the function, unless it turns out to need one as it is (for a shape, in `if`
+            or `range`).
         donate_state: Whether the old values of NNX objects and Variables that the function changes
             may be overwritten in place. Arrays read from them before the call are then gone.
     """
@@ -44,10 +48,13 @@ class RunOptions:
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: Any = None
     donate_argnums: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+    static_argnums: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
     donate_state: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self):
         """Refuses what cannot be honoured, and makes the compiler options hashable."""
+        for name in ("donate_argnums", "static_argnums"):
+            object.__setattr__(self, name, _check_positions(name, getattr(self, name)))
         if self.experimental_xla_options is not None:
             pairs = tuple(sorted(dict(self.experimental_xla_options).items()))
             object.__setattr__(self, "experimental_xla_options", pairs)
@@ -63,6 +70,18 @@ class RunOptions:
                 "replica function is compiled for static shapes. Distribute the dataset with "
                 "tpudist, which pads the last batch and counts only its real rows."
             )
+
+
+def _check_positions(name: str, value: Any) -> tuple[int, ...]:
+    positions = (value,) if isinstance(value, int) else value
+    if not isinstance(positions, tuple | list) or not all(
+        isinstance(i, int) and not isinstance(i, bool) for i in positions
+    ):
+        raise TypeError(
+            f"RunOptions({name}={value!r}) names no positions of arguments. Give a tuple of whole "
+            f"numbers from 0, such as (1,)."
+        )
+    return tuple(positions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -229,7 +229,8 @@ def test_python_values_are_part_of_the_program(mirrored, compiles):
 @pytest.mark.parametrize("values", [(1, True, 1.0), (0.0, -0.0), (float("nan"), float("inf"))])
 def test_python_values_that_compare_equal_are_told_apart(mirrored, values):
     """0.0 equals -0.0, and 1 equals True."""
-    seen = [mirrored.run(lambda x: (x, repr(x)), (v,))[1] for v in values]
+    static = RunOptions(static_argnums=0)
+    seen = [mirrored.run(lambda x: (x, repr(x)), (v,), options=static)[1] for v in values]
     assert seen == [repr(v) for v in values]
 
     def sign(x):
@@ -870,7 +871,8 @@ def test_a_function_that_is_compiled_again_and_again_is_a_warning(mirrored, capl
 
     with caplog.at_level("INFO", logger="tpudist.compile"):
         for by in range(6):
-            mirrored.run(scaled, args=(np.float32(1), by))
+            options = RunOptions(static_argnums=1)
+            mirrored.run(scaled, args=(np.float32(1), by), options=options)
     assert [r.levelname for r in caplog.records] == ["INFO"] * 4 + ["WARNING"] * 2
     assert "(time 6): by was the value 4, is the value 5" in caplog.records[-1].message
 

@@ -169,12 +169,13 @@ def lower(
     """The step that `twin.run` would compile for these arguments."""
     started = time.monotonic()
     with twin._use_mesh():
-        step, now = twin._replicator.step_for(fn, call.args, call.kwargs, options)
 
         def report_lowering() -> None:
             tell("lowering", time.monotonic() - started)
 
-        program, donated, kept = step.lower_with_inputs(now, report_lowering)
+        step, now, program, donated, kept = twin._replicator.lower_with_inputs(
+            fn, call.args, call.kwargs, options, traced=report_lowering
+        )
     own = step.compiler_options.get("compiler_options", {})
     *_, found = step.traced.values()
     return LoweredStep(

@@ -1,15 +1,16 @@
 """The arguments of one call of `Strategy.run`, sorted by what becomes of them.
 
-Arrays are fed to the compiled program; each replica gets its own part of a PerReplica; NNX objects
-are fed as the values of their Variables; everything else (Python numbers, strings, functions,
-Variables) is part of the program's identity and reaches the function as it is.
+Arrays and Python numbers are fed to the compiled program; each replica gets its own part of a
+PerReplica; NNX objects are fed as the values of their Variables; everything else (strings,
+functions, Variables, and numbers that the function needs as such) is part of the program's
+identity and reaches the function as it is.
 """
 
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from flax import nnx
 from tpudist.run import containers
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica, is_distributed
+from tpudist.xla.settings import Setting
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_NUMBER_TYPES = frozenset((bool, int, float, complex))
 _LEAF_TYPES = (nnx.State, *nnx_contents.OBJECT_TYPES)
 _WHOLE = np.empty(())
 _is = operator.is_
@@ -105,15 +108,33 @@ class Flattener:
             structure.append(treedef)
         return leaves, tuple(structure)
 
-    def kinds_of_elements(self, elements: Sequence[Any], number: int) -> "Kinds":
-        """The kinds of what `elements` gave; a plain argument counts as an array."""
-        whole: set[int] = set()
-        position = 0
-        for item in self._keys[number][1:]:
+    def kinds_of_elements(
+        self,
+        elements: Sequence[Any],
+        number: int,
+        structure: tuple,
+        numbers: Collection[int],
+    ) -> "Kinds":
+        """The kinds of what `elements` gave; a plain argument counts as an array.
+
+        Args:
+            elements: See there.
+            number: See there.
+            structure: How all the leaves are nested, as `leaves` gives it.
+            numbers: Which of all the leaves are numbers that are fed.
+        """
+        looked_at: list[Any] = []
+        fed: set[int] = set()
+        leaf = 0
+        for item, treedef in zip(self._keys[number][1:], structure, strict=True):
             if item is None:
-                whole.add(position)
-            position += 1 if item is None else len(item[1])
-        return Kinds.of([_WHOLE if i in whole else x for i, x in enumerate(elements)])
+                looked_at.append(_WHOLE)
+            else:
+                first = len(looked_at)
+                looked_at += elements[first : first + treedef.num_leaves]
+                fed |= {first + i for i in range(treedef.num_leaves) if leaf + i in numbers}
+            leaf += treedef.num_leaves
+        return Kinds.of(looked_at, fed)
 
 
 def _refuse_masked(x: Any) -> None:
@@ -149,8 +170,9 @@ def leaves_of(argnums: Sequence[int], structure: tuple) -> frozenset[int]:
 class Kinds:
     """Positions of the flat arguments by kind. Depends on their types only, so it is made once."""
 
-    dynamic: tuple[int, ...]  # arrays, per_replica and states: what is fed, in order
+    dynamic: tuple[int, ...]  # arrays, numbers, per_replica and states: what is fed, in order
     arrays: tuple[int, ...]
+    numbers: tuple[int, ...]  # of Python's, which JAX takes as arrays of a weak type
     per_replica: tuple[int, ...]
     objects: tuple[int, ...]
     states: tuple[int, ...]
@@ -163,17 +185,17 @@ class Kinds:
 
     @functools.cached_property
     def only_arrays(self) -> bool:
-        """Whether all arguments are arrays."""
+        """Whether all arguments are arrays, or fed as such."""
         return not (self.per_replica or self.objects or self.states or self.static)
 
     @classmethod
-    def of(cls, leaves: Sequence[Any]) -> "Kinds":
-        """Sorts `leaves`."""
+    def of(cls, leaves: Sequence[Any], numbers: Collection[int] = ()) -> "Kinds":
+        """Sorts `leaves`; those at `numbers` are Python numbers that are fed."""
         found: dict[str, list[int]] = {field.name: [] for field in dataclasses.fields(cls)}
         for i, x in enumerate(leaves):
-            kind = _kind(x)
+            kind = "numbers" if i in numbers else _kind(x)
             found[kind].append(i)
-            if kind in ("arrays", "per_replica", "states"):
+            if kind in ("arrays", "numbers", "per_replica", "states"):
                 found["dynamic"].append(i)
         return cls(**{name: tuple(indices) for name, indices in found.items()})
 
@@ -186,6 +208,18 @@ def _kind(x: Any) -> str:
     if isinstance(x, nnx.State):
         return "states"
     return "arrays" if isinstance(x, _ARRAY_TYPES) else "static"
+
+
+def is_number(x: Any) -> bool:
+    """Whether an argument is a number of Python's own, no subclass."""
+    return type(x) in _NUMBER_TYPES
+
+
+def fits(x: Any) -> bool:
+    """Whether a Python number can be fed: an integer must be one of JAX's default dtype."""
+    if type(x) is not int or -(2**31) <= x < 2**31:
+        return True
+    return Setting.ENABLE_X64.read() and -(2**63) <= x < 2**63
 
 
 class IdentityKey:

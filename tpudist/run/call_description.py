@@ -1,7 +1,7 @@
 """What a call of a replica function looks like, in words: to say why it was compiled once more."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,19 @@ def describe_call(
     kwargs: dict[str, Any],
     leaves: Sequence[Any],
     options: RunOptions,
+    numbers: Collection[int] = (),
 ) -> dict[str, str]:
     """For each array and Python value of a call, by name: its dtype and shape, or its value.
 
-    NNX objects are looked into: their Variables, and what decides how they compute.
+    Of the `numbers` among the flat arguments, which are fed, it is the type. NNX objects are looked
+    into: their Variables, and what decides how they compute.
     """
     found: dict[str, str] = {}
-    for name, leaf in zip(names_of_leaves(fn, args, kwargs), leaves, strict=True):
-        if isinstance(leaf, nnx_contents.OBJECT_TYPES):
+    for i, name in enumerate(names_of_leaves(fn, args, kwargs)):
+        leaf = leaves[i]
+        if i in numbers:
+            found[name] = f"a Python {type(leaf).__name__}"
+        elif isinstance(leaf, nnx_contents.OBJECT_TYPES):
             for path, value in nnx_contents.contents(leaf):
                 found[".".join([name, *path])] = _describe(value)
         else:

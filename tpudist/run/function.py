@@ -17,6 +17,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
 from tpudist.run import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
+from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
 
@@ -141,9 +142,15 @@ class Function:
             for x in leaves
             if not hasattr(x, "dtype") and not isinstance(x, nnx_contents.OBJECT_TYPES)
         )
-        sources = self._sources.setdefault((treedef, static), [])
-        with step_boundaries.one_step():
-            return self._call(args, kwargs, iterators, sources)
+        sources = self._sources.get((treedef, static), [])
+        try:
+            with step_boundaries.one_step():
+                return self._call(args, kwargs, iterators, sources)
+        finally:
+            if sources:  # most functions have none, and numbers are others in each call
+                self._sources[treedef, static] = sources
+            if len(self._sources) > MAX_STEPS:
+                self._sources.pop(next(iter(self._sources)), None)
 
     def _call(self, args, kwargs, iterators: list[Any], sources: list["_Source"]) -> PyTree:
         elements: list[Any] = []

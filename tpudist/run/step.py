@@ -6,9 +6,10 @@ replica, and spreads the jaxpr over the mesh. A call that hits the cache feeds, 
 writes back.
 """
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +21,14 @@ from tpudist.run import call_arguments, call_description, inputs, row_groups
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
+from tpudist.run.python_numbers import TraceFailed
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import Outcome, TracedStep
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
 from tpudist.state import nnx_binding
 from tpudist.state.nnx_binding import Binding
-from tpudist.xla import compile_log, executables, placement, traces
+from tpudist.xla import compile, compile_log, executables, placement, traces
 
 
 class PlanOutdated(Exception):
@@ -35,6 +37,19 @@ class PlanOutdated(Exception):
 
 class ArgumentsChanged(Exception):
     """The cache of `jit` missed in a call whose arguments were not all looked at."""
+
+
+def check_positions(asked: Sequence[int], field: str, function: str, num_args: int) -> None:
+    """Refuses positions of arguments, a field of `RunOptions`, that a call does not have.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if any(not 0 <= i < num_args for i in asked):
+        raise ValueError(
+            f"RunOptions({field}={asked}) was asked for, but '{function}' was given {num_args} "
+            f"positional argument(s). Name positions from 0 to {num_args - 1}."
+        )
 
 
 class Step:
@@ -367,13 +382,7 @@ class Step:
     def _positions_of_donated(self, now: call_arguments.Call, first: int) -> list[int]:
         """Positions among the inputs of the donated arguments; arguments begin at `first`."""
         asked = self.options.donate_argnums
-        bad = [i for i in asked if not 0 <= i < len(now.args)]
-        if bad:
-            raise ValueError(
-                f"RunOptions(donate_argnums={asked}) was asked for, but '{self.function.name}' was "
-                f"given {len(now.args)} positional argument(s). Name positions from 0 to "
-                f"{len(now.args) - 1}."
-            )
+        check_positions(asked, "donate_argnums", self.function.name, len(now.args))
         if not asked:
             return []
         sizes = [
@@ -394,7 +403,11 @@ class Step:
         if now.careful:
             return True
         leaves, structure = self.function.flattener.leaves(now.args, now.kwargs)
-        if structure != self.structure or call_arguments.Kinds.of(leaves) != self.kinds_of_leaves:
+        if structure != self.structure:
+            return False
+        if call_arguments.Kinds.of(leaves, self.kinds_of_leaves.numbers) != self.kinds_of_leaves:
+            return False
+        if not all(call_arguments.is_number(leaves[i]) for i in self.kinds_of_leaves.numbers):
             return False
         values = jax.tree.leaves(self._values(now))
         return all(x is y for x, y in zip(self._place(values), values, strict=True))
@@ -416,14 +429,15 @@ class Step:
     def _trace(self, rest: Sequence[Any]) -> TracedStep:
         """The traced step for the shapes of what is fed beside Variables; traces at most once."""
         findings = self.function.findings
-        key = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in rest)
+        shapes = [x if hasattr(x, "shape") else compile.shape_of(x) for x in rest]
+        key = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in shapes)
         if findings.captures:
             key += tuple((c._value.shape, c._value.dtype) for c in findings.captures)
         traced = self.traced.get(key)
         if traced is not None:
             return traced
         now = self._current_call()
-        with self.owner.strategy._use_axis_rules():
+        with self.owner.strategy._use_axis_rules(), self._explain_failure(now):
             traced = trace_step(
                 ReplicaCall(
                     strategy=self.owner.strategy,
@@ -451,10 +465,29 @@ class Step:
         self.written_leaves |= traced.written_leaves
         return traced
 
+    @contextlib.contextmanager
+    def _explain_failure(self, now: call_arguments.Call) -> Iterator[None]:
+        """Says of a trace that fails which Python number may be why; see `python_numbers`."""
+        try:
+            yield
+        except Exception as error:
+            numbers = self.kinds_of_leaves.numbers
+            if not numbers:
+                raise
+            variables = self.owner.strategy._list_variables()
+            first = len(variables) + len(self.function.findings.captures) + self.inputs.num_nnx
+            leaves = [-1] * first + list(self.inputs.leaves_of_arguments)
+            raise TraceFailed.of(error, now.leaves(), numbers, leaves) from error
+
     def _record(self, seconds: float, now: call_arguments.Call) -> None:
         self.function.record(
             call_description.describe_call(
-                now.fn, now.args, now.kwargs, now.leaves(), self.options
+                now.fn,
+                now.args,
+                now.kwargs,
+                now.leaves(),
+                self.options,
+                self.kinds_of_leaves.numbers,
             ),
             seconds,
         )

@@ -14,13 +14,15 @@ import jax
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
-from tpudist.run import call_arguments, row_groups
+from tpudist.run import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.captures import Findings
-from tpudist.run.step import ArgumentsChanged, Step
+from tpudist.run.python_numbers import TraceFailed
+from tpudist.run.recent_steps import Form, RecentSteps
+from tpudist.run.step import ArgumentsChanged, Step, check_positions
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.weak_identity import WeakIdentityDict
 from tpudist.state import nnx_binding
-from tpudist.xla import compile_log
+from tpudist.xla import compile, compile_log
 from tpudist.xla.runtime import Throttle
 
 _DEFAULT_OPTIONS = RunOptions()
@@ -61,8 +63,9 @@ class Replicator:
                     return step(now)
                 except ArgumentsChanged:
                     step.needs_care = True
-            step, now = self._find(function, fn, args, kwargs, options, careful=True)
-            return step(now)
+                except TraceFailed:
+                    pass  # for other shapes than before: it is tried again
+            return self._with_care(function, fn, args, kwargs, options, lambda step, now: step(now))
 
     def run_steps(
         self,
@@ -78,21 +81,25 @@ class Replicator:
         options = _DEFAULT_OPTIONS if options is None else options
         with self._one_at_a_time:
             function = self._function(fn)
-            step, now = self._find(function, fn, (*args, elements[0]), {}, options, careful=True)
-            calls = [now]
-            for x in elements[1:]:
-                other, now = self._find(function, fn, (*args, x), {}, options, careful=False)
-                if other is not step:
+
+            def run_in_sequence(step: Step, first: call_arguments.Call) -> list[Any] | None:
+                calls = [first]
+                for x in elements[1:]:
+                    other, now = self._find(function, fn, (*args, x), {}, options, careful=False)
+                    if other is not step:
+                        return None
+                    calls.append(now)
+                own = [step.arguments_of(now) for now in calls]
+                shapes = [[compile.shape_of(x) for x in arrays] for arrays in own]
+                if any(other != shapes[0] for other in shapes):
                     return None
-                calls.append(now)
-            own = [step.arguments_of(now) for now in calls]
-            shapes = [[(x.shape, x.dtype) for x in arrays] for arrays in own]
-            if any(other != shapes[0] for other in shapes):
-                return None
-            sequence = self._sequences.setdefault(step, {}).get(len(calls))
-            if sequence is None:
-                sequence = self._sequences[step][len(calls)] = StepSequence(step, len(calls))
-            return sequence(calls, own)
+                sequence = self._sequences.setdefault(step, {}).get(len(calls))
+                if sequence is None:
+                    sequence = self._sequences[step][len(calls)] = StepSequence(step, len(calls))
+                return sequence(calls, own)
+
+            first = (*args, elements[0])
+            return self._with_care(function, fn, first, {}, options, run_in_sequence)
 
     def lower(
         self,
@@ -103,28 +110,64 @@ class Replicator:
         whole: bool = False,
     ) -> Any:
         """Traces and lowers what `run` would call, without running it."""
-        with self._one_at_a_time:
-            step, now = self.step_for(fn, args, kwargs, options, whole)
-            return step.lower(now)
+        return self.lower_with_inputs(fn, args, kwargs, options, whole)[2]
 
-    def step_for(
+    def lower_with_inputs(
         self,
         fn: Callable,
         args: tuple,
         kwargs: dict,
         options: RunOptions | None = None,
         whole: bool = False,
-    ) -> tuple[Step, call_arguments.Call]:
-        """The step that `run` would call, and the call that it would make."""
+        traced: Callable[[], None] = lambda: None,
+    ) -> tuple[Step, call_arguments.Call, Any, list[Any], list[Any]]:
+        """The step that `run` would call, the call, and what `Step.lower_with_inputs` gives."""
         with self._one_at_a_time:
-            function = self._function(fn, whole)
-            options = _DEFAULT_OPTIONS if options is None else options
-            return self._find(function, fn, args, kwargs, options, careful=True)
+            return self._with_care(
+                self._function(fn, whole),
+                fn,
+                args,
+                kwargs,
+                _DEFAULT_OPTIONS if options is None else options,
+                lambda step, now: (step, now, *step.lower_with_inputs(now, traced)),
+            )
 
     def adopt(self, fn: Callable, saved: Any) -> None:
         """Lets the steps of `fn` that are still to be compiled use a program that is ready."""
         with self._one_at_a_time:
             self._function(fn).loaded.insert(0, saved)
+
+    def _with_care(
+        self,
+        function: "_Function",
+        fn: Callable,
+        args: tuple,
+        kwargs: dict,
+        options: RunOptions,
+        act: Callable[[Step, call_arguments.Call], Any],
+    ) -> Any:
+        """Does `act` with the step for a call, and the call, which is looked at with care.
+
+        Where its trace fails, again with a Python number more that is part of the program. If
+        nothing helps the numbers were not why: the last error is the function's own.
+        """
+        known = set(function.static_names)
+        while True:
+            step, now = self._find(function, fn, args, kwargs, options, careful=True)
+            try:
+                result = act(step, now)
+            except TraceFailed as failed:
+                names = call_description.names_of_leaves(fn, args, kwargs)
+                function.make_static(step, {names[i] for i in failed.wanted})
+            except Exception:
+                if function.static_names != known:
+                    function.static_names = known
+                    function.give_up(step)
+                raise
+            else:
+                if found := sorted(function.static_names - known):
+                    python_numbers.log_static(function.name, found)
+                return result
 
     def _find(self, function: "_Function", fn, args, kwargs, options, *, careful: bool) -> Any:
         """The step for these arguments; None if it must be looked for with care."""
@@ -146,9 +189,18 @@ class Replicator:
         if form is None:
             if not careful:
                 return None, None
-            kinds = function.flattener.kinds_of_elements(elements, key)
-            form = function.forms[key_of_form] = _Form(kinds)
+            numbers = _find_numbers(function, fn, args, kwargs, options, leaves, structure)
+            kinds = function.flattener.kinds_of_elements(elements, key, structure, numbers)
+            form = function.forms[key_of_form] = Form(kinds, {structure: numbers})
         kinds = form.kinds
+        if kinds.numbers and not all([call_arguments.fits(elements[i]) for i in kinds.numbers]):
+            if not careful:
+                return None, None
+            names = call_description.names_of_leaves(fn, args, kwargs)
+            large = [i for i, x in enumerate(leaves) if not call_arguments.fits(x)]
+            function.static_names |= {names[i] for i in large}
+            function.give_up_form(form)
+            return self._find(function, fn, args, kwargs, options, careful=True)
         binding = groups = step_key = None
         rows: tuple = ()
         if not kinds.only_arrays:
@@ -168,13 +220,20 @@ class Replicator:
             )
         now = call_arguments.Call(function, fn, args, kwargs, elements, binding, rows, careful)
         if not careful:
-            return form.latest.get(step_key), now
+            step = form.latest.get(step_key)
+            if step is not None:
+                function.recent.touch(step)
+            return step, now
         step = form.steps.get((step_key, structure))
         if step is None:
-            step = Step(
-                self, function, kinds, call_arguments.Kinds.of(leaves), structure, groups, options
-            )
-            form.steps[step_key, structure] = step
+            numbers = form.numbers.get(structure)
+            if numbers is None:
+                numbers = _find_numbers(function, fn, args, kwargs, options, leaves, structure)
+                form.numbers[structure] = numbers
+            kinds_of_leaves = call_arguments.Kinds.of(leaves, numbers)
+            step = Step(self, function, kinds, kinds_of_leaves, structure, groups, options)
+            function.recent.add(step, form, (step_key, structure))
+        function.recent.touch(step)
         form.latest[step_key] = step
         return step, now
 
@@ -211,7 +270,10 @@ class _Function:
     def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.flattener = call_arguments.Flattener()
-        self.forms: dict[Any, _Form] = {}
+        self.forms: dict[Any, Form] = {}
+        self.recent = RecentSteps(self.name)
+        # The arguments that are to be Python numbers, as they are.
+        self.static_names: set[str] = set()
         self.findings = Findings()
         self.whole = whole
         # Programs that were compiled elsewhere, as `planner.saved_plan.Saved`.
@@ -222,6 +284,22 @@ class _Function:
         self.earlier_copies = definitions[code] if code is not None else 0
         if code is not None:
             definitions[code] += 1
+
+    def make_static(self, step: Step, names: set[str]) -> None:
+        """Makes the arguments of these names part of the program in calls like that of `step`."""
+        self.static_names |= names
+        self.give_up(step)
+
+    def give_up(self, step: Step) -> None:
+        """Forgets all steps for calls whose arguments look like those of `step`."""
+        for form in list(self.forms.values()):
+            if step in form.steps.values():
+                self.give_up_form(form)
+
+    def give_up_form(self, form: Form) -> None:
+        """Forgets a form and its steps."""
+        self.forms = {key: other for key, other in self.forms.items() if other is not form}
+        self.recent.drop(form)
 
     def record(self, signature: dict[str, str], seconds: float) -> None:
         """Logs a compile for a call that looks like `signature`, with what has changed."""
@@ -240,10 +318,13 @@ class _Function:
         compile_log.record_compile(self.name, cause, seconds, number)
 
 
-class _Form:
-    """Calls of one function whose arguments look alike, as far as is looked in a call."""
-
-    def __init__(self, kinds: call_arguments.Kinds):
-        self.kinds = kinds
-        self.steps: dict[Any, Step] = {}  # by all of the structure
-        self.latest: dict[Any, Step] = {}  # by what is known without looking into plain arguments
+def _find_numbers(
+    function: _Function, fn, args, kwargs, options: RunOptions, leaves: list[Any], structure: tuple
+) -> frozenset[int]:
+    """Which of the flat arguments are Python numbers that are fed."""
+    check_positions(options.static_argnums, "static_argnums", function.name, len(args))
+    if not any(map(call_arguments.is_number, leaves)):
+        return frozenset()
+    names = call_description.names_of_leaves(fn, args, kwargs)
+    static = call_arguments.leaves_of(options.static_argnums, structure)
+    return python_numbers.fed(leaves, names, function.static_names, static)

@@ -40,7 +40,12 @@ class StepSequence:
         outcomes = step.attempt(first, lambda *inputs: self._dispatch(first, own, *inputs))
         if compile_log.backend_compiles().number != compiles:
             known = call_description.describe_call(
-                first.fn, first.args, first.kwargs, first.leaves(), step.options
+                first.fn,
+                first.args,
+                first.kwargs,
+                first.leaves(),
+                step.options,
+                step.kinds_of_leaves.numbers,
             )
             known["steps"] = f"{self._num_steps} in one program"
             step.function.record(known, time.perf_counter() - start)

@@ -147,15 +147,19 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     ) -> PyTree:
         """Calls `fn` on every replica, as one compiled program, and merges what it returns.
 
-        The function is traced once for each kind of arguments (shapes, dtypes, Python values), as
-        one replica sees it. In it, `tpudist.get_replica_context()` reaches the other replicas. NNX
-        objects among the arguments, and Variables that it reads and assigns, are changed in place.
+        The function is traced once for each kind of arguments (shapes, dtypes, Python values that
+        are no numbers), as one replica sees it. In it, `tpudist.get_replica_context()` reaches the
+        other replicas. NNX objects among the arguments, and Variables that it reads and assigns,
+        are changed in place.
 
         Args:
             fn: The replica function.
             args: Positional arguments. Of a PerReplica each replica gets its own part; arrays are
-                the same on all; Python values are part of the program, which is compiled anew for
-                others.
+                the same on all, and so are Python numbers, which the function sees as arrays of a
+                weak type as in `jax.jit`. Only where it needs a number itself (a shape, `if`,
+                `range`), or `options.static_argnums` says so, is the number part of the program,
+                which is compiled anew for others. So are all other Python values. The 64 programs
+                of a function that were called last are kept.
             kwargs: Keyword arguments, alike.
             options: How to compile.
 
