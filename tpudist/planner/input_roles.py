@@ -11,6 +11,7 @@ from tpudist.run.call_arguments import Call
 from tpudist.run.step import Step
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
+from tpudist.xla import compile
 from tpudist.xla.estimate.memory import InputLeaf
 
 # Of plain pytrees only names tell what they are: those of Optax's states and of common models.
@@ -40,18 +41,19 @@ def inputs_of(
         *_roles_of_arguments(step, now),
     ]
     assert len(named) == len(arrays), (len(named), len(arrays))
-    overwritten = {id(x) for x in donated}
 
-    def leaf(name: str, role: str, x: Any) -> InputLeaf:
+    def leaf(name: str, role: str, x: Any, overwritten: bool) -> InputLeaf:
         role = "batch" if id(x) in batches else role
         where = getattr(x, "sharding", None) or step.mesh.replicated
-        return InputLeaf(name, role, tuple(x.shape), x.dtype, where, id(x) in overwritten)
+        x = x if hasattr(x, "shape") else compile.shape_of(x)  # a Python number
+        return InputLeaf(name, role, tuple(x.shape), x.dtype, where, overwritten)
 
-    leaves = [leaf(name, role, x) for (name, role), x in zip(named, arrays, strict=True)]
     # Names come in the order of the step: captured, objects, arguments. The program has another,
     # for JAX donates whole arguments: first all that is overwritten, then all that is kept.
-    position = {id(x): i for i, x in enumerate(arrays)}
-    return [leaves[position[id(x)]] for x in (*donated, *kept)]
+    return [
+        leaf(*named[i], arrays[i], k < len(donated))
+        for k, i in enumerate((*step.plan.donated, *step.plan.kept))
+    ]
 
 
 def select_used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> list[InputLeaf]:

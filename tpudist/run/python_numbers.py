@@ -69,7 +69,7 @@ def log_static(function: str, names: Sequence[str]) -> None:
     )
 
 
-def fed(
+def find_fed(
     leaves: Sequence[Any], names: Sequence[str], static: set[str], static_leaves: frozenset[int]
 ) -> frozenset[int]:
     """Which flat arguments are numbers that are fed.

@@ -31,7 +31,8 @@ class StepPlan:
         written_variables: The captured Variables that are assigned, in that order.
         written_leaves: The NNX leaves that are changed, in that order.
         donated: The positions of the donated inputs.
-        take_donated: Takes these from all flat inputs.
+        kept: The positions of the others.
+        take_donated: Takes the donated from all flat inputs.
         take_kept: Takes the others.
     """
 
@@ -42,9 +43,9 @@ class StepPlan:
     written_variables: list[Any]
     written_leaves: list[int]
     donated: list[int]
+    kept: list[int]
     take_donated: Callable[[list[Any]], list[Any]]
     take_kept: Callable[[list[Any]], list[Any]]
-    _kept: list[int]
 
     @classmethod
     def of(
@@ -85,15 +86,15 @@ class StepPlan:
             written_variables=[captured[i] for i in variables],
             written_leaves=leaves,
             donated=donated,
+            kept=kept,
             take_donated=inputs.make_getter(donated),
             take_kept=inputs.make_getter(kept),
-            _kept=kept,
         )
 
     def merge_inputs(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The flat inputs, of donated and kept ones."""
-        values: list[Any] = [None] * (len(self.donated) + len(self._kept))
-        for i, x in zip([*self.donated, *self._kept], [*donated, *kept], strict=True):
+        values: list[Any] = [None] * (len(self.donated) + len(self.kept))
+        for i, x in zip([*self.donated, *self.kept], [*donated, *kept], strict=True):
             values[i] = x
         return values
 

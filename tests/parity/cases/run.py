@@ -222,10 +222,11 @@ def run_takes_python_arguments_as_they_are(api, strategy):
 
     def step(flag, text, number, *, nothing):
         seen.append([flag, text, number, nothing])
-        return my_id(api) * number if flag else my_id(api)
+        times = range(number) if flag else ()  # which need them as they are
+        return sum(my_id(api) for _ in times)
 
     result = strategy.run(step, (True, "text", 3), {"nothing": None})
-    return [seen[0], api.parts(strategy, result)]
+    return [seen[-1], api.parts(strategy, result)]
 
 
 @rule(*MANY, *SINGLE)
