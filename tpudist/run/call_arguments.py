@@ -222,33 +222,6 @@ def fits(x: Any) -> bool:
     return Setting.ENABLE_X64.read() and -(2**63) <= x < 2**63
 
 
-class IdentityKey:
-    """Makes an unhashable argument part of a key, as the object it is."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        """Holds `value`."""
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, IdentityKey) and other.value is self.value
-
-
-def hashable(value: Any) -> Any:
-    """`value` with its type (1, 1.0 and True are different programs), or a stand-in by identity."""
-    if isinstance(value, float | complex):
-        return type(value), repr(value)  # 0.0 equals -0.0, and NaN does not equal itself
-    try:
-        hash(value)
-    except TypeError:
-        return IdentityKey(value)
-    return type(value), value
-
-
 class Call:
     """What one call was given, for the trace that it may start.
 

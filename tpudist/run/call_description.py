@@ -1,12 +1,14 @@
 """What a call of a replica function looks like, in words: to say why it was compiled once more."""
 
 import inspect
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
 from tpudist.options import RunOptions
+from tpudist.run import argument_keys
 from tpudist.run.call_arguments import is_leaf
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
@@ -64,5 +66,6 @@ def _describe(value: Any) -> str:
         return f"{compile_log.describe(value)} per replica{rows}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return compile_log.describe(value)
-    plain = isinstance(value, str | int | float | complex | None)
-    return f"the value {value!r}" if plain else f"a {type(value).__name__}"
+    if isinstance(value, str | int | float | complex | None):
+        return f"the value {value!r}"
+    return textwrap.shorten(f"a {argument_keys.describe(value)}", 200)

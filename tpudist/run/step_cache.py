@@ -14,7 +14,7 @@ import jax
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
-from tpudist.run import call_arguments, call_description, python_numbers, row_groups
+from tpudist.run import argument_keys, call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.captures import Findings
 from tpudist.run.python_numbers import TraceFailed
 from tpudist.run.recent_steps import Form, RecentSteps
@@ -209,7 +209,7 @@ class Replicator:
             if kinds.per_replica:
                 groups, rows = row_groups.RowGroups.of([elements[i] for i in kinds.per_replica])
             step_key = (
-                tuple([call_arguments.hashable(elements[i]) for i in kinds.static])
+                tuple([argument_keys.key_of(elements[i]) for i in kinds.static])
                 if kinds.static
                 else (),
                 tuple([jax.tree.structure(elements[i]) for i in kinds.states])
@@ -249,7 +249,7 @@ class Replicator:
         try:
             found = table.get(key)
         except TypeError:
-            table, key = self._others, call_arguments.IdentityKey(fn)
+            table, key = self._others, argument_keys.IdentityKey(fn)
             found = table.get(key)
         if found is None:
             found = _Function(fn, self._definitions, whole)
@@ -327,4 +327,4 @@ def _find_numbers(
         return frozenset()
     names = call_description.names_of_leaves(fn, args, kwargs)
     static = call_arguments.leaves_of(options.static_argnums, structure)
-    return python_numbers.fed(leaves, names, function.static_names, static)
+    return python_numbers.find_fed(leaves, names, function.static_names, static)
