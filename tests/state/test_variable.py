@@ -633,7 +633,7 @@ def test_integers_do_not_wrap(mirrored, value):
     """Their 32 lowest bits are 0."""
     shape = np.shape(value)
     whole = make(mirrored, SUM, jnp.zeros(shape, jnp.int32))
-    with pytest.raises(ValueError, match=r"holds int32, but was assigned integers from 1099511627"):
+    with pytest.raises(ValueError, match=r"holds int32, but was given integers from 1099511627"):
         whole.assign(value)
     assert np.all(make(mirrored, MEAN, jnp.zeros(shape)).assign(value) == 2.0**40)
 

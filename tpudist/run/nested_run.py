@@ -22,7 +22,7 @@ from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import LocalPart, PerReplica
-from tpudist.xla import compile, replica_equality
+from tpudist.xla import compile, integers, replica_equality
 
 
 def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -31,6 +31,9 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     strategy = frame.strategy
     name = getattr(fn, "__name__", type(fn).__name__)
     leaves, structure = call_arguments.Flattener().leaves(args, kwargs)
+    for x in leaves:
+        if type(x) in integers.HOST_TYPES:
+            integers.check_fit(x, f"An argument of '{name}'")
     leaves = [_capture_part(frame, x) for x in leaves]
     kinds = call_arguments.Kinds.of(leaves)
     binding = nnx_binding.Binding([leaves[i] for i in kinds.objects]) if kinds.objects else None

@@ -28,7 +28,7 @@ from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
 from tpudist.state import nnx_binding
 from tpudist.state.nnx_binding import Binding
-from tpudist.xla import compile, compile_log, executables, placement, traces
+from tpudist.xla import compile, compile_log, executables, integers, placement, traces
 
 
 class PlanOutdated(Exception):
@@ -184,11 +184,24 @@ class Step:
             if nesting != plan.nesting:
                 assert not now.careful, (nesting, plan.nesting)
                 raise ArgumentsChanged
+        if not integers.HOST_TYPES.isdisjoint(map(type, arrays)):
+            self._check_integers(arrays, now)
         if not plan.donated:
             return [], arrays
         donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)
         self._unshare(donated, kept, plan)
         return donated, kept
+
+    def _check_integers(self, arrays: Sequence[Any], now: call_arguments.Call) -> None:
+        """Refuses NumPy's integers of 64 bits that JAX would cut."""
+        for x in arrays:
+            if type(x) in integers.HOST_TYPES:
+                integers.check_fit(x, lambda x=x: self._name_of(x, now))
+
+    def _name_of(self, argument: Any, now: call_arguments.Call) -> str:
+        names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
+        found = [name for name, x in zip(names, now.leaves(), strict=True) if x is argument]
+        return f"Argument '{(found or ['?'])[0]}' of '{self.function.name}'"
 
     def _values(self, now: call_arguments.Call) -> list[Any]:
         """Captured Variables, then what `inputs.Inputs` orders, with plain pytrees whole."""

@@ -17,7 +17,7 @@ from tpudist.state.variable_base import VariableBase
 from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import PerReplica, local_part
-from tpudist.xla import collectives
+from tpudist.xla import collectives, integers
 from tpudist.xla.traces import is_traced
 
 _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
@@ -63,6 +63,11 @@ def check_slices(
         ValueError: Something does not fit variable `name` of `shape` and `dtype`, or an index that
             is known is out of range.
     """
+    known = None if is_traced(indices) else np.asarray(indices)  # not yet cut to 32 bits
+    for x in values if isinstance(values, list | tuple) else (values,):
+        integers.check_fit(x, f"A value for rows of variable '{name}'")
+    if known is not None and known.dtype.kind in "iuO" and known.size and shape:
+        _check_rows(name, shape, known)
     indices, given = jnp.asarray(indices), jnp.asarray(values)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
@@ -85,15 +90,22 @@ def check_slices(
             f"{given.dtype}{list(given.shape)}, but it holds {np.dtype(dtype)}{list(shape)} and "
             f"there are indices {list(indices.shape)}: values {np.dtype(dtype)}{list(wanted)} fit."
         )
-    if not is_traced(indices) and indices.size:
-        numbers = np.asarray(indices)  # what `jnp` makes of known numbers in a trace is traced
-        least, greatest = int(numbers.min()), int(numbers.max())
-        if least < 0 or greatest >= shape[0]:
-            raise ValueError(
-                f"Rows {least} to {greatest} of variable '{name}' were to be changed, which has "
-                f"{shape[0]}: numbers from 0 to {shape[0] - 1} are its rows."
-            )
     return given.astype(dtype), indices
+
+
+def _check_rows(name: str, shape: tuple[int, ...], numbers: np.ndarray) -> None:
+    try:
+        least, greatest = int(numbers.min()), int(numbers.max())
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"Rows of variable '{name}' were to be changed at indices that are no array of "
+            f"numbers. Indices are integers."
+        ) from None
+    if least < 0 or greatest >= shape[0]:
+        raise ValueError(
+            f"Rows {least} to {greatest} of variable '{name}' were to be changed, which has "
+            f"{shape[0]}: numbers from 0 to {shape[0] - 1} are its rows."
+        )
 
 
 class ScatterUpdates(VariableBase):

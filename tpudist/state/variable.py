@@ -161,7 +161,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             self.synchronization = VariableSynchronization.ON_WRITE
         self.on_read = on_read and not ordinary
         self.trainable = not on_read if trainable is None else bool(trainable)
-        value = variable_value.initial_array(initial_value, dtype)
+        value = variable_value.initial_array(initial_value, dtype, self.name)
         variable_value.check_shape(shape, value, self.name)
         whole = not jnp.issubdtype(value.dtype, jnp.inexact)
         if self.aggregation is VariableAggregation.MEAN and whole and not ordinary:

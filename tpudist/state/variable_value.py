@@ -21,8 +21,12 @@ def check_member(kind: type, value: Any, what: str, name: str) -> Any:
     return value
 
 
-def initial_array(initial_value: Any, dtype: Any) -> jax.Array:
-    """The initial value as an array; one that is computed in a trace stays a traced one."""
+def initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
+    """The initial value as an array; one that is computed in a trace stays a traced one.
+
+    Raises:
+        ValueError: It has integers that do not fit the dtype of variable `name`.
+    """
     value = initial_value
     with run_eagerly():
         if callable(value):
@@ -30,6 +34,8 @@ def initial_array(initial_value: Any, dtype: Any) -> jax.Array:
         if isinstance(value, ReadsAsArray):
             value = value.read_value()
         if not is_traced(value):
+            if _has_no_precision(value):
+                value = _convert_integers(value, name, dtype)
             return _as_array(value, dtype)
     return _as_array(value, dtype)
 
@@ -88,19 +94,31 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
 def _convert_integers(value: Any, name: str, dtype: Any) -> Any:
     """Integers in a variable's dtype: JAX makes int32 of them first, in which larger ones wrap."""
     numbers = np.asarray(value)
+    if numbers.dtype == object and numbers.size and _are_integers(numbers):
+        raise ValueError(
+            f"Variable '{name}' was given integers up to {max(map(abs, numbers.flat))}, which no "
+            f"dtype holds. Give smaller numbers, or floats."
+        )
     if not np.issubdtype(numbers.dtype, np.integer):
         return value
+    if dtype is None:  # of an initial value: that of the value, as JAX takes it
+        made = jnp.int_ if not isinstance(value, np.ndarray | np.generic) else numbers.dtype
+        dtype = jax.dtypes.canonicalize_dtype(made)
     if jnp.issubdtype(dtype, jnp.inexact):
         return numbers.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer) and numbers.size:
         least, greatest = int(numbers.min()), int(numbers.max())
         if least < jnp.iinfo(dtype).min or greatest > jnp.iinfo(dtype).max:
             raise ValueError(
-                f"Variable '{name}' holds {dtype}, but was assigned integers from {least} to "
-                f"{greatest}, which do not fit: {dtype} goes from {jnp.iinfo(dtype).min} to "
+                f"Variable '{name}' holds {jnp.dtype(dtype)}, but was given integers from {least} "
+                f"to {greatest}, which do not fit: it goes from {jnp.iinfo(dtype).min} to "
                 f"{jnp.iinfo(dtype).max}. Make the variable of a larger dtype."
             )
     return value
+
+
+def _are_integers(numbers: np.ndarray) -> bool:
+    return all(isinstance(x, int) for x in numbers.flat)
 
 
 def _has_no_precision(value: Any) -> bool:

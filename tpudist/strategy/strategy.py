@@ -30,8 +30,8 @@ from tpudist.strategy.extended import StrategyExtended
 from tpudist.strategy.state_methods import StateMethods
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
+from tpudist.xla import integers, traces
 from tpudist.xla import mesh as meshes
-from tpudist.xla import traces
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -353,6 +353,8 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         with self._use_mesh_if_eager():
             leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
             arrays = [x.array if isinstance(x, PerReplica) else x for x in leaves]
+            for x in leaves:
+                integers.check_fit(x, "A value to be reduced or gathered")
             self._replicator.throttle.before_step(arrays)
             result = treedef.unflatten(function([read(x) for x in leaves]))
         for x in jax.tree.leaves(result)[:1]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tpudist.xla import integers
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -43,6 +44,9 @@ def shard(
     Raises:
         ValueError: The devices have no such memory.
     """
+    for x in jax.tree.leaves(value):
+        if type(x) in integers.HOST_TYPES:
+            integers.check_fit(x, "A value to be replicated")
     if memory_kind is None:
         return jax.device_put(value, NamedSharding(mesh.mesh, spec))
     return jax.device_put(
@@ -148,6 +152,7 @@ def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> 
     Returns:
         `[num_replicas, ...]`, sharded over the replica axis.
     """
+    integers.check_fit(local, "A value for each replica")
     sharding = sharding_of_stack(mesh, local.shape, split_rows=split_rows)
     return from_local(sharding, (mesh.num_replicas, *local.shape[1:]), local, mesh.local_replicas)
 

@@ -331,4 +331,8 @@ def _as_batch(element: PyTree, index: int) -> Batch:
     scalars = any(x.ndim == 0 for x in leaves)
     num_rows = None if scalars else host_batch.common_rows(leaves, names, what)
     # The same loader is asked again for the next replica, and may fill its arrays anew.
-    return Batch([host_batch.to_jax_dtype(x, copy=True) for x in leaves], treedef, num_rows)
+    arrays = [
+        host_batch.to_jax_dtype(x, what + name, copy=True)
+        for x, name in zip(leaves, names, strict=True)
+    ]
+    return Batch(arrays, treedef, num_rows)

@@ -86,4 +86,6 @@ class ReadBatch(NamedTuple):
             where = inverse.reshape(np.shape(positions))
             leaves = self.read_examples(self.numbers[unique], self.epoch)
             leaves = [leaf[where] for leaf in leaves]
-        return [host_batch.to_jax_dtype(leaf, copy=copy) for leaf in leaves]
+        return [
+            host_batch.to_jax_dtype(leaf, "A batch of the dataset", copy=copy) for leaf in leaves
+        ]

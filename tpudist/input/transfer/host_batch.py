@@ -1,6 +1,7 @@
 """One global batch in host memory: checked once, then read in parts by whoever needs rows of it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.input.transfer import reused_memory
+from tpudist.xla import integers
 from tpudist.xla.settings import Setting
 
 PyTree = Any
@@ -48,13 +50,14 @@ class HostBatch(NamedTuple):
             where = self.start + positions
             where = where if self.order is None else self.order[where]
         taken = []
-        for leaf in self.leaves:
+        for i, leaf in enumerate(self.leaves):
             if where is None:
                 part = leaf[first : first + positions.size]
                 part = part.reshape(positions.shape + leaf.shape[1:])
             else:
                 part = gather(leaf, where)
-            taken.append(to_jax_dtype(part, copy=copy and where is None))
+            what = functools.partial(name_of_leaf, self.treedef, i)
+            taken.append(to_jax_dtype(part, what, copy=copy and where is None))
         return taken
 
 
@@ -128,8 +131,20 @@ def as_array(value: Any, what: str) -> np.ndarray:
     return array
 
 
-def to_jax_dtype(array: np.ndarray, *, copy: bool) -> np.ndarray:
-    """`array` in the dtype in which JAX holds it; not the same memory, if `copy`."""
+def name_of_leaf(treedef: jax.tree_util.PyTreeDef, number: int, what: str = "A batch") -> str:
+    """What leaf `number` of an element of a dataset is called in errors."""
+    numbered = treedef.unflatten(range(treedef.num_leaves))
+    path, _ = jax.tree_util.tree_flatten_with_path(numbered)[0][number]
+    return f"{what} of the dataset{' at ' * bool(path)}{_name(path)}"
+
+
+def to_jax_dtype(array: np.ndarray, what: str | Callable[[], str], *, copy: bool) -> np.ndarray:
+    """`array` in the dtype in which JAX holds it; not the same memory, if `copy`.
+
+    Raises:
+        ValueError: An integer of it does not fit that dtype; `what` names the array.
+    """
+    integers.check_fit(array, what)
     dtype = jax_dtype(array.dtype)
     assert dtype is not None, array.dtype
     if dtype != array.dtype:

@@ -1,0 +1,127 @@
+"""Integers of 64 bits that JAX would cut to 32: refused at each door, by value and place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpudist
+from tpudist.xla import integers
+
+LARGE = np.array([0, 2**40])
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tpudist.MirroredStrategy()
+
+
+@pytest.fixture(scope="module")
+def variable(strategy):
+    with strategy.scope():
+        return tpudist.Variable(jnp.zeros((4, 2)), aggregation=tpudist.VariableAggregation.SUM)
+
+
+def _batches(strategy, dataset):
+    return list(strategy.experimental_distribute_dataset(dataset))
+
+
+def _rows(numbers):
+    return np.repeat(np.asarray(numbers), 8)
+
+
+def _scatter(variable, indices):
+    variable.scatter_add(tpudist.IndexedSlices(jnp.ones((1, 2)), indices))
+
+
+_DOORS = {
+    "a dataset of arrays": (
+        lambda s, v: _batches(
+            s, s.experimental_make_numpy_dataset({"ids": _rows(LARGE)}).batch(16)
+        ),
+        r"batch of the dataset at \['ids'\] holds the integer 1099511627776 as int64",
+    ),
+    "a dataset of batches": (lambda s, v: _batches(s, [_rows(LARGE)]), "A batch of the dataset"),
+    "uint64": (lambda s, v: _batches(s, [_rows(LARGE).astype(np.uint64)]), "JAX makes uint32"),
+    "a negative one": (lambda s, v: _batches(s, [-_rows(LARGE)]), "the integer -1099511627776"),
+    "an argument of run": (
+        lambda s, v: s.run(lambda x, y: x.sum() + y, (LARGE, 1)),
+        "Argument 'x' of '<lambda>' holds the integer 1099511627776",
+    ),
+    "a NumPy number": (
+        lambda s, v: s.run(lambda x: x, kwargs={"x": np.int64(2**40)}),
+        "Argument 'x' of '<lambda>'",
+    ),
+    "a leaf of an argument": (
+        lambda s, v: s.run(lambda x: x["a"][0] + 1, ({"a": [LARGE]},)),
+        r"Argument 'x\['a'\]\[0\]' of",
+    ),
+    "run in a function": (
+        lambda s, v: tpudist.function(lambda: s.run(lambda x: x.sum(), (LARGE,)))(),
+        "An argument of '<lambda>'",
+    ),
+    "reduce": (lambda s, v: s.reduce("sum", LARGE, axis=None), "to be reduced or gathered"),
+    "gather": (lambda s, v: s.gather(LARGE, axis=0), "to be reduced or gathered"),
+    "replicate": (lambda s, v: s.replicate(LARGE), "A value to be replicated"),
+    "values of replicas": (
+        lambda s, v: s.experimental_distribute_values_from_function(lambda _: LARGE),
+        "A value for each replica",
+    ),
+    "an initial value": (lambda s, v: tpudist.Variable(LARGE), "given integers from 0 to 10995"),
+    "a list": (lambda s, v: tpudist.Variable([0, 2**40]), "given integers from 0 to 10995"),
+    "a number": (lambda s, v: tpudist.Variable(2**40), "given integers from 1099511627776"),
+    "a number that no dtype holds": (lambda s, v: tpudist.Variable(10**30), "no dtype holds"),
+    "an initial value of a dtype": (
+        lambda s, v: tpudist.Variable(np.array(300), dtype=jnp.int8),
+        "holds int8, but was given integers from 300 to 300",
+    ),
+    "indices": (lambda s, v: _scatter(v, LARGE[1:]), "Rows 1099511627776 to 1099511627776"),
+    "indices that no dtype holds": (lambda s, v: _scatter(v, [10**30]), "Rows 1000000000000000"),
+}
+
+
+@pytest.mark.parametrize("door", _DOORS)
+def test_an_integer_that_does_not_fit_is_refused(strategy, variable, door):
+    """It became another number: row 2**40 of a variable was row 0."""
+    enter, message = _DOORS[door]
+    with pytest.raises(ValueError, match=message):
+        enter(strategy, variable)
+
+
+def test_a_later_call_is_looked_at_too(strategy):
+    def step(x):
+        return x["a"] + 1
+
+    assert strategy.run(step, ({"a": jnp.int32(2)},)) == 3
+    assert strategy.run(step, ({"a": np.int64(2)},)) == 3
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Argument 'x\['a'\]' of 'step' holds"):
+            strategy.run(step, ({"a": np.int64(2**31)},))
+    assert strategy.run(step, ({"a": np.int64(2**31 - 1)},)) == -(2**31)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([2**31 - 1, -(2**31)]),
+        np.array([2**32 - 1], np.uint64),
+        np.array([], np.int64),
+        np.array([2.0**40]),
+        np.uint32(2**32 - 1),
+        True,
+        3,
+        2.0**40,
+        "x",
+        None,
+        jnp.int32(3),
+        np.array([1, 2], ">i8"),
+    ],
+)
+def test_what_fits_and_what_is_no_integer_is_fine(value):
+    integers.check_fit(value, "x")
+
+
+def test_with_64_bits_they_fit(strategy):
+    with jax.enable_x64(True):
+        integers.check_fit(LARGE, "x")
+        assert tpudist.Variable(LARGE).numpy().tolist() == LARGE.tolist()
