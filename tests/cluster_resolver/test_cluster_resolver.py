@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,6 +150,49 @@ def test_a_tf_config_that_is_none_is_refused(tf_config, text, message):
     tf_config(text)
     with pytest.raises(ValueError, match=message + r".*It looks like \{\"cluster\""):
         TFConfigClusterResolver().cluster_spec()
+
+
+_WORKERS = {"worker": ["a:1", "b:2"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"cluster": {"worker": "a:1"}}, "lists no addresses for job 'worker'"),
+        ({"cluster": {"worker": []}}, "lists no addresses for job 'worker'"),
+        ({"cluster": {"worker": None}}, "lists no addresses for job 'worker'"),
+        ({"cluster": {"worker": [""]}}, "has '' for an address"),
+        ({"cluster": {"worker": [None]}}, "has None for an address"),
+        ({"cluster": {"worker": [1]}}, "has 1 for an address"),
+        ({"cluster": {"worker": {"x": "a:1"}}}, "numbers the tasks of job 'worker' by 'x'"),
+        ({"cluster": _WORKERS, "task": "worker"}, "has 'worker' for its task"),
+        ({"cluster": _WORKERS, "task": {"type": 3}}, "has 3 for the type of its task"),
+        *(
+            ({"cluster": _WORKERS, "task": {"type": "worker", "index": i}}, f"has {i!r} for the in")
+            for i in (-1, "x", 0.5, True, [0], "")
+        ),
+        ({"cluster": _WORKERS, "task": {"type": "ps", "index": 0}}, "is a task of job 'ps'"),
+        ({"cluster": _WORKERS, "task": {"type": "worker", "index": 2}}, "task 2 of job 'worker'"),
+        (
+            {"cluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 1}},
+            "task 1 of job 'worker'",
+        ),
+    ],
+)
+def test_a_tf_config_with_a_mistake_is_refused(tf_config, config, message):
+    """Such a cluster was believed, and waited for itself."""
+    tf_config(config)
+    for ask in ("cluster_spec", "master"):
+        with pytest.raises(ValueError, match=f"TF_CONFIG .*{re.escape(message)}.*It looks like"):
+            getattr(TFConfigClusterResolver(), ask)()
+
+
+@pytest.mark.parametrize(
+    "task", [{}, {"type": "evaluator", "index": 0}, {"type": "worker", "index": "1"}]
+)
+def test_a_tf_config_without_a_mistake_is_believed(tf_config, task):
+    tf_config({"cluster": _WORKERS, "task": task})
+    assert TFConfigClusterResolver().cluster_spec() == _WORKERS
 
 
 # The strategy that asks them.

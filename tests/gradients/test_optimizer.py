@@ -1,3 +1,5 @@
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -459,3 +461,24 @@ def test_on_tpu_narrow_gradients_are_half_the_bytes(axes):
     gradients = 4 * (width**2 + width) // mesh.devices_per_replica
     assert sent[None] == pytest.approx(gradients, rel=0.01)
     assert sent["bfloat16"] == pytest.approx(gradients / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("model", ["x", 3, object(), nnx.Linear, lambda x: x])
+def test_a_model_that_is_no_nnx_object_is_refused(model):
+    """It was an IndexError: tuple index out of range."""
+    with pytest.raises(TypeError, match="given a model of type .* no NNX object. Give an nnx.Mod"):
+        tpudist.Optimizer(optax.sgd(0.1), model)
+
+
+@pytest.mark.parametrize("wrt", [3, object(), 1.5])
+def test_what_chooses_no_variables_is_refused(wrt):
+    with pytest.raises(TypeError, match="wrt=.*chooses no Variables"):
+        tpudist.Optimizer(optax.sgd(0.1), nnx.Linear(1, 1, rngs=nnx.Rngs(0)), wrt=wrt)
+
+
+def test_a_transformation_that_cannot_be_hashed_is_refused():
+    tx = types.SimpleNamespace(init=lambda x: x, update=lambda *x: x)
+    with pytest.raises(TypeError, match="type SimpleNamespace that cannot be hashed"):
+        tpudist.Optimizer(tx)
+    with pytest.raises(TypeError, match="to transform gradients. It must be an optax"):
+        tpudist.Optimizer(types.SimpleNamespace(init=1, update=2))

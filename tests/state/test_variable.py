@@ -1133,3 +1133,9 @@ def test_components_are_arrays_to_jax(mirrored):
     with mirrored.scope():
         v = tpudist.Variable(jnp.ones(2))
     assert jnp.sum(v.values[3]).tolist() == 2
+
+
+@pytest.mark.parametrize("name", [3, b"x", ["x"], object()])
+def test_a_name_that_is_no_string_is_refused(name):
+    with pytest.raises(TypeError, match="variable was given name=.*Give a string"):
+        tpudist.Variable(1.0, name=name)

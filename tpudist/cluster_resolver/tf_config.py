@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from tpudist.cluster_resolver.base import ClusterResolver
@@ -101,4 +102,43 @@ class TFConfigClusterResolver(ClusterResolver):
             ) from None
         if not isinstance(config, dict) or not isinstance(config.get("cluster", {}), dict):
             raise ValueError(f"TF_CONFIG names no cluster: {text!r}. It looks like {_EXAMPLE}.")
+        for wrong in _find_mistakes(config):
+            raise ValueError(f"TF_CONFIG {wrong}: {text!r}. It looks like {_EXAMPLE}.")
         return config
+
+
+def _find_mistakes(config: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a configuration, in words."""
+    cluster, task = config.get("cluster", {}), config.get("task", {})
+    for job, tasks in cluster.items():
+        if not isinstance(tasks, list | dict) or not tasks:
+            yield f"lists no addresses for job {job!r}"
+            return
+        addresses = list(tasks.values()) if isinstance(tasks, dict) else tasks
+        for address in addresses:
+            if not isinstance(address, str) or not address.strip():
+                yield f"has {address!r} for an address of job {job!r}"
+        if isinstance(tasks, dict) and not all(number.isdecimal() for number in tasks):
+            yield f"numbers the tasks of job {job!r} by {', '.join(map(repr, tasks))}"
+    if not isinstance(task, dict):
+        yield f"has {task!r} for its task, which is no object with a type and an index"
+        return
+    kind, index = task.get("type"), task.get("index")
+    if kind is not None and not isinstance(kind, str):
+        yield f"has {kind!r} for the type of its task"
+        return
+    whole = isinstance(index, int) and not isinstance(index, bool)
+    if index is not None and not whole and not (isinstance(index, str) and index.isdecimal()):
+        yield f"has {index!r} for the index of its task, which is a whole number from 0"
+        return
+    if index is not None and int(index) < 0:
+        yield f"has {index} for the index of its task, which is a whole number from 0"
+    # An evaluator is no part of the cluster.
+    if not cluster or kind is None or kind == "evaluator":
+        return
+    if kind not in cluster:
+        yield f"says that this is a task of job {kind!r}, and its jobs are {list(cluster)}"
+    elif index is not None and isinstance(cluster[kind], list) and int(index) >= len(cluster[kind]):
+        yield f"says that this is task {index} of job {kind!r}, which has {len(cluster[kind])}"
+    elif index is not None and isinstance(cluster[kind], dict) and str(index) not in cluster[kind]:
+        yield f"says that this is task {index} of job {kind!r}, which has {list(cluster[kind])}"

@@ -4,10 +4,14 @@ Each replica computes the loss of its own examples, divided by the number of all
 the replicas' losses, and of their gradients, is then that of one device with the whole batch.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpudist import context
+from tpudist.xla.traces import is_traced
 
 
 def compute_average_loss(
@@ -48,12 +52,10 @@ def compute_average_loss(
             f"compute_average_loss was given a per-example loss {loss.dtype}{list(loss.shape)}. It "
             f"must be floating point with the examples in dim 0: do not average it before."
         )
-    if global_batch_size is not None and (
-        isinstance(global_batch_size, int) and global_batch_size <= 0
-    ):
+    if global_batch_size is not None and not _is_positive_number(global_batch_size):
         raise ValueError(
-            f"compute_average_loss was given a global batch size of {global_batch_size}. It must "
-            f"be positive."
+            f"compute_average_loss was given a global batch size of {global_batch_size!r}. It must "
+            f"be a number, and positive."
         )
     loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))  # counts need the precision
     real = replica.example_mask(loss)
@@ -87,6 +89,13 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
         )
     shares = replica.num_replicas_in_sync * context.num_parts()
     return jnp.sum(jnp.asarray(regularization_loss)) / shares
+
+
+def _is_positive_number(x: Any) -> bool:
+    if isinstance(x, jax.Array):
+        return x.ndim == 0 and (is_traced(x) or bool(x > 0))
+    is_number = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+    return is_number and bool(0 < x < float("inf"))
 
 
 def _append_dims(x: jax.Array, like: jax.Array) -> jax.Array:

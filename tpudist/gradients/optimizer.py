@@ -12,6 +12,7 @@ from tpudist import context
 from tpudist.options import warn_if_given
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.captures import NewVariable
+from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 
 PyTree = Any
@@ -55,16 +56,39 @@ class Optimizer(nnx.Optimizer):
                 float32 on CPU.
 
         Raises:
-            TypeError: `tx` is no Optax transformation.
+            TypeError: `tx` is no Optax transformation, or `model` no NNX object.
             ValueError: `reduce_dtype` is not a floating dtype, or `reduce_op` is None.
         """
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
             raise TypeError(
                 f"Optimizer was given {tx!r} of type {type(tx).__name__} to transform gradients. "
                 f"It must be an optax.GradientTransformation, such as optax.adam(1e-3); the model "
                 f"comes second: Optimizer(tx, model)."
             )
-        super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
+        try:
+            hash(tx)
+        except TypeError as error:
+            raise TypeError(
+                f"Optimizer was given a transformation of type {type(tx).__name__} that cannot be "
+                f"hashed ({error}). It is a part of compiled programs: give an "
+                f"optax.GradientTransformation, which holds functions alone."
+            ) from None
+        try:
+            nnx.filterlib.to_predicate(wrt)
+        except Exception:
+            raise TypeError(
+                f"Optimizer was given wrt={wrt!r}, which chooses no Variables of a model. Give a "
+                f"type such as nnx.Param, or a filter of NNX's."
+            ) from None
+        try:
+            super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
+        except Exception as error:
+            if isinstance(model, nnx_contents.OBJECT_TYPES):
+                raise
+            raise TypeError(
+                f"Optimizer was given a model of type {type(model).__name__}, which is no NNX "
+                f"object. Give an nnx.Module, or none for tpudist.Variables."
+            ) from error
         self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
         self.has_model = model is not None

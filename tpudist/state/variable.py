@@ -112,6 +112,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
                 function are always made once.
 
         Raises:
+            TypeError: `name` is no string.
             ValueError: `synchronization=NONE`, `aggregation=MEAN` of integers, no initial value,
                 one of another shape than `shape`, or an argument that is not what it should be.
 
@@ -131,6 +132,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             warn_if_given(what, lifting, "variables made in a replica function are made once")
         strategy = context.get_strategy()
         self.strategy = strategy._twin_of or strategy
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"A variable was given name={name!r}. Give a string, or none.")
         self.is_named = name is not None
         self.name = f"Variable_{next(_names)}" if name is None else name
         self.synchronization = variable_value.check_member(

@@ -191,3 +191,13 @@ def test_iterables_and_functions_are_explained_too():
 def test_only_what_is_distributed_is_explained():
     with pytest.raises(TypeError, match="A Folder is not distributed, so there is nothing to expl"):
         explain(Folder([4]))
+
+
+@pytest.mark.parametrize("size", [2**33, 2**17])
+def test_a_batch_that_would_be_padding_is_refused(size):
+    """It was allocated, until the kernel ended the process."""
+    strategy = tpudist.MirroredStrategy()
+    dataset = strategy.experimental_make_numpy_dataset(np.zeros(8))
+    with pytest.raises(ValueError, match=rf"is {size}, of a dataset of 8 examples.*padding"):
+        dataset.batch(size)
+    dataset.batch(2**16)

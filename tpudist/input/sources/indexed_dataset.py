@@ -140,6 +140,11 @@ class IndexedDataset(abc.ABC):
                 f"The dataset is batched already, by {self._plan.global_batch_size} examples."
             )
         size = _whole_number("batch(global_batch_size)", global_batch_size, at_least=1)
+        if size > max(_MAX_PADDED, 16 * self.num_examples):
+            raise ValueError(
+                f"batch(global_batch_size) is {size}, of a dataset of {self.num_examples} examples "
+                f"in an epoch: nearly all of the batch would be padding. Use a smaller batch."
+            )
         batched = self._replace(global_batch_size=size)
         return batched.without_remainder() if drop_remainder else batched
 
@@ -330,6 +335,10 @@ class IndexedDataset(abc.ABC):
         dataset = copy.copy(self)
         dataset._plan = dataclasses.replace(self._plan, **changes)
         return dataset
+
+
+# A batch of so many rows may be padding for the most part: it fits in memory.
+_MAX_PADDED = 1 << 16
 
 
 def _whole_number(what: str, value: Any, *, at_least: int) -> int:
