@@ -911,3 +911,20 @@ def test_containers_that_jax_does_not_know_are_merged(mirrored):
     assert result["pair"][1]["name"] == "a"
     with pytest.raises(TypeError, match="given a Metrics that holds an array"):
         mirrored.run(lambda m: m["mine"], (Metrics(mine=jnp.ones(2)),))
+
+
+def test_a_small_numpy_array_may_be_changed_after_the_call(mirrored):
+    """The program may not have begun: it computed with what was written afterwards."""
+
+    def work(x):
+        for _ in range(8):
+            x = x @ x
+        return x
+
+    matrix, x = mirrored.replicate(np.eye(300, dtype=np.float32)), np.ones(1 << 14, np.float32)
+    for _ in range(10):
+        x[:] = 1
+        mirrored.run(work, (matrix,))  # the devices are busy
+        total = mirrored.run(jnp.sum, (x,))
+        x[:] = 7
+        assert float(total) == x.size

@@ -31,6 +31,10 @@ from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile, compile_log, executables, integers, placement, traces
 
 
+# A NumPy array of so many bytes is copied in a few microseconds.
+_MAX_COPIED_BYTES = 1 << 16
+
+
 class PlanOutdated(Exception):
     """A trace reads or writes state that the compiled call does not feed or take back yet."""
 
@@ -185,18 +189,25 @@ class Step:
                 assert not now.careful, (nesting, plan.nesting)
                 raise ArgumentsChanged
         if not integers.HOST_TYPES.isdisjoint(map(type, arrays)):
-            self._check_integers(arrays, now)
+            arrays = self._take_from_host(arrays, now)
         if not plan.donated:
             return [], arrays
         donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)
         self._unshare(donated, kept, plan)
         return donated, kept
 
-    def _check_integers(self, arrays: Sequence[Any], now: call_arguments.Call) -> None:
-        """Refuses NumPy's integers of 64 bits that JAX would cut."""
-        for x in arrays:
+    def _take_from_host(self, arrays: Sequence[Any], now: call_arguments.Call) -> list[Any]:
+        """The inputs, without integers of NumPy's that JAX would cut; small arrays are copied.
+
+        The program may read them when the call has returned, and the caller changed them.
+        """
+        taken = list(arrays)
+        for i, x in enumerate(arrays):
             if type(x) in integers.HOST_TYPES:
                 integers.check_fit(x, lambda x=x: self._name_of(x, now))
+                if type(x) is np.ndarray and x.nbytes <= _MAX_COPIED_BYTES:
+                    taken[i] = x.copy()
+        return taken
 
     def _name_of(self, argument: Any, now: call_arguments.Call) -> str:
         names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)

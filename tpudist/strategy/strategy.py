@@ -159,7 +159,8 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
                 weak type as in `jax.jit`. Only where it needs a number itself (a shape, `if`,
                 `range`), or `options.static_argnums` says so, is the number part of the program,
                 which is compiled anew for others. So are all other Python values. The 64 programs
-                of a function that were called last are kept.
+                of a function that were called last are kept. A NumPy array of more than 64 KiB is
+                read while the program runs: change it when the results are there.
             kwargs: Keyword arguments, alike.
             options: How to compile.
 
