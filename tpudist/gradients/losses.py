@@ -63,7 +63,7 @@ def compute_average_loss(
     if sample_weight is not None:
         loss = loss * _append_dims(jnp.asarray(sample_weight, loss.dtype), loss)
     if global_batch_size is None:
-        count = replica.num_examples(per_example_loss) * (loss.size // max(loss.shape[0], 1))
+        count = replica.num_examples(loss) * (loss.size // max(loss.shape[0], 1))
     else:
         count = global_batch_size
     # A batch may have no real rows at all at the end of an epoch: its loss is 0, not NaN.

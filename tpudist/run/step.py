@@ -30,7 +30,6 @@ from tpudist.state import nnx_binding
 from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile, compile_log, executables, integers, placement, traces
 
-
 # A NumPy array of so many bytes is copied in a few microseconds.
 _MAX_COPIED_BYTES = 1 << 16
 
