@@ -1,6 +1,7 @@
 """Results as JSON has them, so that those of TensorFlow and of tpudist can be compared."""
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,12 +58,13 @@ def plain(value: Any, unwrap: Callable[[Any], Any] = lambda x: x) -> Any:
     raise TypeError(f"{type(value).__name__} is no result of a case: {value!r}")
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any, rel_tol: float = 1e-5, abs_tol: float = 1e-6) -> bool:
     """Whether two plain results are equal, numbers to what float32 leaves of them."""
+    close = functools.partial(same, rel_tol=rel_tol, abs_tol=abs_tol)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(close, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(close(a[k], b[k]) for k in a)
     if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6)
+        return math.isclose(a, b, rel_tol=rel_tol, abs_tol=abs_tol)
     return type(a) is type(b) and a == b
