@@ -135,10 +135,10 @@ SPLIT = Difference(
 )
 PADDED = Difference(
     "Strategy.experimental_distribute_dataset",
-    "A replica function sees a partial batch with fewer rows.",
-    "It sees a batch that is padded to the full number of rows; `ReplicaContext.example_mask` says "
-    "which are real. What leaves it (reduce, gather, local results) holds or counts only those.",
-    "One shape, and so one compiled program: a partial batch does not compile the step anew.",
+    "A replica function is traced anew for each number of rows, and may branch on it.",
+    "It sees as many rows, in one program for all partial batches: what cannot be followed over "
+    "rows, such as a branch on their number, is refused with the line.",
+    "Shapes are static: a program of its own for each number of rows would take a compile each.",
 )
 NO_DATASET = Difference(
     "Strategy.experimental_distribute_dataset",

@@ -69,7 +69,8 @@ def test_another_process_runs_a_saved_step_without_compiling(tmp_path, axes):
     assert (loaded["compiles"], loaded["logged"]) == (0, [])
     for what in ("losses", "total", "end"):
         np.testing.assert_array_equal(loaded[what], compiled[what])
-    assert len(loaded["later"]) == len(compiled["later"]) == 2
+    # Another shape is another program; another number is fed to the same one.
+    assert len(loaded["later"]) == len(compiled["later"]) == 1
 
 
 def test_a_saved_plan_is_private_and_read_back_whole(tmp_path):

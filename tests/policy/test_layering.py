@@ -34,7 +34,7 @@ ROOMS = (
 
 # The folders of a room, low to high: each imports those before it only.
 FOLDERS = {
-    "xla": ("hlo", "hardware", "compiler", "estimate"),
+    "xla": ("hlo", "hardware", "compiler", "estimate", "rows"),
     "input": ("file_formats", "transfer", "sources", "feeds"),
     "planner": ("show", "layouts"),
     "training": ("data", "command", "show"),

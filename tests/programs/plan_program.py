@@ -53,7 +53,7 @@ result = {"losses": losses, "compiles": compiles, "logged": logged}
 result["total"] = float(total.read_value())
 other = next(iter(strategy.experimental_distribute_dataset([data[0][:16]])))
 strategy.run(step, (model, optimizer, other, 2.0))  # of another shape
-strategy.run(step, (model, optimizer, elements[0], 3.0))  # another program of the same shapes
+strategy.run(step, (model, optimizer, elements[0], 3.0))  # another number
 result["later"] = [record.cause for record in compile_log.compile_log()][len(logged) :]
 result["end"] = np.asarray(model.kernel[...]).tolist()
 print(json.dumps(result))

@@ -236,7 +236,7 @@ def test_a_variable_made_in_a_replica_function_lives_in_the_same_place(strategy)
 def train(strategy):
     """Losses and weights of an NNX model and a Variable, with partial batches and statistics."""
     rng = np.random.default_rng(0)
-    data = [rng.normal(size=(rows, 8)).astype(np.float32) for rows in (16, 16, 11, 16, 3)] * 4
+    data = [rng.normal(size=(rows, 8)).astype(np.float32) for rows in (16, 16, 15, 16, 15)] * 4
     model = strategy.create(
         lambda: nnx.Sequential(
             nnx.Linear(8, 16, rngs=nnx.Rngs(0)),

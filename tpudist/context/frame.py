@@ -1,8 +1,7 @@
 """What the rooms below `run` may ask of the trace of a replica function that is under way."""
 
 import abc
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -87,23 +86,22 @@ class Frame(abc.ABC):
 
     # Rows of the batch.
 
-    @abc.abstractmethod
-    def real_rows(self, rows: int) -> jax.Array | None:
-        """How many of this replica's `rows` rows are real; None if nothing was padded."""
-
-    @abc.abstractmethod
-    def total_rows(self, rows: int) -> jax.Array | None:
-        """How many rows are real over all replicas; None if nothing was padded."""
-
-    @abc.abstractmethod
-    def may_hold_padding(self, rows: int) -> bool:
-        """Whether a value of so many rows may be a batch whose last rows are padding."""
-
     @property
     @abc.abstractmethod
-    def row_counts(self) -> Mapping[int, tuple[jax.Array, jax.Array]]:
-        """By rows per replica: how many are real here and on all, where that is known."""
+    def has_partial_batch(self) -> bool:
+        """Whether replicas may have other numbers of rows than this trace shows."""
 
     @abc.abstractmethod
-    def enter_part(self, part: Any, num_parts: int) -> contextlib.AbstractContextManager[None]:
-        """Lets the function see one of `num_parts` parts of the batch."""
+    def begin_parts(self, rows: int, num_parts: int) -> int | None:
+        """How many rows each of `num_parts` parts of a partial batch has in this trace.
+
+        None if all batches are full, so that it is the quotient.
+        """
+
+    @abc.abstractmethod
+    def gather_rows(self, x: jax.Array, dim: int) -> jax.Array:
+        """The parts of all replicas along a dim, where some batch is partial."""
+
+    @abc.abstractmethod
+    def whole_of_parts(self, num_parts: int, rows: int) -> int | None:
+        """Of how many rows so many parts of so many rows each are; None if all batches are full."""

@@ -4,6 +4,7 @@ Each replica computes the loss of its own examples, divided by the number of all
 the replicas' losses, and of their gradients, is then that of one device with the whole batch.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ def compute_average_loss(
 ) -> jax.Array:
     """This replica's share of the average loss over the global batch.
 
-    Sum it, and its gradients, over the replicas (`SUM`, not `MEAN`). The padding rows of a partial
-    batch count nothing, in the sum or in the denominator.
+    Sum it, and its gradients, over the replicas (`SUM`, not `MEAN`). The padding of a partial batch
+    counts nothing, in the sum or in the denominator.
 
     Args:
         per_example_loss: `[examples, ...]`; floating point.
@@ -58,12 +59,10 @@ def compute_average_loss(
             f"be a number, and positive."
         )
     loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))  # counts need the precision
-    real = replica.example_mask(loss)
-    loss = jnp.where(_append_dims(real, loss), loss, 0)
     if sample_weight is not None:
         loss = loss * _append_dims(jnp.asarray(sample_weight, loss.dtype), loss)
     if global_batch_size is None:
-        count = replica.num_examples(loss) * (loss.size // max(loss.shape[0], 1))
+        count = replica.num_examples(loss) * math.prod(loss.shape[1:])
     else:
         count = global_batch_size
     # A batch may have no real rows at all at the end of an epoch: its loss is 0, not NaN.

@@ -7,9 +7,8 @@ as the parameters are: that costs time on the replica's own links, and saves the
 gradients.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from tpudist import context
 from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
+from tpudist.xla.rows import parts_of_rows
 
 PyTree = Any
 
@@ -84,11 +84,11 @@ def value_and_grad_in_microbatches(
         _check_rows(batch, num_microbatches)
         objects = _Objects(loss_fn, model, args, kwargs, wrt)
 
-        def evaluate(others: list[Any], part: jax.Array | int, microbatch: PyTree) -> Any:
+        def evaluate(others: list[Any], microbatch: PyTree) -> Any:
             """Loss, aux and gradients of one microbatch, and what it leaves in the objects."""
 
             def compute_loss(parameters: PyTree) -> Any:
-                with _enter_part(part, num_microbatches):
+                with context.compute_in_parts(num_microbatches):
                     result, left = objects.call(parameters, others, microbatch)
                 loss, aux = result if has_aux else (result, None)
                 return loss, (aux, left)
@@ -99,18 +99,18 @@ def value_and_grad_in_microbatches(
             return (loss, aux), left, grads
 
         if num_microbatches == 1:
-            results, left, grads = evaluate(objects.others, 0, batch)
+            results, left, grads = evaluate(objects.others, batch)
             results = jax.tree.map(lambda x: jnp.asarray(x)[None], results)
         else:
             into = _Accumulators(objects.parameters, dtype)
 
-            def step(carry: Any, xs: Any) -> Any:
+            def step(carry: Any, microbatch: PyTree) -> Any:
                 others, sums = carry
-                results, left, grads = evaluate(others, *xs)
+                results, left, grads = evaluate(others, microbatch)
                 return (left, into.add(sums, grads)), results
 
-            parts = jnp.arange(num_microbatches), split_rows(batch, num_microbatches)
-            (left, sums), results = jax.lax.scan(step, (objects.others, into.zeros()), parts)
+            start = objects.others, into.zeros()
+            (left, sums), results = _scan_parts(step, start, batch, num_microbatches)
             scale = num_microbatches if op is ReduceOp.MEAN else None
             grads = into.finish(sums, scale)
         objects.leave(left)
@@ -131,7 +131,31 @@ def rows_of_microbatches(stacked: PyTree) -> PyTree:
     Returns:
         Pytree of arrays `[num_microbatches * rows, ...]`.
     """
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), stacked)
+    frame = context.current().frame
+
+    def join(x: jax.Array) -> jax.Array:
+        whole = None if frame is None else frame.whole_of_parts(*x.shape[:2])
+        if whole is not None:
+            return parts_of_rows.join(x, whole)
+        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(join, stacked)
+
+
+def _scan_parts(step: Any, start: Any, batch: PyTree, num_parts: int) -> Any:
+    """`jax.lax.scan` of `step` over the microbatches."""
+    frame = context.current().frame
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    each = None if frame is None else frame.begin_parts(rows, num_parts)
+    if each is None:
+        return jax.lax.scan(step, start, split_rows(batch, num_parts))
+
+    def take_and_step(carry: Any, part: jax.Array) -> Any:
+        return step(
+            carry, jax.tree.map(lambda x: parts_of_rows.take(x, part, num_parts, each), batch)
+        )
+
+    return jax.lax.scan(take_and_step, start, jnp.arange(num_parts))
 
 
 def split_rows(batch: PyTree, num_parts: int) -> PyTree:
@@ -257,17 +281,6 @@ class _Objects:
         return nnx.split(objects, self._filter, ...)
 
 
-@contextlib.contextmanager
-def _enter_part(part: Any, num_parts: int) -> Iterator[None]:
-    """Lets the replica context count the rows of one microbatch, and the examples of all."""
-    frame = context.current().frame
-    with contextlib.ExitStack() as stack:
-        if frame is not None:
-            stack.enter_context(frame.enter_part(part, num_parts))
-        stack.enter_context(context.compute_in_parts(num_parts))
-        yield
-
-
 def _check_rows(batch: PyTree, num_parts: int) -> None:
     shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
     sizes = {shape[0] for shape in shapes if shape}
@@ -278,7 +291,8 @@ def _check_rows(batch: PyTree, num_parts: int) -> None:
             f"...] with the same rows; what is no part of the batch comes after it."
         )
     (rows,) = sizes
-    if rows % num_parts:
+    frame = context.current().frame
+    if rows % num_parts and (frame is None or not frame.has_partial_batch):
         fitting = [n for n in range(1, rows + 1) if rows % n == 0]
         raise ValueError(
             f"A batch of {rows} rows on each replica does not split into {num_parts} microbatches: "

@@ -14,6 +14,7 @@ from tpudist import context
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options, destinations, eager_programs
 from tpudist.reductions.communication_options import CommunicationOptions
+from tpudist.values import gathered_rows
 from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica
 from tpudist.xla import collectives, placement, traces
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_mirrored
@@ -53,7 +54,7 @@ def all_gather(value: PyTree, axis: int, options: CommunicationOptions | None = 
     options = options if options is not None else context.current().strategy.communication_options
     if options is not None:
         note_compiler_options(options.packing)
-    return collectives.all_gather(value, axis, options and options.packing)
+    return gathered_rows.all_gather(value, axis, options and options.packing)
 
 
 def note_compiler_options(packing: Packing | None) -> None:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
-from tpudist.values import indexed_slices
+from tpudist.values import gathered_rows, indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica
-from tpudist.xla import collectives, placement
+from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
 
 
@@ -40,34 +40,29 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
         )
     dim = int(axis) % len(shape)
     if isinstance(value, LocalPart):
-        if dim == 0 and context.current_frame().may_hold_padding(shape[0]):
+        return gathered_rows.all_gather(value.array, dim)
+    extents = value.extents if value.is_padded else {}
+    for other, rows in extents.items():
+        if other != dim and len(set(rows)) > 1:
             raise ValueError(
-                f"gather along the examples was asked for in merge_call, where the {shape[0]} rows "
-                f"of each replica may be padding, and shapes cannot depend on it. Return the value "
-                f"from the replica function, and gather the result: strategy.gather(result, "
-                f"axis=0)."
+                f"gather along axis {axis} needs parts of equal shape in the other dims, but the "
+                f"replicas hold {rows} real rows along dim {other}. Gather along that dim."
             )
-        return collectives.all_gather(value.array, dim)
-    rows = value.rows
-    if rows is not None and value.is_padded and dim != value.dim and len(set(rows)) > 1:
-        raise ValueError(
-            f"gather along axis {axis} needs parts of equal shape in the other dims, but the "
-            f"replicas hold {rows} real rows along dim {value.dim}. Gather along that dim."
-        )
-    return _gather(dim, rows if value.is_padded else None, value.dim, mesh.replicated)(value.array)
+    return _gather(dim, tuple(extents.items()), mesh.replicated)(value.array)
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather(dim: int, rows: tuple[int, ...] | None, dim_of_rows: int, sharding: Any):
+def _gather(dim: int, extents: tuple[tuple[int, tuple[int, ...]], ...], sharding: Any):
     def program(stacked):
         n, size = stacked.shape[0], stacked.shape[1 + dim]
         moved = jnp.moveaxis(stacked, 0, dim)
         joined = moved.reshape(*moved.shape[:dim], n * size, *moved.shape[dim + 2 :])
-        if rows is None:
-            return joined
-        if dim == dim_of_rows:
-            return _select_real(joined, rows, size, dim)
-        return jax.lax.slice_in_dim(joined, 0, rows[0], axis=dim_of_rows)
+        for other, rows in extents:
+            if other == dim:
+                joined = _select_real(joined, rows, size, dim)
+            else:
+                joined = jax.lax.slice_in_dim(joined, 0, rows[0], axis=other)
+        return joined
 
     return jax.jit(program, out_shardings=sharding)
 
@@ -78,21 +73,6 @@ def _select_real(joined: jax.Array, rows: tuple[int, ...], size: int, dim: int) 
     return jnp.take(joined, jnp.asarray(real, jnp.int32), axis=dim)
 
 
-def remove_padding(
-    mesh: ReplicaMesh, array: jax.Array, rows: tuple[int, ...], dim: int
-) -> jax.Array:
-    """The real rows of an array that holds those of all replicas along `dim`, one after another."""
-    size = array.shape[dim] // mesh.num_replicas
-    if all(r == size for r in rows):
-        return array
-    return _take_real(rows, size, dim, mesh.replicated)(array)
-
-
-@functools.lru_cache(maxsize=1024)
-def _take_real(rows: tuple[int, ...], size: int, dim: int, sharding: Any):
-    return jax.jit(lambda array: _select_real(array, rows, size, dim), out_shardings=sharding)
-
-
 def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
     """The parts of this process's replicas, in order, without padding rows."""
     if context.current().frame is not None:
@@ -100,25 +80,19 @@ def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
     parts = []
     for i in mesh.local_replicas:
         part = placement.component(mesh, value.array, i)
-        if value.rows is not None and value.is_padded:
-            part = jax.lax.slice_in_dim(part, 0, value.rows[i], axis=value.dim)
+        for dim, rows in value.extents.items() if value.is_padded else ():
+            part = jax.lax.slice_in_dim(part, 0, rows[i], axis=dim)
         parts.append(part)
     return tuple(parts)
 
 
 def _parts_in_trace(mesh: ReplicaMesh, value: LocalPart) -> tuple[jax.Array, ...]:
-    frame, shape = context.current_frame(), value.shape
-    padded = value.counts is not None or (shape and frame.may_hold_padding(shape[0]))
-    if padded or mesh.num_processes > 1:
-        why = (
-            f"{shape[0]} rows of each replica may be padding, and shapes cannot depend on it"
-            if padded
-            else "it is one program for all processes"
-        )
+    if mesh.num_processes > 1:
         raise RuntimeError(
             f"The local results of {value!r} were asked for in a function that is traced once for "
-            f"all replicas (by merge_call or tpudist.function): {why}. Combine them with "
-            f"strategy.reduce, or return the value and read its parts after the call."
+            f"all replicas (by merge_call or tpudist.function): it is one program for all "
+            f"processes. Combine them with strategy.reduce, or return the value and read its parts "
+            f"after the call."
         )
     return value.values
 

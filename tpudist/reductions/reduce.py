@@ -39,8 +39,7 @@ def reduce(
     axis = _parse_axis(axis, value)
     n = mesh.num_replicas
     if isinstance(value, LocalPart):
-        real = _real_rows_in_trace(value) if axis is not None and 0 in axis else None
-        return _reduce_part(op, value.array, axis, real, options)
+        return _reduce_part(op, value.array, axis, None, options)
     if not isinstance(value, PerReplica):
         return _reduce_equal(op, jnp.asarray(value), axis, n)
     array, real = value.array, None
@@ -55,6 +54,12 @@ def reduce(
 def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Array, tuple]:
     """The stacked array with the dim of the real rows first, and the dims to reduce over."""
     dim = value.dim
+    if value.other_rows:
+        raise ValueError(
+            f"reduce was given {value!r}, of which several dims count examples, and replicas hold "
+            f"other numbers of them. Reduce it in the replica function (jnp.sum(value)), and the "
+            f"sums of the replicas here."
+        )
     if axis is None or dim not in axis:
         raise ValueError(
             f"Replicas hold {value.rows} real rows along dim {dim}, as of a partial batch, so "
@@ -207,7 +212,10 @@ def _reduce_part(
     if axis is None:
         return cross_device_ops.reduce(op, x, options)
     if real is None:
-        return cross_device_ops.reduce(op, _reduce_dims(op, x, axis, None), options)
+        frame = context.current().frame
+        if op is not ReduceOp.MEAN or frame is None or not frame.has_partial_batch:
+            return cross_device_ops.reduce(op, _reduce_dims(op, x, axis, None), options)
+        real = x.shape[0]
     mask = (jnp.arange(x.shape[0]) < real).reshape(-1, *(1,) * (x.ndim - 1))
     if op is not ReduceOp.MEAN:
         return cross_device_ops.reduce(op, _reduce_dims(op, x, axis, mask), options)
@@ -218,14 +226,3 @@ def _reduce_part(
         ReduceOp.SUM, [_reduce_dims(ReduceOp.SUM, x, axis, mask), count], options
     )
     return total / jnp.maximum(count, 1)
-
-
-def _real_rows_in_trace(part: LocalPart) -> jax.Array | None:
-    """How many rows of a replica's part are real, if it has as many as a batch that may be padded.
-
-    That dim 0 counts examples is not known, but said by who reduces over it.
-    """
-    if part.counts is not None:
-        return part.counts[0]
-    frame, rows = context.current_frame(), part.shape[0]
-    return frame.real_rows(rows) if frame.may_hold_padding(rows) else None

@@ -62,8 +62,8 @@ def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any])
 
 def _describe(value: Any) -> str:
     if isinstance(value, PerReplica):
-        rows = "" if value.rows is None else " with counted rows"
-        return f"{compile_log.describe(value)} per replica{rows}"
+        partial = " of a partial batch" if value.is_padded else ""
+        return f"{compile_log.describe(value)} per replica{partial}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return compile_log.describe(value)
     if isinstance(value, str | int | float | complex | None):

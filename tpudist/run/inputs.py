@@ -18,7 +18,7 @@ from tpudist.xla.mesh import ReplicaMesh
 class Inputs:
     """The flat inputs of a replica function after its Variables, and the arguments made of them.
 
-    In order: the arrays of NNX objects, of arguments, and two counts of real rows for each group.
+    In order: the arrays of NNX objects, of arguments, and the number of real rows of each group.
     """
 
     nnx_structure: Any
@@ -50,7 +50,7 @@ class Inputs:
             group = _find_group(leaves[i], groups, rows) if i in per_replica else None
             group_of += [group] * size
         stacked = [False] * nnx_structure.num_leaves + [i in per_replica for i in arguments]
-        stacked += [True, False] * (len(groups.sizes) if groups else 0)
+        stacked += [True] * (len(groups.sizes) if groups else 0)
         return cls(
             nnx_structure,
             nnx_structure.num_leaves,
@@ -61,12 +61,15 @@ class Inputs:
             tuple(group_of),
         )
 
-    def split(self, values: Sequence[Any]) -> tuple[list, list, list]:
-        """The NNX arrays, argument arrays, and pairs of row counts among `values`."""
+    @property
+    def num_groups(self) -> int:
+        """How many partial batches there are."""
+        return len(self.groups.sizes) if self.groups is not None else 0
+
+    def split(self, values: Sequence[Any]) -> tuple[list, list]:
+        """The NNX arrays and the argument arrays among `values`."""
         end = self.num_nnx + len(self.leaves_of_arguments)
-        counts = values[end:]
-        pairs = [(counts[i], counts[i + 1]) for i in range(0, len(counts), 2)]
-        return list(values[: self.num_nnx]), list(values[self.num_nnx : end]), pairs
+        return list(values[: self.num_nnx]), list(values[self.num_nnx : end])
 
     def flat_arguments(
         self,

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpudist.context.frame import Frame
-from tpudist.run import call_arguments, outputs, row_groups
+from tpudist.run import call_arguments, outputs
 from tpudist.run.inputs import Inputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
@@ -37,8 +38,7 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     leaves = [_capture_part(frame, x) for x in leaves]
     kinds = call_arguments.Kinds.of(leaves)
     binding = nnx_binding.Binding([leaves[i] for i in kinds.objects]) if kinds.objects else None
-    counts = _row_counts(frame, leaves)
-    inputs = _make_inputs(kinds, leaves, binding, counts)
+    inputs = Inputs.of(kinds, leaves, binding, None, ())
     call = ReplicaCall(
         strategy=strategy,
         name=name,
@@ -57,7 +57,6 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
         *map(frame.value_of, variables),
         *(jax.tree.leaves(binding.values()) if binding is not None else ()),
         *_arrays(kinds, leaves),
-        *(x for _, pair in counts for x in pair),
     ]
     found = CallOutputs()
     closed = jax.make_jaxpr(body.make_flat_function(found))(*values)
@@ -83,7 +82,7 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     for variable, value in zip(found.variables, rest, strict=False):
         frame.set(variable, value)
     _write_objects(binding, found, rest[len(found.variables) :])
-    return _build_result(frame, found, results, stack, leaves, binding, counts)
+    return _build_result(frame, found, results, stack, leaves, binding)
 
 
 def _begin_variables(frame: ReplicaFrame, found: CallOutputs, values: Sequence[jax.Array]) -> None:
@@ -95,29 +94,6 @@ def _begin_variables(frame: ReplicaFrame, found: CallOutputs, values: Sequence[j
 def _capture_part(frame: ReplicaFrame, x: Any) -> Any:
     captured = isinstance(x, PerReplica) and not isinstance(x, LocalPart)
     return LocalPart(frame.capture(x)) if captured else x
-
-
-def _row_counts(frame: ReplicaFrame, leaves: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Which numbers of rows may hold padding, each with how many are real here and on all."""
-    found: dict[int, tuple[int, Any]] = {}
-    for x in leaves:
-        if isinstance(x, LocalPart) and x.counts is not None and x.shape:
-            found[id(x.counts)] = (x.shape[0], x.counts)
-    sizes = {size for size, _ in found.values()}
-    rest = [(size, pair) for size, pair in frame.row_counts.items() if size not in sizes]
-    return [*found.values(), *rest]
-
-
-def _make_inputs(kinds, leaves, binding, counts: list[tuple[int, Any]]) -> Inputs:
-    sizes = tuple(size for size, _ in counts)
-    groups = row_groups.RowGroups(sizes, (0,) * len(sizes)) if counts else None
-    inputs = Inputs.of(kinds, leaves, binding, groups, ())
-    of_counts = {id(pair): group for group, (_, pair) in enumerate(counts)}
-    of_argument = tuple(
-        of_counts.get(id(leaves[i].counts)) if isinstance(leaves[i], LocalPart) else None
-        for i in inputs.leaves_of_arguments
-    )
-    return dataclasses.replace(inputs, group_of_argument=of_argument)
 
 
 def _arrays(kinds: call_arguments.Kinds, leaves: Sequence[Any]) -> list[Any]:
@@ -136,22 +112,36 @@ def _write_objects(binding, found: CallOutputs, values: Sequence[Any]) -> None:
     nnx_binding.write([binding.variables[i] for i in changed], held.unflatten(values))
 
 
-def _build_result(frame, found: CallOutputs, outputs, stack, leaves, binding, counts) -> Any:
-    pair_of: dict[int, Any] = {}
-    for size, pair in counts:
-        pair_of[size] = None if size in pair_of else pair
+def _build_result(frame, found: CallOutputs, outputs, stack, leaves, binding) -> Any:
     merged = []
     for kind, what in found.result:
         if kind == "array":
             x = outputs[what]
             if stack[what]:
-                x = LocalPart(x, pair_of.get(x.shape[0]) if x.ndim else None)
+                x = LocalPart(x)
                 frame.note_part(x)
-            merged.append(x)
+            merged.append(x if stack[what] else _keep_equal(frame, x))
         elif kind == "argument":
             merged.append(leaves[what])
         elif kind == "object":
             merged.append(nnx_contents.nodes_of(binding.objects())[what])
+        elif frame.has_partial_batch and isinstance(what, int | float):
+            merged.append(_keep_equal(frame, jnp.asarray(what)))
         else:
             merged.append(what)
     return found.treedef.unflatten(merged)
+
+
+def _keep_equal(frame: ReplicaFrame, x: Any) -> Any:
+    """A result that looks equal on all replicas, as it is; one part each where it depends on rows.
+
+    Of a partial batch replicas have other numbers of rows. That a value depends on them is found by
+    the proof of the whole program, and the function is traced once more.
+    """
+    if frame.rows is None:
+        return x
+    kept = frame.rows.keep_equal(x)
+    if kept is None:
+        kept = LocalPart(x)
+        frame.note_part(kept)
+    return kept

@@ -19,7 +19,7 @@ from tpudist.run.containers import unpack
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.results import CallOutputs
-from tpudist.run.trace_frame import ReplicaFrame
+from tpudist.run.trace_frame import ReplicaFrame, TracedRows
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
@@ -41,38 +41,34 @@ class ReplicaBody:
         self.call, self.variables = call, variables
 
     def make_flat_function(
-        self, found: CallOutputs, more_rows: int = 0
+        self, found: CallOutputs, rows: TracedRows | None = None
     ) -> Callable[..., list[Any]]:
         """The function of flat local inputs that gives flat outputs.
 
         Args:
             found: Takes what the call gives besides outputs.
-            more_rows: How many rows more the batches have than those of the call.
+            rows: Of partial batches: how many rows this trace has.
         """
 
         call, inputs = self.call, self.call.inputs
 
         def flat(*local):
             count = len(self.variables)
-            nnx_values, arguments, pairs = inputs.split(local[count:])
-            rows = {}
-            if inputs.groups is not None:
-                for size, group in inputs.groups.unambiguous.items():
-                    rows[size + more_rows] = None if group is None else pairs[group]
+            nnx_values, arguments = inputs.split(local[count:])
             frame = ReplicaFrame(
                 call.strategy,
                 dict(zip(self.variables, local[:count], strict=True)),
-                rows,
                 call.findings,
                 call.fn,
                 call.outer,
+                rows,
             )
             frame.whole = call.whole
             parts = inputs.stacked[inputs.num_nnx :]
             frame.same = {id(x): x for x, part in zip(arguments, parts, strict=False) if not part}
             copies, entered = self._enter_objects(nnx_values)
             flat_arguments = inputs.flat_arguments(
-                call.leaves, self._wrap_arguments(arguments, pairs), call.kinds, copies
+                call.leaves, self._wrap_arguments(arguments), call.kinds, copies
             )
             args, kwargs = call_arguments.unflatten(flat_arguments, call.structure, call.num_args)
             if call.whole:
@@ -93,9 +89,8 @@ class ReplicaBody:
             initial_values = [frame.made[v] for v in found.computed]
             if frame.incomplete:
                 return initial_values
-            found.row_multiple = frame.row_multiple
             found.references = frame.references.variables
-            outputs = self._collect_results(found, result, arguments, copies)
+            outputs = self._collect_results(found, result, arguments, copies, rows is not None)
             found.read, found.variables = frame.read, list(frame.written)
             outputs += [frame.value_of(v) for v in frame.written]
             outputs += self._collect_changes(found, copies, entered)
@@ -111,18 +106,14 @@ class ReplicaBody:
         kind = ContextKind.FUNCTION if whole else ContextKind.REPLICA
         return context.Mode(kind, strategy, ReplicaContext(strategy, frame=frame), frame)
 
-    def _wrap_arguments(self, arguments: list[Any], pairs: list[Any]) -> list[Any]:
+    def _wrap_arguments(self, arguments: list[Any]) -> list[Any]:
         """What the function gets for the arrays among its arguments."""
         inputs = self.call.inputs
         if not self.call.whole or self.call.strategy.num_replicas_in_sync == 1:
             return arguments
         stacked = inputs.stacked[inputs.num_nnx :]
-        groups = inputs.group_of_argument
-        dims = inputs.groups.dims if inputs.groups is not None else ()
-        return [
-            LocalPart(x, None if group is None or dims[group] else pairs[group]) if is_part else x
-            for x, is_part, group in zip(arguments, stacked, groups, strict=False)
-        ]
+        pairs = zip(arguments, stacked, strict=False)
+        return [LocalPart(x) if is_part else x for x, is_part in pairs]
 
     def _enter_objects(self, nnx_values: list[Any]) -> tuple[tuple, list[Any]]:
         binding = self.call.binding
@@ -140,7 +131,12 @@ class ReplicaBody:
         return binding.copy_with(values), values
 
     def _collect_results(
-        self, found: CallOutputs, result: Any, arguments: list[Any], copies: tuple
+        self,
+        found: CallOutputs,
+        result: Any,
+        arguments: list[Any],
+        copies: tuple,
+        partial: bool,
     ) -> list[Any]:
         inputs = self.call.inputs
         positions = {id(x): i for i, x in enumerate(nnx_contents.nodes_of(copies))}
@@ -158,6 +154,8 @@ class ReplicaBody:
         found.plain = not has_records
         leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         outputs = []
+        if partial:  # of few rows JAX may give back what it was given, or a constant
+            of_argument = {}
         for x in leaves:
             if isinstance(x, PerReplica) and traces.is_traced(x.array):
                 x = x.array
@@ -165,7 +163,7 @@ class ReplicaBody:
                 found.result.append(("object", positions[id(x)]))
             elif id(x) in of_argument:
                 found.result.append(("argument", of_argument[id(x)]))
-            elif traces.is_traced(x):
+            elif traces.is_traced(x) or (partial and isinstance(x, jax.Array)):
                 found.result.append(("array", len(outputs)))
                 outputs.append(x)
             else:

@@ -166,50 +166,38 @@ class ReplicaContext(DeprecatedContextMethods):
         return x if same else LocalPart(x)
 
     def example_mask(self, batch: jax.Array) -> jax.Array:
-        """Which rows of a batch are real: False on the padding of a partial batch.
+        """Which rows of a batch are real: all that the replica function sees.
+
+        The padding of a partial batch is invisible: sums, means and whatever else the function
+        computes count real rows only, with this mask or without.
 
         Args:
-            batch: Any array `[rows, ...]` with this replica's examples in dim 0; or with those of
-                all replicas, `[num_replicas * rows, ...]`, as `all_gather` gives it.
+            batch: Any array `[rows, ...]` with examples in dim 0.
 
         Returns:
-            bool `[rows]`.
-
-        Raises:
-            ValueError: The rows are not those of the batch that was passed to `run`, or two
-                batches with different numbers of real rows were.
+            bool `[rows]`, all True.
         """
         self._check_current("example_mask")
-        rows, frame = batch.shape[0], self._frame
-        if frame is None:
-            return jnp.ones((rows,), bool)
-        if (each := self._rows_of_each(rows)) != rows:
-            of_each = frame.real_rows(each)
-            assert of_each is not None, "only what may be padding is a part"
-            real = collectives.all_gather(of_each[None], 0)
-            return (jnp.arange(each) < real[:, None]).reshape(rows)
-        real = frame.real_rows(rows)
-        return jnp.ones((rows,), bool) if real is None else jnp.arange(rows) < real
-
-    def _rows_of_each(self, rows: int) -> int:
-        """How many rows each replica has, if `rows` are those of all of them together."""
-        n = self.num_replicas_in_sync
-        frame = self._frame
-        if frame is None or frame.may_hold_padding(rows) or rows % n:
-            return rows
-        return rows // n if frame.may_hold_padding(rows // n) else rows
+        return jnp.ones((batch.shape[0],), bool)
 
     def num_examples(self, batch: jax.Array) -> Any:
-        """How many real rows the batch has over all replicas, an int32; see `example_mask`.
+        """How many rows the batch has over all replicas, an int or an int32 scalar.
 
         Those of all microbatches count, where the batch is computed in several.
+
+        Args:
+            batch: Any array `[rows, ...]` with this replica's examples in dim 0.
         """
         self._check_current("num_examples")
-        rows = self._rows_of_each(batch.shape[0])
-        total = self._frame.total_rows(rows) if self._frame is not None else None
-        if total is not None:
-            return total
-        return rows * self.num_replicas_in_sync * context.num_parts()
+        rows, frame = batch.shape[0], self._frame
+        parts = context.num_parts()
+        if frame is None or not frame.has_partial_batch:
+            return rows * self.num_replicas_in_sync * parts
+        if parts > 1:
+            whole = frame.whole_of_parts(parts, rows)
+            assert whole is not None, "it has a partial batch"
+            rows = whole
+        return collectives.all_reduce(ReduceOp.SUM, jnp.asarray(rows, jnp.int32))
 
     def random_key(self, key: jax.Array | int) -> jax.Array:
         """A random key of this replica's own, made from one that all replicas share.

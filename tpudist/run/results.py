@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
-from tpudist.reductions import cross_device_ops, gather
+from tpudist.reductions import cross_device_ops
 from tpudist.run.call_arguments import Call
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
@@ -40,7 +40,6 @@ class CallOutputs:
     # The Variables that are references in the trace, in the order in which those were made.
     references: list[Variable] = dataclasses.field(default_factory=list)
     interruption: BaseException | None = None
-    row_multiple: int = 1  # the rows of the batch must divide by it
 
 
 class Outcome:
@@ -90,8 +89,7 @@ class TracedStep:
         stack_outputs: Which outputs differ and leave stacked.
         aggregated: Outputs that are combined at the end of the step, by reduction.
         mesh: The replicas.
-        rows_of_result: Which results hold the rows of a group of arguments, and in which dim.
-        even_groups: The groups of which all replicas must have as many rows as the others.
+        partial: For partial batches: what was learnt of them, a `PartialBatch`.
     """
 
     program: compile.ReplicaProgram
@@ -101,8 +99,7 @@ class TracedStep:
     stack_outputs: list[bool]
     aggregated: dict[ReduceOp | None, list[int]]
     mesh: ReplicaMesh
-    rows_of_result: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    even_groups: frozenset[int] = frozenset()
+    partial: Any = None
 
     @property
     def variables(self) -> set[Variable]:
@@ -167,8 +164,6 @@ class TracedStep:
 
     def result(self, results: Any, now: Call) -> Any:
         """What the function returned in the call `now`, merged over replicas."""
-        if self.even_groups:
-            self._check_even(now)
         if self._plain:
             return results
         merged = []
@@ -185,29 +180,30 @@ class TracedStep:
                 merged.append(what)
         return self.found.treedef.unflatten(merged)
 
-    def _check_even(self, now: Call) -> None:
-        for group in self.even_groups:
-            if len(set(now.rows[group])) > 1:
-                raise ValueError(
-                    f"'{now.function.name}' gathered parts of different shapes: the replicas hold "
-                    f"{now.rows[group]} real rows in a dim that they were not gathered along. "
-                    f"Gather along that dim, or give every replica as many rows."
-                )
+    def check_rows(self, now: Call) -> None:
+        """Refuses numbers of real rows for which the function is another one."""
+        if self.partial is not None:
+            self.partial.check(now.rows)
 
     def __post_init__(self):
         self._plain = (
             self.found.plain
             and all(kind == "array" for kind, _ in self.found.result)
             and not any(self.stack_outputs[: self.found.num_results])
-            and not self.rows_of_result
+            and self.partial is None
         )
 
-    def _merge(self, i: int, array: jax.Array, rows) -> Any:
-        group, dim = self.rows_of_result.get(i, (None, 0))
-        real = None if group is None else rows[group]
-        if self.stack_outputs[i]:
-            return PerReplica(array, real, dim)
-        return array if real is None else gather.remove_padding(self.mesh, array, real, dim)
+    def _merge(self, i: int, array: jax.Array, rows: Sequence[tuple[int, ...]]) -> Any:
+        extents = self.partial.extents(i, rows) if self.partial is not None else []
+        if not self.stack_outputs[i]:
+            # It has the rows of all replicas, or none.
+            for dim, sizes in extents:
+                array = jax.lax.slice_in_dim(array, 0, sizes[0], axis=dim)
+            return array
+        if not extents:
+            return PerReplica(array)
+        (dim, first), *others = extents
+        return PerReplica(array, first, dim, tuple(others))
 
 
 def aggregate_outputs(

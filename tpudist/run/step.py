@@ -89,6 +89,7 @@ class Step:
         self.written_variables: set[Any] = set()
         self.written_leaves: set[int] = set()
         self.traced: dict[Any, TracedStep] = {}
+        self._checked_rows: set[Any] = set()
         self.needs_care = False  # arguments that must be moved to the mesh at each call
         # The call under way, for the trace that it may start.
         self._now: call_arguments.Call | None = None
@@ -108,6 +109,8 @@ class Step:
     def _dispatch(self, donated: list[Any], kept: list[Any]) -> tuple[Outcome, bool]:
         """Starts the program and takes its state back: what it returns, and if it was compiled."""
         now = self._current_call()
+        if now.rows:
+            self.check_rows(now)
         self._throttle.before_step(donated, kept)
         num_compiles = self._compiles.number
         with InterruptHold() if self._takes_state else NO_HOLD:
@@ -120,6 +123,15 @@ class Step:
                 raise ArgumentsChanged from error
             self.finish(written, now.binding, None if written else outcome.any_array())
         return outcome, self._compiles.number != num_compiles
+
+    def check_rows(self, now: call_arguments.Call) -> None:
+        """Refuses, before anything is lost, numbers of rows that its program is not made for."""
+        key = (now.rows, *(x.shape for x in now.elements if hasattr(x, "shape")))
+        if key not in self._checked_rows:
+            # The trace for these shapes, which is made here if `jit` has not asked for it yet.
+            values = jax.tree.leaves(self._values(now))[len(self.captured) :]
+            self._trace(values).check_rows(now)
+            self._checked_rows.add(key)
 
     def lower(self, now: call_arguments.Call) -> Any:
         """The lowered program of this call, which is not made."""
@@ -238,10 +250,9 @@ class Step:
         values = [elements[i].array if stacked else elements[i] for i, stacked in kinds.fed]
         for real in now.rows:
             if self._lowering:
-                values += placement.abstract_counts(self.mesh)
-                continue
-            values.append(placement.stack_counts(self.mesh, real))
-            values.append(placement.count(self.mesh, sum(real)))
+                values.append(placement.abstract_counts(self.mesh))
+            else:
+                values.append(placement.stack_counts(self.mesh, real))
         return values
 
     def _values_of_captured(self) -> list[Any]:
@@ -257,7 +268,7 @@ class Step:
     def arguments_of(self, now: call_arguments.Call) -> list[Any]:
         """The flat inputs for the last argument of a call, with the counts of real rows."""
         last, _ = jax.tree.flatten(now.args[-1])
-        number = len(last) + 2 * len(now.rows)
+        number = len(last) + len(now.rows)
         if not number:
             return []
         values = self._arguments(now)
@@ -289,7 +300,7 @@ class Step:
         stacked = [v.on_read for v in self.captured] + [False] * num_nnx
         if self.kinds.only_arrays and not now.rows:
             return stacked + [False] * len(now.elements)
-        return stacked + [s for _, s in self.kinds.fed] + [True, False] * len(now.rows)
+        return stacked + [s for _, s in self.kinds.fed] + [True] * len(now.rows)
 
     def _place(self, values: list[Any], stacked: Sequence[bool] | None = None) -> list[Any]:
         """Moves to the mesh what is elsewhere, to compile once and not per origin.

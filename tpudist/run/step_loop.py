@@ -37,7 +37,7 @@ class StepSequence:
         """
         step, first = self._step, calls[0]
         start, compiles = time.perf_counter(), compile_log.backend_compiles().number
-        outcomes = step.attempt(first, lambda *inputs: self._dispatch(first, own, *inputs))
+        outcomes = step.attempt(first, lambda *inputs: self._dispatch(calls, own, *inputs))
         if compile_log.backend_compiles().number != compiles:
             known = call_description.describe_call(
                 first.fn,
@@ -55,9 +55,12 @@ class StepSequence:
         ]
 
     def _dispatch(
-        self, first: Call, own: list[list[Any]], donated: list[Any], kept: list[Any]
+        self, calls: Sequence[Call], own: list[list[Any]], donated: list[Any], kept: list[Any]
     ) -> list[Outcome]:
-        step = self._step
+        step, first = self._step, calls[0]
+        for now in calls:
+            if now.rows:
+                step.check_rows(now)
         plan = step.plan
         assert plan is not None, "the step has just been given its inputs"
         values = plan.merge_inputs(donated, kept)

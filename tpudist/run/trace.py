@@ -4,7 +4,6 @@ The trace sees the function as one replica does. Afterwards every output is plac
 equal everywhere, one per replica, aggregated by its own rule, or refused.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +12,11 @@ import jax
 from tpudist.run import call_arguments, outputs, program_checks
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
+from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import CallOutputs, TracedStep
-from tpudist.run.rows_of_results import find_rows
+from tpudist.run.trace_frame import TracedRows
 from tpudist.run.variable_references import check_references
 from tpudist.state.variable import Variable
 from tpudist.xla import compile, replica_equality
@@ -47,7 +47,11 @@ def trace_step(
     stacked = [v.on_read for v in variables] + list(inputs.stacked)
     body = ReplicaBody(call, variables)
     found = CallOutputs()
-    program = compile.trace(body.make_flat_function(found), mesh, shapes, stacked, name)
+    end = len(shapes) - inputs.num_groups
+    rows = TracedRows() if inputs.groups is not None else None
+    program = compile.trace(
+        body.make_flat_function(found, rows), mesh, shapes[:end], stacked[:end], name
+    )
     if found.incomplete:
         raise NewVariable(_make_starter(found, program, strategy, variables, name))
     program_checks.check_constants(program, name)
@@ -57,9 +61,13 @@ def trace_step(
             f"or a Variable that was added or removed). In a replica function only the values of "
             f"Variables can change: change the object before strategy.run."
         )
-    proof = replica_equality.prove(
-        program.closed, causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
-    )
+    causes = causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
+    partial = None
+    if rows is None:
+        proof = replica_equality.prove(program.closed, causes)
+    else:
+        partial = PartialBatch(body, mesh, shapes, stacked, causes, rows)
+        found, program, proof = partial.found, partial.program, partial.proof
     check_references(proof, found.references, name)
     if mesh.num_replicas > 1:
         program_checks.check_hazards(proof, name)
@@ -69,7 +77,7 @@ def trace_step(
         proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole
     )
     position = {v: i for i, v in enumerate(variables)}
-    traced = TracedStep(
+    return TracedStep(
         program=program,
         found=found,
         all_variables=shapes[: len(variables)],
@@ -77,10 +85,8 @@ def trace_step(
         stack_outputs=stack_outputs,
         aggregated=aggregated,
         mesh=mesh,
+        partial=partial,
     )
-    # Which results hold padding is seen in a second trace, with a row more: see there.
-    rows, even = find_rows(body, traced, shapes, stacked)
-    return dataclasses.replace(traced, rows_of_result=rows, even_groups=even)
 
 
 def _causes_of_arguments(inputs: Inputs, labels: Sequence[str]) -> list[str | None]:
@@ -89,7 +95,7 @@ def _causes_of_arguments(inputs: Inputs, labels: Sequence[str]) -> list[str | No
     arguments = zip(inputs.leaves_of_arguments, inputs.stacked[inputs.num_nnx :], strict=False)
     causes += [f"argument '{labels[leaf]}'" if differs else None for leaf, differs in arguments]
     num_groups = len(inputs.groups.sizes) if inputs.groups else 0
-    return causes + ["how many rows are real", None] * num_groups
+    return causes + ["how many rows are real"] * num_groups
 
 
 def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:

@@ -8,8 +8,7 @@ once more with it.
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +30,74 @@ from tpudist.run.captures import (
 )
 from tpudist.run.variable_references import VariableReferences
 from tpudist.state.variable_base import VariableBase
-from tpudist.xla import traces
+from tpudist.xla import collectives, traces
+from tpudist.xla.rows import replica_rows
+from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.traces import is_traced, trace_state
+
+
+class TracedRows:
+    """How many rows the batches of one trace have, where some batch is partial.
+
+    A function is traced at several numbers of rows, to learn what depends on them. Some numbers are
+    no functions of a replica's own: those of the parts that a batch is split into, and those of all
+    replicas together. They are chosen apart.
+
+    Attributes:
+        parts: For each split of a batch: the number of parts, the rows of the whole, and of each
+            part in this trace.
+    """
+
+    def __init__(
+        self,
+        rows_of_parts: Sequence[int] | None = None,
+        gathered: Mapping[int, int] | None = None,
+        differing: Collection[int] = (),
+    ):
+        """How many rows there are.
+
+        Args:
+            rows_of_parts: Of parts, in the order of the splits; None to learn which there are.
+            gathered: Of all replicas together, by the number of the gather.
+            differing: The numbers of those results of `strategy.run` in a function that look equal
+                on all replicas, and depend on the rows.
+        """
+        self._rows_of_parts = rows_of_parts
+        self._gathered, self._differing = gathered or {}, differing
+        self.parts: list[tuple[int, int, int]] = []
+        self._num_gathers = self._num_claims = 0
+
+    def begin_parts(self, rows: int, num_parts: int) -> int:
+        """How many rows each part of a batch of `rows` rows has in this trace."""
+        if self._rows_of_parts is None:
+            each = rows // num_parts
+        elif len(self.parts) < len(self._rows_of_parts):
+            each = self._rows_of_parts[len(self.parts)]
+        else:
+            raise RowsError("with another number of rows it splits a batch once more")
+        self.parts.append((num_parts, rows, each))
+        return each
+
+    def whole_of_parts(self, num_parts: int, rows: int) -> int:
+        """Of how many rows the last split was that made such parts."""
+        for parts, whole, each in reversed(self.parts):
+            if (parts, each) == (num_parts, rows):
+                return whole
+        raise ValueError(
+            f"rows_of_microbatches was given arrays of {num_parts} parts of {rows} rows each, "
+            f"which value_and_grad_in_microbatches has not made of a batch here."
+        )
+
+    def gather(self, x: jax.Array, dim: int) -> jax.Array:
+        """The parts of all replicas along a dim, one after another."""
+        index, self._num_gathers = self._num_gathers, self._num_gathers + 1
+        rows = self._gathered.get(index, x.shape[dim] * collectives.num_replicas())
+        return replica_rows.gather(x, dim, index, rows)
+
+    def keep_equal(self, x: jax.Array) -> jax.Array | None:
+        """A value that looks equal on all replicas; None where it is known to differ."""
+        index, self._num_claims = self._num_claims, self._num_claims + 1
+        return None if index in self._differing else replica_rows.claim_equal(x, index)
 
 
 class ReplicaFrame(Frame):
@@ -52,28 +117,27 @@ class ReplicaFrame(Frame):
         missed_assignment: Whether what was assigned was not kept, as the Variable was no reference:
             the trace is to be made again.
         elements: What was taken from the iterators that the function reads, still to be handed out.
-        row_multiple: By which numbers of rows the function divides: its microbatches.
+        rows: How many rows its batches have here, if some batch is partial; None if all are full.
     """
 
     def __init__(
         self,
         strategy: StrategyBase,
         values: Mapping[Any, jax.Array],
-        rows: Mapping[int, tuple[jax.Array, jax.Array] | None],
         findings: Findings | None = None,
         function: Any = None,
         outer: "ReplicaFrame | None" = None,
+        rows: TracedRows | None = None,
     ):
         """Begins a trace.
 
         Args:
             strategy: See the class.
             values: The Variables' values at the start.
-            rows: By static number of rows per replica: how many are real here and over all
-                replicas; None where two batches of that size may differ in it.
             findings: See the class.
             function: The function that is traced.
             outer: The frame that this one is nested in, for `strategy.run` in a function.
+            rows: See the class; that of the outer frame, if there is one.
         """
         self.strategy = strategy
         self.values = dict(values)
@@ -87,14 +151,13 @@ class ReplicaFrame(Frame):
         self.incomplete = False
         self.missed_assignment = False
         self.references = VariableReferences()
-        self.row_multiple = 1
         self.elements: list[tuple[Callable[[Any], bool], Any]] = []
         self.differing: dict[int, Any] = {}
         self.same: dict[int, Any] = {}
         self._num_created = 0
         self._read_inside: set[Any] = set()
         self._captured: dict[int, Any] = {}
-        self._rows = rows
+        self.rows = outer.rows if outer is not None else rows
         self._trace_state = trace_state()
         # Functions that JAX has traced before would not tell what they assign, and would read what
         # another trace has made.
@@ -291,65 +354,26 @@ class ReplicaFrame(Frame):
         self.made[variable] = value if computed else None
         self.values[variable] = value
 
-    @contextlib.contextmanager
-    def enter_part(self, part: Any, num_parts: int) -> Iterator[None]:
-        """Lets the function see one part of the batch: rows `part`, `part + num_parts`, and so on.
-
-        Over all replicas the real rows of all parts count.
-        """
-        before, root = self._rows, self.root
-        root.row_multiple = math.lcm(root.row_multiple, num_parts)
-
-        def of_part(rows, pair):
-            real = (pair[0] - part + num_parts - 1) // num_parts
-            return jnp.clip(real, 0, rows // num_parts), pair[1]
-
-        self._rows = {
-            rows // num_parts: None if pair is None else of_part(rows, pair)
-            for rows, pair in before.items()
-            if rows % num_parts == 0
-        }
-        try:
-            yield
-        finally:
-            self._rows = before
-
-    def real_rows(self, rows: int) -> jax.Array | None:
-        """How many of this replica's `rows` rows are real; None if nothing was padded."""
-        pair = self._rows_of(rows)
-        return None if pair is None else pair[0]
-
-    def total_rows(self, rows: int) -> jax.Array | None:
-        """How many rows are real over all replicas; None if nothing was padded."""
-        pair = self._rows_of(rows)
-        return None if pair is None else pair[1]
-
-    def may_hold_padding(self, rows: int) -> bool:
-        """Whether a value of so many rows may be a batch whose last rows are padding."""
-        return rows in self._rows
-
     @property
-    def row_counts(self) -> dict[int, tuple[jax.Array, jax.Array]]:
-        """By rows per replica: how many are real here and on all, where that is known."""
-        return {rows: pair for rows, pair in self._rows.items() if pair is not None}
+    def has_partial_batch(self) -> bool:
+        """Whether replicas may have other numbers of rows than this trace shows."""
+        return self.rows is not None
 
-    def _rows_of(self, rows: int) -> tuple[jax.Array, jax.Array] | None:
-        if not self._rows:
-            return None
-        if rows not in self._rows:
-            sizes = " or ".join(map(str, self._rows))
-            raise ValueError(
-                f"Which of {rows} rows are real was asked for, but the batch given to strategy.run "
-                f"has {sizes} rows on each replica, of which the last may be padding. Keep one row "
-                f"per example: average the other dims (positions, pixels) of a loss before."
-            )
-        if self._rows[rows] is None:
-            raise ValueError(
-                f"Which of {rows} rows are real was asked for, but strategy.run was given several "
-                f"batches of {rows} rows per replica with different numbers of real ones. Zip the "
-                f"datasets into one, or use other batch sizes."
-            )
-        return self._rows[rows]
+    def begin_parts(self, rows: int, num_parts: int) -> int | None:
+        """How many rows each of `num_parts` parts of a partial batch has in this trace.
+
+        None if all batches are full, so that it is the quotient.
+        """
+        return None if self.rows is None else self.rows.begin_parts(rows, num_parts)
+
+    def whole_of_parts(self, num_parts: int, rows: int) -> int | None:
+        """Of how many rows so many parts of so many rows each are; None if all batches are full."""
+        return None if self.rows is None else self.rows.whole_of_parts(num_parts, rows)
+
+    def gather_rows(self, x: jax.Array, dim: int) -> jax.Array:
+        """The parts of all replicas along a dim, where some batch is partial."""
+        assert self.rows is not None, "some batch is partial"
+        return self.rows.gather(x, dim)
 
     def _owns(self, variable: Any) -> bool:
         return variable.strategy in (self.strategy, self.strategy._twin_of)

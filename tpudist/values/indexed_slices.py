@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
+from tpudist.values import gathered_rows
 from tpudist.xla import collectives
 from tpudist.xla.traces import is_traced
 
@@ -95,7 +96,7 @@ def all_reduce(
 def _gather(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
     n = check_op(op, collectives.num_replicas())
     pairs = [(jnp.asarray(x.values), jnp.asarray(x.indices)) for x in slices]
-    gathered = collectives.all_gather(pairs, 0)
+    gathered = gathered_rows.all_gather(pairs, 0)
     return [
         IndexedSlices(values if n == 1 else values / n, indices, x.dense_shape)
         for x, (values, indices) in zip(slices, gathered, strict=True)

@@ -66,19 +66,22 @@ class PerReplica(DistributedValues):
         rows: How many leading rows of each replica's part are real, one number per replica, where
             dim 0 of the parts counts examples; None where it does not.
         dim: Which dim of the parts it is that `rows` counts, if another one than dim 0.
+        other_rows: Other dims that count examples too, as those of all pairs do, each with its
+            rows: `((dim, rows), ...)`.
     """
 
-    __slots__ = ("array", "dim", "rows")
+    __slots__ = ("array", "dim", "other_rows", "rows")
 
     def __init__(
         self,
         array: jax.Array | jax.ShapeDtypeStruct,
         rows: tuple[int, ...] | None = None,
         dim: int = 0,
+        other_rows: tuple[tuple[int, tuple[int, ...]], ...] = (),
     ):
         """Wraps a stacked array; see the class."""
         self.array: Any = array
-        self.rows, self.dim = rows, dim
+        self.rows, self.dim, self.other_rows = rows, dim, other_rows
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The stacked array is the child, `rows` and their `dim` are structure.
@@ -86,7 +89,8 @@ class PerReplica(DistributedValues):
         One that a replica function captures is taken apart as this replica's part.
         """
         local = self._local()
-        return (self.array if local is None else local,), (self.rows, self.dim)
+        structure = (self.rows, self.dim, self.other_rows)
+        return (self.array if local is None else local,), structure
 
     @classmethod
     def tree_unflatten(cls, rows_and_dim, children):
@@ -101,7 +105,12 @@ class PerReplica(DistributedValues):
     @property
     def is_padded(self) -> bool:
         """Whether the part of some replica holds less than its shape says."""
-        return self.rows is not None and any(rows != self.shape[self.dim] for rows in self.rows)
+        return any(real != self.shape[dim] for dim, rows in self.extents.items() for real in rows)
+
+    @property
+    def extents(self) -> dict[int, tuple[int, ...]]:
+        """The dims that count examples, each with the number of real ones on each replica."""
+        return {} if self.rows is None else {self.dim: self.rows, **dict(self.other_rows)}
 
     @property
     def dtype(self):
@@ -163,7 +172,7 @@ class PerReplica(DistributedValues):
 
     def __getattr__(self, name: str) -> Any:
         """What arrays have (`sum`, `astype`, ...), where this stands for a replica's own part."""
-        is_own = name.startswith("_") or name in ("array", "rows", "dim")
+        is_own = name.startswith("_") or name in ("array", "rows", "dim", "other_rows")
         if not is_own and (local := self._local()) is not None:
             return getattr(local, name)
         raise AttributeError(
@@ -197,24 +206,19 @@ class LocalPart(PerReplica):
     """A PerReplica in a program that is being traced: `array` is this replica's own part.
 
     It stands for the values of all replicas in cross-replica context.
-
-    Attributes:
-        counts: How many of its rows are real, on this replica and over all, if it is known to hold
-            a batch that may be padded.
     """
 
-    __slots__ = ("counts",)
+    __slots__ = ()
 
-    def __init__(self, array: Any, counts: tuple[Any, Any] | None = None):
+    def __init__(self, array: Any):
         """Wraps a traced array."""
         super().__init__(array)
-        self.counts = counts
 
     def _part_in_trace(self) -> Any:
         return self.array
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The array is the child, `counts` are forgotten."""
+        """The array is the child."""
         return (self.array,), ()
 
     @property

@@ -47,8 +47,8 @@ def check_fit(value: Any, what: str | Callable[[], str]) -> None:
     raise ValueError(
         f"{what if isinstance(what, str) else what()} holds the integer {wrong} as {dtype}, of "
         f"which JAX makes {name}: it goes from {least} to {greatest}, and the number would become "
-        f"another. Give smaller numbers, convert them to floats, or enable 64-bit "
-        f"integers: jax.config.update('jax_enable_x64', True)."
+        f"another. Give smaller numbers, convert them to floats, or enable integers of 64 bits "
+        f"(the environment variable JAX_ENABLE_X64=1)."
     )
 
 

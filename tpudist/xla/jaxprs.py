@@ -12,6 +12,7 @@ collectives) asks here. A version of JAX that lays something out anew needs one 
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -64,6 +65,21 @@ def structure_of(eqn: core.JaxprEqn) -> Structure | None:
         return _unknown(f"the primitive '{name}' ({type(error).__name__}: {error})", bodies)
 
 
+@functools.lru_cache(maxsize=1024)
+def _expand(primitive: Any, avals: tuple[Any, ...]) -> Any:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+
+    def run(*args: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*primitive.in_tree.unflatten(args)))
+
+    return jax.make_jaxpr(run)(*shapes)
+
+
+def expand(eqn: core.JaxprEqn) -> Any:
+    """The program of a `call_hi_primitive`: what JAX makes of it when it is lowered."""
+    return _expand(eqn.params["_prim"], tuple(x.aval for x in eqn.invars))
+
+
 def find_unread_parameters(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> str | None:
     """Says what is not understood in an operation whose parameters are none of the known sets."""
     if frozenset(eqn.params) in known:
@@ -90,7 +106,7 @@ def constants_of(closed: Any) -> Iterator[Any]:
     """The constants of a jaxpr and of all that it holds: a `jit` inside has its own."""
     yield from getattr(closed, "consts", ())
     for eqn in open_jaxpr(closed).eqns:
-        for inner in _programs_of(tuple(eqn.params.values())):
+        for inner in programs_of(tuple(eqn.params.values())):
             yield from constants_of(inner)
 
 
@@ -109,18 +125,18 @@ _said: set[str] = set()
 
 def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
     """The programs among the parameters, also in tuples, lists and dicts of them."""
-    return map(open_jaxpr, _programs_of(tuple(params.values())))
+    return map(open_jaxpr, programs_of(tuple(params.values())))
 
 
-def _programs_of(value: Any) -> Iterator[Any]:
+def programs_of(value: Any) -> Iterator[Any]:
     """The same, with their constants."""
     if isinstance(value, core.Jaxpr | ClosedJaxpr):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _programs_of(item)
+            yield from programs_of(item)
     elif isinstance(value, dict):
-        yield from _programs_of(tuple(value.values()))
+        yield from programs_of(tuple(value.values()))
 
 
 # How each primitive is read. Each function gives the structure, or raises.
@@ -251,6 +267,13 @@ def _read_linear_solve(eqn: core.JaxprEqn) -> Elementary:
     return Elementary((_program(eqn.params["jaxprs"].solve),))
 
 
+def _read_expanded(eqn: core.JaxprEqn) -> Call:
+    body = open_jaxpr(expand(eqn))
+    _require_equal("operands", _avals(eqn.invars), _avals(body.invars))
+    _require_equal("results", _avals(eqn.outvars), _avals(body.outvars))
+    return Call(body)
+
+
 def _read_kernel(eqn: core.JaxprEqn) -> Kernel:
     grid = tuple(eqn.params["grid_mapping"].grid)
     known = all(isinstance(size, int) for size in grid)
@@ -291,6 +314,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "while": _layout(_read_while, "cond_jaxpr cond_nconsts body_jaxpr body_nconsts"),
     "cond": _layout(_read_cond, "branches", "branches branches_platforms"),
     "jit": _layout(_call_reader("jaxpr"), _JIT),
+    "call_hi_primitive": _layout(_read_expanded, "_prim"),
     "closed_call": _layout(_call_reader("call_jaxpr"), "call_jaxpr"),
     "eval_jaxpr": _layout(_call_reader("jaxpr", "call_jaxpr"), "jaxpr", "call_jaxpr"),
     "remat2": _REMAT,
@@ -343,6 +367,6 @@ _LAYOUTS: Mapping[str, _Layout] = {
     ),
 }
 # These hold programs in a form that is no jaxpr.
-_HIDE_PROGRAMS = ("call_exported", "call_hi_primitive", "call_hi_primitive_linearized")
+_HIDE_PROGRAMS = ("call_exported", "call_hi_primitive_linearized")
 # Of the others, some run without a program: a scatter that replaces, for one.
 _ALWAYS_HOLD_PROGRAMS = frozenset(_LAYOUTS) - {name for name in _LAYOUTS if "scatter" in name}

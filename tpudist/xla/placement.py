@@ -201,16 +201,9 @@ def stack_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
     return stack(mesh, local)
 
 
-@functools.lru_cache(maxsize=4096)
-def count(mesh: ReplicaMesh, number: int) -> jax.Array:
-    """`number` as an int32 scalar that every device holds."""
-    return replicate(mesh, np.int32(number))
-
-
-def abstract_counts(mesh: ReplicaMesh) -> list[jax.ShapeDtypeStruct]:
-    """What `stack_counts` and `count` give, without the numbers."""
-    stacked = jax.ShapeDtypeStruct((mesh.num_replicas,), np.int32, sharding=mesh.stacked)
-    return [stacked, jax.ShapeDtypeStruct((), np.int32, sharding=mesh.replicated)]
+def abstract_counts(mesh: ReplicaMesh) -> jax.ShapeDtypeStruct:
+    """What `stack_counts` gives, without the numbers."""
+    return jax.ShapeDtypeStruct((mesh.num_replicas,), np.int32, sharding=mesh.stacked)
 
 
 def replicate_from_host(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from tpudist.xla import jaxprs, references
@@ -46,6 +47,8 @@ _EQUALIZING: Mapping[str, tuple[frozenset[str], ...]] = {
 # A jitted function of this name, and its transpose, all-reduce what they are given (`reductions`).
 # No function of a user's can be called so by accident.
 EQUALIZING_FUNCTION = "tpudist.all_reduce"
+# One of this name gives what it is given, and says that it is equal on every replica.
+CLAIMING_FUNCTION = "tpudist.equal_on_replicas"
 # What differs by itself, though its operands be equal.
 _UNEQUAL_BY_NATURE = {
     "axis_index": "the replica id",
@@ -103,12 +106,14 @@ class Agreement:
         causes: Why each output differs between replicas, or None.
         hazards: Where replicas could wait for each other for ever.
         communication: All collectives between replicas.
+        broken_claims: The numbers of the claims (`claim_equal`) that do not hold.
         lost_references: References where JAX does not do what the program says.
     """
 
     causes: tuple[Cause, ...]
     hazards: tuple[Hazard, ...]
     communication: tuple[Communication, ...]
+    broken_claims: tuple[int, ...] = ()
     lost_references: tuple[LostReference, ...] = ()
 
     @property
@@ -136,24 +141,30 @@ def prove(
         tuple(map(_cause_of, out)),
         tuple(dict.fromkeys(walk.hazards)),
         tuple(dict.fromkeys(walk.communication)),
+        tuple(dict.fromkeys(walk.broken_claims)),
         tuple(dict.fromkeys(walk.lost_references)),
     )
 
 
-def find_gathers(jaxpr: core.Jaxpr) -> list[tuple[tuple[int, ...], int]]:
-    """The shape and the gathered dim of each all-gather over replicas, in their order."""
-    return [
-        (tuple(x.aval.shape), eqn.params["all_gather_dimension"])  # type: ignore
-        for eqn in jaxprs.walk(jaxpr)
-        if eqn.primitive.name == "all_gather" and _is_over_replicas(eqn)
-        for x in eqn.invars
-    ]
+def claim_equal(value: Any, number: int) -> Any:
+    """An array as it is, said to be equal on every replica: the proof finds it if it is not."""
+    return _make_claim(number)(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_claim(number: int) -> Callable[[Any], Any]:
+    def claim(value: Any) -> Any:
+        return value
+
+    claim.__name__ = claim.__qualname__ = f"{CLAIMING_FUNCTION}.{number}"
+    return jax.jit(claim)
 
 
 class _Walk:
     def __init__(self):
         self.hazards: list[Hazard] = []
         self.communication: list[Communication] = []
+        self.broken_claims: list[int] = []
         self.lost_references: list[LostReference] = []
         self.memory = references.Memory()
 
@@ -193,6 +204,9 @@ class _Walk:
             return self._cond(eqn, structure, args)
         if isinstance(structure, jaxprs.Call):
             known = self._call(structure.body, args)
+            claim, _, number = structure.name.rpartition(".")
+            if claim == CLAIMING_FUNCTION and _first_cause([_cause_of(x) for x in args]):
+                self.broken_claims.append(int(number))
             equal = structure.name == EQUALIZING_FUNCTION
             return [None] * len(known) if equal else known
         causes = [_cause_of(x) for x in args]

@@ -100,13 +100,23 @@ def a_partial_batch_is_gathered_without_padding(api, strategy):
     return [strategy.gather(x, axis=0) for x in distribute(api, strategy, 4, rows=5)]
 
 
-@rule(differs=differences.PADDED, gives=[[4, 4]])
+@rule(MIRRORED)
 def a_replica_function_sees_the_rows_of_a_partial_batch(api, strategy):
     seen = []
     for x in distribute(api, strategy, 8, rows=6):
         parts = api.parts(strategy, strategy.run(lambda x: api.array(x.shape[0]), (x,)))
         seen.append([int(p) for p in parts])
     return seen
+
+
+@rule(differs=differences.PADDED, gives={"error": "value"})
+def a_replica_function_branches_on_the_number_of_its_rows(api, strategy):
+    def run():
+        (x,) = distribute(api, strategy, 8, rows=6)
+        found = strategy.run(lambda x: api.array(1.0 if x.shape[0] == 4 else 2.0), (x,))
+        return [float(p) for p in api.parts(strategy, found)]
+
+    return api.outcome(run)
 
 
 @rule(MIRRORED, TPU, ONE_DEVICE)

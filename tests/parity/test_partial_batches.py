@@ -1,0 +1,127 @@
+"""Programs that know nothing of padding give what TensorFlow gives on partial batches: `tails`."""
+
+import functools
+import importlib.util
+import sys
+
+import jax
+import pytest
+
+import tpudist
+
+from . import plain, record
+from .tails import no_rows_tpudist, runs
+from .tails import record as tails
+
+# Sums in another order, and some steps: a row too many or too few shows in the second digit.
+TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 2e-6}
+
+
+def _dataset(strategy, arrays, batch):
+    made = strategy.experimental_make_numpy_dataset(arrays).batch(batch)
+    return strategy.experimental_distribute_dataset(made)
+
+
+@functools.cache
+def _results(name, num_replicas):
+    devices = jax.devices()[:num_replicas]
+    strategy = tpudist.MirroredStrategy([f"cpu:{d.id}" for d in devices])
+    return runs.results(name, "tpudist", strategy, _dataset, num_replicas)
+
+
+@functools.cache
+def _recorded():
+    return tails.recorded()
+
+
+PARAMETERS = [
+    pytest.param(name, *split, id=f"{name}: {runs.key(*split)}")
+    for name in runs.PROGRAMS
+    if name != "no_rows"
+    for split in runs.SPLITS
+]
+# Of the operations of `no_rows`: those that need a row.
+RAISE = {"argmax", "argmin", "first row", "last row", "top 1 of rows"}
+
+
+@pytest.mark.parametrize(("name", "num_replicas", "batch", "tail"), PARAMETERS)
+def test_a_program_without_masks_gives_what_tensorflow_gives(name, num_replicas, batch, tail):
+    key = runs.key(num_replicas, batch, tail)
+    expected = _recorded()[name][key]
+    found = _results(name, num_replicas)[key]
+    if "error" in expected:
+        pytest.skip("TensorFlow raises an error, since a replica has no rows")
+    if name == "batch_norm" and tail <= (num_replicas - 1) * (batch // num_replicas):
+        pytest.skip("of no rows JAX's gradient of nnx.BatchNorm's scale is NaN, TensorFlow's is 0")
+    assert different(found, expected) == []
+
+
+@pytest.mark.parametrize("name", ["weighted_loss", "speech"])
+@pytest.mark.parametrize("split", [s for s in runs.SPLITS if s[0] > 1 and s[1] == 8])
+def test_losses_over_the_global_batch_train_the_same_on_any_number_of_replicas(name, split):
+    """Also where TensorFlow raises, as its CTC loss does on a replica without rows."""
+    num_replicas, batch, tail = split
+    found = _results(name, num_replicas)[runs.key(*split)] | {"losses": None}
+    expected = _recorded()[name][runs.key(1, batch, tail)] | {"losses": None}
+    assert different(found, expected) == []
+
+
+@pytest.mark.parametrize("operation", sorted(no_rows_tpudist.OPERATIONS.keys() - RAISE))
+def test_an_operation_gives_what_tensorflow_gives_where_a_replica_has_no_rows(operation):
+    [split] = runs.SPLITS_OF["no_rows"]
+    key = runs.key(*split)
+    found = _results("no_rows", 2)[key][operation]
+    assert different(found, _recorded()["no_rows"][key][operation]) == []
+
+
+def test_only_what_needs_a_row_raises_in_tensorflow():
+    [by_operation] = _recorded()["no_rows"].values()
+    assert {k for k, found in by_operation.items() if "error" in found} == RAISE
+    assert by_operation.keys() == no_rows_tpudist.OPERATIONS.keys()
+
+
+def different(found, expected, path=""):
+    """Where two results differ, as lines."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if found.keys() != expected.keys():
+            return [f"{path}: {found.get('message', sorted(found))}, not {sorted(expected)}"]
+        return [x for k in expected for x in different(found[k], expected[k], f"{path}/{k}")]
+    if isinstance(expected, list) and isinstance(found, list):
+        if len(found) != len(expected):
+            return [f"{path}: {found}, not {expected}"]
+        pairs = zip(found, expected, strict=True)
+        return [x for i, p in enumerate(pairs) for x in different(*p, f"{path}/{i}")]
+    if plain.same(found, expected, **TOLERANCE):
+        return []
+    return [f"{path}: {found}, not {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "num"),
+    [
+        ({"x": [1.0, 2.0]}, {"x": [1.0, 2.000001]}, 0),
+        ({"x": [1.0, 2.0]}, {"x": [1.0, 2.01]}, 1),
+        ({"x": [1.0]}, {"x": [1.0, 2.0]}, 1),
+        ({"x": "nan"}, {"x": "nan"}, 0),
+        ({"x": 0.0}, {"x": "nan"}, 1),
+        ({"error": "value", "message": "a"}, {"x": 1.0}, 1),
+    ],
+)
+def test_results_differ_where_numbers_do(found, expected, num):
+    assert len(different(found, expected)) == num
+
+
+def test_every_program_and_split_is_recorded():
+    assert {name: list(by_key) for name, by_key in _recorded().items()} == {
+        name: [runs.key(*split) for split in runs.SPLITS_OF.get(name, runs.SPLITS)]
+        for name in runs.PROGRAMS
+    }
+
+
+@pytest.mark.parity
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_the_record_is_what_tensorflow_gives():
+    if record.PYTHON == sys.executable and importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("TensorFlow is not installed: pip install 'tpudist[parity]'")
+    assert different(tails.in_processes(list(runs.PROGRAMS))["results"], _recorded()) == []

@@ -1,0 +1,166 @@
+"""Unmodified replica functions on partial batches: padding is invisible, or they are refused."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpudist
+from compiles import NewCompiles
+
+BATCH = 8
+DATA = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
+TAIL = DATA[BATCH:]
+
+
+@pytest.fixture(scope="module", params=[2, 4, 8])
+def strategy(request):
+    return tpudist.MirroredStrategy(jax.devices()[: request.param])
+
+
+def batches(strategy, data=DATA):
+    dataset = tpudist.NumpyDataset(data).batch(BATCH)
+    return list(strategy.experimental_distribute_dataset(dataset))
+
+
+def parts(strategy, tail=TAIL):
+    """The rows of the tail that each replica has: the first ones are filled first."""
+    each = BATCH // strategy.num_replicas_in_sync
+    return [tail[i * each : (i + 1) * each] for i in range(strategy.num_replicas_in_sync)]
+
+
+def test_sums_counts_and_moved_rows_are_those_of_the_real_rows(strategy):
+    def step(x):
+        return x.sum() / BATCH, x.shape[0], x[::-1] * 2, jnp.concatenate([x, x]), x.reshape(-1)
+
+    *_, tail = batches(strategy)
+    total, count, turned, doubled, flat = strategy.run(step, (tail,))
+    own = parts(strategy)
+    assert float(strategy.reduce("sum", total, axis=None)) == pytest.approx(
+        TAIL.sum() / BATCH, rel=1e-5
+    )
+    assert int(strategy.reduce("sum", count, axis=None)) == len(TAIL)
+    for found, expected in [
+        (turned, [2 * p[::-1] for p in own]),
+        (doubled, [np.concatenate([p, p]) for p in own]),
+        (flat, [p.reshape(-1) for p in own]),
+    ]:
+        local = strategy.experimental_local_results(found)
+        for one, other in zip(local, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        gathered = strategy.gather(found, axis=0)
+        np.testing.assert_allclose(gathered, np.concatenate(expected), rtol=1e-6)
+
+
+def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
+    @tpudist.function
+    def step(x):
+        total, count, kept = strategy.run(lambda x: (x.sum(), x.shape[0], x + 1), (x,))
+        return (
+            strategy.reduce("sum", total, axis=None),
+            strategy.reduce("sum", count, axis=None),
+            strategy.reduce("mean", kept, axis=0),
+            strategy.gather(kept, axis=0),
+        )
+
+    for batch, rows in zip(batches(strategy), (DATA[:BATCH], TAIL), strict=True):
+        total, count, mean, gathered = step(batch)
+        assert float(total) == pytest.approx(rows.sum(), rel=1e-4)
+        assert int(count) == len(rows)
+        np.testing.assert_allclose(mean, rows.mean(0) + 1, rtol=1e-5)
+        np.testing.assert_allclose(gathered, rows + 1, rtol=1e-6)
+
+
+def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
+    """Each row against those of all replicas, as in contrastive learning."""
+    w = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)
+
+    def loss_of(w, own, everything):
+        return jnp.sum(jax.nn.logsumexp((own @ w) @ everything(own @ w).T, axis=1))
+
+    def step(w, x):
+        replica = tpudist.get_replica_context()
+        loss, grad = jax.value_and_grad(loss_of)(w, x, lambda z: replica.all_gather(z, 0))
+        return replica.all_reduce("sum", (loss, grad))
+
+    expected = jax.value_and_grad(loss_of)(w, TAIL, lambda z: z)
+    *_, tail = batches(strategy)
+    found = strategy.run(step, (w, tail))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
+
+
+def test_full_batches_run_one_program_and_all_tails_one_more():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def a_step_of_this_test(x):
+        return tpudist.get_replica_context().all_reduce("sum", x.sum())
+
+    new = NewCompiles()
+    for size in range(1, 2 * BATCH + 1):
+        found = [
+            float(strategy.run(a_step_of_this_test, (x,))) for x in batches(strategy, DATA[:size])
+        ]
+        assert sum(found) == pytest.approx(DATA[:size].sum(), rel=1e-4, abs=1e-5)
+    assert len([r for r in new() if r.function == "a_step_of_this_test"]) == 2
+
+
+def test_several_steps_in_one_program_check_the_rows_of_each(strategy):
+    def step(x):
+        return tpudist.get_replica_context().all_reduce("sum", x.sum())
+
+    tails = [batches(strategy, DATA[i : i + 5])[0] for i in range(3)]
+    found = strategy.run_steps(step, iter(tails), 3)
+    expected = [DATA[i : i + 5].sum() for i in range(3)]
+    np.testing.assert_allclose([float(x) for x in found], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_lost(strategy):
+    with strategy.scope():
+        steps = tpudist.Variable(0.0)
+
+    def step(x):
+        steps.assign_add(1.0)
+        return jax.pure_callback(
+            lambda v: np.float32(v.sum()), jax.ShapeDtypeStruct((), jnp.float32), x
+        )
+
+    full, tail = batches(strategy)
+    strategy.run(step, (full,))
+    with pytest.raises(
+        ValueError, match=r"'step' was given a partial batch.*pure_callback.*test_partial_batch\.py"
+    ) as caught:
+        strategy.run(step, (tail,))
+    assert "partial_batch='drop'" in str(caught.value)
+    assert float(steps) == 1
+
+
+def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def step(x):
+        return x.sum() if x.shape[0] > 2 else x.sum() / 2
+
+    full, _ = batches(strategy)
+    strategy.run(step, (full,))
+    (tail,) = batches(strategy, DATA[:7])
+    assert strategy.reduce("sum", strategy.run(step, (tail,)), axis=None) == pytest.approx(
+        DATA[:7].sum(), rel=1e-4
+    )
+    (tail,) = batches(strategy, DATA[:5])  # 4 and 1
+    with pytest.raises(ValueError, match="with 1 rows the function is another one"):
+        strategy.run(step, (tail,))
+
+
+def test_replicas_without_rows_are_told_of_once(caplog):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:4])
+    (tail,) = batches(strategy, DATA[:3])
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        for _ in range(2):
+            means = strategy.run(lambda x: x.mean(0), (tail,))
+    assert np.isnan(strategy.experimental_local_results(means)[3]).all()
+    told = [r.getMessage() for r in caplog.records if "have no rows" in r.getMessage()]
+    assert 1 <= len(told) <= 2
+    assert "2, 3" in told[0]

@@ -1,0 +1,356 @@
+"""The program of a replica function for partial batches: its padding is invisible to the function.
+
+Full batches run the plain program. All partial ones share one more, which is made when the first of
+them comes: the function is traced for several numbers of rows, which tells what in it depends on
+them (`xla.rows`), and evaluated so that only real rows count. For each number of rows that occurs
+it is confirmed that the function is what this program computes; what cannot be followed is refused.
+"""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpudist.reduce_op import ReduceOp
+from tpudist.run.inputs import Inputs
+from tpudist.run.replica_body import ReplicaBody
+from tpudist.run.results import CallOutputs
+from tpudist.run.trace_frame import TracedRows
+from tpudist.xla import collectives, compile, replica_equality
+from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.rows.errors import RowsError
+from tpudist.xla.rows.row_program import LEAST, RowProgram
+from tpudist.xla.rows.row_sizes import (
+    Dim,
+    Point,
+    RowNumber,
+    RowSize,
+    fit_number,
+    fit_size,
+    is_rows,
+    size_at,
+)
+
+_log = logging.getLogger("tpudist")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Learnt:
+    """What is learnt of a function in one round of traces, and known in the next one.
+
+    Attributes:
+        gathered: By the number of a gather of the rows of all replicas: that of its size among
+            `sizes_gathered`.
+        sizes_gathered: Sizes of one replica of which those of all are gathered.
+        differing: Numbers of the values that look equal on all replicas, and depend on the rows.
+    """
+
+    gathered: tuple[tuple[int, int], ...] = ()
+    sizes_gathered: tuple[RowSize, ...] = ()
+    differing: frozenset[int] = frozenset()
+
+
+class PartialBatch:
+    """A replica function for partial batches.
+
+    Attributes:
+        program: Its program, with the numbers of real rows as its last inputs.
+        proof: What of it is equal on every replica.
+        found: What the call gives besides outputs, for any number of rows.
+    """
+
+    def __init__(
+        self,
+        body: ReplicaBody,
+        mesh: ReplicaMesh,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        stacked: Sequence[bool],
+        causes: Sequence[str | None],
+        first: TracedRows,
+    ):
+        """Traces the function for several numbers of rows.
+
+        Args:
+            body: The function.
+            mesh: The replicas.
+            shapes: Of the flat inputs; the last ones are the numbers of rows.
+            stacked: Which of them hold one part per replica.
+            causes: Why they differ between replicas, or None.
+            first: What its first trace has found.
+
+        Raises:
+            ValueError: It cannot be followed.
+        """
+        self._body, self._mesh = body, mesh
+        self._inputs: Inputs = body.call.inputs
+        assert self._inputs.groups is not None, "some batch is partial"
+        self._groups = self._inputs.groups
+        end = len(shapes) - self.num_groups
+        self._shapes, self._stacked = list(shapes[:end]), list(stacked[:end])
+        self._parts = [(number, rows) for number, rows, _ in first.parts]
+        self._learnt, self._warned = _Learnt(), False
+        try:
+            while True:
+                self._found: dict[Point, CallOutputs] = {}
+                self._program = RowProgram(self._trace, self._full_sizes())
+                self._numbers = self._find_numbers()
+                self.found = self._describe_outputs()
+                self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)
+                self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
+                learnt = self._learn()
+                if learnt == self._learnt:
+                    return
+                self._learnt = learnt
+        except RowsError as error:
+            raise self._refuse(error) from error
+
+    def _full_sizes(self) -> Point:
+        sizes = self._groups.sizes
+        full = (*sizes, *(-(-rows // number) for number, rows in self._parts))
+        known = tuple(max(rows, LEAST) for rows in full)
+        n = self._mesh.num_replicas
+        return (*full, *(n * size.at(known) for size in self._learnt.sizes_gathered))
+
+    def _learn(self) -> _Learnt:
+        """What the next round of traces is to know; as before if nothing is new."""
+        before = self._learnt
+        sizes = list(before.sizes_gathered)
+        gathered = dict(before.gathered)
+        for index, size in self._program.gathered.items():
+            own = self._symbols_of_replica(size)
+            if own not in sizes:
+                sizes.append(own)
+            gathered[index] = sizes.index(own)
+        broken = {*self._program.broken_claims, *self.proof.broken_claims}
+        return _Learnt(tuple(gathered.items()), tuple(sizes), before.differing | broken)
+
+    def _symbols_of_replica(self, size: RowSize) -> RowSize:
+        """A size in the symbols of one replica, which are the first ones."""
+        own = self.num_groups + len(self._parts)
+        if any(i >= own for i in size.symbols):
+            raise RowsError("what was gathered of all replicas is gathered once more")
+        return size.with_symbols(own)
+
+    def _mark_rows(self, proof: replica_equality.Agreement) -> replica_equality.Agreement:
+        """The proof, in which what has rows differs: replicas may have other numbers of them."""
+        own = self.num_groups + len(self._parts)
+        causes = list(proof.causes)
+        for i, dims in self.rows_of_results().items():
+            if any(k < own for _, size in dims for k in size.symbols):
+                causes[i] = causes[i] or "how many rows are real"
+        return dataclasses.replace(proof, causes=tuple(causes))
+
+    @property
+    def num_groups(self) -> int:
+        """How many batches there are, each with its number of real rows."""
+        return len(self._groups.sizes)
+
+    def _evaluate(self, *local: Any) -> list[Any]:
+        """The flat outputs for the flat local inputs, and the numbers of real rows."""
+        values, counts = local[: -self.num_groups], local[-self.num_groups :]
+        unknown = [None] * len(self._parts)
+        zeros = [0] * len(self._parts)
+        own = [size.at([*counts, *zeros]) for size in self._learnt.sizes_gathered]
+        totals = collectives.all_reduce(ReduceOp.SUM, own) if own else []
+        known = [*counts, *unknown, *totals]
+        outputs = self._program.evaluate(known, self._pad(values))
+        numbers = [jnp.asarray(x.at(known)) for x in self._numbers.values()]
+        end = self.found.num_results - len(numbers)
+        return [*outputs[:end], *numbers, *outputs[end:]]
+
+    @property
+    def dims_of_outputs(self) -> list[tuple[Dim, ...]]:
+        """For each flat output, its dims."""
+        dims = list(self._program.out_dims)
+        end = self.found.num_results - len(self._numbers)
+        return [*dims[:end], *[()] * len(self._numbers), *dims[end:]]
+
+    def rows_of_results(self) -> dict[int, tuple[tuple[int, RowSize], ...]]:
+        """For each result that has rows: the dims that they are, with their sizes."""
+        rows = {}
+        for i, dims in enumerate(self.dims_of_outputs):
+            own = tuple((d, dim) for d, dim in enumerate(dims) if isinstance(dim, RowSize))
+            if own and i < self.found.num_results:
+                rows[i] = own
+        return rows
+
+    def check(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Refuses numbers of rows for which the function is another one.
+
+        Args:
+            rows: For each batch, how many rows of it each replica has.
+
+        Raises:
+            ValueError: The function is another one for these, or cannot be followed.
+        """
+        empty = [i for i, own in enumerate(zip(*rows, strict=True)) if 0 in own]
+        if empty and not self._warned:
+            self._warned = True
+            _log.warning(
+                "'%s' is given a partial batch of which replica(s) %s have no rows: means over "
+                "none are NaN there. InputOptions(partial_batch='drop') leaves such batches out.",
+                self._body.call.name,
+                ", ".join(map(str, empty)),
+            )
+        try:
+            points = [
+                point
+                for replica in range(self._mesh.num_replicas)
+                for point in self._points_of(rows, replica)
+            ]
+            self._program.check(points)
+            for point in dict.fromkeys(points):
+                self._confirm_numbers(point)
+        except RowsError as error:
+            raise self._refuse(error, rows) from error
+
+    def extents(
+        self, result: int, rows: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """The dims of a result that are rows, each with how many each replica really has."""
+        replicas = range(self._mesh.num_replicas)
+        return [
+            (dim, tuple(size_at(size, self._points_of(rows, i)[0]) for i in replicas))
+            for dim, size in self.rows_of_results().get(result, ())
+        ]
+
+    def _points_of(self, rows: Sequence[tuple[int, ...]], replica: int) -> list[Point]:
+        """The numbers of rows of a replica, with those that its parts may have then."""
+        sizes, counts = self._groups.sizes, [each[replica] for each in rows]
+        of_parts = []
+        for number, whole in self._parts:
+            real = counts[sizes.index(whole)] if whole in sizes else whole
+            of_parts.append(sorted({real // number, -(-real // number)}))
+        points = [(*counts, *each) for each in itertools.product(*of_parts)]
+        totals = tuple(
+            sum(self._size_on(size, rows, i) for i in range(self._mesh.num_replicas))
+            for size in self._learnt.sizes_gathered
+        )
+        return [(*point, *totals) for point in points]
+
+    def _size_on(self, size: RowSize, rows: Sequence[tuple[int, ...]], replica: int) -> int:
+        return size.at([*(each[replica] for each in rows), *[0] * len(self._parts)])
+
+    def _trace(self, point: Point) -> Any:
+        own = self.num_groups + len(self._parts)
+        gathered = {index: point[own + which] for index, which in self._learnt.gathered}
+        rows = TracedRows(point[self.num_groups : own], gathered, self._learnt.differing)
+        found = CallOutputs()
+        shapes = self._resize(point)
+        program = compile.trace(
+            self._body.make_flat_function(found, rows),
+            self._mesh,
+            shapes,
+            self._stacked,
+            self._body.call.name,
+        )
+        first = next(iter(self._found.values()), found)
+        if len(rows.parts) != len(self._parts):
+            raise RowsError("it splits its batches into parts another number of times")
+        if not _are_alike(first, found):
+            raise RowsError("it returns another structure, or assigns other Variables")
+        self._found[point] = found
+        return program.closed
+
+    def _resize(self, point: Point) -> list[jax.ShapeDtypeStruct]:
+        shapes = list(self._shapes)
+        offset = len(self._body.variables) + self._inputs.num_nnx
+        for k, group in enumerate(self._inputs.group_of_argument):
+            if group is not None:
+                x, dim = shapes[offset + k], 1 + self._groups.dims[group]
+                shape = (*x.shape[:dim], point[group], *x.shape[dim + 1 :])
+                shapes[offset + k] = jax.ShapeDtypeStruct(shape, x.dtype)
+        return shapes
+
+    def _pad(self, values: Sequence[Any]) -> list[Any]:
+        """Inputs with as many rows as the program has: it has two at least."""
+        padded = list(values)
+        offset = len(self._body.variables) + self._inputs.num_nnx
+        for k, group in enumerate(self._inputs.group_of_argument):
+            if group is None:
+                continue
+            x, dim = padded[offset + k], self._groups.dims[group]
+            missing = self._program.full[group] - x.shape[dim]
+            if missing:
+                padded[offset + k] = jnp.concatenate(
+                    [x, *[jax.lax.slice_in_dim(x, 0, 1, axis=dim)] * missing], dim
+                )
+        return padded
+
+    def _find_numbers(self) -> dict[int, RowSize | RowNumber]:
+        """The results that are Python numbers and depend on the rows, as `x.shape[0]` does."""
+        points = self._program.points
+        numbers: dict[int, RowSize | RowNumber] = {}
+        for i, (kind, first) in enumerate(self._found[points[0]].result):
+            values = [self._found[p].result[i][1] for p in points]
+            if kind != "itself" or all(x is first or _are_equal(x, first) for x in values):
+                continue
+            number = None
+            if all(type(x) is int for x in values):
+                number = fit_size(tuple(values), points)
+            elif all(isinstance(x, int | float) for x in values):
+                number = fit_number([float(x) for x in values], points)
+            if not isinstance(number, RowSize | RowNumber):
+                raise RowsError(
+                    f"it returns {values[0]!r} with {points[0]} rows and {values[1]!r} with "
+                    f"{points[1]}: a value that is no array, and depends on the number of rows"
+                )
+            numbers[i] = number
+        return numbers
+
+    def _confirm_numbers(self, point: Point) -> None:
+        if point not in self._found:
+            return
+        for i, number in self._numbers.items():
+            actual = self._found[point].result[i][1]
+            if abs(float(number.at(point)) - actual) > 1e-5 * abs(actual):
+                raise RowsError(f"it returns {actual!r} with {point} rows")
+
+    def _describe_outputs(self) -> CallOutputs:
+        base = self._found[self._program.points[0]]
+        result = list(base.result)
+        for k, i in enumerate(self._numbers):
+            result[i] = ("array", base.num_results + k)
+        for dims in self._program.out_dims[base.num_results :]:
+            if any(map(is_rows, dims)):
+                raise RowsError("it assigns state as many elements as a replica has rows")
+        return dataclasses.replace(
+            base,
+            result=result,
+            num_results=base.num_results + len(self._numbers),
+            plain=False,
+        )
+
+    def _refuse(
+        self, error: RowsError, rows: Sequence[tuple[int, ...]] | None = None
+    ) -> ValueError:
+        have = f" ({'; '.join(map(str, rows))} rows on the replicas)" if rows else ""
+        where = f" At {error.line}." if error.line else ""
+        return ValueError(
+            f"'{self._body.call.name}' was given a partial batch{have}, and cannot be followed "
+            f"over its rows: {error.reason}.{where} Padding must not count, so what is not known "
+            f"to leave it out is refused. Let the dataset give no partial batches "
+            f"(InputOptions(partial_batch='drop')), give each replica as many rows as there are "
+            f"(partial_batch='shrink'), or write it in another way there."
+        )
+
+
+def _are_alike(first: CallOutputs, found: CallOutputs) -> bool:
+    return (
+        [kind for kind, _ in first.result] == [kind for kind, _ in found.result]
+        and first.treedef == found.treedef
+        and first.variables == found.variables
+        and first.nnx == found.nnx
+        and not found.structure_changed
+    )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b) or (a != a and b != b)
+    except Exception:
+        return False

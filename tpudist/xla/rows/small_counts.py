@@ -1,0 +1,268 @@
+"""Whether a function of one row, or of none, is what its program for more rows computes.
+
+JAX itself writes some operations in another way where a dim is 1 or 0: it leaves out what would
+change nothing, and takes shortcuts. The meaning is the same; the trace is not. So what is compared
+is what the user's code has done: the instructions of it that have called JAX, and the numbers that
+these calls have brought. The same instruction, with the same numbers, has called the same function
+of JAX for fewer rows. An instruction that has computed something in one trace and is not in the
+other is a branch of the user's (`if x.shape[0] == 1`), and another number is one that his code has
+computed from the number of rows in a way that is not known (`max(x.shape[0], 1)`): refused.
+
+Few functions of JAX have another formula for one row or none; they are refused by name. Tests run
+what JAX offers over rows against the exact shapes (tests/xla/rows/test_row_program.py).
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+
+from tpudist.xla import jaxprs
+from tpudist.xla.rows.labels import (
+    Corner,
+    LabelledEquation,
+    LabelledProgram,
+    Varies,
+    bodies_of,
+    predict,
+)
+from tpudist.xla.rows.row_sizes import Point, RowNumber, RowSize, size_at
+from tpudist.xla.rows.user_lines import users_line_of
+
+_LIBRARIES = ("/jax/", "/jaxlib/", "/numpy/", "/tpudist/", "/contextlib.py", "/functools.py", "<")
+# What only brings values into another shape, and what calls.
+_SHAPING = frozenset(
+    "add_any broadcast_in_dim broadcast_to closed_call concatenate convert_element_type copy "
+    "custom_jvp_call custom_vjp_call empty empty2 expand_dims full iota jit pad pjit pvary "
+    "reduce_sum reshape slice split squeeze transpose tpudist.claim_equal".split()
+)
+# Functions of JAX whose formula for more rows is not that for one, or for none.
+_OTHER_FORMULAS = frozenset(
+    "linspace _linspace geomspace logspace cov corrcoef polyfit gradient trapezoid".split()
+)
+
+Site = tuple[str, int, int]
+"""A file, the first line of a function, and the instruction in it that has called JAX."""
+_NOWHERE: Site = ("", 0, 0)
+
+
+class _Calls:
+    """What the instructions of the user's code have called, in one trace."""
+
+    def __init__(self):
+        self.numbers: dict[Site, dict[tuple, set[Any]]] = collections.defaultdict(dict)
+        self.names: dict[Site, set[str]] = collections.defaultdict(set)
+        self.lines: dict[Site, str] = {}
+        self.equations: set[int] = set()
+
+    def note_site(self, eqn: core.JaxprEqn, around: Site) -> Site:
+        """Notes where an equation comes from; gives the place around it if that is not known."""
+        site, called = _site_of(eqn)
+        if site is None:
+            site = around
+        else:
+            self.names[site].add(called)
+            self.lines.setdefault(site, users_line_of(eqn))
+        if eqn.primitive.name in ("jit", "pjit"):
+            self.names[site].add(str(eqn.params.get("name")))
+        self.numbers[site]  # there is one now
+        return site
+
+    def note(self, eqn: core.JaxprEqn, around: Site, shapes: tuple, literals: tuple) -> Site:
+        """Notes an equation, and gives its site."""
+        site = self.note_site(eqn, around)
+        self.equations.add(id(eqn))
+        key = eqn.primitive.name, shapes
+        self.numbers[site].setdefault(key, set()).update(literals)
+        return site
+
+    def computes(self, site: Site) -> set[str]:
+        """The primitives of a site that do more than shaping."""
+        return {name for name, _ in self.numbers.get(site, ()) if name not in _SHAPING}
+
+
+def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> str | None:
+    """Where the trace for few rows is another function, in words; None where it is the same."""
+    expected, actual = _Calls(), _Calls()
+    _note(expected, _Predicted(labelled, counts), None, _NOWHERE)
+    _note(actual, _Traced(program), None, _NOWHERE)
+    for site in dict.fromkeys([*expected.numbers, *actual.numbers]):
+        wrong = _compare(expected, actual, site)
+        if wrong is not None:
+            line = expected.lines.get(site) or actual.lines.get(site)
+            return f"{wrong} ({line})" if line else wrong
+    shapes = [tuple(size_at(d, counts) for d in dims) for dims in labelled.out_dims]
+    results: list[Any] = [v.aval for v in jaxprs.open_jaxpr(program).outvars]
+    if shapes != [tuple(x.shape) for x in results]:
+        return "the shapes of its results"
+    return None
+
+
+def live_equations(labelled: LabelledProgram, counts: Point) -> set[int]:
+    """The ids of the equations that compute something that is used, with these numbers of rows."""
+    calls = _Calls()
+    _note(calls, _Predicted(labelled, counts), None, _NOWHERE)
+    return calls.equations
+
+
+def find_other_formula(labelled: LabelledProgram, counts: Point) -> str | None:
+    """A function of JAX in a program whose formula is not that for no rows, if there is one."""
+    calls = _Calls()
+    _note(calls, _Predicted(labelled, counts), None, _NOWHERE)
+    found = set().union(*calls.names.values()) & _OTHER_FORMULAS
+    return min(found, default=None)
+
+
+def is_of_jax(error: BaseException) -> bool:
+    """Whether an error was raised in JAX, and not in the code that calls it."""
+    traceback, name = error.__traceback__, ""
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename.replace("\\", "/")
+        traceback = traceback.tb_next
+    return "/jax/" in name
+
+
+def _compare(expected: _Calls, actual: _Calls, site: Site) -> str | None:
+    if site != _NOWHERE and (site in expected.numbers) != (site in actual.numbers):
+        alone = expected.computes(site) | actual.computes(site)
+        if alone:
+            return f"{', '.join(sorted(alone))}, in one of them only"
+        return None
+    own, theirs = expected.numbers.get(site, {}), actual.numbers.get(site, {})
+    same = own == theirs
+    for name in sorted(expected.names[site] & _OTHER_FORMULAS):
+        if not same:
+            return f"{name}, which JAX computes in another way then"
+    for key in own.keys() & theirs.keys():
+        if not theirs[key] <= own[key]:  # of several JAX may need fewer then
+            return f"the numbers {_list(theirs[key])} of {key[0]}, where {_list(own[key])} follow"
+    return None
+
+
+def _list(numbers: set[Any]) -> str:
+    return ", ".join(sorted(map(str, numbers))) or "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One equation of a trace: what it reads and gives, and the programs that it holds."""
+
+    eqn: core.JaxprEqn
+    shapes: tuple[tuple[int, ...], ...]
+    literals: tuple
+    bodies: tuple["_Predicted | _Traced", ...]
+
+
+class _Predicted:
+    """The trace that a labelled program predicts for these numbers of rows."""
+
+    def __init__(self, labelled: LabelledProgram, counts: Point):
+        self._labelled, self._counts = labelled, counts
+        self.jaxpr = labelled.jaxpr
+
+    def steps(self) -> list[_Step]:
+        return [self._step(equation) for equation in self._labelled.equations]
+
+    def _step(self, equation: LabelledEquation) -> _Step:
+        dims = (*equation.in_dims, *equation.out_dims)
+        shapes = tuple(tuple(size_at(dim, self._counts) for dim in each) for each in dims)
+        literals = tuple(
+            (i, _number(predict(_unwrap(value), self._counts)))
+            for i, value in equation.literals.items()
+        )
+        held = [body for bodies in equation.bodies.values() for body in bodies]
+        bodies = tuple(_Predicted(body, self._counts) for body in held)
+        return _Step(equation.eqn, shapes, literals, bodies)
+
+
+class _Traced:
+    """A trace as it is."""
+
+    def __init__(self, program: Any):
+        self.jaxpr = jaxprs.open_jaxpr(program)
+
+    def steps(self) -> list[_Step]:
+        return [self._step(eqn) for eqn in self.jaxpr.eqns]
+
+    def _step(self, eqn: core.JaxprEqn) -> _Step:
+        shapes = tuple(tuple(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars))
+        literals = tuple(
+            (i, _number(x.val)) for i, x in enumerate(eqn.invars) if isinstance(x, core.Literal)
+        )
+        return _Step(eqn, shapes, literals, tuple(_Traced(body) for _, body in bodies_of(eqn)))
+
+
+def _note(
+    calls: _Calls, program: _Predicted | _Traced, used: list[bool] | None, around: Site
+) -> list[bool]:
+    """Notes what a trace computes for those of its results that are used; None for all.
+
+    What ends in arrays without elements alone is computed for nothing, and JAX may leave it out.
+
+    Returns:
+        For each of its inputs, whether it is used.
+    """
+    outputs = program.jaxpr.outvars
+    wanted = [True] * len(outputs) if used is None else used
+    live = {v for v, want in zip(outputs, wanted, strict=True) if want and not _is_literal(v)}
+    for step in reversed(program.steps()):
+        eqn = step.eqn
+        results = step.shapes[len(eqn.invars) :]
+        given = [
+            0 not in shape and v in live for v, shape in zip(eqn.outvars, results, strict=True)
+        ]
+        if not any(given) and not eqn.effects:
+            calls.note_site(eqn, around)
+            continue
+        site = calls.note(eqn, around, step.shapes, step.literals)
+        reads = [True] * len(eqn.invars)
+        for body in step.bodies:
+            jaxpr = body.jaxpr
+            alike = len(step.bodies) == 1 and len(jaxpr.outvars) == len(eqn.outvars)
+            inside = _note(calls, body, given if alike and _is_call(eqn) else None, site)
+            if alike and _is_call(eqn) and len(inside) == len(reads):
+                reads = inside
+        live |= {
+            v for v, read in zip(eqn.invars, reads, strict=True) if read and not _is_literal(v)
+        }
+    return [v in live for v in program.jaxpr.invars]
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def _is_call(eqn: core.JaxprEqn) -> bool:
+    return isinstance(jaxprs.structure_of(eqn), jaxprs.Call)
+
+
+def _unwrap(value: Any) -> Any:
+    return value.value if isinstance(value, Corner) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tracer | Varies | RowSize | RowNumber):
+        return "?"
+    array = np.asarray(value)
+    return f"{float(array):.5g}" if array.ndim == 0 and array.dtype.kind in "fiub" else "array"
+
+
+def _site_of(eqn: core.JaxprEqn) -> tuple[Site | None, str]:
+    """The user's instruction that an equation comes from, and the function that it has called.
+
+    None for what JAX has traced once for all who call it.
+    """
+    traceback: Any = eqn.source_info.traceback
+    called = ""
+    if traceback is None:
+        return None, called
+    codes, instructions = traceback.raw_frames()
+    for code, instruction in zip(codes, instructions, strict=True):  # the innermost is the first
+        name = code.co_filename.replace("\\", "/")
+        if not any(library in name for library in _LIBRARIES):
+            return (name, code.co_firstlineno, instruction), called
+        called = code.co_name
+    return None, called
