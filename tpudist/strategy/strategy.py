@@ -150,7 +150,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         The function is traced once for each kind of arguments (shapes, dtypes, Python values that
         are no numbers), as one replica sees it. In it, `tpudist.get_replica_context()` reaches the
         other replicas. NNX objects among the arguments, and Variables that it reads and assigns,
-        are changed in place.
+        are changed in place. Of a partial batch each replica sees its real rows and no others,
+        maybe none: all partial batches share one more program, for which the function is traced
+        for several numbers of rows.
 
         Args:
             fn: The replica function.
@@ -172,7 +174,8 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
             ValueError: State that replicas share would differ between them, an NNX object or a
-                large array is captured instead of passed, or `args` is not a list or tuple.
+                large array is captured instead of passed, or `args` is not a list or tuple; or a
+                batch is partial, and `fn` does what cannot be followed over its real rows.
 
         As `tf.distribute.Strategy.run`, which calls the function on each replica.
         """
