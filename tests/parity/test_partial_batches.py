@@ -34,8 +34,14 @@ def _recorded():
     return tails.recorded()
 
 
+QUICK = {"weighted_loss", "mean_loss", "metrics", "semi_supervised", "moved_rows"}
 PARAMETERS = [
-    pytest.param(name, *split, id=f"{name}: {runs.key(*split)}")
+    pytest.param(
+        name,
+        *split,
+        id=f"{name}: {runs.key(*split)}",
+        marks=() if name in QUICK else pytest.mark.slow,
+    )
     for name in runs.PROGRAMS
     if name != "no_rows"
     for split in runs.SPLITS
