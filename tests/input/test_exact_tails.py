@@ -89,14 +89,15 @@ def test_by_default_several_replicas_pad():
 
 
 @pytest.mark.slow
-def test_shrunk_tails_are_exact_and_compiled_once_for_each_size(strategy):
+def test_shrunk_tails_are_exact_and_compiled_twice_at_most_for_each_size(strategy):
     new = NewCompiles()
     options = tpudist.InputOptions(partial_batch="shrink")
     for size in SIZES:
         _require_exact(strategy, size, options)
     n = strategy.num_replicas_in_sync
     shapes = {-(-rows // n) for rows in range(1, BATCH + 1)}
-    assert len([record for record in new() if "evaluate" in record.function]) <= len(shapes)
+    # Of each shape one where all replicas are full, and one where some are not.
+    assert len([record for record in new() if "evaluate" in record.function]) <= 2 * len(shapes)
 
 
 def test_gathered_rows_and_means_over_rows_count_no_padding(strategy):

@@ -739,7 +739,7 @@ def conditional_update(params, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(apply_mlp(p, x), y).mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(params)
-    big = jnp.logical_or(optax.global_norm(grads) > 0.4, ~jnp.isfinite(loss))
+    big = jnp.logical_or(optax.tree.norm(grads) > 0.4, ~jnp.isfinite(loss))
     new = lax.cond(
         big,
         lambda p, g: jax.tree.map(lambda a, b: a - 0.01 * b, p, g),
