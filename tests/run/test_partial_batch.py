@@ -154,6 +154,61 @@ def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
         strategy.run(step, (tail,))
 
 
+def test_a_result_that_is_no_array_is_confirmed_for_the_rows_that_occur():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    data = np.ones((128, 2), np.float32)
+
+    def step(x):
+        return x.sum(), "few" if x.shape[0] < 3 else "many"
+
+    def tail(rows):
+        dataset = tpudist.NumpyDataset(data[:rows]).batch(128)
+        return list(strategy.experimental_distribute_dataset(dataset))[-1]
+
+    assert strategy.run(step, (tail(100),))[1] == "many"
+    with pytest.raises(ValueError, match="it returns 'few' with"):
+        strategy.run(step, (tail(66),))  # 64 and 2
+
+
+@pytest.mark.parametrize("how", ["cond", "scan", "grad"])
+def test_variables_are_assigned_anywhere_on_partial_batches_too(strategy, how):
+    with strategy.scope():
+        seen = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
+
+    def step(x):
+        def assign(value):
+            seen.assign_add(value)
+            return value
+
+        if how == "cond":
+            total = jax.lax.cond(seen > -1e9, lambda: assign(x.sum()), lambda: jnp.float32(0))
+        elif how == "scan":
+            total = jax.lax.scan(lambda c, r: (c, assign(r.sum())), 0.0, x.T)[1].sum()
+        else:
+            total = jax.grad(lambda w: assign((w * x).sum()))(1.0)
+        return tpudist.get_replica_context().all_reduce("sum", total)
+
+    expected = 0.0
+    for batch, rows in zip(batches(strategy), (DATA[:BATCH], TAIL), strict=True):
+        found = strategy.run(step, (batch,))
+        expected += rows.sum()
+        assert float(found) == pytest.approx(rows.sum(), rel=1e-4, abs=1e-5)
+        assert float(seen) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@jax.jit
+def _against_all(z):
+    return (z @ tpudist.get_replica_context().all_gather(z, 0).T).sum()
+
+
+def test_a_jitted_function_of_a_module_gathers_real_rows_in_every_program(strategy):
+    for batch, rows in [*zip(batches(strategy), (DATA[:BATCH], TAIL), strict=True)] * 2:
+        found = strategy.run(
+            lambda x: tpudist.get_replica_context().all_reduce("sum", _against_all(x)), (batch,)
+        )
+        assert float(found) == pytest.approx((rows @ rows.T).sum(), rel=1e-4)
+
+
 def test_replicas_without_rows_are_told_of_once(caplog):
     strategy = tpudist.MirroredStrategy(jax.devices()[:4])
     (tail,) = batches(strategy, DATA[:3])

@@ -20,7 +20,7 @@ from tpudist.run.inputs import Inputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.results import CallOutputs
 from tpudist.run.trace_frame import TracedRows
-from tpudist.xla import collectives, compile, replica_equality
+from tpudist.xla import collectives, compile, replica_equality, traces
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.row_program import LEAST, RowProgram
@@ -101,9 +101,15 @@ class PartialBatch:
                 self.found = self._describe_outputs()
                 self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)
                 self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
+                unsettled = self._program.gathered or self._broken_claims()
+                if not unsettled:
+                    return
                 learnt = self._learn()
                 if learnt == self._learnt:
-                    return
+                    raise RowsError(
+                        "a function that jax.jit has traced before gathers the rows of all "
+                        "replicas, or calls strategy.run: call it without jax.jit"
+                    )
                 self._learnt = learnt
         except RowsError as error:
             raise self._refuse(error) from error
@@ -125,8 +131,11 @@ class PartialBatch:
             if own not in sizes:
                 sizes.append(own)
             gathered[index] = sizes.index(own)
-        broken = {*self._program.broken_claims, *self.proof.broken_claims}
-        return _Learnt(tuple(gathered.items()), tuple(sizes), before.differing | broken)
+        differing = before.differing | self._broken_claims()
+        return _Learnt(tuple(gathered.items()), tuple(sizes), differing)
+
+    def _broken_claims(self) -> frozenset[int]:
+        return frozenset((*self._program.broken_claims, *self.proof.broken_claims))
 
     def _symbols_of_replica(self, size: RowSize) -> RowSize:
         """A size in the symbols of one replica, which are the first ones."""
@@ -241,13 +250,16 @@ class PartialBatch:
         rows = TracedRows(point[self.num_groups : own], gathered, self._learnt.differing)
         found = CallOutputs()
         shapes = self._resize(point)
-        program = compile.trace(
-            self._body.make_flat_function(found, rows),
-            self._mesh,
-            shapes,
-            self._stacked,
-            self._body.call.name,
-        )
+        # A function that JAX has traced before would keep the numbers of that trace, and what it
+        # traces here can be lowered by nobody else.
+        with traces.separate_caches():
+            program = compile.trace(
+                self._body.make_flat_function(found, rows),
+                self._mesh,
+                shapes,
+                self._stacked,
+                self._body.call.name,
+            )
         first = next(iter(self._found.values()), found)
         if len(rows.parts) != len(self._parts):
             raise RowsError("it splits its batches into parts another number of times")
@@ -305,10 +317,15 @@ class PartialBatch:
     def _confirm_numbers(self, point: Point) -> None:
         if point not in self._found:
             return
-        for i, number in self._numbers.items():
-            actual = self._found[point].result[i][1]
-            if abs(float(number.at(point)) - actual) > 1e-5 * abs(actual):
-                raise RowsError(f"it returns {actual!r} with {point} rows")
+        first = self._found[self._program.points[0]].result
+        for i, (kind, actual) in enumerate(self._found[point].result):
+            number = self._numbers.get(i)
+            if number is not None:
+                same = abs(float(number.at(point)) - actual) <= 1e-5 * abs(actual)
+            else:
+                same = kind == "array" or actual is first[i][1] or _are_equal(actual, first[i][1])
+            if not same:
+                raise RowsError(f"it returns {actual!r} with {point} rows, which does not follow")
 
     def _describe_outputs(self) -> CallOutputs:
         base = self._found[self._program.points[0]]

@@ -143,6 +143,14 @@ def test_what_cannot_be_followed_is_refused(function):
         follow(function).outcome(FULL)
 
 
+def power_of_few(x, power):
+    return (x[0] ** power).sum() + x.sum()
+
+
+def column_of_few(x, column):
+    return x[:, column].sum() + x[0].sum()
+
+
 @pytest.mark.parametrize(
     ("function", "refused"),
     [
@@ -150,6 +158,8 @@ def test_what_cannot_be_followed_is_refused(function):
         (lambda x: jnp.sum(x * 2 if x.shape[0] == 1 else x * 3 + 1), {1}),
         (lambda x: jnp.sum(x if x.shape[0] else x + 1), set()),
         (lambda x: jnp.sum(x) / max(x.shape[0], 1), {0}),
+        (lambda x: power_of_few(x, 2 if x.shape[0] == 1 else 3), {1}),
+        (lambda x: column_of_few(x, 0 if x.shape[0] == 1 else 1), {1}),
         (lambda x: x[2], {0, 1, 2}),
         (lambda x: x[-1], {0}),
         (lambda x: x[:, 0] * jnp.linspace(0, 1, x.shape[0]), {1}),
@@ -177,6 +187,25 @@ def test_two_batches_of_one_shape_are_told_apart():
     for counts in [(6, 6), (6, 2), (3, 5), (1, 4), (0, 3)]:
         assert padded.outcome(*counts) in ("exact", "refused")
     assert padded.outcome(3, 5) == "exact"
+
+
+def test_a_users_code_may_lie_in_a_folder_of_any_name(tmp_path):
+    """A branch in `jax/train.py` is the user's, and not one of JAX's own."""
+    folder = tmp_path / "jax" / "tpudist"
+    folder.mkdir(parents=True)
+    file = folder / "theirs.py"
+    file.write_text(
+        "import jax.numpy as jnp\n"
+        "def step(x):\n"
+        "    y = x[0] + x.sum()\n"
+        "    if x.shape[0] == 1:\n"
+        "        y = y * 7\n"
+        "    return y\n"
+    )
+    scope: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    padded = follow(scope["step"])
+    assert [padded.outcome(n) for n in (FULL, 2, 1)] == ["exact", "exact", "refused"]
 
 
 # Steps of random functions: each keeps `[rows, 3]`, and mixes rows or not.

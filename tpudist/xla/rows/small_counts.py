@@ -13,15 +13,21 @@ what JAX offers over rows against the exact shapes (tests/xla/rows/test_row_prog
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
+import os
+import pathlib
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
 from tpudist.xla import jaxprs
 from tpudist.xla.rows.labels import (
+    NOT_COMPARED,
     Corner,
     LabelledEquation,
     LabelledProgram,
@@ -32,7 +38,15 @@ from tpudist.xla.rows.labels import (
 from tpudist.xla.rows.row_sizes import Point, RowNumber, RowSize, size_at
 from tpudist.xla.rows.user_lines import users_line_of
 
-_LIBRARIES = ("/jax/", "/jaxlib/", "/numpy/", "/tpudist/", "/contextlib.py", "/functools.py", "<")
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+_LIBRARIES = (
+    _JAX,
+    os.path.join(os.path.dirname(np.__file__), ""),
+    os.path.join(str(pathlib.Path(__file__).parents[2]), ""),
+    contextlib.__file__,
+    functools.__file__,
+    "<",
+)
 # What only brings values into another shape, and what calls.
 _SHAPING = frozenset(
     "add_any broadcast_in_dim broadcast_to closed_call concatenate convert_element_type copy "
@@ -120,9 +134,9 @@ def is_of_jax(error: BaseException) -> bool:
     """Whether an error was raised in JAX, and not in the code that calls it."""
     traceback, name = error.__traceback__, ""
     while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename.replace("\\", "/")
+        name = traceback.tb_frame.f_code.co_filename
         traceback = traceback.tb_next
-    return "/jax/" in name
+    return name.startswith(_JAX)
 
 
 def _compare(expected: _Calls, actual: _Calls, site: Site) -> str | None:
@@ -173,6 +187,12 @@ class _Predicted:
             (i, _number(predict(_unwrap(value), self._counts)))
             for i, value in equation.literals.items()
         )
+        params = {
+            name: predict(value, self._counts)
+            for name, value in equation.params.items()
+            if name not in equation.bodies
+        }
+        literals += _describe(params)
         held = [body for bodies in equation.bodies.values() for body in bodies]
         bodies = tuple(_Predicted(body, self._counts) for body in held)
         return _Step(equation.eqn, shapes, literals, bodies)
@@ -192,7 +212,10 @@ class _Traced:
         literals = tuple(
             (i, _number(x.val)) for i, x in enumerate(eqn.invars) if isinstance(x, core.Literal)
         )
-        return _Step(eqn, shapes, literals, tuple(_Traced(body) for _, body in bodies_of(eqn)))
+        held = list(bodies_of(eqn))
+        names = {name for name, _ in held}
+        literals += _describe({k: v for k, v in eqn.params.items() if k not in names})
+        return _Step(eqn, shapes, literals, tuple(_Traced(body) for _, body in held))
 
 
 def _note(
@@ -239,6 +262,19 @@ def _is_call(eqn: core.JaxprEqn) -> bool:
     return isinstance(jaxprs.structure_of(eqn), jaxprs.Call)
 
 
+def _describe(params: dict[str, Any]) -> tuple:
+    """What the parameters say of what is computed: powers, axes, where a slice begins."""
+    return tuple(
+        (name, str(value))
+        for name, value in sorted(params.items())
+        if name not in NOT_COMPARED and not callable(value) and not _is_varied(value)
+    )
+
+
+def _is_varied(value: Any) -> bool:
+    return isinstance(value, Varies) or (type(value) is tuple and any(map(_is_varied, value)))
+
+
 def _unwrap(value: Any) -> Any:
     return value.value if isinstance(value, Corner) else value
 
@@ -261,8 +297,8 @@ def _site_of(eqn: core.JaxprEqn) -> tuple[Site | None, str]:
         return None, called
     codes, instructions = traceback.raw_frames()
     for code, instruction in zip(codes, instructions, strict=True):  # the innermost is the first
-        name = code.co_filename.replace("\\", "/")
-        if not any(library in name for library in _LIBRARIES):
+        name = code.co_filename
+        if not name.startswith(_LIBRARIES):
             return (name, code.co_firstlineno, instruction), called
         called = code.co_name
     return None, called

@@ -118,6 +118,8 @@ def _scatter(operation: Operation) -> Sequence[Any]:
     masked = [a for a in range(index.ndim - 1) if is_rows(of_index[a])]
     if not masked:
         return operation.bind([operand, index, updates])
+    if not dims:
+        operation.refuse("rows are written to one place, by indices without components")
     if mode not in (_FILL, _CLIP, _PROMISE):
         operation.refuse(f"with mode {mode}")
     if mode == _CLIP:

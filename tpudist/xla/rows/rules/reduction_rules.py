@@ -179,5 +179,4 @@ RULES: dict[str, Rule] = {
     "fft": _transform,
     "sort": _sort,
     "top_k": _top_k,
-    "approx_top_k": _top_k,
 }
