@@ -33,6 +33,7 @@ from tpudist.strategies.mirrored import MirroredStrategy
 from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tpudist.strategies.one_device import OneDeviceStrategy
 from tpudist.strategies.tpu import TPUStrategy
+from tpudist.strategy import default_strategy
 from tpudist.strategy.extended import StrategyExtended
 from tpudist.strategy.strategy import Strategy
 from tpudist.values.indexed_slices import IndexedSlices
@@ -41,6 +42,8 @@ from tpudist.xla.compile_log import CompileRecord, compile_log
 from tpudist.xla.runtime import emulate
 
 __version__ = "0.1.0"
+
+default_strategy.install()
 
 __all__ = [
     "CompileRecord",

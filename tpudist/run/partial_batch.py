@@ -101,7 +101,7 @@ class PartialBatch:
                 self.found = self._describe_outputs()
                 self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)
                 self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
-                unsettled = self._program.gathered or self._broken_claims()
+                unsettled = self._program.gathered or self._find_broken_claims()
                 if not unsettled:
                     return
                 learnt = self._learn()
@@ -131,10 +131,10 @@ class PartialBatch:
             if own not in sizes:
                 sizes.append(own)
             gathered[index] = sizes.index(own)
-        differing = before.differing | self._broken_claims()
+        differing = before.differing | self._find_broken_claims()
         return _Learnt(tuple(gathered.items()), tuple(sizes), differing)
 
-    def _broken_claims(self) -> frozenset[int]:
+    def _find_broken_claims(self) -> frozenset[int]:
         return frozenset((*self._program.broken_claims, *self.proof.broken_claims))
 
     def _symbols_of_replica(self, size: RowSize) -> RowSize:

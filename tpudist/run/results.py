@@ -7,7 +7,7 @@ not, without the padding of a partial batch; what was no array comes back as its
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import collectives, compile, placement
 from tpudist.xla.mesh import ReplicaMesh
+
+if TYPE_CHECKING:
+    from tpudist.run.partial_batch import PartialBatch
 
 
 @dataclasses.dataclass
@@ -89,7 +92,7 @@ class TracedStep:
         stack_outputs: Which outputs differ and leave stacked.
         aggregated: Outputs that are combined at the end of the step, by reduction.
         mesh: The replicas.
-        partial: For partial batches: what was learnt of them, a `PartialBatch`.
+        partial: For partial batches: what was learnt of them.
     """
 
     program: compile.ReplicaProgram
@@ -99,7 +102,7 @@ class TracedStep:
     stack_outputs: list[bool]
     aggregated: dict[ReduceOp | None, list[int]]
     mesh: ReplicaMesh
-    partial: Any = None
+    partial: "PartialBatch | None" = None
 
     @property
     def variables(self) -> set[Variable]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tpudist import context
 from tpudist.options import RunOptions
-from tpudist.run import call_arguments, call_description, inputs, row_groups
+from tpudist.run import call_arguments, call_description, host_arrays, inputs, row_groups
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
@@ -26,12 +26,8 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import Outcome, TracedStep
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
-from tpudist.state import nnx_binding
 from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile, compile_log, executables, integers, placement, traces
-
-# A NumPy array of so many bytes is copied in a few microseconds.
-_MAX_COPIED_BYTES = 1 << 16
 
 
 class PlanOutdated(Exception):
@@ -95,7 +91,6 @@ class Step:
         self._now: call_arguments.Call | None = None
         self._jitted: Callable | None = None
         self._plan: StepPlan | None = None  # there is one where there is a `jit`
-        self._takes_state = False
         self._lowering = False  # nothing is moved then: not all of it may be within reach
 
     def __call__(self, now: call_arguments.Call) -> Any:
@@ -113,7 +108,8 @@ class Step:
             self.check_rows(now)
         self._throttle.before_step(donated, kept)
         num_compiles = self._compiles.number
-        with InterruptHold() if self._takes_state else NO_HOLD:
+        assert self._plan is not None, "the inputs are made by it"
+        with InterruptHold() if self._plan.state else NO_HOLD:
             try:
                 written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
             except (TypeError, ValueError) as error:
@@ -200,30 +196,12 @@ class Step:
                 assert not now.careful, (nesting, plan.nesting)
                 raise ArgumentsChanged
         if not integers.HOST_TYPES.isdisjoint(map(type, arrays)):
-            arrays = self._take_from_host(arrays, now)
+            arrays = host_arrays.take(arrays, now, self.function.name)
         if not plan.donated:
             return [], arrays
         donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)
-        self._unshare(donated, kept, plan)
+        plan.unshare(donated, kept, self.owner.strategy._protected)
         return donated, kept
-
-    def _take_from_host(self, arrays: Sequence[Any], now: call_arguments.Call) -> list[Any]:
-        """The inputs, without integers of NumPy's that JAX would cut; small arrays are copied.
-
-        The program may read them when the call has returned, and the caller changed them.
-        """
-        taken = list(arrays)
-        for i, x in enumerate(arrays):
-            if type(x) in integers.HOST_TYPES:
-                integers.check_fit(x, lambda x=x: self._name_of(x, now))
-                if type(x) is np.ndarray and x.nbytes <= _MAX_COPIED_BYTES:
-                    taken[i] = x.copy()
-        return taken
-
-    def _name_of(self, argument: Any, now: call_arguments.Call) -> str:
-        names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
-        found = [name for name, x in zip(names, now.leaves(), strict=True) if x is argument]
-        return f"Argument '{(found or ['?'])[0]}' of '{self.function.name}'"
 
     def _values(self, now: call_arguments.Call) -> list[Any]:
         """Captured Variables, then what `inputs.Inputs` orders, with plain pytrees whole."""
@@ -283,7 +261,8 @@ class Step:
         if written:
             if self._storage is not None:
                 written = self._storage.store(written)
-            self._write_back(written, binding)
+            assert self._plan is not None, "a program has run by it"
+            self._plan.write_back(written, binding, self.owner.strategy._protected)
             output = written[0]
         if output is not None:
             self._throttle.after_step(output)
@@ -310,41 +289,6 @@ class Step:
         how = functools.partial(placement.prepare_step_input, self.mesh, abstract=self._lowering)
         pairs = zip(values, stacked or [True] * len(values), strict=True)
         return [jax.tree.map(functools.partial(how, is_stacked=s), value) for value, s in pairs]
-
-    def _unshare(self, donated: list[Any], kept: list[Any], plan: StepPlan) -> None:
-        """Copies what must not be overwritten: values in two places, or read by the user."""
-        # XLA:CPU crashes on a buffer that is donated twice.
-        if len({*map(id, donated), *map(id, kept)}) != len(donated) + len(kept):
-            seen = set(map(id, kept))
-            for i, x in enumerate(donated):
-                if id(x) in seen and isinstance(x, jax.Array):
-                    donated[i] = x.copy()
-                seen.add(id(x))
-        protected = self.owner.strategy._protected
-        if protected:
-            for i, v in enumerate(self.captured):
-                if v in protected and v in self.written_variables:
-                    if i in plan.donated:
-                        position = plan.donated.index(i)
-                        donated[position] = donated[position].copy()
-
-    def _write_back(self, written: list[Any], binding: Binding | None) -> None:
-        plan = self._plan
-        assert plan is not None
-        variables = plan.written_variables
-        for v, value in zip(variables, written, strict=False):
-            v._value = value
-        protected = self.owner.strategy._protected
-        if protected:
-            protected.difference_update(variables)  # nobody has read the new arrays
-        if plan.written_leaves:
-            assert binding is not None, "they belong to the objects that it holds"
-            rest = written[len(variables) :]
-            if len(rest) != len(plan.written_leaves):  # a Variable holds a pytree of arrays
-                raw = binding.values()
-                held = jax.tree.structure([raw[i] for i in plan.written_leaves])
-                rest = held.unflatten(rest)
-            nnx_binding.write([binding.variables[i] for i in plan.written_leaves], rest)
 
     def _current_call(self) -> call_arguments.Call:
         assert self._now is not None, "traces happen in calls only"
@@ -377,8 +321,6 @@ class Step:
             self._positions_of_donated(now, len(self.captured) + num_nnx),
             self.donates_state,
         )
-
-        self._takes_state = bool(plan.state)
 
         def step(donated_arrays, kept_arrays):
             if not self._is_for(self._current_call()):

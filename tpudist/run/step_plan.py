@@ -8,6 +8,9 @@ from typing import Any
 import jax
 
 from tpudist.run import inputs
+from tpudist.run.weak_identity import WeakIdentitySet
+from tpudist.state import nnx_binding
+from tpudist.state.nnx_binding import Binding
 from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -97,6 +100,51 @@ class StepPlan:
         for i, x in zip([*self.donated, *self.kept], [*donated, *kept], strict=True):
             values[i] = x
         return values
+
+    def unshare(self, donated: list[Any], kept: Sequence[Any], protected: WeakIdentitySet) -> None:
+        """Copies what must not be overwritten: values in two places, or read by the user.
+
+        Args:
+            donated: The inputs that the program overwrites; changed in place.
+            kept: The others.
+            protected: The Variables whose arrays the user has.
+        """
+        # XLA:CPU crashes on a buffer that is donated twice.
+        if len({*map(id, donated), *map(id, kept)}) != len(donated) + len(kept):
+            seen = set(map(id, kept))
+            for i, x in enumerate(donated):
+                if id(x) in seen and isinstance(x, jax.Array):
+                    donated[i] = x.copy()
+                seen.add(id(x))
+        if protected:
+            for kind, what, position in self.state:
+                if kind == "variable" and what in protected and position in self.donated:
+                    at = self.donated.index(position)
+                    donated[at] = donated[at].copy()
+
+    def write_back(
+        self, written: list[Any], binding: Binding | None, protected: WeakIdentitySet
+    ) -> None:
+        """Makes Variables and NNX objects hold what the program has written.
+
+        Args:
+            written: Its first outputs, in the order of `state`.
+            binding: The NNX objects.
+            protected: The Variables whose arrays the user has: not the new ones.
+        """
+        variables = self.written_variables
+        for v, value in zip(variables, written, strict=False):
+            v._value = value
+        if protected:
+            protected.difference_update(variables)  # nobody has read the new arrays
+        if self.written_leaves:
+            assert binding is not None, "they belong to the objects that it holds"
+            rest = written[len(variables) :]
+            if len(rest) != len(self.written_leaves):  # a Variable holds a pytree of arrays
+                raw = binding.values()
+                held = jax.tree.structure([raw[i] for i in self.written_leaves])
+                rest = held.unflatten(rest)
+            nnx_binding.write([binding.variables[i] for i in self.written_leaves], rest)
 
     def shardings(
         self, arrays: Sequence[Any], stacked: Sequence[bool], mesh: ReplicaMesh

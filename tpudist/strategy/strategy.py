@@ -22,7 +22,6 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import gather, reduce
 from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.run import nested_run
-from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.step_cache import Replicator
 from tpudist.state.variable import Variable
 from tpudist.strategy import logical_axes
@@ -31,7 +30,6 @@ from tpudist.strategy.state_methods import StateMethods
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, traces
-from tpudist.xla import mesh as meshes
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -435,35 +433,6 @@ class _Scope(contextlib.AbstractContextManager):
 
     def __exit__(self, *exception) -> bool | None:
         return self._entered.pop().__exit__(*exception)
-
-
-class DefaultStrategy(Strategy):
-    """What is in force outside of every scope: one replica on the first device."""
-
-    keeps_datasets = True
-    has_one_device = True
-
-    variables_have_components = False
-
-    def __init__(self):
-        """On JAX's default device."""
-        super().__init__(meshes.make_mesh(jax.local_devices()[:1]))
-
-    def _enter_scope(self) -> contextlib.AbstractContextManager["Strategy"]:
-        if context.has_strategy():
-            raise RuntimeError(
-                "Must not nest tpudist.Strategy scopes: the default strategy's was entered in that "
-                f"of {context.get_strategy()!r}. Leave it first."
-            )
-        return contextlib.nullcontext(self)
-
-
-def _default_mode() -> context.Mode:
-    strategy = DefaultStrategy()
-    return context.Mode(ContextKind.DEFAULT, strategy, ReplicaContext(strategy, 0))
-
-
-context.set_default_mode_factory(_default_mode)
 
 
 def _is_value(x: Any) -> bool:

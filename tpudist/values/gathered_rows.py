@@ -13,7 +13,11 @@ PyTree = Any
 
 
 def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTree:
-    """As `collectives.all_gather`, without the padding of partial batches."""
+    """As `collectives.all_gather`, without the padding of partial batches.
+
+    Those are gathered array by array, in whatever packs XLA makes of them: `packing` is for full
+    batches.
+    """
     frame = context.current().frame
     if frame is None or not frame.has_partial_batch:
         return collectives.all_gather(value, axis, packing)

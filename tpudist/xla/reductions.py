@@ -4,6 +4,7 @@ Inside a replica function, on lists of arrays; every replica gets the same resul
 are the same all-reduce of the upstream gradients, as that of `collectives.all_reduce`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.xla import collectives
 from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.packing import Packing
-from tpudist.xla.replica_equality import EQUALIZING_FUNCTION
+from tpudist.xla.replica_equality import CLAIMING_FUNCTION, EQUALIZING_FUNCTION
 
 Accumulate = Callable[[list[jax.Array]], Any]
 
@@ -87,6 +88,20 @@ def _mark_equalizing(communicate: Callable[[list[jax.Array]], Any]) -> Callable[
     """Lets `replica_equality` know, by the name, that the results and their gradients are equal."""
     communicate.__name__ = communicate.__qualname__ = EQUALIZING_FUNCTION
     return jax.jit(communicate)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_claim(number: int) -> Callable[[jax.Array], jax.Array]:
+    def claim(value: jax.Array) -> jax.Array:
+        return value
+
+    claim.__name__ = claim.__qualname__ = f"{CLAIMING_FUNCTION}.{number}"
+    return jax.jit(claim)
+
+
+def claim_equal(value: jax.Array, number: int) -> jax.Array:
+    """An array as it is, said to be equal on every replica: `replica_equality` finds if it is."""
+    return _make_claim(number)(value)
 
 
 def group_size(num_replicas: int) -> int:

@@ -19,7 +19,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from tpudist.xla import jaxprs, references
@@ -144,20 +143,6 @@ def prove(
         tuple(dict.fromkeys(walk.broken_claims)),
         tuple(dict.fromkeys(walk.lost_references)),
     )
-
-
-def claim_equal(value: Any, number: int) -> Any:
-    """An array as it is, said to be equal on every replica: the proof finds it if it is not."""
-    return _make_claim(number)(value)
-
-
-@functools.lru_cache(maxsize=256)
-def _make_claim(number: int) -> Callable[[Any], Any]:
-    def claim(value: Any) -> Any:
-        return value
-
-    claim.__name__ = claim.__qualname__ = f"{CLAIMING_FUNCTION}.{number}"
-    return jax.jit(claim)
 
 
 class _Walk:

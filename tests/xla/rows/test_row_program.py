@@ -116,7 +116,6 @@ def test_a_function_of_somebody_elses_is_exact_or_refused(name):
 
 
 X = jnp.asarray(RNG.normal(size=(FULL, 3)), jnp.float32)
-Y = jnp.asarray(RNG.integers(0, 4, FULL), jnp.int32)
 
 
 def follow(function, *args, groups=None):

@@ -49,6 +49,7 @@ class RowProgram:
         self._errors: dict[Point, Exception] = {}
         self.points = self._choose_points()
         self.labelled: LabelledProgram = label([self._traces[p] for p in self.points], self.points)
+        self._traces.clear()  # a large function's take megabytes, and the labels have what they say
         self.needs: dict[Need, None] = {}
         self.even: dict[Any, str] = {}
         self.gathered: dict[int, Any] = {}
@@ -105,6 +106,7 @@ class RowProgram:
         if program is None:
             self._confirm_untraced(point, self._errors[point])
             return
+        del self._traces[point]
         deviation = find_deviation(self.labelled, program, point)
         if deviation is not None and min(point) < LEAST:
             deviation = small_counts.find_deviation(self.labelled, program, point)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.xla import collectives
-from tpudist.xla.replica_equality import claim_equal
+from tpudist.xla.reductions import claim_equal
 from tpudist.xla.rows import replica_rows
 from tpudist.xla.rows.evaluator import Operation, Rule
 from tpudist.xla.rows.row_sizes import RowSize, is_rows, symbol

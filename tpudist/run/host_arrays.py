@@ -1,0 +1,40 @@
+"""NumPy arrays among the inputs of a step: whole numbers that fit, and copies of small ones."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tpudist.run import call_arguments, call_description
+from tpudist.xla import integers
+
+# An array of so many bytes is copied in a few microseconds.
+_MAX_COPIED_BYTES = 1 << 16
+
+
+def take(arrays: Sequence[Any], now: call_arguments.Call, function: str) -> list[Any]:
+    """The inputs, without integers of NumPy's that JAX would cut; small arrays are copied.
+
+    The program may read them when the call has returned, and the caller changed them.
+
+    Args:
+        arrays: The flat inputs.
+        now: The call.
+        function: What the function is called.
+
+    Raises:
+        ValueError: An integer does not fit.
+    """
+    taken = list(arrays)
+    for i, x in enumerate(arrays):
+        if type(x) in integers.HOST_TYPES:
+            integers.check_fit(x, lambda x=x: _name_of(x, now, function))
+            if type(x) is np.ndarray and x.nbytes <= _MAX_COPIED_BYTES:
+                taken[i] = x.copy()
+    return taken
+
+
+def _name_of(argument: Any, now: call_arguments.Call, function: str) -> str:
+    names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
+    found = [name for name, x in zip(names, now.leaves(), strict=True) if x is argument]
+    return f"Argument '{(found or ['?'])[0]}' of '{function}'"

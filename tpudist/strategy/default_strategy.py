@@ -1,0 +1,42 @@
+"""The strategy that is in force where no other one is."""
+
+import contextlib
+
+import jax
+
+from tpudist import context
+from tpudist.context import ContextKind
+from tpudist.run.replica_context import ReplicaContext
+from tpudist.strategy.strategy import Strategy
+from tpudist.xla import mesh as meshes
+
+
+class DefaultStrategy(Strategy):
+    """What is in force outside of every scope: one replica on the first device."""
+
+    keeps_datasets = True
+    has_one_device = True
+
+    variables_have_components = False
+
+    def __init__(self):
+        """On JAX's default device."""
+        super().__init__(meshes.make_mesh(jax.local_devices()[:1]))
+
+    def _enter_scope(self) -> contextlib.AbstractContextManager[Strategy]:
+        if context.has_strategy():
+            raise RuntimeError(
+                "Must not nest tpudist.Strategy scopes: the default strategy's was entered in that "
+                f"of {context.get_strategy()!r}. Leave it first."
+            )
+        return contextlib.nullcontext(self)
+
+
+def _default_mode() -> context.Mode:
+    strategy = DefaultStrategy()
+    return context.Mode(ContextKind.DEFAULT, strategy, ReplicaContext(strategy, 0))
+
+
+def install() -> None:
+    """Puts it in force; it is made when it is first asked for."""
+    context.set_default_mode_factory(_default_mode)
