@@ -265,10 +265,17 @@ def _is_call(eqn: core.JaxprEqn) -> bool:
 def _describe(params: dict[str, Any]) -> tuple:
     """What the parameters say of what is computed: powers, axes, where a slice begins."""
     return tuple(
-        (name, str(value))
+        (name, str(_plain(value)))
         for name, value in sorted(params.items())
         if name not in NOT_COMPARED and not callable(value) and not _is_varied(value)
     )
+
+
+def _plain(value: Any) -> Any:
+    """A parameter with Python's integers for NumPy's, of which JAX takes both."""
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _is_varied(value: Any) -> bool:
