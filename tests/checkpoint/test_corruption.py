@@ -5,6 +5,7 @@ Orbax alone restores an array with a flipped bit as if nothing had happened.
 
 import random
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from flax import nnx
 
 from checkpoint_program import Counter
@@ -201,3 +203,20 @@ def test_no_pickle_is_loaded(folder, tmp_path, monkeypatch):
     sources = [*PACKAGE.glob("checkpoint/*.py")]
     for word in ("pickle", "allow_pickle", "marshal", "eval(", "exec("):
         assert [x.name for x in sources if word in x.read_text()] == [], word
+
+
+def test_what_orbax_says_of_a_step_may_be_written_late(tmp_path, monkeypatch):
+    path = type(epath.Path(tmp_path))
+    write_text = path.write_text
+
+    def write_late(self, *args, **kwargs):
+        if self.name == "_CHECKPOINT_METADATA":
+            time.sleep(0.2)
+        return write_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(path, "write_text", write_late)
+    with CheckpointManager(_state(1), tmp_path) as manager:
+        manager.save()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert CheckpointManager(_state(0), tmp_path).restore_or_initialize()

@@ -48,6 +48,11 @@ class Writer:
                 barrier_sync_fn=barrier,
                 post_finalization_callback=before_commit,
             ),
+            # Orbax's own writes what it says of a step in another thread, and may still do so when
+            # `before_commit` reads it.
+            checkpoint_metadata_store=ocp.metadata.metadata_store(
+                enable_write=True, blocking_write=True
+            ),
         )
 
     def begin(self, path: epath.Path, arrays: Mapping[Path, Any], contents: Any) -> None:
