@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpudist.xla.rows import small_counts
+from tpudist.xla.rows import row_kernels, small_counts
 from tpudist.xla.rows.confirmation import find_deviation
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.evaluator import Evaluator, Need
@@ -183,7 +183,8 @@ class RowProgram:
         """The trace for so many rows; None if there is none."""
         if point not in self._traces:
             try:
-                self._traces[point] = self._trace(point)
+                with row_kernels.keep_whole():
+                    self._traces[point] = self._trace(point)
             except Exception as error:
                 self._errors[point], self._traces[point] = error, None
         return self._traces[point]
