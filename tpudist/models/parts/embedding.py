@@ -24,17 +24,13 @@ from tpudist.xla.collectives import is_16_bit_float
 from tpudist.xla.rows.row_kernels import rowwise
 
 
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+@jax.custom_vjp
+def _lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of `table`, `[vocabulary, embed]`, for `tokens`, `[batch, length]`: one for each.
 
     A token that is no row, below 0 or from `vocabulary` on, gets the nearest row, and none of what
     it asks for in the gradient.
     """
-    return rowwise(_lookup, in_dims=(None, 0))(table, tokens)
-
-
-@jax.custom_vjp
-def _lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     axes = split_over("vocab", table.shape[0])
     return _lookup_in_parts(table, tokens, axes) if axes else _rows(table, tokens)
 
@@ -91,3 +87,4 @@ def _backward(saved: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Ar
 
 
 _lookup.defvjp(_forward, _backward)
+lookup = rowwise(_lookup, in_dims=(None, 0))
