@@ -181,12 +181,12 @@ def test_a_split_sequence_goes_around_a_ring_of_itself():
 CONFIG = TransformerConfig(num_layers=1, embed_dim=256, num_heads=2, mlp_dim=128)
 
 
-@functools.cache
-def lowered_for_a_tpu(way: str, axes: tuple[tuple[str, int], ...]) -> str:
-    strategy = tpudist.TPUStrategy(
-        replica_axes=dict(axes) or None, devices=topology.devices("v5e:2x4")
-    )
-    config = CONFIG if way == "auto" else TransformerConfig(**vars(CONFIG) | {"attention": way})
+def lower_for_a_tpu(axes, config=CONFIG, real=None):
+    """The gradients' program for a batch of 4 rows on each replica, of which `real` may be fewer.
+
+    `real` is given the number of replicas.
+    """
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=topology.devices("v5e:2x4"))
     model = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     replicas = strategy.num_replicas_in_sync
     where = NamedSharding(strategy.mesh, PartitionSpec("replica"))
@@ -196,7 +196,14 @@ def lowered_for_a_tpu(way: str, axes: tuple[tuple[str, int], ...]) -> str:
         gradients = nnx.grad(lambda model: next_token_nats(model, tokens).mean())(model)
         return tpudist.get_replica_context().all_reduce("sum", gradients)
 
-    return strategy.lower(step, args=(model, tpudist.PerReplica(tokens))).as_text()
+    batch = tpudist.PerReplica(tokens, rows=real(replicas) if real else None)
+    return strategy.lower(step, args=(model, batch))
+
+
+@functools.cache
+def lowered_for_a_tpu(way: str, axes: tuple[tuple[str, int], ...]) -> str:
+    config = CONFIG if way == "auto" else TransformerConfig(**vars(CONFIG) | {"attention": way})
+    return lower_for_a_tpu(dict(axes) or None, config).as_text()
 
 
 @pytest.mark.libtpu
@@ -214,9 +221,9 @@ def test_a_program_for_a_tpu_whose_sequence_is_split_has_permutes():
     assert "tpu_custom_call" not in text
 
 
-def rows_of_a_tail(strategy, rows):
+def rows_of_a_tail(replicas, rows):
     """As many rows as there are on all replicas but the last one, which has 1 of them."""
-    return (rows,) * (strategy.num_replicas_in_sync - 1) + (1,)
+    return (rows,) * (replicas - 1) + (1,)
 
 
 TAILS = [
@@ -237,7 +244,7 @@ def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, c
         num_layers=2, embed_dim=32, num_heads=2, mlp_dim=32, dtype="float32", **changes
     )
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices())
-    rows = rows_of_a_tail(strategy, 4)
+    rows = rows_of_a_tail(strategy.num_replicas_in_sync, 4)
     tokens = np.random.default_rng(0).integers(0, 100, (sum(rows), 17)).astype(np.int32)
 
     def step(model, tokens):
@@ -262,22 +269,9 @@ def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, c
 @pytest.mark.libtpu
 @pytest.mark.parametrize("axes", [None, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
 def test_a_partial_batch_compiles_for_a_tpu_with_the_kernel(axes):
-    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=topology.devices("v5e:2x4"))
-    model = strategy.create_abstract(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))
-    replicas = strategy.num_replicas_in_sync
-    where = NamedSharding(strategy.mesh, PartitionSpec("replica"))
-    tokens = jax.ShapeDtypeStruct((replicas, 4, 129), jnp.int32, sharding=where)
-
-    def step(model, tokens):
-        gradients = nnx.grad(lambda model: next_token_nats(model, tokens).mean())(model)
-        return tpudist.get_replica_context().all_reduce("sum", gradients)
-
-    def compile_for(rows):
-        batch = tpudist.PerReplica(tokens, rows=rows)
-        return strategy.lower(step, args=(model, batch)).compile()
-
-    for rows in ((4,) * replicas, rows_of_a_tail(strategy, 4)):
-        assert compile_for(rows).as_text().count("tpu_custom_call") >= 2  # there and back
+    for real in (None, lambda replicas: rows_of_a_tail(replicas, 4)):
+        program = lower_for_a_tpu(axes, real=real).compile().as_text()
+        assert program.count("tpu_custom_call") >= 2  # there and back
 
 
 def test_a_program_for_cpus_has_no_kernel():

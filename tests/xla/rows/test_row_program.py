@@ -4,6 +4,8 @@ Padding is NaN, or a number that no index survives: nothing may depend on it. A 
 for a number of rows, or refused for it; it is never wrong.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -376,6 +378,10 @@ OTHER_FOR_ONE_ROW = {
     "slice": lambda x: x[:, 1:3] if x.shape[0] == 1 else x[:, :2],
     "transpose": lambda x: x.transpose(0, 2, 1) if x.shape[0] == 1 else x,
     "constant": lambda x: jnp.zeros((1, 1)) if x.shape[0] == 1 else x[:, 0, :1],
+    "zeros": lambda x: jnp.zeros((5, 5)) if x.shape[0] == 1 else x[0],
+    "pad": lambda x: (
+        jax.lax.pad(x, 0.0, [(0, 0, 0), (1, -1, 0), (0, 0, 0)]) if x.shape[0] == 1 else x
+    ),
     "dtype": lambda x: (x.astype(jnp.bfloat16) if x.shape[0] == 1 else x).astype(jnp.float32),
 }
 
@@ -385,3 +391,37 @@ def test_another_shaping_for_one_row_is_refused(name):
     x = RNG.normal(size=(FULL, 5, 5)).astype(np.float32)
     padded = Padded(OTHER_FOR_ONE_ROW[name], [x], [0])
     assert [padded.outcome(real) for real in (1, 2)] == ["refused", "exact"]
+
+
+def _choose(rows, x, one, more):
+    return one if x.shape[0] == rows else more
+
+
+OTHER_VALUES = {
+    "an input": lambda rows, x, y, v, w: (_choose(rows, x, x, y) * 2).sum(0),
+    "a result": lambda rows, x, y, v, w: _choose(rows, x, x, y),
+    "operands": lambda rows, x, y, v, w: jnp.subtract(*_choose(rows, x, (x, y), (y, x))).sum(0),
+    "a weight": lambda rows, x, y, v, w: x.sum(0) + _choose(rows, x, v, w),
+    "a constant": lambda rows, x, y, v, w: x.sum(0) + _choose(rows, x, *CONSTANTS),
+    "in a jitted function": lambda rows, x, y, v, w: jax.jit(
+        lambda v, w: x.sum(0) + _choose(rows, x, v, w)
+    )(v, w),
+    "in a gradient": lambda rows, x, y, v, w: jax.grad(
+        lambda v, w: (x.sum(0) * _choose(rows, x, v, w) ** 2).sum(), argnums=(0, 1)
+    )(v, w),
+}
+CONSTANTS = RNG.normal(size=(2, 5)).astype(np.float32)
+
+
+# Of no rows, one input is like the other.
+OF_ROWS = ("an input", "a result", "operands")
+CASES = [(name, rows) for name in OTHER_VALUES for rows in (0, 1) if rows or name not in OF_ROWS]
+
+
+@pytest.mark.parametrize(("name", "rows"), CASES)
+def test_another_value_for_few_rows_is_refused(name, rows):
+    x, y = RNG.normal(size=(2, FULL, 5)).astype(np.float32)
+    v, w = RNG.normal(size=(2, 5)).astype(np.float32)
+    function = functools.partial(OTHER_VALUES[name], rows)
+    padded = Padded(function, [x, y, v, w], [0, 0, None, None])
+    assert [padded.outcome(real) for real in (rows, 2)] == ["refused", "exact"]
