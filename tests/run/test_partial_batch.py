@@ -73,6 +73,31 @@ def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
         np.testing.assert_allclose(gathered, rows + 1, rtol=1e-6)
 
 
+def test_a_mean_over_rows_or_one_is_exact_where_replicas_have_none(strategy):
+    """The most common idiom of real losses, which is no polynomial of the number of rows."""
+    w = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+    labels = np.arange(len(DATA)) % 4
+
+    def loss_of(w, x, y):
+        log_p = jax.nn.log_softmax(jnp.tanh(x @ w))
+        return -jnp.take_along_axis(log_p, y[:, None], 1).sum() / max(len(x), 1)
+
+    def step(w, x, y):
+        loss, grad = jax.value_and_grad(loss_of)(w, x, y)
+        count = max(x.shape[0], 1)
+        return tpudist.get_replica_context().all_reduce("sum", (loss, grad)), count
+
+    for rows in (3, 5, 1):
+        (tail,) = batches(strategy, (DATA[:rows], labels[:rows]))
+        found, counts = strategy.run(step, (w, *tail))
+        own = zip(parts(strategy, DATA[:rows]), parts(strategy, labels[:rows]), strict=True)
+        each = [jax.value_and_grad(loss_of)(w, *part) for part in own]
+        expected = jax.tree.map(lambda *x: sum(x), *each)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), found, expected)
+        counts = strategy.experimental_local_results(counts)
+        assert [int(x) for x in counts] == [max(len(x), 1) for x in parts(strategy, DATA[:rows])]
+
+
 def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
     """Each row against those of all replicas, as in contrastive learning."""
     w = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)

@@ -4,6 +4,8 @@ Padding is NaN, or a number that no index survives: nothing may depend on it. A 
 for a number of rows, or refused for it; it is never wrong.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +158,10 @@ def column_of_few(x, column):
         (lambda x: jnp.sum(x) if x.shape[0] > 4 else jnp.sum(x) / 2, {0, 1, 2, 3, 4}),
         (lambda x: jnp.sum(x * 2 if x.shape[0] == 1 else x * 3 + 1), {1}),
         (lambda x: jnp.sum(x if x.shape[0] else x + 1), set()),
-        (lambda x: jnp.sum(x) / max(x.shape[0], 1), {0}),
+        (lambda x: jnp.sum(x) if x.shape[0] else jnp.float32(7), {0}),
+        (lambda x: jnp.sum(x[:, 0] if x.shape[0] != 1 else jnp.full((1,), 7.0)), {1}),
+        (lambda x: jnp.sum(x[:, :1] if x.shape[0] != 1 else x[:, 1:2]), {1}),
+        (lambda x: jnp.sum(x) / max(x.shape[0], 3), {0, 1, 2}),
         (lambda x: power_of_few(x, 2 if x.shape[0] == 1 else 3), {1}),
         (lambda x: column_of_few(x, 0 if x.shape[0] == 1 else 1), {1}),
         (lambda x: x[2], {0, 1, 2}),
@@ -174,6 +179,49 @@ def test_a_branch_on_the_number_of_rows_is_refused_where_it_is_taken(function, r
         assert refused  # the branch was met among the first traces
         return
     assert refused <= {n for n, found in outcomes.items() if found != "exact"}, outcomes
+
+
+Y = jnp.arange(FULL) % 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: jnp.sum(x) / max(x.shape[0], 1),
+        lambda x, y: x.sum(0) * (1 / max(len(x), 1)) / np.sqrt(len(x) or 1),
+        lambda x, y: jnp.square(x - x.mean(0)).sum(0) / max(x.shape[0] - 1, 1),
+        lambda x, y: x.sum() / jnp.asarray(float(max(len(x), 1))),
+        lambda x, y: (jnp.float32(max(len(x), 1)), jnp.full((2,), max(len(x), 1))),
+        lambda x, y: x.sum() + (1.0 if len(x) else 0.0),
+        lambda x, y: jnp.where(len(x) > 0, x.mean(0), 0.0),
+        lambda x, y: jnp.sum(x) * (2 if len(x) else 3) * (3 if len(x) else 2),
+        jax.jit(lambda x, y: jnp.sum(x) / max(x.shape[0], 1)),
+        lambda x, y: jax.lax.scan(lambda c, r: (c + r.sum() / max(len(x), 1), r), 0.0, x)[0],
+        lambda x, y: jax.grad(
+            lambda w: (
+                -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1).sum()
+                / max(len(x), 1)
+            )
+        )(jnp.eye(3)),
+    ],
+)
+def test_a_number_may_be_another_one_for_one_row_and_for_none(function):
+    padded = follow(function, X, Y)
+    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+
+
+def test_numbers_of_two_batches_are_others_where_either_is_small():
+    padded = follow(
+        lambda a, b: (
+            a.sum() / max(len(a), 1) + b.sum() / max(len(b) - 1, 1),
+            (a.sum() + b.sum()) / max(len(a) + len(b), 1),
+        ),
+        X,
+        X + 1,
+        groups=[0, 1],
+    )
+    for counts in itertools.product((0, 1, 2, FULL), (0, 1, 3)):
+        assert padded.outcome(*counts) == "exact", counts
 
 
 def test_two_batches_of_one_shape_are_told_apart():

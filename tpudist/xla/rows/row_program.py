@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpudist.xla.rows import small_counts
+from tpudist.xla.rows import numbers_of_few, small_counts
 from tpudist.xla.rows.confirmation import find_deviation
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.evaluator import Evaluator, Need
@@ -50,11 +50,26 @@ class RowProgram:
         self.points = self._choose_points()
         self.labelled: LabelledProgram = label([self._traces[p] for p in self.points], self.points)
         self._traces.clear()  # a large function's take megabytes, and the labels have what they say
+        self._take_over_few()
         self.needs: dict[Need, None] = {}
         self.even: dict[Any, str] = {}
         self.gathered: dict[int, Any] = {}
         self.broken_claims: set[int] = set()
         self._confirmed: set[Point] = set(self.points)
+
+    def _take_over_few(self) -> None:
+        """Learns which numbers are others where a batch has one row or none."""
+        symbols = range(len(self.full))
+        alone = [(i,) for i in symbols]
+        # All of them last: numbers that depend on one batch are known by then.
+        together = [tuple(symbols)] if len(alone) > 1 else []
+        for own in (*alone, *together):
+            for count in range(LEAST):
+                point = _replace(self.full, dict.fromkeys(own, count))
+                program = self._find_trace(point)
+                if program is not None:
+                    self.labelled = numbers_of_few.take_over(self.labelled, program, point, own)
+                del self._traces[point]
 
     @property
     def out_dims(self) -> tuple[tuple[Dim, ...], ...]:

@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -71,6 +72,7 @@ class _Calls:
         self.names: dict[Site, set[str]] = collections.defaultdict(set)
         self.lines: dict[Site, str] = {}
         self.equations: set[int] = set()
+        self.steps: dict[Site, dict[tuple, list[_Step]]] = collections.defaultdict(dict)
 
     def note_site(self, eqn: core.JaxprEqn, around: Site) -> Site:
         """Notes where an equation comes from; gives the place around it if that is not known."""
@@ -85,17 +87,37 @@ class _Calls:
         self.numbers[site]  # there is one now
         return site
 
-    def note(self, eqn: core.JaxprEqn, around: Site, shapes: tuple, literals: tuple) -> Site:
+    def note(self, step: "_Step", around: Site) -> Site:
         """Notes an equation, and gives its site."""
+        eqn = step.eqn
         site = self.note_site(eqn, around)
         self.equations.add(id(eqn))
-        key = eqn.primitive.name, shapes
-        self.numbers[site].setdefault(key, set()).update(literals)
+        key = eqn.primitive.name, step.shapes
+        self.numbers[site].setdefault(key, set()).update(step.literals)
+        self.steps[site].setdefault(key, []).append(step)
         return site
 
     def computes(self, site: Site) -> set[str]:
         """The primitives of a site that do more than shaping."""
         return {name for name, _ in self.numbers.get(site, ()) if name not in _SHAPING}
+
+    def changes(self, site: Site) -> set[str]:
+        """The operations of shaping of a site that give other values, or a number of their own."""
+        steps = itertools.chain(*self.steps.get(site, {}).values())
+        return {x.eqn.primitive.name for x in steps if not x.bodies and not _leaves_values(x)}
+
+
+def _leaves_values(step: "_Step") -> bool:
+    """Whether an operation of shaping gives what it is given, in the same order."""
+    eqn = step.eqn
+    if eqn.primitive.name == "convert_element_type" or any(map(_is_literal, eqn.invars)):
+        return False
+    given, results = step.shapes[: len(eqn.invars)], step.shapes[len(eqn.invars) :]
+    return len(results) == 1 and any(_without_ones(x) == _without_ones(results[0]) for x in given)
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> str | None:
@@ -112,6 +134,11 @@ def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> st
     results: list[Any] = [v.aval for v in jaxprs.open_jaxpr(program).outvars]
     if shapes != [tuple(x.shape) for x in results]:
         return "the shapes of its results"
+    for i, variable in enumerate(jaxprs.open_jaxpr(program).outvars):
+        predicted = predict(labelled.out_literals.get(i), counts)
+        actual = _number(variable.val) if isinstance(variable, core.Literal) else None
+        if actual != (None if predicted is None else _number(predicted)):
+            return f"a result, which is {'computed' if actual is None else actual}"
     return None
 
 
@@ -120,6 +147,46 @@ def live_equations(labelled: LabelledProgram, counts: Point) -> set[int]:
     calls = _Calls()
     _note(calls, _Predicted(labelled, counts), None, _NOWHERE)
     return calls.equations
+
+
+def pair_equations(
+    labelled: LabelledProgram, program: Any, counts: Point
+) -> list[tuple[LabelledEquation, core.JaxprEqn]]:
+    """The equations of the user's instructions that are the same for few rows, but for numbers.
+
+    Those of an instruction that has called JAX for the same operations on the same shapes, as
+    often: the first is the first of them there too.
+    """
+    expected, actual = _Calls(), _Calls()
+    _note(expected, _Predicted(labelled, counts), None, _NOWHERE)
+    _note(actual, _Traced(program), None, _NOWHERE)
+    pairs = []
+    for site, own in expected.steps.items():
+        theirs = actual.steps.get(site, {})
+        if site == _NOWHERE or expected.names[site] & _OTHER_FORMULAS or not _alike(own, theirs):
+            continue
+        for key in own.keys() & theirs.keys():
+            if len(own[key]) != len(theirs[key]):
+                continue
+            for step, other in zip(own[key], theirs[key], strict=True):
+                literals = [_places(x.eqn) for x in (step, other)]
+                if step.labelled is not None and literals[0] == literals[1]:
+                    pairs.append((step.labelled, other.eqn))
+    return pairs
+
+
+def _alike(own: dict[tuple, list["_Step"]], theirs: dict[tuple, list["_Step"]]) -> bool:
+    """Whether an instruction has called for the same operations, but for shaping."""
+    computing = [
+        {key: len(steps) for key, steps in each.items() if key[0] not in _SHAPING}
+        for each in (own, theirs)
+    ]
+    return computing[0] == computing[1]
+
+
+def _places(eqn: core.JaxprEqn) -> list[tuple[int, str]]:
+    """Which operands of an equation are literals, and of what dtype."""
+    return [(i, str(x.aval)) for i, x in enumerate(eqn.invars) if isinstance(x, core.Literal)]
 
 
 def find_other_formula(labelled: LabelledProgram, counts: Point) -> str | None:
@@ -142,6 +209,7 @@ def is_of_jax(error: BaseException) -> bool:
 def _compare(expected: _Calls, actual: _Calls, site: Site) -> str | None:
     if site != _NOWHERE and (site in expected.numbers) != (site in actual.numbers):
         alone = expected.computes(site) | actual.computes(site)
+        alone |= expected.changes(site) | actual.changes(site)
         if alone:
             return f"{', '.join(sorted(alone))}, in one of them only"
         return None
@@ -168,6 +236,7 @@ class _Step:
     shapes: tuple[tuple[int, ...], ...]
     literals: tuple
     bodies: tuple["_Predicted | _Traced", ...]
+    labelled: LabelledEquation | None = None
 
 
 class _Predicted:
@@ -195,7 +264,7 @@ class _Predicted:
         literals += _describe(params)
         held = [body for bodies in equation.bodies.values() for body in bodies]
         bodies = tuple(_Predicted(body, self._counts) for body in held)
-        return _Step(equation.eqn, shapes, literals, bodies)
+        return _Step(equation.eqn, shapes, literals, bodies, equation)
 
 
 class _Traced:
@@ -240,7 +309,7 @@ def _note(
         if not any(given) and not eqn.effects:
             calls.note_site(eqn, around)
             continue
-        site = calls.note(eqn, around, step.shapes, step.literals)
+        site = calls.note(step, around)
         reads = [True] * len(eqn.invars)
         for body in step.bodies:
             jaxpr = body.jaxpr
