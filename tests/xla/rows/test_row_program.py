@@ -129,14 +129,12 @@ def follow(function, *args, groups=None):
     [
         lambda x: x[::2],
         lambda x: jax.lax.associative_scan(jnp.add, x),
-        lambda x: x.at[1:].set(0.0),
         lambda x: jnp.linalg.svd(x, compute_uv=False),
         lambda x: jnp.sum(x) * (1 + x.shape[0] % 2),
         lambda x: x.sum() + x[:, 0] @ (np.ones(x.shape[0], np.float32) / x.shape[0]),
         lambda x: jax.pure_callback(
             lambda v: np.float32(v.sum()), jax.ShapeDtypeStruct((), jnp.float32), x
         ),
-        lambda x: jax.lax.top_k(x[:, 0], min(x.shape[0], 4))[0],
     ],
 )
 def test_what_cannot_be_followed_is_refused(function):
@@ -164,6 +162,7 @@ def column_of_few(x, column):
         (lambda x: jnp.sum(x) / max(x.shape[0], 3), {0, 1, 2}),
         (lambda x: power_of_few(x, 2 if x.shape[0] == 1 else 3), {1}),
         (lambda x: column_of_few(x, 0 if x.shape[0] == 1 else 1), {1}),
+        (lambda x: jax.lax.top_k(x[:, 0], min(x.shape[0], 4))[0], {0, 1, 2, 3}),
         (lambda x: x[2], {0, 1, 2}),
         (lambda x: x[-1], {0}),
         (lambda x: x[:, 0] * jnp.linspace(0, 1, x.shape[0]), {1}),
@@ -398,3 +397,43 @@ def test_each_step_of_them_is_exact_for_two_rows_and_more(name):
     assert [padded.outcome(n) for n in (FULL, 4, 2)] == ["exact"] * 3
     for n in (1, 0):
         padded.outcome(n)
+
+
+TWO = jnp.array([0, 2])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.at[1:].set(0.0),
+        lambda x: x.at[1:].add(x[:-1]),
+        lambda x: x.at[:-1].multiply(2.0),
+        lambda x: x.at[1:, 0].set(1.0),
+        lambda x: x.T.at[:, 1:].set(0.0),
+        lambda x: x.T.at[TWO, 1:].add(x.T[:2, 1:]),
+        lambda x: x.at[2:].min(0.5),
+        lambda x: x.at[1:].apply(jnp.sin),
+        lambda x: x.at[1:-1].set(0.0),
+        lambda x: x.at[1:3].set(0.0),
+        lambda x: x.at[jnp.array([9, -9])].set(1.0, mode="clip"),
+        lambda x: (x @ x.T).at[1:, 1:].add((x @ x.T)[:-1, :-1]),
+        lambda x: jax.vmap(lambda r: x.at[1:].add(r))(x),
+        lambda x: jnp.zeros((FULL + 1, 3)).at[1 : 1 + len(x)].add(x),
+        lambda x: jax.lax.dynamic_update_slice(jnp.zeros((FULL + 1, 3)), x, (5, 0)),
+        lambda x: jax.lax.dynamic_update_slice(jnp.concatenate([x, x]), x, (2, 0)),
+        lambda x: jax.vmap(lambda i: jax.lax.dynamic_update_slice(x, 2 * x[1:], (i, 0)))(TWO),
+        lambda x: jax.lax.dynamic_slice(jnp.concatenate([x, x]), (2, 0), (len(x), 3)),
+        lambda x: x[1:, TWO],
+        lambda x: x.T[TWO, 1:],
+        lambda x: x[TWO, 1:],
+        lambda x: x[:3].sum(),
+        jax.grad(lambda x: jnp.square(x[1:]).sum()),
+        jax.grad(lambda x: jnp.square(x.at[1:].set(2 * x[:-1])).sum()),
+        jax.grad(lambda x: jnp.square(x.at[:-1].multiply(x[1:])).sum()),
+        jax.grad(lambda x: (jnp.concatenate([x, x]).at[1 : 1 + len(x)].add(x) ** 3).sum()),
+    ],
+)
+def test_a_part_that_is_as_large_as_there_are_rows_is_read_and_written(function):
+    padded = follow(function)
+    outcomes = [padded.outcome(n) for n in range(FULL + 1)]
+    assert outcomes[4:] == ["exact"] * 3, outcomes

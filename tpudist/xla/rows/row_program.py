@@ -47,8 +47,7 @@ class RowProgram:
         self.full: Point = tuple(max(rows, LEAST) for rows in full)
         self._traces: dict[Point, Any] = {}
         self._errors: dict[Point, Exception] = {}
-        self.points = self._choose_points()
-        self.labelled: LabelledProgram = label([self._traces[p] for p in self.points], self.points)
+        self.points, self.labelled = self._find_labels()
         self._traces.clear()  # a large function's take megabytes, and the labels have what they say
         self._take_over_few()
         self.needs: dict[Need, None] = {}
@@ -141,12 +140,30 @@ class RowProgram:
             ) from error
         self._confirmed.add(point)
 
-    def _choose_points(self) -> tuple[Point, ...]:
+    def _find_labels(self) -> tuple[tuple[Point, ...], LabelledProgram]:
+        try:
+            return self._label(LEAST)
+        except RowsError:
+            # Of few rows there may be less than what it takes, as in `x[:3]`.
+            least = max(self.full) // 2 + 1
+            if least <= LEAST:
+                raise
+            try:
+                return self._label(least)
+            except RowsError:
+                pass
+            raise
+
+    def _label(self, least: int) -> tuple[tuple[Point, ...], LabelledProgram]:
+        points = self._choose_points(least)
+        return points, label([self._traces[p] for p in points], points)
+
+    def _choose_points(self, least: int) -> tuple[Point, ...]:
         """Numbers of rows at which the traces have one structure, and which determine all sizes."""
         full = self.full
         if self._find_trace(full) is None:
             raise self._errors[full]
-        values = [self._values_of(i) for i in range(len(full))]
+        values = [self._values_of(i, least) for i in range(len(full))]
         points = [full]
         for i in range(len(full)):
             points += [_replace(full, {i: v}) for v in values[i][:2]]
@@ -159,13 +176,14 @@ class RowProgram:
             self._require_structure(point)
         return tuple(points)
 
-    def _values_of(self, i: int) -> list[int]:
+    def _values_of(self, i: int, least: int) -> list[int]:
         """Numbers of rows of one symbol, beside the full one, with the structure of that."""
         full = self.full[i]
         spread = [full - 1, full // 2, full - 2, -(-full * 3 // 4), full // 4, full - 3]
-        below = [v for v in spread if LEAST <= v < full]
+        least = min(least, full)
+        below = [v for v in spread if least <= v < full]
         # Where there are few below, or the function wants more rows, those near the full one.
-        rest = [*range(full - 1, LEAST - 1, -1)][:8] + [full + k for k in range(1, 9)]
+        rest = [*range(full - 1, least - 1, -1)][:8] + [full + k for k in range(1, 9)]
         found: list[int] = []
         for v in dict.fromkeys([*below, *rest]):
             if self._has_structure(_replace(self.full, {i: v})):
