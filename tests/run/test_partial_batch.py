@@ -117,6 +117,33 @@ def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda strategy, own: strategy.experimental_local_results(own),
+        lambda strategy, own: strategy.reduce("sum", own, axis=None),
+        lambda strategy, own: strategy.reduce("mean", own, axis=1),
+    ],
+)
+def test_what_has_no_common_shape_is_refused_in_words(combine):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    @tpudist.function
+    def step(x):
+        return combine(strategy, strategy.run(lambda x: x * 2, (x,)))
+
+    def pairs(x):
+        return x @ x.T
+
+    full, tail = batches(strategy)
+    step(full)
+    with pytest.raises(ValueError, match=r"\[4, 1\] rows. Join rows with all_gather.*of replicas"):
+        step(tail)
+    own = strategy.run(pairs, (tail,))
+    with pytest.raises(ValueError, match="several dims count examples.*Reduce it in the replica"):
+        strategy.reduce("sum", own, axis=0)
+
+
 def test_full_batches_run_one_program_and_all_tails_one_more():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
@@ -140,6 +167,23 @@ def test_several_steps_in_one_program_check_the_rows_of_each(strategy):
     found = strategy.run_steps(step, iter(tails), 3)
     expected = [DATA[i : i + 5].sum() for i in range(3)]
     np.testing.assert_allclose([float(x) for x in found], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_associative_scan_over_the_rows_of_a_tail_is_exact(strategy):
+    """Its operations are others for each number of rows."""
+
+    def step(x):
+        return jax.lax.associative_scan(jnp.add, x), jax.grad(
+            lambda x: jnp.square(jax.lax.associative_scan(jnp.add, x, reverse=True)).sum()
+        )(x)
+
+    for batch, rows in zip(batches(strategy), (DATA[:BATCH], TAIL), strict=True):
+        found = strategy.run(step, (batch,))
+        for i, own in enumerate(parts(strategy, rows)):
+            for one, other in zip(found, step(jnp.asarray(own)), strict=True):
+                local = strategy.experimental_local_results(one)[i]
+                np.testing.assert_allclose(local, other, rtol=1e-5, atol=1e-6)
+    assert jax.lax.associative_scan.__module__.startswith("jax")
 
 
 def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_lost(strategy):

@@ -11,6 +11,7 @@ from tpudist.xla.rows.evaluator import Evaluator, Need
 from tpudist.xla.rows.labels import LabelledProgram, find_difference, label
 from tpudist.xla.rows.row_sizes import Dim, Point, num_determining, size_at
 from tpudist.xla.rows.rules import rule_of
+from tpudist.xla.rows.scans_over_rows import Scans
 
 LEAST = 2
 """Rows of a trace: with one or none JAX writes some operations in another way."""
@@ -47,6 +48,7 @@ class RowProgram:
         self.full: Point = tuple(max(rows, LEAST) for rows in full)
         self._traces: dict[Point, Any] = {}
         self._errors: dict[Point, Exception] = {}
+        self._scans = Scans()
         self.points, self.labelled = self._find_labels()
         self._traces.clear()  # a large function's take megabytes, and the labels have what they say
         self._take_over_few()
@@ -110,7 +112,9 @@ class RowProgram:
             sizes = [size_at(size, point) for point in counts]
             if len(set(sizes)) > 1:
                 raise RowsError(
-                    f"{where} combines values of different shapes: replicas hold {sizes} rows"
+                    f"{where} combines values of different shapes: replicas hold {sizes} rows. "
+                    f"Join rows with all_gather or strategy.gather, and take the values of "
+                    f"replicas outside of the program"
                 )
 
     def _confirm(self, point: Point) -> None:
@@ -141,6 +145,16 @@ class RowProgram:
         self._confirmed.add(point)
 
     def _find_labels(self) -> tuple[tuple[Point, ...], LabelledProgram]:
+        try:
+            return self._find_labels_of_traces()
+        except RowsError:
+            if not self._scans.find_over_rows():
+                raise
+        self._traces.clear()
+        self._errors.clear()
+        return self._find_labels_of_traces()
+
+    def _find_labels_of_traces(self) -> tuple[tuple[Point, ...], LabelledProgram]:
         try:
             return self._label(LEAST)
         except RowsError:
@@ -216,7 +230,8 @@ class RowProgram:
         """The trace for so many rows; None if there is none."""
         if point not in self._traces:
             try:
-                self._traces[point] = self._trace(point)
+                with self._scans.watch(point):
+                    self._traces[point] = self._trace(point)
             except Exception as error:
                 self._errors[point], self._traces[point] = error, None
         return self._traces[point]
