@@ -39,6 +39,7 @@ from tpudist.strategy.strategy import Strategy
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
 from tpudist.xla.compile_log import CompileRecord, compile_log
+from tpudist.xla.rows.row_kernels import rowwise
 from tpudist.xla.runtime import emulate
 
 __version__ = "0.1.0"
@@ -93,6 +94,7 @@ __all__ = [
     "in_cross_replica_context",
     "planner",
     "rows_of_microbatches",
+    "rowwise",
     "scale_regularization_loss",
     "value_and_grad_in_microbatches",
 ]

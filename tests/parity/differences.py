@@ -18,11 +18,12 @@ EQUAL_RESULTS = Difference(
     "Losses, metrics and new parameters are arrays at once, that other libraries can take. The "
     "proof also finds state that would diverge.",
 )
-LOCAL_RESULTS_OF_EQUAL = Difference(
-    "Strategy.experimental_local_results",
-    "The results of a replica function are one per replica, even where they are equal.",
-    "A result that is equal on every replica is one array, and its local results a tuple of one.",
-    "There is one value, and it is on every device; see Strategy.run.",
+RESULTS_OF_REDUCE = Difference(
+    "Strategy.experimental_local_results, Strategy.gather",
+    "What `reduce` and `gather` give is a plain tensor: one local result, and gathered once.",
+    "It is an array that every replica holds, and counts on each, as an equal result does.",
+    "A plain array does not tell who made it, and the results of replica functions must count n "
+    "times.",
 )
 LIST_OF_AXES = Difference(
     "Strategy.reduce",

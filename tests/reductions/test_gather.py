@@ -109,7 +109,7 @@ def test_parts_that_are_uneven_along_any_dim_are_gathered(strategy, axis):
 def test_parts_of_other_ranks_or_of_no_numbers_are_refused():
     strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
     for shapes in ([(2,), (2, 2)], [(1, 1), (2, 2)], [(), (1,)]):
-        with pytest.raises(ValueError, match="They may differ in one dim"):
+        with pytest.raises(ValueError, match="They may differ in the size of one dim"):
             strategy.experimental_distribute_values_from_function(
                 lambda context, shapes=shapes: np.ones(shapes[context.replica_id_in_sync_group])
             )

@@ -84,6 +84,14 @@ class Frame(abc.ABC):
     def note_part(self, part: Any) -> None:
         """Remembers that the array of a LocalPart differs between replicas."""
 
+    @abc.abstractmethod
+    def note_equal_result(self, value: Any) -> None:
+        """Remembers that replicas have computed `value`, and all the same."""
+
+    @abc.abstractmethod
+    def is_equal_result(self, value: Any) -> bool:
+        """Whether replicas have computed `value`, and all the same: it counts on each of them."""
+
     # Rows of the batch.
 
     @property

@@ -12,7 +12,7 @@ from tpudist import context
 from tpudist.values import gathered_rows, indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.xla import placement
-from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 
 
 def capture_in_trace(value: Any) -> Any:
@@ -23,6 +23,18 @@ def capture_in_trace(value: Any) -> Any:
     return LocalPart(frame.capture(value))
 
 
+def is_on_every_replica(mesh: ReplicaMesh, value: Any) -> bool:
+    """Whether `value` is an array that is equal on the replicas of `mesh`, and counts on each.
+
+    In a trace that is what a replica function has returned; otherwise every array that the mesh
+    holds whole. A plain value, such as an array of NumPy or of one device, belongs to no replica.
+    """
+    frame = context.current().frame
+    if frame is not None:
+        return frame.is_equal_result(value)
+    return isinstance(value, jax.Array) and mesh_of_mirrored(value) == mesh.mesh
+
+
 def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
     """Concatenates one leaf's parts along dim `axis`, in replica order, without padding rows."""
     indexed_slices.check_dense(value, "gather")
@@ -30,15 +42,11 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
         raise TypeError(f"gather was asked for axis={axis!r}. It concatenates along one int axis.")
     value = capture_in_trace(value)
     if not isinstance(value, PerReplica):
-        return value if isinstance(value, jax.Array) else jnp.asarray(value)
-    shape = value.shape
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(
-            f"gather was asked for axis {axis}, but each replica holds {list(shape)}, of "
-            f"{len(shape)} dim(s). Scalars have no dim to concatenate along: add one in the "
-            f"replica function, with x[None]."
-        )
-    dim = int(axis) % len(shape)
+        if not is_on_every_replica(mesh, value):
+            return value if isinstance(value, jax.Array) else jnp.asarray(value)
+        dim = _check_dim(value.shape, axis)
+        return _gather_equal(dim, mesh.num_replicas, mesh.replicated)(value)
+    dim = _check_dim(value.shape, axis)
     if isinstance(value, LocalPart):
         return gathered_rows.all_gather(value.array, dim)
     extents = value.extents if value.is_padded else {}
@@ -49,6 +57,27 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
                 f"replicas hold {rows} real rows along dim {other}. Gather along that dim."
             )
     return _gather(dim, tuple(extents.items()), mesh.replicated)(value.array)
+
+
+def _check_dim(shape: Sequence[int], axis: int) -> int:
+    """The dim that `axis` means."""
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"gather was asked for axis {axis}, but each replica holds {list(shape)}, of "
+            f"{len(shape)} dim(s). Scalars have no dim to concatenate along: add one in the "
+            f"replica function, with x[None]."
+        )
+    return int(axis) % len(shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gather_equal(dim: int, times: int, sharding: Any):
+    """A program that joins a value with itself, so that it is there once for each replica."""
+
+    def program(value):
+        return jnp.concatenate([value] * times, dim)
+
+    return jax.jit(program, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,35 +124,3 @@ def _parts_in_trace(mesh: ReplicaMesh, value: LocalPart) -> tuple[jax.Array, ...
             f"after the call."
         )
     return value.values
-
-
-def stack_parts(mesh: ReplicaMesh, parts: Sequence[Any]) -> PerReplica:
-    """A PerReplica of host values, one for each replica of this process."""
-    arrays = [_number(x) for x in parts]
-    shapes = {x.shape for x in arrays}
-    if len(shapes) == 1:
-        return PerReplica(placement.stack(mesh, np.stack(arrays)))
-    ranks = {len(shape) for shape in shapes}
-    uneven = [dim for dim in range(min(ranks)) if len({shape[dim] for shape in shapes}) > 1]
-    if len(ranks) > 1 or len(uneven) > 1 or mesh.num_processes > 1:
-        raise ValueError(
-            f"Values of shapes {sorted(shapes)} were given for the replicas. They may differ in "
-            f"one dim, and only if all replicas are in one process."
-        )
-    [dim] = uneven
-    rows = tuple(x.shape[dim] for x in arrays)
-    padding = [
-        [(0, 0)] * dim + [(0, max(rows) - r)] + [(0, 0)] * (min(ranks) - dim - 1) for r in rows
-    ]
-    padded = [np.pad(x, p) for x, p in zip(arrays, padding, strict=True)]
-    return PerReplica(placement.stack(mesh, np.stack(padded)), rows, dim)
-
-
-def _number(value: Any) -> np.ndarray:
-    array = np.asarray(value)
-    if array.dtype.kind in "OSUMm":
-        raise TypeError(
-            f"A value for a replica is {value!r}, but replicas hold arrays of numbers and booleans "
-            f"only. Give numbers, and keep the rest in Python."
-        )
-    return array

@@ -138,10 +138,10 @@ def _keep_equal(frame: ReplicaFrame, x: Any) -> Any:
     Of a partial batch replicas have other numbers of rows. That a value depends on them is found by
     the proof of the whole program, and the function is traced once more.
     """
-    if frame.rows is None:
-        return x
-    kept = frame.rows.keep_equal(x)
+    kept = x if frame.rows is None else frame.rows.keep_equal(x)
     if kept is None:
         kept = LocalPart(x)
         frame.note_part(kept)
+    else:
+        frame.note_equal_result(kept)
     return kept

@@ -146,7 +146,9 @@ class Step:
         if key not in self._checked_rows:
             # The trace for these shapes, which is made here if `jit` has not asked for it yet.
             values = jax.tree.leaves(self._values(now))[len(self.captured) :]
-            self._trace(values).check_rows(now)
+            traced = self._trace(values)
+            with self.owner.strategy._use_axis_rules():  # it may be traced for these rows
+                traced.check_rows(now)
             self._checked_rows.add(key)
 
     def lower(self, now: call_arguments.Call) -> Any:

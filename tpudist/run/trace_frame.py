@@ -153,6 +153,7 @@ class ReplicaFrame(Frame):
         self.references = VariableReferences()
         self.elements: list[tuple[Callable[[Any], bool], Any]] = []
         self.differing: dict[int, Any] = {}
+        self.equal_results: dict[int, Any] = {}
         self.same: dict[int, Any] = {}
         self._num_created = 0
         self._read_inside: set[Any] = set()
@@ -272,6 +273,14 @@ class ReplicaFrame(Frame):
     def note_part(self, part: Any) -> None:
         """Remembers that the array of a LocalPart differs between replicas."""
         self.root.differing[id(part.array)] = part.array
+
+    def note_equal_result(self, value: Any) -> None:
+        """Remembers that replicas have computed `value`, and all the same."""
+        self.root.equal_results[id(value)] = value
+
+    def is_equal_result(self, value: Any) -> bool:
+        """Whether replicas have computed `value`, and all the same: it counts on each of them."""
+        return id(value) in self.root.equal_results
 
     def cause_of(self, constant: Any) -> str | None:
         """Why a value that a nested trace captures differs between replicas, or None.

@@ -27,6 +27,7 @@ from tpudist.state.variable import Variable
 from tpudist.strategy import logical_axes
 from tpudist.strategy.extended import StrategyExtended
 from tpudist.strategy.state_methods import StateMethods
+from tpudist.values import stacked_values
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, traces
@@ -324,13 +325,15 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the replicas' parts along dim `axis`, in replica order, without padding.
 
-        Values that are equal everywhere are returned as they are.
+        What replicas have computed is there once for each of them, also where it is equal. A plain
+        value, such as an array of NumPy or of one device, is returned as it is.
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
             ValueError: The parts have no such dim.
 
-        As `tf.distribute.Strategy.gather`; negative axes work.
+        As `tf.distribute.Strategy.gather`, for which the results of `reduce` and `gather` are plain
+        values; here every array that all replicas hold counts n times. Negative axes work.
         """
         context.require_scope_or_default(self, "gather")
         return self._map(lambda x: gather.gather(self.replica_mesh, x, axis), value)
@@ -367,10 +370,12 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         return variable.on_read and context.current().frame is None
 
     def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """The parts of this process's replicas, in order; `(value,)` if it is equal everywhere.
+        """The parts of this process's replicas, in order; `(value,)` of a plain value.
 
-        Of a Variable: its components, `Variable.values`. Of a tree: one tree for each replica. As
-        `tf.distribute.Strategy.experimental_local_results`.
+        What replicas have computed counts on each of them, also where it is equal. Of a Variable:
+        its components, `Variable.values`. Of a tree: one tree for each replica. As
+        `tf.distribute.Strategy.experimental_local_results`, for which the results of `reduce` and
+        `gather` are plain values; here every array that all replicas hold has one part for each.
         """
         mesh = self.replica_mesh
         n = len(mesh.local_replicas)
@@ -383,7 +388,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             return (value,)
         whole = leaves and not isinstance(leaves[0], PerReplica | Variable)
         if jax.tree.structure(0) == treedef and whole:
-            return (value,)
+            return (value,) * (n if gather.is_on_every_replica(mesh, value) else 1)
         if not leaves:
             return (value,)
 
@@ -402,20 +407,24 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     ) -> PyTree:
         """A PerReplica of what `value_fn` gives for each replica of this process.
 
+        Replicas may have values of other sizes in one dim. All processes must call this alike, and
+        tell each other what they made.
+
+        Raises:
+            ValueError: The values of replicas differ in structure, rank, or size in several dims.
+            RuntimeError: In a replica function, in the scope of another strategy, or where
+                `value_fn` has failed in another process.
+
         As `tf.distribute.Strategy.experimental_distribute_values_from_function`.
         """
         context.require_scope_or_default(self, "experimental_distribute_values_from_function")
         n = self.num_replicas_in_sync
         if n == 1:
             return value_fn(ValueContext(0, 1))
-        trees = [value_fn(ValueContext(i, n)) for i in self.replica_mesh.local_replicas]
-        structures = {jax.tree.structure(tree) for tree in trees}
-        if len(structures) > 1:
-            raise ValueError(
-                f"value_fn gave different structures for different replicas: "
-                f"{', '.join(sorted(map(str, structures)))}. Give every replica the same structure."
-            )
-        return jax.tree.map(lambda *x: gather.stack_parts(self.replica_mesh, x), *trees)
+        local = self.replica_mesh.local_replicas
+        return stacked_values.stack_trees(
+            self.replica_mesh, lambda: [value_fn(ValueContext(i, n)) for i in local]
+        )
 
 
 class _Scope(contextlib.AbstractContextManager):

@@ -214,6 +214,75 @@ def test_a_program_for_a_tpu_whose_sequence_is_split_has_permutes():
     assert "tpu_custom_call" not in text
 
 
+def rows_of_a_tail(strategy, rows):
+    """As many rows as there are on all replicas but the last one, which has 1 of them."""
+    return (rows,) * (strategy.num_replicas_in_sync - 1) + (1,)
+
+
+TAILS = [
+    (None, {"attention": "splash"}),
+    ({"fsdp": 2, "tensor": 2}, {"attention": "splash"}),
+    ({"fsdp": 2, "tensor": 2}, {"attention": "dot_product"}),
+    ({"sequence": 4}, {"attention": "ring"}),
+    ({"fsdp": 2, "stage": 2}, {"attention": "splash", "pipeline_stages": 2}),
+    ({"expert": 4}, {"attention": "dot_product", "num_experts": 4}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "changes"), TAILS)
+def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, changes):
+    """Also where a device holds some of a replica's rows, and does not for all numbers of them."""
+    config = TransformerConfig(
+        num_layers=2, embed_dim=32, num_heads=2, mlp_dim=32, dtype="float32", **changes
+    )
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices())
+    rows = rows_of_a_tail(strategy, 4)
+    tokens = np.random.default_rng(0).integers(0, 100, (sum(rows), 17)).astype(np.int32)
+
+    def step(model, tokens):
+        nats, gradients = nnx.value_and_grad(lambda m: next_token_nats(m, tokens).sum())(model)
+        return tpudist.get_replica_context().all_reduce("sum", (nats, gradients))
+
+    def batches():
+        yield np.zeros((4 * len(rows), 17), np.int32)
+        yield tokens
+
+    _, partial = strategy.experimental_distribute_dataset(batches())
+    assert partial.rows == rows
+    model = strategy.create(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    got = strategy.run(step, args=(model, partial))
+    one = tpudist.OneDeviceStrategy()
+    model = one.create(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    want = one.run(step, args=(model, tokens))
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(want), tolerance=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.libtpu
+@pytest.mark.parametrize("axes", [None, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
+def test_a_partial_batch_compiles_for_a_tpu_with_the_kernel_and_in_no_more_memory(axes):
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=topology.devices("v5e:2x4"))
+    model = strategy.create_abstract(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))
+    replicas = strategy.num_replicas_in_sync
+    where = NamedSharding(strategy.mesh, PartitionSpec("replica"))
+    tokens = jax.ShapeDtypeStruct((replicas, 4, 129), jnp.int32, sharding=where)
+
+    def step(model, tokens):
+        gradients = nnx.grad(lambda model: next_token_nats(model, tokens).mean())(model)
+        return tpudist.get_replica_context().all_reduce("sum", gradients)
+
+    def compile_for(rows):
+        batch = tpudist.PerReplica(tokens, rows=rows)
+        return strategy.lower(step, args=(model, batch)).compile()
+
+    full, partial = compile_for((4,) * replicas), compile_for(rows_of_a_tail(strategy, 4))
+    for compiled in (full, partial):
+        assert compiled.as_text().count("tpu_custom_call") >= 2  # there and back
+    memory = [x.memory_analysis().temp_size_in_bytes for x in (full, partial)]
+    assert memory[1] < 1.1 * memory[0]
+
+
 def test_a_program_for_cpus_has_no_kernel():
     text = jax.jit(with_gradients("auto")).lower(*query_key_value()).as_text()
     assert "tpu_custom_call" not in text

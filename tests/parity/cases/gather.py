@@ -36,6 +36,12 @@ def gather_gives_a_plain_value_as_it_is(api, strategy):
     return strategy.gather(api.array([1.0, 2.0]), axis=0)
 
 
+@rule(MIRRORED, CENTRAL, TPU)
+def gather_joins_an_equal_result_once_for_each_replica(api, strategy):
+    x = api.array([[1.0, 2.0]])
+    return [strategy.gather(strategy.run(lambda: x + 1), axis=axis) for axis in (0, 1)]
+
+
 @rule(CENTRAL)
 def gather_counts_a_negative_axis_from_the_end_where_it_copies(api, strategy):
     x = strategy.run(lambda: my_id(api) * api.ones((2, 1)))

@@ -5,10 +5,16 @@ from ..rules import CENTRAL, DEFAULT, MANY, MIRRORED, MIRRORED_8, ONE_DEVICE, SI
 from .common import ids, my_id
 
 
-@rule(MIRRORED, differs=differences.LOCAL_RESULTS_OF_EQUAL, gives=1)
+@rule(MIRRORED, CENTRAL, TPU)
 def local_results_of_an_equal_result_are_one_for_each_replica(api, strategy):
     x = api.ones(())
     return len(strategy.experimental_local_results(strategy.run(lambda: x + 1)))
+
+
+@rule(MIRRORED, differs=differences.RESULTS_OF_REDUCE, gives=[2, [4.0, 4.0]])
+def what_reduce_gives_is_a_plain_value(api, strategy):
+    x = strategy.reduce("sum", strategy.run(lambda: api.ones((1,)) * 2), axis=None)
+    return [len(strategy.experimental_local_results(x)), strategy.gather(x, axis=0)]
 
 
 @rule(*MANY)

@@ -501,3 +501,38 @@ def affine(a, b):
 def test_an_associative_scan_over_rows_is_one_in_their_order(function):
     padded = follow(function)
     assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+
+
+# As a library's: not the user's own instructions, so both sums are of the one that calls it.
+NORM = "def norm(x, scale): y = x * scale; return y / (1 + (y**2).mean(-1, keepdims=True))"
+
+
+def test_a_broadcast_of_one_row_may_be_undone_in_another_way():
+    """JAX then sums one dim less; a sum over another dim has the same shape here."""
+    names = {}
+    exec(NORM, names)
+
+    def function(x, scale):
+        return jax.grad(lambda scale, x: names["norm"](x, scale).sum(), (0, 1))(
+            scale[None, None], x
+        )
+
+    x, scale = RNG.normal(size=(FULL, 5, 5)), RNG.normal(size=5)
+    padded = Padded(function, [x.astype(np.float32), scale.astype(np.float32)], [0, None])
+    assert {padded.outcome(real) for real in range(1, FULL + 1)} == {"exact"}
+
+
+OTHER_FOR_ONE_ROW = {
+    "axis": lambda x: x.sum(1 if x.shape[0] == 1 else 2),
+    "slice": lambda x: x[:, 1:3] if x.shape[0] == 1 else x[:, :2],
+    "transpose": lambda x: x.transpose(0, 2, 1) if x.shape[0] == 1 else x,
+    "constant": lambda x: jnp.zeros((1, 1)) if x.shape[0] == 1 else x[:, 0, :1],
+    "dtype": lambda x: (x.astype(jnp.bfloat16) if x.shape[0] == 1 else x).astype(jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FOR_ONE_ROW)
+def test_another_shaping_for_one_row_is_refused(name):
+    x = RNG.normal(size=(FULL, 5, 5)).astype(np.float32)
+    padded = Padded(OTHER_FOR_ONE_ROW[name], [x], [0])
+    assert [padded.outcome(real) for real in (1, 2)] == ["refused", "exact"]

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from tpudist.models.parts import ring_attention
 from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
 from tpudist.xla import splash_attention
+from tpudist.xla.rows.row_kernels import rowwise
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], Any]
 _NAME = "attention"  # for remat policies
@@ -126,6 +127,17 @@ def _run_on_each_device(
     sequence: tuple[str, ...],
 ) -> jax.Array:
     """Runs `kernel` on each device's share of the batch, the heads, and perhaps the sequence."""
+    run = functools.partial(_run_on_each_share, kernel, sequence)
+    return rowwise(run)(query, key, value)  # no position attends to one of another row
+
+
+def _run_on_each_share(
+    kernel: Kernel,
+    sequence: tuple[str, ...],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+) -> jax.Array:
     inner = inner_axes()
     if not inner:
         return kernel(query, key, value)

@@ -21,10 +21,11 @@ from jax.sharding import PartitionSpec
 from tpudist.models.parts.attention import platform
 from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
 from tpudist.xla.collectives import is_16_bit_float
+from tpudist.xla.rows.row_kernels import rowwise
 
 
 @jax.custom_vjp
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of `table`, `[vocabulary, embed]`, for `tokens`, `[batch, length]`: one for each.
 
     A token that is no row, below 0 or from `vocabulary` on, gets the nearest row, and none of what
@@ -68,7 +69,7 @@ def _lookup_in_parts(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...])
 
 
 def _forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
-    return lookup(table, tokens), (tokens, table.shape[0])
+    return _lookup(table, tokens), (tokens, table.shape[0])
 
 
 def _backward(saved: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Array, None]:
@@ -85,4 +86,5 @@ def _backward(saved: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Ar
     return total.astype(gradient.dtype), None
 
 
-lookup.defvjp(_forward, _backward)
+_lookup.defvjp(_forward, _backward)
+lookup = rowwise(_lookup, in_dims=(None, 0))

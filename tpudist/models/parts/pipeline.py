@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from tpudist.xla.rows.row_kernels import rowwise
+
 if TYPE_CHECKING:
     from tpudist.models.transformer_config import TransformerConfig
 
@@ -61,7 +63,14 @@ def apply(
     if num_stages == 1:
         return _scan(block, x, weights, shared)
     _check_mesh(num_stages, config)
-    num_microbatches = config.pipeline_microbatches or num_stages
+    flow = functools.partial(_flow_in_stages, block, config.pipeline_microbatches or num_stages)
+    return rowwise(flow, in_dims=(0, None, None))(x, weights, shared)
+
+
+def _flow_in_stages(
+    block: Callable[..., PyTree], num_microbatches: int, x: PyTree, weights: PyTree, shared: PyTree
+) -> PyTree:
+    num_stages = jax.sharding.get_abstract_mesh().shape[AXIS]
     num_rows = jax.tree.leaves(x)[0].shape[0]
     num_missing = -num_rows % num_microbatches
 

@@ -138,7 +138,7 @@ class Evaluator:
             return operation.bind()
         rule = self._rules(name)
         if rule is None:
-            return operation.refuse("there is no rule for it where rows enter")
+            return operation.refuse_unknown()
         return rule(operation)
 
 
@@ -185,6 +185,16 @@ class Operation:
     def refuse(self, why: str) -> Any:
         """Refuses: this operation cannot be followed."""
         raise RowsError(f"{self.name}: {why}", self.equation.line)
+
+    def refuse_unknown(self) -> Any:
+        """Refuses: nobody has said what this operation does with its rows."""
+        called = self.equation.eqn.params.get("name")
+        kernel = f" '{called}'" if isinstance(called, str) and called else ""
+        raise RowsError(
+            f"{self.name}{kernel}: there is no rule for it where rows enter. If it computes each "
+            f"row by itself, say so where it is called, by tpudist.rowwise",
+            self.equation.line,
+        )
 
     def check_params(self, but: Sequence[str] = ()) -> None:
         """Refuses parameters that depend on the number of rows, but those that a rule reads."""

@@ -33,7 +33,8 @@ Dims = tuple[Dim, ...]
 
 NOT_COMPARED = frozenset(
     "jvp fwd bwd name jvp_jaxpr_fun fwd_jaxpr_thunk jvp_jaxpr_thunk out_trees policy ctx_mesh "
-    "update_jaxpr compiler_options_kvs out_sharding sharding fun_jaxpr_thunk".split()
+    "update_jaxpr compiler_options_kvs out_sharding sharding unconstrained_dims "
+    "fun_jaxpr_thunk".split()
 )
 """Parameters that say nothing of what is computed, or that hold a program in another form."""
 
@@ -317,15 +318,29 @@ def is_corner(small: np.ndarray, large: np.ndarray) -> bool:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two parameters are equal; NaN is."""
+    """Whether two parameters are equal; NaN is, and a program that is traced again."""
     if a is b:
         return True
+    if type(a) is type(b) and isinstance(a, core.Jaxpr | jaxprs.ClosedJaxpr):
+        return find_difference(a, b) is None and str(a) == str(b)
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return _same_numbers(np.asarray(a), np.asarray(b))
     try:
-        return bool(a == b) or bool(a != a and b != b)
+        if bool(a == b) or bool(a != a and b != b):
+            return True
     except Exception:
         return False
+    return type(a) is type(b) and _have_equal_parts(a, b)
+
+
+def _have_equal_parts(a: Any, b: Any) -> bool:
+    """Whether two parameters are, that hold others: a kernel's grid holds programs."""
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(are_equal, a, b))
+    if not dataclasses.is_dataclass(a):
+        return False
+    names = [field.name for field in dataclasses.fields(a)]
+    return bool(names) and all(are_equal(getattr(a, n), getattr(b, n)) for n in names)
 
 
 def _same_numbers(a: np.ndarray, b: np.ndarray) -> bool:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpudist.xla.rows import numbers_of_few, small_counts
+from tpudist.xla.rows import numbers_of_few, row_kernels, small_counts
 from tpudist.xla.rows.confirmation import find_deviation
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.evaluator import Evaluator, Need
@@ -230,7 +230,7 @@ class RowProgram:
         """The trace for so many rows; None if there is none."""
         if point not in self._traces:
             try:
-                with self._scans.watch(point):
+                with self._scans.watch(point), row_kernels.keep_whole():
                     self._traces[point] = self._trace(point)
             except Exception as error:
                 self._errors[point], self._traces[point] = error, None

@@ -16,7 +16,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import pathlib
 from typing import Any
@@ -48,11 +47,10 @@ _LIBRARIES = (
     functools.__file__,
     "<",
 )
-# What only brings values into another shape, and what calls.
-_SHAPING = frozenset(
-    "add_any broadcast_in_dim broadcast_to closed_call concatenate convert_element_type copy "
-    "custom_jvp_call custom_vjp_call empty empty2 expand_dims full iota jit pad pjit pvary "
-    "reduce_sum reshape slice split squeeze transpose tpudist.claim_equal".split()
+# What calls, or stands for the sum that autodiff makes of several uses.
+_CALLS = frozenset(
+    "add_any closed_call copy custom_jvp_call custom_vjp_call jit pjit pvary "
+    "tpudist.claim_equal".split()
 )
 # Functions of JAX whose formula for more rows is not that for one, or for none.
 _OTHER_FORMULAS = frozenset(
@@ -72,6 +70,7 @@ class _Calls:
         self.names: dict[Site, set[str]] = collections.defaultdict(set)
         self.lines: dict[Site, str] = {}
         self.equations: set[int] = set()
+        self.computed: dict[Site, set[str]] = collections.defaultdict(set)
         self.steps: dict[Site, dict[tuple, list[_Step]]] = collections.defaultdict(dict)
 
     def note_site(self, eqn: core.JaxprEqn, around: Site) -> Site:
@@ -89,35 +88,17 @@ class _Calls:
 
     def note(self, step: "_Step", around: Site) -> Site:
         """Notes an equation, and gives its site."""
-        eqn = step.eqn
+        eqn, shapes = step.eqn, step.shapes
         site = self.note_site(eqn, around)
         self.equations.add(id(eqn))
-        key = eqn.primitive.name, step.shapes
-        self.numbers[site].setdefault(key, set()).update(step.literals)
+        if not _changes_nothing(step):
+            self.computed[site].add(eqn.primitive.name)
+        if eqn.primitive.name == "reduce_sum":
+            shapes = tuple(map(_without_ones, shapes))
+        key = eqn.primitive.name, shapes
+        self.numbers[site].setdefault(key, set()).update(step.numbers)
         self.steps[site].setdefault(key, []).append(step)
         return site
-
-    def computes(self, site: Site) -> set[str]:
-        """The primitives of a site that do more than shaping."""
-        return {name for name, _ in self.numbers.get(site, ()) if name not in _SHAPING}
-
-    def changes(self, site: Site) -> set[str]:
-        """The operations of shaping of a site that give other values, or a number of their own."""
-        steps = itertools.chain(*self.steps.get(site, {}).values())
-        return {x.eqn.primitive.name for x in steps if not x.bodies and not _leaves_values(x)}
-
-
-def _leaves_values(step: "_Step") -> bool:
-    """Whether an operation of shaping gives what it is given, in the same order."""
-    eqn = step.eqn
-    if eqn.primitive.name == "convert_element_type" or any(map(_is_literal, eqn.invars)):
-        return False
-    given, results = step.shapes[: len(eqn.invars)], step.shapes[len(eqn.invars) :]
-    return len(results) == 1 and any(_without_ones(x) == _without_ones(results[0]) for x in given)
-
-
-def _without_ones(shape: tuple[int, ...]) -> list[int]:
-    return [size for size in shape if size != 1]
 
 
 def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> str | None:
@@ -178,7 +159,7 @@ def pair_equations(
 def _alike(own: dict[tuple, list["_Step"]], theirs: dict[tuple, list["_Step"]]) -> bool:
     """Whether an instruction has called for the same operations, but for shaping."""
     computing = [
-        {key: len(steps) for key, steps in each.items() if key[0] not in _SHAPING}
+        {key: len(steps) for key, steps in each.items() if not all(map(_changes_nothing, steps))}
         for each in (own, theirs)
     ]
     return computing[0] == computing[1]
@@ -208,8 +189,7 @@ def is_of_jax(error: BaseException) -> bool:
 
 def _compare(expected: _Calls, actual: _Calls, site: Site) -> str | None:
     if site != _NOWHERE and (site in expected.numbers) != (site in actual.numbers):
-        alone = expected.computes(site) | actual.computes(site)
-        alone |= expected.changes(site) | actual.changes(site)
+        alone = expected.computed[site] | actual.computed[site]
         if alone:
             return f"{', '.join(sorted(alone))}, in one of them only"
         return None
@@ -235,8 +215,14 @@ class _Step:
     eqn: core.JaxprEqn
     shapes: tuple[tuple[int, ...], ...]
     literals: tuple
+    params: dict[str, Any]
     bodies: tuple["_Predicted | _Traced", ...]
     labelled: LabelledEquation | None = None
+
+    @property
+    def numbers(self) -> tuple:
+        """What its literals and parameters say of what it computes."""
+        return self.literals + _describe(self)
 
 
 class _Predicted:
@@ -261,10 +247,9 @@ class _Predicted:
             for name, value in equation.params.items()
             if name not in equation.bodies
         }
-        literals += _describe(params)
         held = [body for bodies in equation.bodies.values() for body in bodies]
         bodies = tuple(_Predicted(body, self._counts) for body in held)
-        return _Step(equation.eqn, shapes, literals, bodies, equation)
+        return _Step(equation.eqn, shapes, literals, params, bodies, equation)
 
 
 class _Traced:
@@ -283,8 +268,8 @@ class _Traced:
         )
         held = list(bodies_of(eqn))
         names = {name for name, _ in held}
-        literals += _describe({k: v for k, v in eqn.params.items() if k not in names})
-        return _Step(eqn, shapes, literals, tuple(_Traced(body) for _, body in held))
+        params = {k: v for k, v in eqn.params.items() if k not in names}
+        return _Step(eqn, shapes, literals, params, tuple(_Traced(body) for _, body in held))
 
 
 def _note(
@@ -331,13 +316,54 @@ def _is_call(eqn: core.JaxprEqn) -> bool:
     return isinstance(jaxprs.structure_of(eqn), jaxprs.Call)
 
 
-def _describe(params: dict[str, Any]) -> tuple:
+def _describe(step: _Step) -> tuple:
     """What the parameters say of what is computed: powers, axes, where a slice begins."""
+    params = step.params
+    if step.eqn.primitive.name == "reduce_sum":
+        params = {**params, "axes": _axes_of_sum(step)}
     return tuple(
         (name, str(_plain(value)))
         for name, value in sorted(params.items())
         if name not in NOT_COMPARED and not callable(value) and not _is_varied(value)
     )
+
+
+def _axes_of_sum(step: _Step) -> tuple[int, ...]:
+    """The axes that are summed, among those of another size than 1.
+
+    The sum that undoes a broadcast has one axis more or less where that has the size 1.
+    """
+    others = [d for d, size in enumerate(step.shapes[0]) if size != 1]
+    return tuple(others.index(d) for d in step.params["axes"] if d in others)
+
+
+def _changes_nothing(step: _Step) -> bool:
+    """Whether an equation gives what it is given, but for dims of size 1: JAX may leave it out."""
+    eqn, shapes, name = step.eqn, step.shapes, step.eqn.primitive.name
+    if name in _CALLS:
+        return True
+    first, last = (_without_ones(shapes[0]), _without_ones(shapes[-1])) if shapes else ((), ())
+    match name:
+        case "broadcast_in_dim" | "broadcast_to" | "expand_dims" | "reshape" | "slice" | "squeeze":
+            return first == last and not _is_literal(eqn.invars[0])
+        case "convert_element_type":
+            return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype  # type: ignore
+        case "concatenate":
+            return sum(0 not in shape for shape in shapes[: len(eqn.invars)]) <= 1
+        case "pad":
+            return first == last
+        case "reduce_sum":
+            return not _axes_of_sum(step)
+        case "split":
+            return len(eqn.outvars) == 1
+        case "transpose":
+            order = [d for d in step.params["permutation"] if shapes[0][d] != 1]
+            return order == sorted(order)
+    return False
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from tpudist.xla.rows.rules import (
     collective_rules,
     elementwise_rules,
     indexing_rules,
+    kernel_rules,
     matrix_rules,
     nesting_rules,
     part_rules,
@@ -22,6 +23,7 @@ _ALL: dict[str, Rule] = {
     **nesting_rules.RULES,
     **collective_rules.RULES,
     **part_rules.RULES,
+    **kernel_rules.RULES,
     **replica_rules.RULES,
 }
 

@@ -1,0 +1,63 @@
+"""What is said of a function by `tpudist.rowwise` is tried out, and mixing is seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpudist.testing import assert_rowwise
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+WEIGHT = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), jnp.float32)
+
+
+def test_functions_of_each_row_pass():
+    assert_rowwise(jnp.sin, X)
+    assert_rowwise(jnp.dot, X, WEIGHT, in_dims=(0, None))
+    assert_rowwise(lambda x: (x.sum(0), x.argmax(0)), X.T, in_dims=1, out_dims=(0, 0))
+    assert_rowwise(lambda i: i + 1, jnp.arange(3))
+    assert_rowwise(jnp.sin, X.astype(jnp.bfloat16))
+
+
+@jax.custom_vjp
+def mixing_backward(x):
+    return x
+
+
+mixing_backward.defvjp(lambda x: (x, None), lambda _, ct: (ct + ct[::-1],))
+
+
+@jax.custom_vjp
+def own_length(x, weight):
+    return x @ weight
+
+
+own_length.defvjp(
+    lambda x, weight: (x @ weight, (x, weight)),
+    lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct / len(ct)),
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "in_dims", "seen"),
+    [
+        (lambda x: x - x.mean(0), (X,), 0, "Result 0 for the first 1 of 4 rows depends on"),
+        (lambda x: jnp.cumsum(x, 0, dtype=x.dtype)[::-1], (X,), 0, "depends on the other rows"),
+        (lambda x: x / len(x), (X,), 0, "another one than for these rows alone"),
+        (mixing_backward, (X,), 0, "The gradient of array 0 .* another one|depends on"),
+        (own_length, (X, WEIGHT), (0, None), "The gradient of array 1 .* another one"),
+        (lambda i: i[::-1], (jnp.arange(4),), 0, "depends on the other rows"),
+    ],
+)
+def test_functions_that_mix_rows_fail(function, args, in_dims, seen):
+    with pytest.raises(AssertionError, match=seen):
+        assert_rowwise(function, *args, in_dims=in_dims)
+
+
+def test_a_gradient_is_not_tried_where_there_is_none():
+    assert_rowwise(mixing_backward, X, gradient=False)
+
+
+def test_one_row_shows_nothing():
+    with pytest.raises(ValueError, match="was given 1 rows"):
+        assert_rowwise(jnp.sin, X[:1])

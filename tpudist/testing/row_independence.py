@@ -1,0 +1,145 @@
+"""Tries out what `tpudist.rowwise` says of a function: that it computes each row by itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.xla.rows.row_kernels import Dims, dims_of_arguments, dims_of_results
+
+Outcome = dict[str, np.ndarray]
+
+
+def assert_rowwise(
+    function: Callable[..., Any],
+    *args: Any,
+    in_dims: int | None | tuple[int | None, ...] = 0,
+    out_dims: int | tuple[int, ...] = 0,
+    gradient: bool = True,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+) -> None:
+    """Fails if rows of a function are seen to depend on other rows, or on how many there are.
+
+    Some of the rows are replaced by copies of the first one, or by other rows. The results of those
+    that stay must not change by a bit, and must be those of these rows alone; so must the gradients
+    of a sum over them. It is a test with the rows that it is given, and no proof.
+
+    Args:
+        function: As of `tpudist.rowwise`.
+        args: Its arguments, with two rows at least, that differ.
+        in_dims: As of `tpudist.rowwise`.
+        out_dims: As of `tpudist.rowwise`.
+        gradient: Whether to try its gradient, too, by all arguments of floats.
+        rtol: By what part results may differ from those of a program for fewer rows, which may
+            add up in another order.
+        atol: And by how much.
+
+    Raises:
+        AssertionError: They do.
+        ValueError: There are fewer than two rows, or the dims are other ones than was said.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    leaves = [jnp.asarray(x) for x in leaves]
+    ins = dims_of_arguments(args, in_dims)
+    num_rows = next((x.shape[d] for x, d in zip(leaves, ins, strict=True) if d is not None), 0)
+    if num_rows < 2:
+        raise ValueError(
+            f"assert_rowwise was given {num_rows} rows, and tries whether they depend on each "
+            f"other. Give it two or more, that differ."
+        )
+    trial = _Trial(function, tree, ins, out_dims, gradient)
+    places = np.arange(num_rows)
+    for real in sorted({1, num_rows // 2, num_rows - 1}):
+        first = f"the first {real} of {num_rows} rows"
+        found = trial.compute(leaves, real)
+        for source in (0, places - real):
+            index = np.where(places < real, places, source)
+            other = trial.compute(_take(leaves, ins, index), real)
+            for name, value in found.items():
+                if not np.array_equal(value, other[name], equal_nan=value.dtype.kind in "fc"):
+                    raise AssertionError(
+                        f"{name} for {first} depends on the other rows: no function for "
+                        f"tpudist.rowwise."
+                    )
+        alone = trial.compute(_take(leaves, ins, places[:real]), real)
+        for name, value in found.items():
+            np.testing.assert_allclose(
+                _widen(value),
+                _widen(alone[name]),
+                rtol,
+                atol,
+                err_msg=f"{name} for {first} is another one than for these rows alone: no "
+                f"function for tpudist.rowwise.",
+            )
+
+
+class _Trial:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tree: Any,
+        in_dims: Dims,
+        out_dims: int | tuple[int, ...],
+        gradient: bool,
+    ):
+        self._function, self._tree = function, tree
+        self._in_dims, self._out_dims, self._gradient = in_dims, out_dims, gradient
+        self._found_dims: Dims = ()
+        self._run = jax.jit(self._trace)
+
+    def compute(self, leaves: Sequence[jax.Array], real: int) -> Outcome:
+        """What there is of the first `real` rows: results, and gradients of a sum over them."""
+        shapes = jax.eval_shape(self._call, leaves)
+        cotangents = [_cotangent(x, d, real) for x, d in zip(shapes, self._found_dims, strict=True)]
+        results, gradients = self._run(leaves, cotangents)
+        found = {
+            f"Result {i}": _first(x, d, real)
+            for i, (x, d) in enumerate(zip(results, self._found_dims, strict=True))
+        }
+        for i, x in gradients.items():
+            found[f"The gradient of array {i} of the arguments"] = _first(x, self._in_dims[i], real)
+        return found
+
+    def _call(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        result = self._function(*jax.tree.unflatten(self._tree, leaves))
+        self._found_dims = dims_of_results(result, self._out_dims)
+        return jax.tree.leaves(result)
+
+    def _trace(self, leaves: list[jax.Array], cotangents: list[Any]) -> Any:
+        floats = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
+        if not (self._gradient and floats):
+            return self._call(leaves), {}
+
+        def call(floats: dict[int, jax.Array]) -> list[jax.Array]:
+            return self._call([floats.get(i, x) for i, x in enumerate(leaves)])
+
+        results, back = jax.vjp(call, floats)
+        nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
+        given = [n if c is None else c for n, c in zip(nothing, cotangents, strict=True)]
+        return results, back(given)[0]
+
+
+def _cotangent(aval: Any, dim: int | None, real: int) -> jax.Array | None:
+    """Some numbers for each row, the same for any number of rows; zeros from `real` on."""
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return None
+    assert dim is not None, "results have rows"
+    shape = (aval.shape[dim], *aval.shape[:dim], *aval.shape[dim + 1 :])
+    numbers = jnp.cos(jnp.arange(aval.size, dtype=jnp.float32)).reshape(shape)
+    return jnp.moveaxis(numbers.at[real:].set(0), 0, dim).astype(aval.dtype)
+
+
+def _take(leaves: Sequence[jax.Array], dims: Dims, index: np.ndarray) -> list[jax.Array]:
+    pairs = zip(leaves, dims, strict=True)
+    return [x if dim is None else jnp.take(x, index, dim) for x, dim in pairs]
+
+
+def _first(x: jax.Array, dim: int | None, real: int) -> np.ndarray:
+    return np.asarray(x if dim is None else jax.lax.slice_in_dim(x, 0, real, axis=dim))
+
+
+def _widen(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype.kind in "iub" else x.astype(np.complex128 if x.dtype.kind == "c" else float)

@@ -1,0 +1,145 @@
+"""Values of the host, one for each replica, as one PerReplica that all processes agree on."""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import placement
+from tpudist.xla.coordination import Channel
+from tpudist.xla.mesh import ReplicaMesh
+
+PyTree = Any
+
+
+def stack_parts(mesh: ReplicaMesh, parts: Sequence[Any]) -> PerReplica:
+    """A PerReplica of the values of this process's replicas, which must know those of all others.
+
+    They may differ in the size of one dim where all replicas are in this process.
+    """
+    arrays = [_number(x) for x in parts]
+    return _stack(mesh, arrays, dict(zip(mesh.local_replicas, map(_describe, arrays), strict=True)))
+
+
+def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -> PyTree:
+    """A tree of PerReplicas of the trees that are made for this process's replicas, in order.
+
+    The processes tell each other what they made: the shapes are one global array's, so no process
+    may make it of others, and one that fails must not be waited for.
+
+    Raises:
+        ValueError: The trees differ in structure, or values in rank or in more than one dim.
+        RuntimeError: Another process has made no values.
+    """
+    if mesh.num_processes == 1:
+        structure, columns = _columns(make_trees())
+        return structure.unflatten([stack_parts(mesh, column) for column in columns])
+    channel = _channel(mesh.processes)
+    try:
+        structure, columns = _columns(make_trees())
+        arrays = [[_number(x) for x in column] for column in columns]
+    except Exception as error:
+        channel.exchange(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    made = [
+        {i: _describe(x) for i, x in zip(mesh.local_replicas, column, strict=True)}
+        for column in arrays
+    ]
+    said = {"structure": str(structure), "made": made}
+    answers = [json.loads(x) for x in channel.exchange(json.dumps(said))]
+    _check_answers(mesh, answers)
+    stacked = []
+    for k, column in enumerate(arrays):
+        every: dict[int, Any] = {}
+        for i, x in (item for answer in answers for item in answer["made"][k].items()):
+            if every.setdefault(int(i), x) != x:
+                raise ValueError(
+                    f"Replica {i} spans several processes, which have made other values for it: "
+                    f"{every[int(i)]} and {x}. All processes of a replica must make the same."
+                )
+        stacked.append(_stack(mesh, column, every))
+    return structure.unflatten(stacked)
+
+
+@functools.lru_cache(maxsize=64)
+def _channel(processes: tuple[int, ...]) -> Channel:
+    return Channel(f"values/{','.join(map(str, processes))}", processes)
+
+
+def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Before anything is made of them, in every process in the same way."""
+    by_process = dict(zip(mesh.processes, answers, strict=True))
+    for process, answer in by_process.items():
+        if "error" in answer:
+            raise RuntimeError(
+                f"Process {process} has made no values for its replicas: {answer['error']}. No "
+                f"process goes on without them: see to what failed there."
+            )
+    structures = {x["structure"] for x in answers}
+    if len(structures) > 1:
+        each = ", ".join(f"{p}: {x['structure']}" for p, x in by_process.items())
+        raise ValueError(
+            f"The processes have made values of different structures for their replicas: {each}. "
+            f"Give every replica the same structure."
+        )
+
+
+def _columns(trees: Sequence[PyTree]) -> tuple[Any, list[list[Any]]]:
+    """The structure of the trees, and for each leaf what the replicas have there."""
+    structures = {jax.tree.structure(tree) for tree in trees}
+    if len(structures) > 1:
+        raise ValueError(
+            f"value_fn gave different structures for different replicas: "
+            f"{', '.join(sorted(map(str, structures)))}. Give every replica the same structure."
+        )
+    [structure] = structures
+    rows = [structure.flatten_up_to(tree) for tree in trees]
+    return structure, [list(column) for column in zip(*rows, strict=True)]
+
+
+def _describe(array: np.ndarray) -> tuple[str, list[int]]:
+    """Of what dtype and shape an array is, for other processes."""
+    return array.dtype.name, list(array.shape)
+
+
+def _stack(
+    mesh: ReplicaMesh, local: Sequence[np.ndarray], every: Mapping[int, tuple[str, Sequence[int]]]
+) -> PerReplica:
+    """A PerReplica of this process's parts, where all parts are described in `every`."""
+    dtype = np.result_type(*(jnp.dtype(name) for name, _ in every.values()))
+    shapes = {i: tuple(shape) for i, (_, shape) in every.items()}
+    if len(set(shapes.values())) == 1:
+        return PerReplica(placement.stack(mesh, np.stack(local).astype(dtype, copy=False)))
+    ranks = {len(shape) for shape in shapes.values()}
+    uneven = [d for d in range(min(ranks)) if len({shape[d] for shape in shapes.values()}) > 1]
+    if len(ranks) > 1 or len(uneven) > 1 or len(shapes) < mesh.num_replicas:
+        each = ", ".join(f"{i}: {list(shape)}" for i, shape in sorted(shapes.items()))
+        raise ValueError(
+            f"Values of other shapes were given for the replicas ({each}). They may differ in the "
+            f"size of one dim. Give every replica the same shape, or what differs in a dim of its "
+            f"own."
+        )
+    [dim] = uneven
+    rows = tuple(shapes[i][dim] for i in range(mesh.num_replicas))
+    padded = []
+    for x in local:
+        padding = [(0, 0)] * x.ndim
+        padding[dim] = (0, max(rows) - x.shape[dim])
+        padded.append(np.pad(x, padding))
+    stacked = np.stack(padded).astype(dtype, copy=False)
+    return PerReplica(placement.stack(mesh, stacked), rows, dim)
+
+
+def _number(value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"A value for a replica is {value!r}, but replicas hold arrays of numbers and booleans "
+            f"only. Give numbers, and keep the rest in Python."
+        )
+    return array
