@@ -116,7 +116,6 @@ def _numpy(size=4):
     ("make", "error", "message"),
     [
         (lambda: NumpyDataset({"x": np.zeros(3), "y": np.zeros(4)}), ValueError, r"\['x'\] 3, "),
-        (lambda: NumpyDataset(np.zeros((0, 3))), ValueError, "has no rows"),
         (lambda: NumpyDataset({}), ValueError, "holds no arrays"),
         (lambda: NumpyDataset((np.zeros(3), np.float32(1))), ValueError, r"\[1\] is a scalar"),
         (lambda: NumpyDataset([np.zeros(3), np.zeros(4)]), ValueError, "every row must have the"),
@@ -135,8 +134,6 @@ def _numpy(size=4):
         (lambda: _numpy().shard(0, 0), ValueError, "at least 1"),
         (lambda: _numpy().shard(2, -1), ValueError, "at least 0"),
         (lambda: _numpy().shard(2, 2), ValueError, "Of 2 shards it must be one"),
-        (lambda: _numpy().shard(5, 4), ValueError, "Shard 4 of 5 of a dataset of 4 elements is em"),
-        (lambda: _numpy().batch(2).shard(3, 2), ValueError, "of a dataset of 2 elements is empty"),
         (lambda: _numpy().shuffle(0).shard(2, 0), ValueError, "Shard examples before shuffling"),
         (lambda: _numpy().batch(2).repeat(2).shard(2, 0), ValueError, "repeated already. Shard it"),
         (lambda: _numpy().batch(1).shard(2, 0).shard(2, 0), ValueError, "are sharded already"),
@@ -415,22 +412,16 @@ def test_at_its_end_an_iterator_stays(prefetch):
         ([{"x": [[1, 2], [3]]}], ValueError, "pad the rows"),
         ([{}], ValueError, "Batch 0 of the dataset holds no arrays"),
         ([np.zeros(0)], ValueError, "Batch 0 of the dataset has no rows"),
-        ([], ValueError, "gave no batches"),
-        (
-            [np.zeros(4), np.zeros(5)],
-            ValueError,
-            "Batch 1 of the dataset has 5 rows, but the first",
-        ),
         ([np.zeros(4), {"x": np.zeros(4)}], ValueError, "Batch 1 of the dataset is structured as"),
         (
-            [{"x": np.zeros((4, 2))}, {"x": np.zeros((4, 3))}],
+            [{"x": np.zeros((4, 2))}, {"x": np.zeros((4, 3, 1))}],
             ValueError,
-            r"Batch 1 .*\['x'\] holds float32\[rows,3\], before float32\[rows,2\].*Pad or crop",
+            r"Batch 1 .*\['x'\] holds float32\[rows,3,1\], before float32\[rows,2\].*reshape",
         ),
         (
             [np.zeros(4, np.int32), np.zeros(2, np.float32)],
             ValueError,
-            r"the array holds float32\[rows\], before int32\[rows\].*convert them to one dtype",
+            r"the array holds float32\[rows\], before int32\[rows\].*convert the arrays",
         ),
     ],
 )
@@ -446,13 +437,13 @@ def test_a_dtype_that_is_the_same_to_jax_may_change():
     assert {x.dtype for x in DistributedDataset(batches, _two())} == {np.dtype(np.float32)}
 
 
-def test_dropping_everything_is_an_error():
+def test_dropping_everything_is_told(caplog):
     batches = [np.zeros(4), np.zeros(3)]
     dataset = DistributedDataset(batches, _two(), partial_batch="drop")
     assert len(list(dataset)) == 1
     del batches[0]
-    with pytest.raises(ValueError, match="All 1 batches of the dataset were partial"):
-        list(dataset)
+    assert list(dataset) == []
+    assert "All 1 batches of the dataset were partial" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -508,8 +499,9 @@ def test_a_generator_has_one_pass_and_says_so():
         iter(dataset)
 
 
-def test_a_function_that_returns_a_used_up_iterator_is_found():
-    batches = iter([np.zeros(4)])
+@pytest.mark.parametrize("kind", [iter, lambda batches: (x for x in batches)])
+def test_a_function_that_returns_a_used_up_iterator_is_found(kind):
+    batches = kind([np.zeros(4)])
     dataset = DistributedDataset(lambda: batches, _two())
     assert len(list(dataset)) == 1
     with pytest.raises(ValueError, match="give a function that makes a new one"):

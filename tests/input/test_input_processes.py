@@ -159,10 +159,10 @@ def test_processes_that_read_alike_agree_at_every_step():
     for mistakes, whole, _ in results:
         early, rows, _, _, _, plan, kind, position = mistakes
         assert early[0] == rows[0] == plan[0] == kind[0] == position[0] == "ValueError"
-        assert (
-            "in batch 2 of the dataset: process 0 has 8 rows, process 1 is at its end" in early[1]
-        )
-        assert "in batch 1 of the dataset: process 0 has 8 rows, process 1 has 6 rows" in rows[1]
+        assert "in batch 2 of the dataset: process 0 has 8 rows of float32[rows], proc" in early[1]
+        assert "process 1 is at its end" in early[1]
+        assert "in batch 1 of the dataset: process 0 has 8 rows of float32[rows], proc" in rows[1]
+        assert "process 1 has 6 rows of float32[rows]" in rows[1]
         assert "seed: 0 in process 0, 1 in process 1" in plan[1]
         assert "global batch size: 8 in process 0, 16 in process 1" in plan[1]
         assert "kind: 'batches of an iterable' in process 0, 'examples read by number'" in kind[1]

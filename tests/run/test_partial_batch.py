@@ -73,6 +73,31 @@ def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
         np.testing.assert_allclose(gathered, rows + 1, rtol=1e-6)
 
 
+def test_a_mean_over_rows_or_one_is_exact_where_replicas_have_none(strategy):
+    """The most common idiom of real losses, which is no polynomial of the number of rows."""
+    w = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+    labels = np.arange(len(DATA)) % 4
+
+    def loss_of(w, x, y):
+        log_p = jax.nn.log_softmax(jnp.tanh(x @ w))
+        return -jnp.take_along_axis(log_p, y[:, None], 1).sum() / max(len(x), 1)
+
+    def step(w, x, y):
+        loss, grad = jax.value_and_grad(loss_of)(w, x, y)
+        count = max(x.shape[0], 1)
+        return tpudist.get_replica_context().all_reduce("sum", (loss, grad)), count
+
+    for rows in (3, 5, 1):
+        (tail,) = batches(strategy, (DATA[:rows], labels[:rows]))
+        found, counts = strategy.run(step, (w, *tail))
+        own = zip(parts(strategy, DATA[:rows]), parts(strategy, labels[:rows]), strict=True)
+        each = [jax.value_and_grad(loss_of)(w, *part) for part in own]
+        expected = jax.tree.map(lambda *x: sum(x), *each)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), found, expected)
+        counts = strategy.experimental_local_results(counts)
+        assert [int(x) for x in counts] == [max(len(x), 1) for x in parts(strategy, DATA[:rows])]
+
+
 def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
     """Each row against those of all replicas, as in contrastive learning."""
     w = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)
@@ -90,6 +115,33 @@ def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
     found = strategy.run(step, (w, tail))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda strategy, own: strategy.experimental_local_results(own),
+        lambda strategy, own: strategy.reduce("sum", own, axis=None),
+        lambda strategy, own: strategy.reduce("mean", own, axis=1),
+    ],
+)
+def test_what_has_no_common_shape_is_refused_in_words(combine):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    @tpudist.function
+    def step(x):
+        return combine(strategy, strategy.run(lambda x: x * 2, (x,)))
+
+    def pairs(x):
+        return x @ x.T
+
+    full, tail = batches(strategy)
+    step(full)
+    with pytest.raises(ValueError, match=r"\[4, 1\] rows. Join rows with all_gather.*of replicas"):
+        step(tail)
+    own = strategy.run(pairs, (tail,))
+    with pytest.raises(ValueError, match="several dims count examples.*Reduce it in the replica"):
+        strategy.reduce("sum", own, axis=0)
 
 
 def test_full_batches_run_one_program_and_all_tails_one_more():
@@ -115,6 +167,23 @@ def test_several_steps_in_one_program_check_the_rows_of_each(strategy):
     found = strategy.run_steps(step, iter(tails), 3)
     expected = [DATA[i : i + 5].sum() for i in range(3)]
     np.testing.assert_allclose([float(x) for x in found], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_associative_scan_over_the_rows_of_a_tail_is_exact(strategy):
+    """Its operations are others for each number of rows."""
+
+    def step(x):
+        return jax.lax.associative_scan(jnp.add, x), jax.grad(
+            lambda x: jnp.square(jax.lax.associative_scan(jnp.add, x, reverse=True)).sum()
+        )(x)
+
+    for batch, rows in zip(batches(strategy), (DATA[:BATCH], TAIL), strict=True):
+        found = strategy.run(step, (batch,))
+        for i, own in enumerate(parts(strategy, rows)):
+            for one, other in zip(found, step(jnp.asarray(own)), strict=True):
+                local = strategy.experimental_local_results(one)[i]
+                np.testing.assert_allclose(local, other, rtol=1e-5, atol=1e-6)
+    assert jax.lax.associative_scan.__module__.startswith("jax")
 
 
 def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_lost(strategy):

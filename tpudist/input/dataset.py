@@ -39,10 +39,11 @@ class DistributedDataset:
     arrays. With one replica its arrays are plain ones `[rows, ...]`, not padded unless that is
     asked for.
 
-    The first batch is the largest: its rows are the global batch (for a `NumpyDataset`, what it was
-    batched by). Of datasets that a function makes, each replica has whole batches; the largest of
-    the first step is the largest. As `tf.distribute.DistributedDataset`, where a partial batch
-    changes shape.
+    The largest batch so far is the global batch (for a `NumpyDataset`, what it was batched by), and
+    one with fewer rows is a partial one. Examples may come in several shapes, such as sequences in
+    buckets by length: each has a largest batch, and a step is compiled for each. Of datasets that a
+    function makes, each replica has whole batches, of one shape in one step. A pass without batches
+    has no elements. As `tf.distribute.DistributedDataset`, where a partial batch changes shape.
     """
 
     def __init__(

@@ -99,23 +99,32 @@ class Rounds:
                 )
 
 
-def iterate_in_step(batches: Iterator[T], rounds: Rounds, rows: Callable[[T], int]) -> Iterator[T]:
+def iterate_in_step(
+    batches: Iterator[T], rounds: Rounds, describe: Callable[[T], tuple[int, str]]
+) -> Iterator[T]:
     """The batches of an iterable that all processes go through alike.
 
+    Args:
+        batches: They.
+        rounds: How the processes agree.
+        describe: Gives the number of rows of one, and what its arrays hold but for that.
+
     Raises:
-        ValueError: It gives one process other numbers of rows than another, or ends earlier.
+        ValueError: It gives one process other batches than another, or ends earlier.
         RuntimeError: It failed in another process.
     """
     with rounds.leave_on_error():
         for step in itertools.count():
             rounds.step = step
             batch = rounds.call_and_report(lambda: next(batches, None))
-            message = {"rows": None if batch is None else rows(batch)}
-            found = [answer["rows"] for answer in rounds.exchange(message)]
-            if any(count != found[0] for count in found):
+            message = {"batch": None if batch is None else describe(batch)}
+            found = [answer["batch"] for answer in rounds.exchange(message)]
+            if any(each != found[0] for each in found):
                 told = ", ".join(
-                    f"process {i} {'is at its end' if count is None else f'has {count} rows'}"
-                    for i, count in zip(rounds.processes, found, strict=True)
+                    f"process {i} is at its end"
+                    if each is None
+                    else f"process {i} has {each[0]} rows of {each[1]}"
+                    for i, each in zip(rounds.processes, found, strict=True)
                 )
                 raise ValueError(
                     f"The processes differ in batch {step} of the dataset: {told}. All must be "

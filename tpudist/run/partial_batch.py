@@ -26,6 +26,8 @@ from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.row_program import LEAST, RowProgram
 from tpudist.xla.rows.row_sizes import (
     Dim,
+    Piece,
+    Piecewise,
     Point,
     RowNumber,
     RowSize,
@@ -293,10 +295,10 @@ class PartialBatch:
                 )
         return padded
 
-    def _find_numbers(self) -> dict[int, RowSize | RowNumber]:
+    def _find_numbers(self) -> dict[int, Piecewise]:
         """The results that are Python numbers and depend on the rows, as `x.shape[0]` does."""
         points = self._program.points
-        numbers: dict[int, RowSize | RowNumber] = {}
+        numbers: dict[int, Piecewise] = {}
         for i, (kind, first) in enumerate(self._found[points[0]].result):
             values = [self._found[p].result[i][1] for p in points]
             if kind != "itself" or all(x is first or _are_equal(x, first) for x in values):
@@ -311,8 +313,19 @@ class PartialBatch:
                     f"it returns {values[0]!r} with {points[0]} rows and {values[1]!r} with "
                     f"{points[1]}: a value that is no array, and depends on the number of rows"
                 )
-            numbers[i] = number
+            numbers[i] = Piecewise(number, self._find_pieces(i, number))
         return numbers
+
+    def _find_pieces(self, result: int, number: RowSize | RowNumber) -> tuple[Piece, ...]:
+        """What a result that is a number is instead, where batches have one row or none."""
+        pieces = []
+        for point, found in self._found.items():
+            kind, actual = found.result[result]
+            few = tuple((i, count) for i, count in enumerate(point) if count < LEAST)
+            if few and kind == "itself" and type(actual) in (int, float):
+                if not _follows(actual, number.at(point)):
+                    pieces.append(Piece(few, actual))
+        return tuple(sorted(pieces, key=lambda piece: -len(piece.counts)))
 
     def _confirm_numbers(self, point: Point) -> None:
         if point not in self._found:
@@ -321,7 +334,7 @@ class PartialBatch:
         for i, (kind, actual) in enumerate(self._found[point].result):
             number = self._numbers.get(i)
             if number is not None:
-                same = abs(float(number.at(point)) - actual) <= 1e-5 * abs(actual)
+                same = _follows(actual, number.at(point))
             else:
                 same = kind == "array" or actual is first[i][1] or _are_equal(actual, first[i][1])
             if not same:
@@ -364,6 +377,10 @@ def _are_alike(first: CallOutputs, found: CallOutputs) -> bool:
         and first.nnx == found.nnx
         and not found.structure_changed
     )
+
+
+def _follows(actual: float, predicted: Any) -> bool:
+    return abs(float(predicted) - actual) <= 1e-5 * abs(actual)
 
 
 def _are_equal(a: Any, b: Any) -> bool:

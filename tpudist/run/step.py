@@ -8,6 +8,7 @@ writes back.
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,11 @@ from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
 from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile, compile_log, executables, integers, placement, traces
+
+_log = logging.getLogger("tpudist.compile")
+
+MAX_SHAPES = 64
+"""Of the arguments of one step, whose compiled programs are kept."""
 
 
 class PlanOutdated(Exception):
@@ -99,6 +105,8 @@ class Step:
         outcome, compiled = self.attempt(now, self._dispatch)
         if compiled:
             self._record(time.perf_counter() - start, now)
+            if len(self.traced) > MAX_SHAPES:
+                self._forget_shapes()
         return outcome.traced.result(outcome.results, now)
 
     def _dispatch(self, donated: list[Any], kept: list[Any]) -> tuple[Outcome, bool]:
@@ -119,6 +127,18 @@ class Step:
                 raise ArgumentsChanged from error
             self.finish(written, now.binding, None if written else outcome.any_array())
         return outcome, self._compiles.number != num_compiles
+
+    def _forget_shapes(self) -> None:
+        """Gives up the programs of all shapes but the last one's: each takes megabytes."""
+        _log.warning(
+            "%s was compiled for more than %d shapes of its arguments: these programs are given "
+            "up, and compiled again if such arguments come. Pad sequences to a few lengths.",
+            self.function.name,
+            MAX_SHAPES,
+        )
+        key, traced = self.traced.popitem()
+        self.traced, self._jitted = {key: traced}, None
+        self._checked_rows.clear()
 
     def check_rows(self, now: call_arguments.Call) -> None:
         """Refuses, before anything is lost, numbers of rows that its program is not made for."""

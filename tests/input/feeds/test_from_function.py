@@ -277,14 +277,18 @@ def test_a_dataset_that_drops_its_remainder_drops_incomplete_steps(two):
     assert _elements(two, lambda _: dropping) == [[[0, 1], [2, 3]]]
 
 
-def test_the_largest_batch_of_the_first_step_sets_the_shape(two):
+def test_the_largest_batch_so_far_sets_the_shape(two):
     sizes = [2, 4, 1]
     assert _elements(two, lambda _: [np.arange(size) for size in sizes]) == [
         [[0, 1], [0, 1, 2, 3]],
         [[0], []],
     ]
-    with pytest.raises(ValueError, match="given a batch of 5 rows, but the largest of the first"):
-        _elements(two, lambda _: [np.arange(size) for size in (2, 4, 5)])
+    sizes = [2, 4, 5, 1]
+    shapes = [
+        x.array.shape
+        for x in two.distribute_datasets_from_function(lambda _: map(np.arange, sizes))
+    ]
+    assert shapes == [(2, 4), (2, 5)]
 
 
 def test_with_one_replica_elements_are_plain_arrays_of_their_own_size(one):
@@ -347,14 +351,13 @@ def test_how_many_elements_there_will_be_is_told_where_it_is_known(two):
         (
             [np.zeros((2, 3)), np.zeros((2, 4))],
             ValueError,
-            r"\[rows,4\], but the first one float32",
+            r"several shapes in one step: float32\[rows,3\]; float32\[rows,4\]",
         ),
         ([np.zeros(2), np.float32(1)], ValueError, r"float32\[\], but the first one float32\[rows"),
         ([np.zeros(2), np.zeros(2, int)], ValueError, "int32.rows., but the first one float32"),
         ([{"x": np.zeros(4), "y": np.zeros(3)}], ValueError, r"\['x'\] 4, \['y'\] 3"),
         ([np.array(["a"])], TypeError, "has dtype <U1"),
         ([np.zeros(0)], ValueError, "has no rows"),
-        ([], ValueError, "gave no batches"),
     ],
 )
 def test_a_batch_that_is_not_fit_is_named(two, batches, error, message):
@@ -524,7 +527,8 @@ def test_processes_agree_on_who_has_how_many_rows():
 
         def total(x):
             replica = tpudist.get_replica_context()
-            return replica.all_reduce("sum", (x * replica.example_mask(x)).sum())
+            mask = replica.example_mask(x)
+            return replica.all_reduce("sum", (x.T * mask).sum())
 
         dataset = strategy.distribute_datasets_from_function(dataset_fn)
         passes = [[[x.rows, int(strategy.run(total, (x,)))] for x in dataset] for _ in range(2)]
@@ -543,14 +547,18 @@ def test_processes_agree_on_who_has_how_many_rows():
 
         def failure(dataset_fn):
             try:
-                return len(list(strategy.distribute_datasets_from_function(dataset_fn)))
+                dataset = strategy.distribute_datasets_from_function(dataset_fn)
+                return [[x.array.shape[1:], sum(x.rows), float(strategy.run(total, (x,)))]
+                        for x in dataset]
             except Exception as error:
                 return [type(error).__name__, str(error)]
 
         failures = [failure(lambda _: broken()),
                     failure(lambda _: [] if me else [np.zeros(1)] * 4),
                     failure(lambda _: []),
-                    failure(lambda _: [np.zeros(1)] * 4 + [np.zeros(2 if me else 1)] * 4)]
+                    failure(lambda _: [np.ones(1)] * 4 + [np.ones(2 if me else 1)] * 4),
+                    failure(lambda _: [np.ones((1, 3))] * 4 + [np.ones((2, 5))] * 4 * me),
+                    failure(lambda _: [np.ones((1, 3 + me))] * 4)]
         shards = [strategy.gather(x, axis=0).tolist()
                   for x in strategy.distribute_datasets_from_function(sharded)]
         report([contexts, passes, tail, counts, failures, dataset.cardinality, shards])
@@ -574,11 +582,14 @@ def test_processes_agree_on_who_has_how_many_rows():
     assert here[0][1].startswith("The dataset of process 1 failed at step 1: see the error there")
     assert there[0] == ["OSError", "disk on fire"]
     assert "OSError: disk on fire" in here[0][1]
-    assert here[1] == there[1] == 1  # process 1 has nothing, and pads with a row of process 0's
-    assert here[2] == there[2]
-    assert "gave no batches" in here[2][1]
-    assert here[3][0] == "RuntimeError"
-    assert there[3][1].startswith("A replica was given a batch of 2 rows")
+    # Process 1 has nothing, and pads with a row of process 0's.
+    assert here[1] == there[1] == [[[1], 4, 0.0]]
+    assert here[2] == there[2] == []
+    assert here[3] == there[3] == [[[1], 8, 8.0], [[2], 12, 12.0]]
+    # The second shape is one that process 0 has never seen.
+    assert here[4] == there[4] == [[[1, 3], 8, 24.0], [[2, 5], 8, 40.0]]
+    assert here[5] == there[5]
+    assert "process 0 PyTreeDef(*) of float32[rows,3], process 1" in here[5][1]
 
 
 def _wait_until(condition, timeout_s=10):

@@ -5,6 +5,7 @@ for a number of rows, or refused for it; it is never wrong.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ class Padded:
             jax.tree.map(jnp.asarray, x) if g is None else resize(x, point[self.batches.index(g)])
             for x, g in zip(self.args, self.groups, strict=True)
         ]
-        return jax.make_jaxpr(self.function)(*resized)
+        # A function that JAX has traced for these shapes is not called again.
+        return jax.make_jaxpr(lambda *args: self.function(*args))(*resized)
 
     def each(self, counts, change):
         return [
@@ -124,19 +126,22 @@ def follow(function, *args, groups=None):
     return Padded(function, args or (X,), groups or [0] * len(args or (X,)))
 
 
+associative_scan = jax.lax.associative_scan  # under a name of its own, it is not seen
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: x[::2],
-        lambda x: jax.lax.associative_scan(jnp.add, x),
-        lambda x: x.at[1:].set(0.0),
-        lambda x: jnp.linalg.svd(x, compute_uv=False),
+        lambda x: associative_scan(jnp.add, x),
+        lambda x: jnp.linalg.svd(x)[0],
+        lambda x: jnp.linalg.eigh(x @ x.T)[0],
+        lambda x: jnp.fft.fft(x, axis=0).real,
         lambda x: jnp.sum(x) * (1 + x.shape[0] % 2),
         lambda x: x.sum() + x[:, 0] @ (np.ones(x.shape[0], np.float32) / x.shape[0]),
         lambda x: jax.pure_callback(
             lambda v: np.float32(v.sum()), jax.ShapeDtypeStruct((), jnp.float32), x
         ),
-        lambda x: jax.lax.top_k(x[:, 0], min(x.shape[0], 4))[0],
     ],
 )
 def test_what_cannot_be_followed_is_refused(function):
@@ -158,9 +163,13 @@ def column_of_few(x, column):
         (lambda x: jnp.sum(x) if x.shape[0] > 4 else jnp.sum(x) / 2, {0, 1, 2, 3, 4}),
         (lambda x: jnp.sum(x * 2 if x.shape[0] == 1 else x * 3 + 1), {1}),
         (lambda x: jnp.sum(x if x.shape[0] else x + 1), set()),
-        (lambda x: jnp.sum(x) / max(x.shape[0], 1), {0}),
+        (lambda x: jnp.sum(x) if x.shape[0] else jnp.float32(7), {0}),
+        (lambda x: jnp.sum(x[:, 0] if x.shape[0] != 1 else jnp.full((1,), 7.0)), {1}),
+        (lambda x: jnp.sum(x[:, :1] if x.shape[0] != 1 else x[:, 1:2]), {1}),
+        (lambda x: jnp.sum(x) / max(x.shape[0], 3), {0, 1, 2}),
         (lambda x: power_of_few(x, 2 if x.shape[0] == 1 else 3), {1}),
         (lambda x: column_of_few(x, 0 if x.shape[0] == 1 else 1), {1}),
+        (lambda x: jax.lax.top_k(x[:, 0], min(x.shape[0], 4))[0], {0, 1, 2, 3}),
         (lambda x: x[2], {0, 1, 2}),
         (lambda x: x[-1], {0}),
         (lambda x: x[:, 0] * jnp.linspace(0, 1, x.shape[0]), {1}),
@@ -176,6 +185,49 @@ def test_a_branch_on_the_number_of_rows_is_refused_where_it_is_taken(function, r
         assert refused  # the branch was met among the first traces
         return
     assert refused <= {n for n, found in outcomes.items() if found != "exact"}, outcomes
+
+
+Y = jnp.arange(FULL) % 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: jnp.sum(x) / max(x.shape[0], 1),
+        lambda x, y: x.sum(0) * (1 / max(len(x), 1)) / np.sqrt(len(x) or 1),
+        lambda x, y: jnp.square(x - x.mean(0)).sum(0) / max(x.shape[0] - 1, 1),
+        lambda x, y: x.sum() / jnp.asarray(float(max(len(x), 1))),
+        lambda x, y: (jnp.float32(max(len(x), 1)), jnp.full((2,), max(len(x), 1))),
+        lambda x, y: x.sum() + (1.0 if len(x) else 0.0),
+        lambda x, y: jnp.where(len(x) > 0, x.mean(0), 0.0),
+        lambda x, y: jnp.sum(x) * (2 if len(x) else 3) * (3 if len(x) else 2),
+        jax.jit(lambda x, y: jnp.sum(x) / max(x.shape[0], 1)),
+        lambda x, y: jax.lax.scan(lambda c, r: (c + r.sum() / max(len(x), 1), r), 0.0, x)[0],
+        lambda x, y: jax.grad(
+            lambda w: (
+                -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1).sum()
+                / max(len(x), 1)
+            )
+        )(jnp.eye(3)),
+    ],
+)
+def test_a_number_may_be_another_one_for_one_row_and_for_none(function):
+    padded = follow(function, X, Y)
+    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+
+
+def test_numbers_of_two_batches_are_others_where_either_is_small():
+    padded = follow(
+        lambda a, b: (
+            a.sum() / max(len(a), 1) + b.sum() / max(len(b) - 1, 1),
+            (a.sum() + b.sum()) / max(len(a) + len(b), 1),
+        ),
+        X,
+        X + 1,
+        groups=[0, 1],
+    )
+    for counts in itertools.product((0, 1, 2, FULL), (0, 1, 3)):
+        assert padded.outcome(*counts) == "exact", counts
 
 
 def test_two_batches_of_one_shape_are_told_apart():
@@ -352,6 +404,104 @@ def test_each_step_of_them_is_exact_for_two_rows_and_more(name):
     assert [padded.outcome(n) for n in (FULL, 4, 2)] == ["exact"] * 3
     for n in (1, 0):
         padded.outcome(n)
+
+
+TWO = jnp.array([0, 2])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.at[1:].set(0.0),
+        lambda x: x.at[1:].add(x[:-1]),
+        lambda x: x.at[:-1].multiply(2.0),
+        lambda x: x.at[1:, 0].set(1.0),
+        lambda x: x.T.at[:, 1:].set(0.0),
+        lambda x: x.T.at[TWO, 1:].add(x.T[:2, 1:]),
+        lambda x: x.at[2:].min(0.5),
+        lambda x: x.at[1:].apply(jnp.sin),
+        lambda x: x.at[1:-1].set(0.0),
+        lambda x: x.at[1:3].set(0.0),
+        lambda x: x.at[jnp.array([9, -9])].set(1.0, mode="clip"),
+        lambda x: (x @ x.T).at[1:, 1:].add((x @ x.T)[:-1, :-1]),
+        lambda x: jax.vmap(lambda r: x.at[1:].add(r))(x),
+        lambda x: jnp.zeros((FULL + 1, 3)).at[1 : 1 + len(x)].add(x),
+        lambda x: jax.lax.dynamic_update_slice(jnp.zeros((FULL + 1, 3)), x, (5, 0)),
+        lambda x: jax.lax.dynamic_update_slice(jnp.concatenate([x, x]), x, (2, 0)),
+        lambda x: jax.vmap(lambda i: jax.lax.dynamic_update_slice(x, 2 * x[1:], (i, 0)))(TWO),
+        lambda x: jax.lax.dynamic_slice(jnp.concatenate([x, x]), (2, 0), (len(x), 3)),
+        lambda x: x[1:, TWO],
+        lambda x: x.T[TWO, 1:],
+        lambda x: x[TWO, 1:],
+        lambda x: x[:3].sum(),
+        jax.grad(lambda x: jnp.square(x[1:]).sum()),
+        jax.grad(lambda x: jnp.square(x.at[1:].set(2 * x[:-1])).sum()),
+        jax.grad(lambda x: jnp.square(x.at[:-1].multiply(x[1:])).sum()),
+        jax.grad(lambda x: (jnp.concatenate([x, x]).at[1 : 1 + len(x)].add(x) ** 3).sum()),
+    ],
+)
+def test_a_part_that_is_as_large_as_there_are_rows_is_read_and_written(function):
+    padded = follow(function)
+    outcomes = [padded.outcome(n) for n in range(FULL + 1)]
+    assert outcomes[4:] == ["exact"] * 3, outcomes
+
+
+def near(x):
+    """A positive matrix of all pairs of rows, as of a Gaussian process."""
+    return jnp.exp(-jnp.square(x[:, None] - x[None]).sum(-1)) + 0.1 * jnp.eye(len(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.linalg.cholesky(near(x)),
+        lambda x: jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(near(x)), True), x),
+        lambda x: jax.scipy.linalg.solve_triangular(near(x), x, trans=1),
+        lambda x: jnp.linalg.solve(near(x) + x[:, 0], x),
+        lambda x: jnp.linalg.inv(near(x)),
+        lambda x: jnp.linalg.slogdet(near(x)),
+        lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T),
+        lambda x: jnp.linalg.qr(x),
+        lambda x: jnp.linalg.svd(x, compute_uv=False),
+        lambda x: jnp.linalg.matrix_rank(x),
+        jax.grad(lambda x: jnp.sum(jnp.linalg.qr(x)[0] ** 3)),
+        jax.grad(lambda x: x[:, 0] @ jnp.linalg.solve(near(x), x[:, 1])),
+        jax.grad(lambda x: jnp.linalg.slogdet(near(x))[1]),
+        jax.grad(lambda x: jnp.linalg.cholesky(near(x)).sum()),
+    ],
+)
+def test_matrices_of_rows_are_decomposed_and_solved(function):
+    padded = follow(function)
+    outcomes = [padded.outcome(n, tolerance=1e-3) for n in range(FULL + 1)]
+    assert outcomes[3:] == ["exact"] * 4, outcomes
+
+
+def affine(a, b):
+    return a[0] * b[0], b[0] * a[1] + b[1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.lax.associative_scan(jnp.add, x),
+        lambda x: jax.lax.associative_scan(jnp.multiply, x, reverse=True),
+        lambda x: jax.lax.associative_scan(jnp.matmul, x[:, :, None] * x[:, None]),
+        lambda x: jax.lax.associative_scan(jnp.add, x.T, axis=1),
+        lambda x: jax.vmap(lambda c: jax.lax.associative_scan(jnp.add, c))(x.T),
+        lambda x: (
+            jax.lax.associative_scan(jnp.add, x, axis=-1),
+            jax.lax.associative_scan(affine, (jnp.tanh(x), x))[1].mean() / max(len(x), 1),
+        ),
+        jax.grad(
+            lambda x: jnp.square(
+                jax.lax.associative_scan(affine, (jnp.tanh(x), x), reverse=True)[1]
+            ).sum()
+        ),
+    ],
+)
+def test_an_associative_scan_over_rows_is_one_in_their_order(function):
+    padded = follow(function)
+    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
 
 
 # As a library's: not the user's own instructions, so both sums are of the one that calls it.

@@ -7,6 +7,7 @@ many they have for it; who has none left feeds padding until nobody has any.
 import base64
 import hashlib
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from tpudist.input.feeds.per_replica_batches import Pipelines
 
 
-_ROWS_ONLY = "Their arrays may differ in the number of rows only."
+_log = logging.getLogger("tpudist")
+_ROWS_ONLY = "Of one step they may differ in the number of rows only."
 
 
 def parts(
@@ -65,14 +67,16 @@ def _parts(
 ) -> Iterator[tuple[Parts, Any]]:
     nothing: Any = [None] * len(mesh.local_replicas)
     step = rounds.call_and_report(lambda: next(steps, nothing))
-    plans = _agree_on_step(pipelines, step, position, rounds)
-    rounds.call_and_report(lambda: pipelines.check_rows(step))
+    plans = _agree_on_plan(pipelines, step, position, rounds)
     number = rounds.step = position.step
+    kind: str | None = None
     while True:
         # Taken now, when this step was read and the next one was not: what follows this element.
         states = [batches.get_state() for batches in passes]
+        has_any = any(batch is not None for batch in step)
         message = {
             "rows": count_rows(step),
+            "batch": pipelines.first.description if has_any and pipelines.first else None,
             "drops": pipelines.drops_incomplete_steps,
             "states": states,
         }
@@ -80,51 +84,65 @@ def _parts(
         counts = _order_by_replica(mesh, [answer["rows"] for answer in answers])
         drops = any(answer["drops"] for answer in answers)
         # Every process decides by the same answers, so all end at the same step.
+        if not any(counts) and not number:
+            _log.warning(iterable.NO_BATCHES)
         if not any(counts) or (drops and not all(counts)):
             return
-        pipelines.fix_rows(max(counts))
+        kind = _agree_on_shapes(pipelines, answers, kind, rounds)
         yield pipelines.join(step, counts), pipelines.state([x["states"] for x in answers], plans)
         number += 1
         rounds.step = number
         step = rounds.call_and_report(lambda: next(steps, nothing))
 
 
-def _agree_on_step(
+def _agree_on_plan(
     pipelines: "Pipelines", step: "Step", position: Position, rounds: Rounds
 ) -> list[dict[str, Any]]:
-    """Sees that all processes have the same kind of batches, and the same sizes for all.
+    """Sees that all processes have the same kind of data, and not the same data.
 
     Returns:
         What the states of each process's datasets are good for.
     """
-    first = pipelines.first
     answers = rounds.exchange(
         {
             "plan": [pipelines.plan, *position[:2]],
             "own plan": pipelines.local_plan,
-            "batch": None if first is None else first.description,
-            "rows": pipelines.rows_per_replica,
             "digest": _digest(step) if pipelines.must_differ else None,
         }
     )
     _require_one(rounds, answers, "plan", "were given datasets or states of different kinds")
-    _require_one(rounds, answers, "batch", "have batches of different kinds", _ROWS_ONLY)
-    sizes = [answer["rows"] for answer in answers if answer["rows"] is not None]
-    if sizes:
-        pipelines.fix_rows(max(sizes))
     _refuse_equal(rounds, [answer["digest"] for answer in answers])
-    plans = [answer["own plan"] for answer in answers]
-    with_batch = [i for i, answer in enumerate(answers) if answer["batch"] is not None]
-    if not with_batch:
-        if position.step:
-            return plans
-        raise ValueError(iterable.NO_BATCHES)
-    if len(with_batch) < len(answers):
+    return [answer["own plan"] for answer in answers]
+
+
+def _agree_on_shapes(
+    pipelines: "Pipelines", answers: list[dict[str, Any]], known: str | None, rounds: Rounds
+) -> str:
+    """Sees that the batches of a step have one shape, of which each process has an example then.
+
+    Args:
+        pipelines: What feeds this process.
+        answers: What all say of this step.
+        known: What the batches of the last step were, of which all have an example.
+        rounds: How they agree.
+
+    Returns:
+        What the batches of this step are.
+    """
+    _require_one(rounds, answers, "batch", "have batches of different kinds", _ROWS_ONLY)
+    kinds = [answer["batch"] for answer in answers]
+    this = rounds.processes.index(jax.process_index())
+    giver = next(i for i, kind in enumerate(kinds) if kind is not None)
+    if None in kinds and kinds[giver] != known:
         # Padding repeats a real row, and this process may have none of its own.
-        giver = with_batch[0]
-        given = rounds.exchange({"example": None if first is None else _encode_batch(first)})
-        pipelines.first = first or _decode_batch(given[giver]["example"], rounds.processes[giver])
-    return plans
+        first = pipelines.first
+        given = rounds.exchange(
+            {"example": None if first is None or giver != this else _encode_batch(first)}
+        )
+        if kinds[this] is None:
+            said = given[giver]["example"]
+            pipelines.first = _decode_batch(said, rounds.processes[giver])
+    return kinds[giver]
 
 
 def _require_one(

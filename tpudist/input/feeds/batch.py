@@ -1,6 +1,6 @@
 """One replica's part of a step, and how many real rows each part has."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 Step = list[Batch | None]  # for each replica of this process; None where there is none left
 
 
-def describe_shapes(batch: Batch) -> str:
+def describe_shapes(batch: Any) -> str:
     """The dtypes and shapes of a batch's arrays, but for the number of rows."""
 
     def one(x: np.ndarray) -> str:

@@ -1,11 +1,13 @@
 """Batches that a user's function gives for each replica: nothing is split, each takes a whole one.
 
 A *step* is one batch for each replica of this process, from one dataset in turn or from one dataset
-for each. Shapes are static: every replica's part has the rows of the largest batch of the first
-step, what is not filled repeats a real row, and a replica that got no batch has 0 real rows.
+for each. All replicas run one program: every replica's part has the rows of the largest batch so
+far whose examples have the same shapes, what is not filled repeats a real row, and a replica that
+got no batch has 0 real rows.
 """
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,8 +17,9 @@ import numpy as np
 
 from tpudist.input.feeds import agreed_steps
 from tpudist.input.feeds.batch import Batch, Step, count_rows, describe_shapes
+from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.feeds.rebatch import Rebatched
-from tpudist.input.iterator_state import Position, read_count, require_plan
+from tpudist.input.iterator_state import Position, require_plan
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.sources import adapt, iterable
 from tpudist.input.sources.indexed_dataset import (
@@ -30,6 +33,7 @@ from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
+_log = logging.getLogger("tpudist")
 
 
 class Pipelines:
@@ -59,8 +63,14 @@ class Pipelines:
         self.any_thread = all(isinstance(x, NumpyDataset) for x in self._sources)
         self.must_differ = must_differ
         self._mesh = replica_mesh
-        self.first: Batch | None = None  # of one row: what all others must look like
-        self.rows_per_replica: int | None = None
+        # Of one row, of the shapes of the last step: what others must look like, but for shapes.
+        self.first: Batch | None = None
+        self._sizes = FullSizes()
+
+    @property
+    def rows_per_replica(self) -> int | None:
+        """Rows of the largest part so far; None before there was any."""
+        return self._sizes.largest
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -166,13 +176,12 @@ class Pipelines:
         """A pass through each dataset: its batches, and what knows its state."""
         given: list[Any] = [None] * len(self._sources)
         if position.source is not None:
-            rows = read_count(position.source, "rows")
+            self._sizes.restore(position.source, "rows")
             several = self._mesh.num_processes > 1
             process = self._mesh.processes.index(jax.process_index()) if several else 0
             if several:
                 require_plan(_state_of_process(process, position.source, "plans"), self.local_plan)
             given = _states_of(process, position.source, len(self._sources))
-            self.fix_rows(rows)
         passes = []
         for source, state in zip(self._sources, given, strict=True):
             if hasattr(source, "elements"):
@@ -195,7 +204,7 @@ class Pipelines:
                     self._check(batch)
             if all(batch is None for batch in step):
                 return
-            self.check_rows(step)
+            self._check_step(step)
             yield step
 
     def _host_parts(
@@ -205,47 +214,48 @@ class Pipelines:
             if None in step and self.drops_incomplete_steps:
                 has_begun = True
                 break
-            counts = count_rows(step)
-            self.fix_rows(max(counts))
-            self.check_rows(step)
             has_begun = True
             states = [batches.get_state() for batches in passes]
-            yield self.join(step, counts), self.state([states])
+            yield self.join(step, count_rows(step)), self.state([states])
         if not has_begun:
-            raise ValueError(iterable.NO_BATCHES)
+            _log.warning(iterable.NO_BATCHES)
 
     def state(
         self, states: list[list[Any]], plans: list[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         """What is said of where the datasets of every process are."""
-        said: dict[str, Any] = {"rows": self.rows_per_replica, "datasets": states}
+        said = {"rows": self.rows_per_replica, **self._sizes.get_state(), "datasets": states}
         return said if plans is None else said | {"plans": plans}
 
-    def fix_rows(self, rows: int) -> None:
-        """Says how many rows all parts have from now on, if that was not said before."""
-        if self.rows_per_replica is None:
-            self.rows_per_replica = rows
-
-    def check_rows(self, step: Step) -> None:
-        """Refuses batches that do not fit into a part."""
-        size = self.rows_per_replica
-        largest = max(count_rows(step))
-        if size is not None and largest > size and self._mesh.num_replicas > 1:
+    def _check_step(self, step: Step) -> None:
+        """Refuses batches of several shapes in one step, and remembers that of this one."""
+        given = [batch for batch in step if batch is not None]
+        found = dict.fromkeys(map(describe_shapes, given))
+        if len(found) > 1:
             raise ValueError(
-                f"A replica was given a batch of {largest} rows, but the largest of the first step "
-                f"had {size}, which sets the size of all. A batch may be smaller, never larger: "
-                f"begin with a full batch, or split the larger ones."
+                f"The replicas were given batches of several shapes in one step: "
+                f"{'; '.join(found)}. All replicas run one program, so a step has one shape, and "
+                f"another step may have another. Let the dataset give as many batches of a shape "
+                f"in sequence as there are replicas, or distribute global batches with "
+                f"experimental_distribute_dataset."
             )
+        self._remember(given[0])
+
+    def _remember(self, batch: Batch) -> None:
+        leaves = [x if batch.num_rows is None else x[:1].copy() for x in batch.leaves]
+        self.first = batch._replace(leaves=leaves)
 
     def join(self, step: Step, rows: tuple[int, ...]) -> Parts:
         """The parts of this process's replicas in arrays `[num_local_replicas, ...]`, padded.
+
+        `first` has the shapes of the step.
 
         Args:
             step: The batches.
             rows: How many rows each replica has, over all processes.
         """
         assert self.first is not None, step
-        first, size = self.first, self.rows_per_replica or 0
+        first, size = self.first, self._sizes.note(describe_shapes(self.first), max(rows))
         if self._mesh.num_replicas == 1:
             (batch,) = step
             assert batch is not None, step
@@ -268,19 +278,19 @@ class Pipelines:
 
     def _check(self, batch: Batch) -> None:
         if self.first is None:
-            leaves = [x if batch.num_rows is None else x[:1].copy() for x in batch.leaves]
-            self.first = batch._replace(leaves=leaves)
+            self._remember(batch)
         first = self.first
+        assert first is not None, batch
         if batch.treedef != first.treedef:
             raise ValueError(
                 f"A batch of a dataset function is structured as {batch.treedef}, but the first "
                 f"one as {first.treedef}. All batches must have the same structure."
             )
-        found, wanted = describe_shapes(batch), describe_shapes(first)
-        if found != wanted:
+        kinds = [[(x.ndim, x.dtype) for x in each.leaves] for each in (batch, first)]
+        if kinds[0] != kinds[1] or (batch.num_rows is None) != (first.num_rows is None):
             raise ValueError(
-                f"A batch of a dataset function holds {found}, but the first one {wanted}. Arrays "
-                f"may differ in their number of rows only."
+                f"A batch of a dataset function holds {describe_shapes(batch)}, but the first one "
+                f"{describe_shapes(first)}. Arrays may differ in the sizes of their dims only."
             )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.input.feeds.batch import describe_shapes
+from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.iterator_state import read_count
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources import iterable
@@ -45,7 +47,7 @@ class Rebatched:
         self._num_replicas = num_replicas
         self._partial_batch = partial_batch
         self.owns_memory = source.owns_memory
-        self.global_batch_size: int | None = source.global_batch_size
+        self._sizes = FullSizes()
         self.plan = iterable.plan_of(source)
         self.name = getattr(source, "name", type(source).__name__)
 
@@ -65,6 +67,25 @@ class Rebatched:
             self._source.element_spec,
         )
 
+    @property
+    def global_batch_size(self) -> int | None:
+        """Rows of a full batch that is split; None before one was read."""
+        return self._source.global_batch_size or self._sizes.largest
+
+    def note_size(self, batch: Any) -> int:
+        """The rows of a full batch with examples of the shapes that this one has."""
+        if self._source.global_batch_size is not None:
+            return self._source.global_batch_size
+        return self._sizes.note(describe_shapes(batch), batch.num_rows)
+
+    def get_state(self) -> dict[str, Any]:
+        """What it knows of the sizes of batches."""
+        return {"global batch size": self.global_batch_size or 0, **self._sizes.get_state()}
+
+    def restore(self, state: Any) -> None:
+        """As it was when a state was taken."""
+        self._sizes.restore(state, "global batch size")
+
     def begin(self, pass_number: int, state: Any = None) -> "Parts":
         """The parts of one pass."""
         return Parts(self, pass_number, state)
@@ -81,9 +102,7 @@ class Parts(Iterator[Any]):
         if state is not None:
             self._num_given = read_count(state, "parts")
             self._before = state.get("before")
-            source.global_batch_size = source.global_batch_size or read_count(
-                state, "global batch size"
-            )
+            source.restore(state)
         self._batches = source._source.begin(pass_number, self._before)
         self._parts: list[Part] | None = None
 
@@ -98,13 +117,7 @@ class Parts(Iterator[Any]):
 
     def _split(self, batch: Any) -> "list[Part]":
         source = self._rebatched
-        size = source.global_batch_size = source.global_batch_size or batch.num_rows
-        if batch.num_rows > size:
-            raise ValueError(
-                f"A batch of the dataset has {batch.num_rows} rows, but the first one has {size}, "
-                f"which sets the global batch size. A batch may be smaller, never larger: put a "
-                f"full batch first, or split the larger ones."
-            )
+        size = source.note_size(batch)
         if batch.num_rows < size and source._partial_batch is PartialBatch.DROP:
             return []
         if batch.num_rows < size and source._partial_batch is PartialBatch.ERROR:
@@ -120,7 +133,7 @@ class Parts(Iterator[Any]):
     def get_state(self) -> dict[str, Any]:
         """Where it is."""
         return {
-            "global batch size": self._rebatched.global_batch_size or 0,
+            **self._rebatched.get_state(),
             "before": self._before,
             "parts": self._num_given,
         }

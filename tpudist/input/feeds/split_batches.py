@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 import numpy as np
 
 from tpudist.input import process_rounds
-from tpudist.input.iterator_state import Position, read_count
+from tpudist.input.feeds.full_sizes import FullSizes
+from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources import iterable
@@ -22,13 +24,15 @@ from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
+_log = logging.getLogger("tpudist")
 
 
 class SplitBatches:
     """A feed whose elements are the global batches of one source, which all processes read alike.
 
-    The first batch is the largest: its rows are the global batch (for what is read by number, what
-    it was batched by).
+    The global batch is the largest of the batches so far whose examples have the same shapes (for
+    what is read by number, what it was batched by). Examples may come in several shapes, such as
+    sequences in buckets by length: a step is compiled for each.
     """
 
     def __init__(
@@ -43,8 +47,8 @@ class SplitBatches:
         pads_alone = partial_batch is not None and self.partial_batch is PartialBatch.PAD
         self._counts_rows = replica_mesh.num_replicas > 1 or pads_alone
         self.any_thread = isinstance(self.source, NumpyDataset)
+        self._sizes = FullSizes()
         # Those of the first batch there was, in any pass: what all later ones must look like.
-        self._size: int | None = self.source.global_batch_size
         self._treedef: jax.tree_util.PyTreeDef | None = None
         self._examples: list[tuple[Any, ...]] = []
 
@@ -58,9 +62,10 @@ class SplitBatches:
 
     def global_batch_size(self, *, read: bool) -> int | None:
         """Rows of a full batch; None if that is not known before the first one is read."""
-        if self._size is None and read:
-            self._size = jax.tree.leaves(self.source.element_spec)[0].shape[0]
-        return self._size
+        known = self.source.global_batch_size or self._sizes.largest
+        if known is None and read:
+            return jax.tree.leaves(self.source.element_spec)[0].shape[0]
+        return known
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -98,7 +103,7 @@ class SplitBatches:
         copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
         at, first = position.source, 0
         if at is not None and self.source.global_batch_size is None:
-            self._size = self._size or read_count(at, "global batch size")
+            self._sizes.restore(at, "global batch size")
             at = at.get("dataset")
         if isinstance(at, dict):
             first = at.get("batches", 0)
@@ -117,27 +122,30 @@ class SplitBatches:
             rounds.require_same(self.plan | position._asdict())
             if not isinstance(self.source, IndexedDataset):
                 checked = process_rounds.iterate_in_step(
-                    checked, rounds, lambda batch: batch.num_rows
+                    checked, rounds, lambda found: (found[0].num_rows, _kind(found[0]))
                 )
         num_elements, num_batches = position.step, first
-        for batch in checked:
+        for batch, size in checked:
             num_batches += 1
-            size = self._size
-            assert size is not None
             if batch.num_rows < size and self.partial_batch is PartialBatch.DROP:
                 continue
             state = batches.get_state()
             if self.source.global_batch_size is None:
-                state = {"global batch size": size, "dataset": state}
+                state = {
+                    "global batch size": self._sizes.largest,
+                    **self._sizes.get_state(),
+                    "dataset": state,
+                }
             yield self._take(batch, size, copy), state
             num_elements += 1
-        if not num_elements:
-            if num_batches:
-                raise ValueError(
-                    f"All {num_batches} batches of the dataset were partial ones and dropped, so "
-                    f"there was nothing to do. Use partial_batch='pad'."
-                )
-            raise ValueError(iterable.NO_BATCHES)
+        if not num_elements and num_batches:
+            _log.warning(
+                "All %d batches of the dataset were partial ones and dropped, so there was nothing "
+                "to do. Use partial_batch='pad'.",
+                num_batches,
+            )
+        elif not num_elements:
+            _log.warning(iterable.NO_BATCHES)
 
     def assignment(self, num_rows: int, size: int) -> Assignment:
         """Who reads which of the `num_rows` rows of a batch, where a full one has `size`."""
@@ -165,48 +173,43 @@ class SplitBatches:
             )
         return source
 
-    def _check_batches(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """The batches; those of a user's loader must all look like the first one."""
+    def _check_batches(self, batches: Iterator[Any], first: int) -> Iterator[tuple[Any, int]]:
+        """The batches, each with the rows of a full one; a user's must all look like the first."""
         if isinstance(self.source, IndexedDataset):
-            yield from batches
+            size = self.source.global_batch_size
+            assert size is not None, "it is batched"
+            yield from ((batch, size) for batch in batches)
             return
         for index, batch in zip(itertools.count(first), batches, strict=False):
             if self._treedef is None:
-                self._size = self._size or batch.num_rows
                 self._treedef, self._examples = batch.treedef, _examples(batch)
-            self._check(batch, index, self._size or 0)
-            yield batch
+            self._check(batch, index)
+            size = self._sizes.note(_kind(batch), batch.num_rows)
+            if batch.num_rows < size and self.partial_batch is PartialBatch.ERROR:
+                raise ValueError(
+                    f"Batch {index} of the dataset has {batch.num_rows} rows, fewer than the "
+                    f"global batch of {size}, and partial_batch='error'. Use 'pad', which counts "
+                    f"its real rows exactly, or 'drop'."
+                )
+            yield batch, size
 
-    def _check(self, batch: HostBatch, index: int, size: int) -> None:
+    def _check(self, batch: HostBatch, index: int) -> None:
         if batch.treedef != self._treedef:
             raise ValueError(
                 f"Batch {index} of the dataset is structured as {batch.treedef}, but the first one "
                 f"as {self._treedef}. All batches must have the same structure."
             )
-        examples = _examples(batch)
-        if examples != self._examples:
-            names = _names(batch.treedef)
-            different = [
-                f"{name or 'the array'} holds {_describe(found)}, before {_describe(wanted)}"
-                for name, found, wanted in zip(names, examples, self._examples, strict=True)
-                if found != wanted
-            ]
+        names = _names(batch.treedef)
+        different = [
+            f"{name or 'the array'} holds {_describe(found)}, before {_describe(wanted)}"
+            for name, found, wanted in zip(names, _examples(batch), self._examples, strict=True)
+            if (len(found[0]), found[1]) != (len(wanted[0]), wanted[1])
+        ]
+        if different:
             raise ValueError(
                 f"Batch {index} of the dataset differs from the first one: {'; '.join(different)}. "
-                f"Only the number of rows may change: a step is compiled for one dtype and shape. "
-                f"Pad or crop the rows to one shape, and convert them to one dtype."
-            )
-        if batch.num_rows > size:
-            raise ValueError(
-                f"Batch {index} of the dataset has {batch.num_rows} rows, but the first one has "
-                f"{size}, which sets the global batch size. A batch may be smaller, never larger: "
-                f"put a full batch first, or split the larger ones."
-            )
-        if batch.num_rows < size and self.partial_batch is PartialBatch.ERROR:
-            raise ValueError(
-                f"Batch {index} of the dataset has {batch.num_rows} rows, fewer than the global "
-                f"batch of {size}, and partial_batch='error'. Use 'pad', which counts its real "
-                f"rows exactly, or 'drop'."
+                f"Only the sizes of dims may change, and a step is compiled for each: convert the "
+                f"arrays to one dtype, and reshape them to one number of dims."
             )
 
 
@@ -229,6 +232,10 @@ def _shares(
 def _examples(batch: HostBatch) -> list[tuple[Any, ...]]:
     """Shapes and dtypes of one row of each leaf, as JAX will hold it."""
     return [(leaf.shape[1:], host_batch.jax_dtype(leaf.dtype)) for leaf in batch.leaves]
+
+
+def _kind(batch: HostBatch) -> str:
+    return ", ".join(map(_describe, _examples(batch)))
 
 
 def _names(treedef: jax.tree_util.PyTreeDef) -> list[str]:

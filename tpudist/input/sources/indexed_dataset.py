@@ -151,12 +151,13 @@ class IndexedDataset(abc.ABC):
     def shard(self, num_shards: int, index: int) -> Self:
         """Every `num_shards`-th example from example `index`; of a batched dataset, batch.
 
-        For a dataset function, which is told both by its `InputContext`. With `SHARD_HINT` for
-        both, and `AutoShardPolicy.HINT`, each process reads a shard of its own.
+        For a dataset function, which is told both by its `InputContext`. A shard of which nothing
+        is left has no elements, as in TensorFlow. With `SHARD_HINT` for both, and
+        `AutoShardPolicy.HINT`, each process reads a shard of its own.
 
         Raises:
-            ValueError: It is repeated, or shuffled and not batched, or it has been sharded; a
-                number is not what it should be; or nothing is left.
+            ValueError: It is repeated, or shuffled and not batched, or it has been sharded; or a
+                number is not what it should be.
         """
         is_hint = num_shards == index == SHARD_HINT
         if not is_hint:
@@ -171,7 +172,7 @@ class IndexedDataset(abc.ABC):
         if self._plan.global_batch_size is not None:
             if self._plan.batches != (1, 0):
                 raise ValueError("The batches of the dataset are sharded already.")
-            return self._with_shard("batches", num_shards, index)
+            return self._replace(batches=(num_shards, index))
         if self._plan.seed is not None:
             raise ValueError("The dataset is shuffled already. Shard examples before shuffling.")
         if is_hint and self._plan.examples != (1, 0):
@@ -179,7 +180,7 @@ class IndexedDataset(abc.ABC):
         each, first = self._plan.examples
         if not is_hint:
             num_shards, index = each * num_shards, first + each * index
-        return self._with_shard("examples", num_shards, index)
+        return self._replace(examples=(num_shards, index))
 
     def repeat(self, count: int | None = None) -> Self:
         """Goes through the epochs `count` times, or without end; each ends with its own last batch.
@@ -201,13 +202,9 @@ class IndexedDataset(abc.ABC):
         return (SHARD_HINT, SHARD_HINT) in (self._plan.examples, self._plan.batches)
 
     def with_shard_hint(self, num_shards: int, index: int) -> Self:
-        """The same with these numbers in place of the `SHARD_HINT`.
-
-        Raises:
-            ValueError: The shard is empty.
-        """
+        """The same with these numbers in place of the `SHARD_HINT`."""
         kind = "examples" if self._plan.examples[0] == SHARD_HINT else "batches"
-        return self._with_shard(kind, num_shards, index)
+        return self._replace(**{kind: (num_shards, index)})
 
     @property
     def drops_remainder(self) -> bool:
@@ -238,9 +235,9 @@ class IndexedDataset(abc.ABC):
     @property
     def cardinality(self) -> int:
         """Number of elements: batches, or examples before `batch`; -1 if there is no end."""
-        if self._plan.num_epochs is None:
+        if self._plan.num_epochs is None and self.batches_of_epoch:
             return INFINITE_CARDINALITY
-        return len(self.batches_of_epoch) * self._plan.num_epochs
+        return len(self.batches_of_epoch) * (self._plan.num_epochs or 0)
 
     def __len__(self) -> int:
         """The cardinality, which must have an end."""
@@ -321,15 +318,6 @@ class IndexedDataset(abc.ABC):
         rows = np.arange(start, start + num_rows) if order is None else order[start:][:num_rows]
         num_shards, index = self._plan.examples
         return index + num_shards * rows
-
-    def _with_shard(self, kind: str, num_shards: int, index: int) -> Self:
-        sharded = self._replace(**{kind: (num_shards, index)})
-        if not sharded.batches_of_epoch:
-            raise ValueError(
-                f"Shard {index} of {num_shards} of a dataset of {self.cardinality} elements is "
-                f"empty. Use fewer shards."
-            )
-        return sharded
 
     def _replace(self, **changes: Any) -> Self:
         dataset = copy.copy(self)

@@ -10,6 +10,7 @@ A source has
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -50,6 +51,7 @@ class IterableSource:
         self._source = source
         self._open_pass = open_pass
         self._used_up = False
+        self._read: Callable[[], Any] = lambda: None  # gives the iterator of the last pass
         self.name = type(source).__name__
 
     @property
@@ -107,12 +109,18 @@ class IterableSource:
             self._refuse_second_pass()
         return iterator
 
-    def _use(self, iterator: Iterator[PyTree]) -> None:
-        """Notes that the iterator is read from now on."""
+    def _use(self, iterator: Iterator[PyTree]) -> bool:
+        """Notes that the iterator is read from now on; says whether it was read before."""
         if iterator is self._source:
             if self._used_up and not _has_state(iterator):
                 self._refuse_second_pass()
             self._used_up = True
+        was_read = self._read() is iterator
+        try:
+            self._read = weakref.ref(iterator)
+        except TypeError:  # a list's, for one, which has nothing to close at its end
+            self._read = lambda: iterator
+        return was_read
 
     def _refuse_second_pass(self) -> None:
         source = self._source
@@ -128,11 +136,15 @@ class Elements(Iterator[PyTree]):
     """One pass through a user's iterator, which knows how far it has come."""
 
     def __init__(
-        self, iterator: Iterator[PyTree], state: Any, use: Callable[[Iterator[PyTree]], None]
+        self, iterator: Iterator[PyTree], state: Any, use: Callable[[Iterator[PyTree]], bool]
     ):
-        """After what `state` says; `use` is told when the iterator is first read."""
+        """After what `state` says; `use` is told when the iterator is first read.
+
+        It says whether that was read in another pass. Then it is a mistake if nothing is left.
+        """
         self._iterator = iterator
-        self._use: Callable[[Iterator[PyTree]], None] | None = use
+        self._use: Callable[[Iterator[PyTree]], bool] | None = use
+        self._was_read = False
         self._state = state
         self._has_state = _has_state(iterator)
         self.num_given = 0 if state is None else iterator_state.read_count(state, "batches")
@@ -140,10 +152,15 @@ class Elements(Iterator[PyTree]):
     def __next__(self) -> PyTree:
         if self._use is not None:
             use, self._use = self._use, None
-            use(self._iterator)
+            self._was_read = use(self._iterator)
             if self._state is not None:
                 self._go_on()
-        element = next(self._iterator)
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            if self._was_read and not self.num_given:
+                raise ValueError(NO_BATCHES) from None
+            raise
         self.num_given += 1
         return element
 

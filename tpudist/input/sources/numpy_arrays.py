@@ -27,11 +27,11 @@ class NumpyDataset(IndexedDataset):
         """Slices `arrays` along dim 0.
 
         Args:
-            arrays: Pytree of arrays `[rows, ...]`. A list is one array, its elements stacked; use
-                tuples and dicts for structure.
+            arrays: Pytree of arrays `[rows, ...]`; there may be no rows. A list is one array, its
+                elements stacked; use tuples and dicts for structure.
 
         Raises:
-            ValueError: The arrays have different numbers of rows or none, or are ragged.
+            ValueError: The arrays have different numbers of rows, or are ragged.
             TypeError: They do not hold numbers.
         """
         what = "The NumPy dataset"
@@ -43,7 +43,7 @@ class NumpyDataset(IndexedDataset):
             host_batch.as_array(leaf, what + name)
             for name, (_, leaf) in zip(names, named, strict=True)
         ]
-        self._num_rows = host_batch.common_rows(self._leaves, names, what)
+        self._num_rows = host_batch.common_rows(self._leaves, names, what, may_be_empty=True)
         self._leaf_specs = [
             jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in self._leaves
         ]

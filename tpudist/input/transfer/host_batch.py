@@ -154,11 +154,14 @@ def to_jax_dtype(array: np.ndarray, what: str | Callable[[], str], *, copy: bool
     return reused_memory.copy_of(array) if copy else array
 
 
-def common_rows(leaves: list[np.ndarray], names: list[str], what: str) -> int:
+def common_rows(
+    leaves: list[np.ndarray], names: list[str], what: str, *, may_be_empty: bool = False
+) -> int:
     """The number of rows that all leaves have.
 
     Raises:
-        ValueError: There are no leaves, one has no dim 0, or the numbers differ or are 0.
+        ValueError: There are no leaves, one has no dim 0, or the numbers differ, or are 0 and may
+            not be.
     """
     if not leaves:
         raise ValueError(f"{what} holds no arrays. Give at least one, with examples along dim 0.")
@@ -176,7 +179,7 @@ def common_rows(leaves: list[np.ndarray], names: list[str], what: str) -> int:
             f"{what} has arrays of different numbers of rows: {listed}. All arrays count the same "
             f"examples along dim 0."
         )
-    if len(leaves[0]) == 0:
+    if len(leaves[0]) == 0 and not may_be_empty:
         raise ValueError(f"{what} has no rows. Leave out batches without examples.")
     return len(leaves[0])
 

@@ -60,6 +60,7 @@ class Step:
     literals: tuple
     params: dict[str, Any]
     bodies: tuple["Predicted | Traced", ...]
+    labelled: LabelledEquation | None = None
 
     @property
     def numbers(self) -> tuple:
@@ -83,7 +84,7 @@ class Predicted:
         dims = (*equation.in_dims, *equation.out_dims)
         shapes = tuple(tuple(size_at(dim, self._counts) for dim in each) for each in dims)
         literals = tuple(
-            (i, _number(predict(_unwrap(value), self._counts)))
+            (i, number_in_words(predict(_unwrap(value), self._counts)))
             for i, value in equation.literals.items()
         )
         params = {
@@ -93,7 +94,7 @@ class Predicted:
         }
         held = [body for bodies in equation.bodies.values() for body in bodies]
         bodies = tuple(Predicted(body, self._counts) for body in held)
-        return Step(equation.eqn, shapes, literals, params, bodies)
+        return Step(equation.eqn, shapes, literals, params, bodies, equation)
 
 
 class Traced:
@@ -110,7 +111,9 @@ class Traced:
     def _step(self, eqn: core.JaxprEqn) -> Step:
         shapes = tuple(tuple(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars))
         literals = tuple(
-            (i, _number(x.val)) for i, x in enumerate(eqn.invars) if isinstance(x, core.Literal)
+            (i, number_in_words(x.val))
+            for i, x in enumerate(eqn.invars)
+            if isinstance(x, core.Literal)
         )
         held = list(bodies_of(eqn))
         names = {name for name, _ in held}
@@ -213,7 +216,8 @@ def _unwrap(value: Any) -> Any:
     return value.value if isinstance(value, Corner) else value
 
 
-def _number(value: Any) -> Any:
+def number_in_words(value: Any) -> Any:
+    """A scalar to five digits; "array" for an array, "?" for what is not known."""
     if isinstance(value, Tracer | Varies | RowSize | RowNumber):
         return "?"
     array = np.asarray(value)

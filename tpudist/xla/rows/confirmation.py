@@ -23,7 +23,7 @@ from tpudist.xla.rows.labels import (
     is_corner,
     predict,
 )
-from tpudist.xla.rows.row_sizes import Point, RowNumber, RowSize, size_at
+from tpudist.xla.rows.row_sizes import Piecewise, Point, RowNumber, RowSize, size_at
 from tpudist.xla.rows.user_lines import users_line_of
 
 _TOLERANCE = 3e-6
@@ -115,6 +115,9 @@ class _Confirmation:
             return True
         if value is actual:
             return True
+        if isinstance(value, Piecewise):
+            predicted = predict(value, self._counts)
+            return bool(np.isclose(predicted, float(actual), rtol=_TOLERANCE, atol=0))
         if isinstance(value, RowSize):
             return predict(value, self._counts) == int(actual)
         if isinstance(value, RowNumber):

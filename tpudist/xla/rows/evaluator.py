@@ -25,8 +25,12 @@ from tpudist.xla.rows.labels import (
     Varies,
     varies,
 )
-from tpudist.xla.rows.row_sizes import Dim, RowNumber, RowSize, is_rows, size_at
+from tpudist.xla.rows.row_sizes import Dim, Piecewise, RowNumber, RowSize, is_rows, size_at
 
+_OUTSIDE_OF_PART = (
+    "the rows of a microbatch are used outside of its loss, where other microbatches have other "
+    "numbers of them: join them with tpudist.rows_of_microbatches, or return sums"
+)
 Rule = Callable[["Operation"], Sequence[Any]]
 Need = tuple[RowSize, int, str, int]
 """A size, what it must be at least, the user's line that says so, and the id of the equation."""
@@ -86,11 +90,7 @@ class Evaluator:
     def size(self, dim: Dim) -> Any:
         """How large a dim really is: a traced int32, or an int."""
         if isinstance(dim, RowSize) and any(self.counts[i] is None for i in dim.symbols):
-            raise RowsError(
-                "the rows of a microbatch are used outside of its loss, where other microbatches "
-                "have other numbers of them: join them with tpudist.rows_of_microbatches, or "
-                "return sums"
-            )
+            raise RowsError(_OUTSIDE_OF_PART)
         return size_at(dim, self._counts_or_zero())
 
     def _counts_or_zero(self) -> list[Any]:
@@ -103,6 +103,11 @@ class Evaluator:
             return jnp.asarray(value.at(self._counts_or_zero()), aval.dtype)
         if isinstance(value, RowNumber):
             return jnp.asarray(value.at(self._counts_or_zero()), aval.dtype)
+        if isinstance(value, Piecewise):
+            general = self.constant(value.general, aval)
+            if any(self.counts[i] is None for piece in value.pieces for i, _ in piece.counts):
+                raise RowsError(_OUTSIDE_OF_PART)
+            return jnp.asarray(Piecewise(general, value.pieces).at(self.counts), aval.dtype)
         if isinstance(value, Corner):
             array = jnp.asarray(value.value)
             padding = [

@@ -19,6 +19,7 @@ from tpudist.xla import jaxprs
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.row_sizes import (
     Dim,
+    Piecewise,
     Point,
     RowNumber,
     RowSize,
@@ -70,7 +71,8 @@ class LabelledEquation:
         out_dims: The dims of each result.
         params: The parameters, with a `RowSize` for each size that depends on the rows, and
             `Varies` for what differs in another way. Those that hold programs are not among them.
-        literals: For each operand that is a literal, its value, `RowSize` or `RowNumber`.
+        literals: For each operand that is a literal, its value, `RowSize`, `RowNumber` or
+            `Piecewise`.
         bodies: The programs that it holds, by parameter.
     """
 
@@ -101,7 +103,7 @@ class LabelledProgram:
 
     Attributes:
         jaxpr: That of the first trace.
-        consts: Its constants: values, `Corner`, `RowSize`, `RowNumber` or `Varies`.
+        consts: Its constants: values, `Corner`, `RowSize`, `RowNumber`, `Piecewise` or `Varies`.
         equations: Its equations.
         in_dims: The dims of each input.
         out_dims: The dims of each output.
@@ -292,6 +294,8 @@ def predict(value: Any, counts: Point) -> Any:
         return size_at(value, counts)
     if isinstance(value, RowNumber):
         return float(value.at(counts))
+    if isinstance(value, Piecewise):
+        return Piecewise(predict(value.general, counts), value.pieces).at(counts)
     if type(value) is tuple:
         return tuple(predict(x, counts) for x in value)
     return value
@@ -299,7 +303,7 @@ def predict(value: Any, counts: Point) -> Any:
 
 def varies(value: Any) -> bool:
     """Whether a labelled value, parameter or size depends on the number of rows."""
-    if isinstance(value, RowSize | RowNumber | Varies | Corner):
+    if isinstance(value, RowSize | RowNumber | Piecewise | Varies | Corner):
         return True
     return type(value) is tuple and any(map(varies, value))
 

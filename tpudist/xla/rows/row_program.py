@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpudist.xla.rows import row_kernels, small_counts
+from tpudist.xla.rows import numbers_of_few, row_kernels, small_counts
 from tpudist.xla.rows.confirmation import find_deviation
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.evaluator import Evaluator, Need
 from tpudist.xla.rows.labels import LabelledProgram, find_difference, label
 from tpudist.xla.rows.row_sizes import Dim, Point, num_determining, size_at
 from tpudist.xla.rows.rules import rule_of
+from tpudist.xla.rows.scans_over_rows import Scans
 
 LEAST = 2
 """Rows of a trace: with one or none JAX writes some operations in another way."""
@@ -47,14 +48,29 @@ class RowProgram:
         self.full: Point = tuple(max(rows, LEAST) for rows in full)
         self._traces: dict[Point, Any] = {}
         self._errors: dict[Point, Exception] = {}
-        self.points = self._choose_points()
-        self.labelled: LabelledProgram = label([self._traces[p] for p in self.points], self.points)
+        self._scans = Scans()
+        self.points, self.labelled = self._find_labels()
         self._traces.clear()  # a large function's take megabytes, and the labels have what they say
+        self._take_over_few()
         self.needs: dict[Need, None] = {}
         self.even: dict[Any, str] = {}
         self.gathered: dict[int, Any] = {}
         self.broken_claims: set[int] = set()
         self._confirmed: set[Point] = set(self.points)
+
+    def _take_over_few(self) -> None:
+        """Learns which numbers are others where a batch has one row or none."""
+        symbols = range(len(self.full))
+        alone = [(i,) for i in symbols]
+        # All of them last: numbers that depend on one batch are known by then.
+        together = [tuple(symbols)] if len(alone) > 1 else []
+        for own in (*alone, *together):
+            for count in range(LEAST):
+                point = _replace(self.full, dict.fromkeys(own, count))
+                program = self._find_trace(point)
+                if program is not None:
+                    self.labelled = numbers_of_few.take_over(self.labelled, program, point, own)
+                del self._traces[point]
 
     @property
     def out_dims(self) -> tuple[tuple[Dim, ...], ...]:
@@ -96,7 +112,9 @@ class RowProgram:
             sizes = [size_at(size, point) for point in counts]
             if len(set(sizes)) > 1:
                 raise RowsError(
-                    f"{where} combines values of different shapes: replicas hold {sizes} rows"
+                    f"{where} combines values of different shapes: replicas hold {sizes} rows. "
+                    f"Join rows with all_gather or strategy.gather, and take the values of "
+                    f"replicas outside of the program"
                 )
 
     def _confirm(self, point: Point) -> None:
@@ -126,12 +144,40 @@ class RowProgram:
             ) from error
         self._confirmed.add(point)
 
-    def _choose_points(self) -> tuple[Point, ...]:
+    def _find_labels(self) -> tuple[tuple[Point, ...], LabelledProgram]:
+        try:
+            return self._find_labels_of_traces()
+        except RowsError:
+            if not self._scans.find_over_rows():
+                raise
+        self._traces.clear()
+        self._errors.clear()
+        return self._find_labels_of_traces()
+
+    def _find_labels_of_traces(self) -> tuple[tuple[Point, ...], LabelledProgram]:
+        try:
+            return self._label(LEAST)
+        except RowsError:
+            # Of few rows there may be less than what it takes, as in `x[:3]`.
+            least = max(self.full) // 2 + 1
+            if least <= LEAST:
+                raise
+            try:
+                return self._label(least)
+            except RowsError:
+                pass
+            raise
+
+    def _label(self, least: int) -> tuple[tuple[Point, ...], LabelledProgram]:
+        points = self._choose_points(least)
+        return points, label([self._traces[p] for p in points], points)
+
+    def _choose_points(self, least: int) -> tuple[Point, ...]:
         """Numbers of rows at which the traces have one structure, and which determine all sizes."""
         full = self.full
         if self._find_trace(full) is None:
             raise self._errors[full]
-        values = [self._values_of(i) for i in range(len(full))]
+        values = [self._values_of(i, least) for i in range(len(full))]
         points = [full]
         for i in range(len(full)):
             points += [_replace(full, {i: v}) for v in values[i][:2]]
@@ -144,13 +190,14 @@ class RowProgram:
             self._require_structure(point)
         return tuple(points)
 
-    def _values_of(self, i: int) -> list[int]:
+    def _values_of(self, i: int, least: int) -> list[int]:
         """Numbers of rows of one symbol, beside the full one, with the structure of that."""
         full = self.full[i]
         spread = [full - 1, full // 2, full - 2, -(-full * 3 // 4), full // 4, full - 3]
-        below = [v for v in spread if LEAST <= v < full]
+        least = min(least, full)
+        below = [v for v in spread if least <= v < full]
         # Where there are few below, or the function wants more rows, those near the full one.
-        rest = [*range(full - 1, LEAST - 1, -1)][:8] + [full + k for k in range(1, 9)]
+        rest = [*range(full - 1, least - 1, -1)][:8] + [full + k for k in range(1, 9)]
         found: list[int] = []
         for v in dict.fromkeys([*below, *rest]):
             if self._has_structure(_replace(self.full, {i: v})):
@@ -183,7 +230,7 @@ class RowProgram:
         """The trace for so many rows; None if there is none."""
         if point not in self._traces:
             try:
-                with row_kernels.keep_whole():
+                with self._scans.watch(point), row_kernels.keep_whole():
                     self._traces[point] = self._trace(point)
             except Exception as error:
                 self._errors[point], self._traces[point] = error, None

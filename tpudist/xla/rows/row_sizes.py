@@ -107,6 +107,47 @@ class RowNumber:
         return self.compute(counts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a number is where some batches have few rows.
+
+    Attributes:
+        counts: The symbols that it takes, each with its number of rows.
+        value: The number then, an int, a float or a bool.
+    """
+
+    counts: tuple[tuple[int, int], ...]
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Piecewise:
+    """A number that is another one where batches have one row or none, as `max(n, 1)` is.
+
+    Attributes:
+        general: What it is else: a value, `RowSize` or `RowNumber`.
+        pieces: Where it is something else; of several the first holds.
+    """
+
+    general: Any
+    pieces: tuple[Piece, ...]
+
+    def at(self, counts: Sequence[Any]) -> Any:
+        """The number for these counts, which are ints or traced scalars."""
+        value = self.general
+        if isinstance(value, RowSize | RowNumber):
+            value = value.at(counts)
+        for piece in reversed(self.pieces):
+            here: Any = True
+            for i, count in piece.counts:
+                here = here & (counts[i] == count)
+            if isinstance(here, bool):
+                value = piece.value if here else value
+            else:
+                value = jnp.where(here, piece.value, value)
+        return value
+
+
 def is_rows(dim: Any) -> bool:
     """Whether a size depends on a number of rows."""
     return isinstance(dim, RowSize)

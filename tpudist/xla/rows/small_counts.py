@@ -29,12 +29,11 @@ from tpudist.xla.rows.compared_steps import (
     changes_nothing,
     is_call,
     is_literal,
+    number_in_words,
     shapes_compared,
     site_of,
 )
-from tpudist.xla.rows.labels import (
-    LabelledProgram,
-)
+from tpudist.xla.rows.labels import LabelledEquation, LabelledProgram, predict
 from tpudist.xla.rows.row_sizes import Point, size_at
 from tpudist.xla.rows.user_lines import users_line_of
 from tpudist.xla.rows.value_origins import ValueOrigins, find_other_value
@@ -54,6 +53,7 @@ class _Calls:
         self.lines: dict[Site, str] = {}
         self.equations: set[int] = set()
         self.computed: dict[Site, set[str]] = collections.defaultdict(set)
+        self.steps: dict[Site, dict[tuple, list[Step]]] = collections.defaultdict(dict)
 
     def note_site(self, eqn: core.JaxprEqn, around: Site) -> Site:
         """Notes where an equation comes from; gives the place around it if that is not known."""
@@ -77,6 +77,7 @@ class _Calls:
             self.computed[site].add(eqn.primitive.name)
         key = eqn.primitive.name, shapes_compared(step)
         self.numbers[site].setdefault(key, set()).update(step.numbers)
+        self.steps[site].setdefault(key, []).append(step)
         return site
 
 
@@ -107,6 +108,11 @@ def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> st
     results: list[Any] = [v.aval for v in jaxprs.open_jaxpr(program).outvars]
     if shapes != [tuple(x.shape) for x in results]:
         return "the shapes of its results"
+    for i, variable in enumerate(jaxprs.open_jaxpr(program).outvars):
+        literal = predict(labelled.out_literals.get(i), counts)
+        found = number_in_words(variable.val) if isinstance(variable, core.Literal) else None
+        if found != (None if literal is None else number_in_words(literal)):
+            return f"a result, which is {'computed' if found is None else found}"
     return None
 
 
@@ -115,6 +121,46 @@ def live_equations(labelled: LabelledProgram, counts: Point) -> set[int]:
     calls = _Calls()
     _note(calls, Predicted(labelled, counts), None, NOWHERE)
     return calls.equations
+
+
+def pair_equations(
+    labelled: LabelledProgram, program: Any, counts: Point
+) -> list[tuple[LabelledEquation, core.JaxprEqn]]:
+    """The equations of the user's instructions that are the same for few rows, but for numbers.
+
+    Those of an instruction that has called JAX for the same operations on the same shapes, as
+    often: the first is the first of them there too.
+    """
+    expected, actual = _Calls(), _Calls()
+    _note(expected, Predicted(labelled, counts), None, NOWHERE)
+    _note(actual, Traced(program), None, NOWHERE)
+    pairs = []
+    for site, own in expected.steps.items():
+        theirs = actual.steps.get(site, {})
+        if site == NOWHERE or expected.names[site] & _OTHER_FORMULAS or not _alike(own, theirs):
+            continue
+        for key in own.keys() & theirs.keys():
+            if len(own[key]) != len(theirs[key]):
+                continue
+            for step, other in zip(own[key], theirs[key], strict=True):
+                literals = [_places(x.eqn) for x in (step, other)]
+                if step.labelled is not None and literals[0] == literals[1]:
+                    pairs.append((step.labelled, other.eqn))
+    return pairs
+
+
+def _alike(own: dict[tuple, list[Step]], theirs: dict[tuple, list[Step]]) -> bool:
+    """Whether an instruction has called for the same operations, but for shaping."""
+    computing = [
+        {key: len(steps) for key, steps in each.items() if not all(map(changes_nothing, steps))}
+        for each in (own, theirs)
+    ]
+    return computing[0] == computing[1]
+
+
+def _places(eqn: core.JaxprEqn) -> list[tuple[int, str]]:
+    """Which operands of an equation are literals, and of what dtype."""
+    return [(i, str(x.aval)) for i, x in enumerate(eqn.invars) if isinstance(x, core.Literal)]
 
 
 def find_other_formula(labelled: LabelledProgram, counts: Point) -> str | None:

@@ -27,7 +27,7 @@ from tpudist.xla.rows.compared_steps import (
     site_of,
 )
 from tpudist.xla.rows.labels import Corner, Varies
-from tpudist.xla.rows.row_sizes import RowNumber, RowSize
+from tpudist.xla.rows.row_sizes import Piecewise, RowNumber, RowSize
 
 Origins = frozenset[Any] | None
 """The inputs, constants and sites that a value comes from; None if that is not known."""
@@ -124,7 +124,9 @@ def _inputs_of(body: Predicted | Traced, operands: Sequence[Origins]) -> Sequenc
 
 
 def _origin_of_constant(value: Any) -> Origins:
-    if value is None or isinstance(value, Varies | Corner | RowSize | RowNumber | Tracer):
+    if value is None or isinstance(
+        value, Varies | Corner | Piecewise | RowSize | RowNumber | Tracer
+    ):
         return None
     try:
         array = np.asarray(value)

@@ -1,11 +1,9 @@
 """Operations that treat each element, or each row, by itself: padding stays where it is."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from tpudist.xla.rows.evaluator import Operation, Rule
-from tpudist.xla.rows.row_sizes import is_rows
 
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -34,11 +32,6 @@ _OF_SIZES = {
     "iota_2x32_shape": ("shape",),
     "rng_bit_generator": ("shape",),
 }
-# They work on the matrices of the last two dims, each by itself.
-_OF_MATRICES = """
-    cholesky eig eigh geqrf householder_product lu lu_pivots_to_permutation qr schur svd
-    triangular_solve tridiagonal tridiagonal_solve
-"""
 
 
 def _each_element(operation: Operation) -> Sequence[Any]:
@@ -51,16 +44,7 @@ def _of_sizes(operation: Operation) -> Sequence[Any]:
     return operation.bind()
 
 
-def _each_matrix(operation: Operation) -> Sequence[Any]:
-    operation.check_params()
-    dims = (dims[-2:] for dims in (*operation.in_dims, *operation.out_dims))
-    if any(map(is_rows, itertools.chain(*dims))):
-        operation.refuse("rows are a dim of its matrices, and not one of those before")
-    return operation.bind()
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _each_element),
     **dict.fromkeys(_OF_SIZES, _of_sizes),
-    **dict.fromkeys(_OF_MATRICES.split(), _each_matrix),
 }
