@@ -92,6 +92,17 @@ def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
 
 
+def test_a_search_in_sorted_numbers_is_followed_in_the_mesh_of_the_replicas(strategy):
+    """JAX writes it as a primitive of its own, whose program is expanded out of the trace."""
+    borders = jnp.asarray([-0.5, 0.0, 0.5])
+    *_, tail = batches(strategy)
+    found = strategy.run(lambda x: (jnp.searchsorted(borders, x), jnp.digitize(x, borders)), (tail,))
+    for each, expected in zip(
+        found, (np.searchsorted(borders, TAIL), np.digitize(TAIL, borders)), strict=True
+    ):
+        np.testing.assert_array_equal(strategy.gather(each, axis=0), expected)
+
+
 def test_full_batches_run_one_program_and_all_tails_one_more():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
