@@ -9,6 +9,7 @@ import pytest
 
 import tpudist
 from compiles import NewCompiles
+from spoilt_rows import stack_spoilt
 
 BATCH = 8
 DATA = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
@@ -142,6 +143,62 @@ def test_what_has_no_common_shape_is_refused_in_words(combine):
     own = strategy.run(pairs, (tail,))
     with pytest.raises(ValueError, match="several dims count examples.*Reduce it in the replica"):
         strategy.reduce("sum", own, axis=0)
+
+
+def test_a_search_in_sorted_numbers_is_followed_in_the_mesh_of_the_replicas(strategy):
+    """JAX writes it as a primitive of its own, whose program is expanded out of the trace."""
+    borders = jnp.asarray([-0.5, 0.0, 0.5])
+    *_, tail = batches(strategy)
+    found = strategy.run(
+        lambda x: (jnp.searchsorted(borders, x), jnp.digitize(x, borders)), (tail,)
+    )
+    for each, expected in zip(
+        found, (np.searchsorted(borders, TAIL), np.digitize(TAIL, borders)), strict=True
+    ):
+        np.testing.assert_array_equal(strategy.gather(each, axis=0), expected)
+
+
+def test_batches_that_have_as_many_rows_by_chance_are_told_apart_in_the_next_call():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def step(x, y, z):
+        return x.sum(), y.sum(), z.sum()
+
+    def parts_of(counts):
+        return [np.ones((n, 3), np.float32) for n in counts]
+
+    few, many = (3, 1), (2, 4)
+    for counts in [(few, many, few), (few, many, many), (few, few, many), (many, few, few)]:
+        batches = [stack_spoilt(strategy, parts_of(each), 4) for each in counts]
+        for found, rows in zip(strategy.run(step, batches), counts, strict=True):
+            local = strategy.experimental_local_results(found)
+            assert [float(x) for x in local] == [3.0 * n for n in rows]
+
+
+def test_a_batch_without_any_row_has_another_program_than_one_with_padding():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def step(x, y):
+        return x.shape[0] + y.sum()
+
+    partial = stack_spoilt(strategy, [np.ones((n, 3), np.float32) for n in (2, 0)], 2)
+    none = strategy.experimental_distribute_values_from_function(
+        lambda _: np.ones((0, 3), np.float32)
+    )
+    for first, expected in [(none, [6, 0]), (partial, [8, 0])]:
+        found = strategy.experimental_local_results(strategy.run(step, (first, partial)))
+        assert [float(x) for x in found] == expected
+
+
+def test_a_result_that_has_rows_in_two_dims_is_an_argument_like_any_other(strategy):
+    *_, tail = batches(strategy)
+    pairs, turned = strategy.run(lambda x: (x @ x.T, x.T), (tail,))
+    found = strategy.run(lambda g, t: (g.sum(), g.shape[1], g @ t.T), (pairs, turned))
+    for i, own in enumerate(parts(strategy)):
+        total, count, product = (strategy.experimental_local_results(x)[i] for x in found)
+        assert int(count) == len(own)
+        assert float(total) == pytest.approx((own @ own.T).sum(), rel=1e-4, abs=1e-5)
+        np.testing.assert_allclose(product, own @ own.T @ own, rtol=1e-4, atol=1e-5)
 
 
 def test_full_batches_run_one_program_and_all_tails_one_more():

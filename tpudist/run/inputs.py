@@ -9,7 +9,6 @@ import jax
 
 from tpudist.run import call_arguments, row_groups
 from tpudist.state import nnx_binding
-from tpudist.values.per_replica import PerReplica
 from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -27,7 +26,7 @@ class Inputs:
     stacked: tuple[bool, ...]
     state_structures: tuple[tuple[int, Any], ...]
     groups: row_groups.RowGroups | None
-    group_of_argument: tuple[int | None, ...]
+    rows_of_arguments: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
     def of(
@@ -36,19 +35,18 @@ class Inputs:
         leaves: Sequence[Any],
         binding: nnx_binding.Binding | None,
         groups: row_groups.RowGroups | None,
-        rows: Sequence[tuple[int, ...]],
     ) -> "Inputs":
         """The inputs of a call with these flat arguments."""
         nnx_structure = jax.tree.structure(binding.values() if binding is not None else [])
         states = {i: jax.tree.structure(leaves[i]) for i in kinds.states}
         per_replica = set(kinds.per_replica)
+        with_rows = dict(zip(kinds.per_replica, groups.members, strict=True)) if groups else {}
         arguments: list[int] = []
-        group_of: list[int | None] = []
+        rows_of: list[tuple[tuple[int, int], ...]] = []
         for i in kinds.dynamic:
             size = states[i].num_leaves if i in states else 1
             arguments += [i] * size
-            group = _find_group(leaves[i], groups, rows) if i in per_replica else None
-            group_of += [group] * size
+            rows_of += [with_rows.get(i, ())] * size
         stacked = [False] * nnx_structure.num_leaves + [i in per_replica for i in arguments]
         stacked += [True] * (len(groups.sizes) if groups else 0)
         return cls(
@@ -58,7 +56,7 @@ class Inputs:
             tuple(stacked),
             tuple(states.items()),
             groups,
-            tuple(group_of),
+            tuple(rows_of),
         )
 
     @property
@@ -92,13 +90,6 @@ class Inputs:
         for i, copy in zip(kinds.objects, copies, strict=True):
             flat[i] = copy
         return flat
-
-
-def _find_group(leaf: PerReplica, groups, rows) -> int | None:
-    if leaf.rows is None or groups is None or not leaf.shape:
-        return None
-    known = list(zip(groups.sizes, rows, groups.dims, strict=True))
-    return known.index((leaf.shape[leaf.dim], leaf.rows, leaf.dim))
 
 
 def positions(values: Sequence[Any]) -> list[list[int]]:

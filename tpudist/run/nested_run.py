@@ -38,7 +38,7 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     leaves = [_capture_part(frame, x) for x in leaves]
     kinds = call_arguments.Kinds.of(leaves)
     binding = nnx_binding.Binding([leaves[i] for i in kinds.objects]) if kinds.objects else None
-    inputs = Inputs.of(kinds, leaves, binding, None, ())
+    inputs = Inputs.of(kinds, leaves, binding, None)
     call = ReplicaCall(
         strategy=strategy,
         name=name,

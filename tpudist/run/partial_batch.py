@@ -234,8 +234,9 @@ class PartialBatch:
         sizes, counts = self._groups.sizes, [each[replica] for each in rows]
         of_parts = []
         for number, whole in self._parts:
-            real = counts[sizes.index(whole)] if whole in sizes else whole
-            of_parts.append(sorted({real // number, -(-real // number)}))
+            # Of several batches of this size it may be any.
+            reals = {n for n, size in zip(counts, sizes, strict=True) if size == whole} or {whole}
+            of_parts.append(sorted({r for n in reals for r in (n // number, -(-n // number))}))
         points = [(*counts, *each) for each in itertools.product(*of_parts)]
         totals = tuple(
             sum(self._size_on(size, rows, i) for i in range(self._mesh.num_replicas))
@@ -273,10 +274,10 @@ class PartialBatch:
     def _resize(self, point: Point) -> list[jax.ShapeDtypeStruct]:
         shapes = list(self._shapes)
         offset = len(self._body.variables) + self._inputs.num_nnx
-        for k, group in enumerate(self._inputs.group_of_argument):
-            if group is not None:
-                x, dim = shapes[offset + k], 1 + self._groups.dims[group]
-                shape = (*x.shape[:dim], point[group], *x.shape[dim + 1 :])
+        for k, rows in enumerate(self._inputs.rows_of_arguments):
+            for dim, group in rows:
+                x, at = shapes[offset + k], 1 + dim
+                shape = (*x.shape[:at], point[group], *x.shape[at + 1 :])
                 shapes[offset + k] = jax.ShapeDtypeStruct(shape, x.dtype)
         return shapes
 
@@ -284,15 +285,14 @@ class PartialBatch:
         """Inputs with as many rows as the program has: it has two at least."""
         padded = list(values)
         offset = len(self._body.variables) + self._inputs.num_nnx
-        for k, group in enumerate(self._inputs.group_of_argument):
-            if group is None:
-                continue
-            x, dim = padded[offset + k], self._groups.dims[group]
-            missing = self._program.full[group] - x.shape[dim]
-            if missing:
-                padded[offset + k] = jnp.concatenate(
-                    [x, *[jax.lax.slice_in_dim(x, 0, 1, axis=dim)] * missing], dim
-                )
+        for k, rows in enumerate(self._inputs.rows_of_arguments):
+            for dim, group in rows:
+                x = padded[offset + k]
+                missing = self._program.full[group] - x.shape[dim]
+                if missing:
+                    padded[offset + k] = jnp.concatenate(
+                        [x, *[jax.lax.slice_in_dim(x, 0, 1, axis=dim)] * missing], dim
+                    )
         return padded
 
     def _find_numbers(self) -> dict[int, Piecewise]:

@@ -15,25 +15,26 @@ class RowGroups:
     Attributes:
         sizes: For each distinct tuple of real rows among the arguments: the padded rows per
             replica.
-        dims: For each of them, which dim of the parts holds the rows.
+        members: For each PerReplica argument, in order: the dims of its parts that are rows, each
+            with its group. Batches that have as many rows in one call may have other numbers in
+            the next one, which is another program then.
     """
 
     sizes: tuple[int, ...]
-    dims: tuple[int, ...]
+    members: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
     def of(
         cls, values: Sequence[PerReplica]
     ) -> tuple["RowGroups | None", tuple[tuple[int, ...], ...]]:
         """The groups, and the real rows of each; none if every batch is full."""
-        found: dict[tuple[int, tuple[int, ...], int], None] = {}
-        partial = False
+        found: dict[tuple[int, tuple[int, ...]], int] = {}
+        members = []
         for x in values:
-            if x.rows is not None and len(x.shape):
-                size = x.shape[x.dim]
-                found[(size, x.rows, x.dim)] = None
-                partial = partial or any(rows != size for rows in x.rows)
-        if not partial:
+            extents = x.extents if x.shape else {}
+            own = {dim: (x.shape[dim], rows) for dim, rows in extents.items()}
+            members.append(tuple((d, found.setdefault(k, len(found))) for d, k in own.items()))
+        if all(real == size for size, rows in found for real in rows):
             return None, ()
-        sizes, rows, dims = zip(*found, strict=True)
-        return cls(sizes, dims), rows
+        sizes, rows = zip(*found, strict=True)
+        return cls(sizes, tuple(members)), rows

@@ -325,9 +325,7 @@ class Step:
         """
         now = self._current_call()
         if not self.traced:
-            self.inputs = Inputs.of(
-                self.kinds_of_leaves, now.leaves(), now.binding, self.groups, now.rows
-            )
+            self.inputs = Inputs.of(self.kinds_of_leaves, now.leaves(), now.binding, self.groups)
             self._trace(jax.tree.leaves(values))
             captured = self._values_of_captured()
             if self._storage is not None:

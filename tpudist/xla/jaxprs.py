@@ -66,18 +66,20 @@ def structure_of(eqn: core.JaxprEqn) -> Structure | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _expand(primitive: Any, avals: tuple[Any, ...]) -> Any:
+def _expand(primitive: Any, avals: tuple[Any, ...], context: Any) -> Any:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
 
     def run(*args: Any) -> list[Any]:
         return jax.tree.leaves(primitive.expand(*primitive.in_tree.unflatten(args)))
 
-    return jax.make_jaxpr(run)(*shapes)
+    # In the meshes of its place: in others' its own programs could not be evaluated there.
+    with context.manager:
+        return jax.make_jaxpr(run)(*shapes)
 
 
 def expand(eqn: core.JaxprEqn) -> Any:
     """The program of a `call_hi_primitive`: what JAX makes of it when it is lowered."""
-    return _expand(eqn.params["_prim"], tuple(x.aval for x in eqn.invars))
+    return _expand(eqn.params["_prim"], tuple(x.aval for x in eqn.invars), eqn.ctx)
 
 
 def find_unread_parameters(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> str | None:

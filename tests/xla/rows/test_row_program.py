@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import replica_functions
+from row_steps import ENDS, STEPS
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.row_program import RowProgram
 from tpudist.xla.rows.row_sizes import size_at
@@ -230,6 +231,32 @@ def test_numbers_of_two_batches_are_others_where_either_is_small():
         assert padded.outcome(*counts) == "exact", counts
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda n: 1 - 1 / n,
+        lambda n: (n + 1) / (2 * n),
+        lambda n: 2 / (n * (n - 1)),
+        lambda n: np.sqrt(n),
+        lambda n: np.log(n),
+        lambda n: n / 7 + 0.5,
+    ],
+)
+def test_a_number_computed_of_the_number_of_rows_is_exact(number):
+    padded = follow(lambda x: x.sum() * number(x.shape[0]) + x)
+    assert [padded.outcome(n) for n in range(FULL, 1, -1)] == ["exact"] * (FULL - 1)
+
+
+def test_a_number_of_each_of_two_batches_is_exact():
+    padded = follow(
+        lambda a, b: a.sum() * (1 - 1 / a.shape[0]) + b.sum() * (b.shape[0] - 3) / b.shape[0],
+        X,
+        X + 1,
+        groups=[0, 1],
+    )
+    assert {padded.outcome(*at) for at in [(6, 6), (6, 2), (3, 5), (2, 3)]} == {"exact"}
+
+
 def test_two_batches_of_one_shape_are_told_apart():
     padded = follow(
         lambda a, b: (a.sum(), b.mean(0), a @ b.T, jnp.concatenate([a, b]), (a @ b.T).mean()),
@@ -259,106 +286,6 @@ def test_a_users_code_may_lie_in_a_folder_of_any_name(tmp_path):
     exec(compile(file.read_text(), str(file), "exec"), scope)
     padded = follow(scope["step"])
     assert [padded.outcome(n) for n in (FULL, 2, 1)] == ["exact", "exact", "refused"]
-
-
-# Steps of random functions: each keeps `[rows, 3]`, and mixes rows or not.
-STEPS = {
-    "tanh": jnp.tanh,
-    "square": lambda x: x * x,
-    "scale": lambda x: x * 0.5 + 1,
-    "negate": lambda x: -x,
-    "clip": lambda x: jnp.clip(x, -1, 1),
-    "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
-    "abs": jnp.abs,
-    "round": lambda x: jnp.round(x, 1),
-    "exp": lambda x: jnp.exp(jnp.clip(x, -3, 3)),
-    "log": lambda x: jnp.log1p(jnp.abs(x)),
-    "columns": lambda x: x[:, ::-1],
-    "matmul": lambda x: x @ jnp.arange(9.0).reshape(3, 3) / 9,
-    "softmax of columns": lambda x: jax.nn.softmax(x, 1),
-    "softmax of rows": lambda x: jax.nn.softmax(x, 0),
-    "log softmax of rows": lambda x: jax.nn.log_softmax(x, 0),
-    "layer norm": lambda x: (x - x.mean(1, keepdims=True)) / (1 + x.std(1, keepdims=True)),
-    "batch norm": lambda x: (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1),
-    "minus mean": lambda x: x - x.mean(),
-    "over sum": lambda x: x / (1 + jnp.abs(x).sum(0)),
-    "over maximum": lambda x: x / (1 + jnp.abs(x).max()),
-    "minus minimum": lambda x: x - x.min(0),
-    "reverse": lambda x: x[::-1],
-    "flip": lambda x: jnp.flip(x, 0),
-    "roll": lambda x: jnp.roll(x, 1, 0),
-    "roll back": lambda x: jnp.roll(x, -1, 0),
-    "sort": lambda x: jnp.sort(x, 0),
-    "sort descending": lambda x: -jnp.sort(-x, 0),
-    "rank": lambda x: jnp.argsort(jnp.argsort(x, 0), 0).astype(jnp.float32),
-    "order by column": lambda x: x[jnp.argsort(x[:, 0])],
-    "cumsum": lambda x: jnp.cumsum(x, 0) * 0.3,
-    "cumsum from the end": lambda x: jax.lax.cumsum(x, 0, reverse=True) * 0.3,
-    "cummax": lambda x: jax.lax.cummax(x, 0),
-    "double": lambda x: jnp.concatenate([x, x])[: x.shape[0]],
-    "fold": lambda x: jnp.concatenate([x, 2 * x]).reshape(2, x.shape[0], 3).sum(0),
-    "repeat": lambda x: jnp.repeat(x, 2, 0).reshape(x.shape[0], 2, 3).mean(1),
-    "tile": lambda x: jnp.tile(x, (2, 1))[: x.shape[0]],
-    "stack": lambda x: jnp.stack([x, -x]).max(0),
-    "flatten": lambda x: x.reshape(-1).reshape(x.shape),
-    "transpose": lambda x: x.T.reshape(-1).reshape(3, -1).T,
-    "attention": lambda x: jax.nn.softmax(x @ x.T) @ x,
-    "gram": lambda x: x @ (x.T @ x) / 10,
-    "pairs": lambda x: jnp.abs(x[:, None] - x[None]).mean(1),
-    "nearest": lambda x: x[jnp.argmin(jnp.abs(x[:, :1] - x[:, :1].T) + jnp.eye(x.shape[0]) * 9, 1)],
-    "take": lambda x: jnp.take(x, jnp.arange(x.shape[0]) // 2, axis=0),
-    "take the last": lambda x: x + x[-1],
-    "take the first": lambda x: x - x[0],
-    "shift": lambda x: jnp.pad(x, ((1, 0), (0, 0)))[:-1],
-    "pad": lambda x: jnp.pad(x, ((0, 2), (0, 0)), constant_values=7.0)[: x.shape[0]],
-    "difference": lambda x: jnp.diff(x, axis=0, prepend=0.0),
-    "scatter": lambda x: jnp.zeros_like(x).at[jnp.arange(x.shape[0])].add(x),
-    "segments": lambda x: jax.ops.segment_sum(x, (x[:, 0] > 0).astype(int), 2)[
-        (x[:, 0] > 0).astype(int)
-    ],
-    "top": lambda x: x - jax.lax.top_k(x.T, 1)[0].T,
-    "mean of neighbours": lambda x: jax.lax.reduce_window(
-        x, 0.0, jax.lax.add, (3, 1), (1, 1), ((1, 1), (0, 0))
-    ),
-    "count": lambda x: x / x.shape[0],
-    "root of count": lambda x: x / np.sqrt(x.shape[0]),
-    "numbered": lambda x: x + jnp.arange(x.shape[0])[:, None],
-    "scan": lambda x: jax.lax.scan(lambda c, r: (0.5 * c + r, c - r), jnp.zeros(3), x)[1],
-    "scan back": lambda x: jax.lax.scan(
-        lambda c, r: (0.5 * c + r, c), jnp.zeros(3), x, reverse=True
-    )[1],
-    "map": lambda x: jax.lax.map(lambda r: r / (1 + jnp.abs(r).sum()), x),
-    "vmap": lambda x: jax.vmap(lambda r: jnp.cumsum(r))(x),
-    "cond": lambda x: jax.lax.cond(x.sum() > 0, lambda v: v - v.mean(), lambda v: v * 2, x),
-    "while": lambda x: jax.lax.while_loop(lambda v: jnp.abs(v).sum() > 20, lambda v: v * 0.5, x),
-    "jit": jax.jit(lambda x: x - x.max(0)),
-    "checkpoint": jax.checkpoint(lambda x: jnp.sin(x) * x.mean(0)),
-    "gradient": lambda x: jax.grad(lambda v: jnp.sum(jnp.tanh(v) * v.mean(0)) / v.shape[0])(x),
-    "gradient of attention": lambda x: jax.grad(
-        lambda v: jnp.mean(jax.nn.logsumexp(v @ v.T / 3, axis=1))
-    )(x),
-    "gradient of a sort": lambda x: jax.grad(
-        lambda v: (jnp.sort(v, 0) * jnp.arange(v.shape[0])[:, None]).sum()
-    )(x),
-    "half": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
-}
-ENDS = {
-    "rows": lambda x: x,
-    "sum": lambda x: x.sum(),
-    "mean": lambda x: x.mean(0),
-    "variance": lambda x: x.var(0),
-    "maximum": lambda x: x.max(0),
-    "place of the minimum": lambda x: x.argmin(0),
-    "product": lambda x: jnp.prod(1 + 0.1 * jnp.tanh(x), 0),
-    "any": lambda x: (jnp.any(x > 0, 0), jnp.all(x > -9)),
-    "median": lambda x: jnp.median(x, 0),
-    "count": lambda x: (x > 0).sum(),
-    "norm": lambda x: jnp.linalg.norm(x),
-    "pairs": lambda x: (x @ x.T).mean(),
-    "histogram": lambda x: jnp.zeros(4).at[jnp.clip(x[:, 0], 0, 3).astype(int)].add(1.0),
-    "number": lambda x: x.shape[0] * 1.0 + x.sum(),
-}
-assert len(STEPS) >= 60
 
 
 def check_random_function(names, end, real):

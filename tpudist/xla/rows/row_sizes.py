@@ -195,23 +195,40 @@ def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber 
     """The float that has these values at these points; None if it is of no known form."""
     if not all(map(math.isfinite, values)):
         return None
-    inverse = [[float(c) for c in row] for row in _inverse(points)]
-    table = np.array([_powers_at(p) for p in points])
     for forward, back in _FORMS:
         with np.errstate(all="ignore"):
-            seen = np.asarray(forward(np.asarray(values, np.float64)))
-        if not np.isfinite(seen).all():
-            continue
-        rounded = [float(Fraction(float(v)).limit_denominator(10**6)) for v in seen]
-        known = rounded if np.allclose(rounded, seen, rtol=_TOLERANCE, atol=0) else seen
-        coefficients = np.array(
-            [sum(a * v for a, v in zip(row, known, strict=False)) for row in inverse]
+            coefficients = _fit(forward(np.asarray(values, np.float64)), points)
+        if coefficients is not None:
+            return RowNumber(functools.partial(_number_at, coefficients, back))
+    for i in range(len(points[0])):  # a polynomial over one number of rows, as 1 - 1 / n
+        coefficients = _fit(
+            np.asarray([v * p[i] for v, p in zip(values, points, strict=True)]), points
         )
-        if np.allclose(table @ coefficients, seen, rtol=_TOLERANCE, atol=0):
-            largest = np.abs(table * coefficients).max(axis=0)
-            coefficients[largest < 1e-6 * largest.max()] = 0
-            return RowNumber(functools.partial(_number_at, tuple(coefficients), back))
+        if coefficients is not None:
+            return RowNumber(functools.partial(_share_at, coefficients, i))
     return None
+
+
+def _fit(seen: np.ndarray, points: tuple[Point, ...]) -> tuple[float, ...] | None:
+    """The coefficients of the polynomial that has these values; None if there is none."""
+    if not np.isfinite(seen).all():
+        return None
+    table = np.array([_powers_at(p) for p in points])
+    rounded = [float(Fraction(float(v)).limit_denominator(10**6)) for v in seen]
+    known = rounded if np.allclose(rounded, seen, rtol=_TOLERANCE, atol=0) else seen
+    coefficients = np.array(
+        [sum(float(a) * v for a, v in zip(row, known, strict=False)) for row in _inverse(points)]
+    )
+    if not np.allclose(table @ coefficients, seen, rtol=_TOLERANCE, atol=0):
+        return None
+    largest = np.abs(table * coefficients).max(axis=0)
+    coefficients[largest < 1e-6 * largest.max()] = 0
+    return tuple(coefficients)
+
+
+def _share_at(coefficients: tuple[float, ...], i: int, counts: Sequence[Any]) -> Any:
+    rows = jnp.asarray(counts[i], jnp.result_type(float))
+    return _number_at(coefficients, lambda p: p / rows, counts)
 
 
 def _number_at(

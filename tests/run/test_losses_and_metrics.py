@@ -1,0 +1,65 @@
+"""Losses, metrics and steps of public programs on partial batches: exact, or refused."""
+
+import jax
+import numpy as np
+import pytest
+
+import row_examples
+import tpudist
+from losses_and_metrics import CASES
+from spoilt_rows import stack_spoilt
+from tpudist.values.per_replica import PerReplica
+
+FULL = 6
+TOLERANCE = 2e-4
+# Each for a reason that the message says.
+REFUSED = {"negatives_without_the_diagonal"}
+
+
+def _place(strategy, case, counts):
+    """The arguments, and those of each replica's rows alone; each replica has rows of its own."""
+    each = [case.make_args(FULL, seed) for seed in range(len(counts))]
+    args, alone = list(each[0]), [list(each[0]) for _ in counts]
+    for k in case.batched:
+        parts = [
+            jax.tree.map(lambda a, n=n: np.asarray(a)[:n], own[k])
+            for own, n in zip(each, counts, strict=True)
+        ]
+        args[k] = jax.tree.map(lambda *x: stack_spoilt(strategy, x, FULL), *parts)
+        for i, part in enumerate(parts):
+            alone[i][k] = part
+    return args, alone
+
+
+def _outcome(strategy, case, counts) -> str:
+    """ "exact" or "refused"; raises if a number is wrong."""
+    args, alone = _place(strategy, case, counts)
+    try:
+        found = strategy.run(case.fn, args)
+    except ValueError as error:
+        if "cannot be followed over its rows" not in str(error):
+            raise
+        return "refused"
+    leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, PerReplica))
+    local = [strategy.experimental_local_results(x) for x in leaves]
+    for i, own in enumerate(alone):
+        try:
+            expected = jax.tree.leaves(jax.jit(case.fn)(*own))
+        except Exception:
+            continue  # without rows JAX refuses some of what they do
+        for one, wanted in zip(local, expected, strict=True):
+            actual, wanted = np.asarray(one[min(i, len(one) - 1)]), np.asarray(wanted)
+            assert actual.shape == wanted.shape
+            np.testing.assert_allclose(actual, wanted, TOLERANCE, TOLERANCE, str(counts))
+    return "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name) for c in CASES[:: 1 if row_examples.ALL_CASES else 4]],
+)
+def test_a_public_loss_or_metric_is_exact_where_every_replica_has_rows(case):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:3])
+    outcomes = [_outcome(strategy, case, counts) for counts in [(5, 2, 1), (2, 1, 0)]]
+    assert outcomes[0] == ("refused" if case.name in REFUSED else "exact")
