@@ -18,7 +18,14 @@ from tpudist.gradients.optimizer import Optimizer
 from tpudist.input.dataset import DistributedDataset, DistributedIterator
 from tpudist.input.input_context import InputContext
 from tpudist.input.sources.numpy_arrays import NumpyDataset
-from tpudist.options import InputOptions, InputReplicationMode, MutualTLS, RunOptions
+from tpudist.options import (
+    InputOptions,
+    InputReplicationMode,
+    LocalMeanWarning,
+    MutualTLS,
+    RunOptions,
+    UndistributedBatchWarning,
+)
 from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from tpudist.reductions.algorithms import (
     HierarchicalCopyAllReduce,
@@ -57,6 +64,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "LocalMeanWarning",
     "Mirrored",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
@@ -74,6 +82,7 @@ __all__ = [
     "StrategyExtended",
     "TPUStrategy",
     "TrainState",
+    "UndistributedBatchWarning",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

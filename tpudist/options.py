@@ -1,4 +1,4 @@
-"""Options of calls, as frozen dataclasses."""
+"""Options of calls, as frozen dataclasses, and warnings that are switched off by their class."""
 
 import dataclasses
 import enum
@@ -21,6 +21,47 @@ def warn_of_op_arguments(what: str, use_locking: bool, name: str | None) -> None
         )
     if name is not None:
         warnings.warn(f"{what}(name={name!r}) has no effect: nothing is named.", stacklevel=3)
+
+
+class UndistributedBatchWarning(UserWarning):
+    """Replicas add up what each of them has computed from the same array of the host.
+
+    Each replica is given the whole of a NumPy array, or of a `jax.Array` of one device, that is an
+    argument of `Strategy.run`: n replicas do the work of one n times, and a sum over them (an
+    optimizer's, `all_reduce`) is n times that of one, unless it is divided by n as a mean is. It is
+    given once for a function, with the line of the call, if all of this holds:
+
+    - the array has a dim 0 of more than one row;
+    - no argument of the call is distributed, and the function captures no PerReplica;
+    - what some `all_reduce` (by sum or mean) in it adds up depends on the array, and is equal on
+      all replicas;
+    - nothing that is added up or returned has the array's shape, as parameters and state would.
+
+    So scalars, lookup tables beside a distributed batch, and arrays of which each replica takes its
+    own rows are no reason; nor is a function that reduces nothing. Where replicas differ by their
+    random numbers nothing is said either. To switch it off:
+    `warnings.filterwarnings("ignore", category=tpudist.UndistributedBatchWarning)`.
+    """
+
+
+class LocalMeanWarning(UserWarning):
+    """Gradients of a mean over each replica's own rows are summed over the replicas.
+
+    They are n times those of the mean over the global batch. It is given once for a function, with
+    the line of the mean, if all of this is certain from the program:
+
+    - the gradient begins with 1 / rows, where the rows are those that one replica has of a
+      distributed batch (or of a microbatch; or 1 / elements, by JAX's own mean over rows and more);
+    - nothing it is multiplied by on its way to the sum may be 1 / n;
+    - the sum is over n > 1 replicas, and `tpudist.Optimizer` takes it, or it is scaled and added
+      to something;
+    - the sum is nowhere divided by n.
+
+    Not all such programs are found: a loss that is scaled (`0.3 * jnp.mean(x)`), or divided by a
+    number that is computed, is passed over in silence, and so is what goes through a `while_loop`
+    or kernel. Programs for partial batches are not looked at. To switch it off:
+    `warnings.filterwarnings("ignore", category=tpudist.LocalMeanWarning)`.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,6 +91,8 @@ def test_a_strategy_runs_on_its_own_mesh_whichever_is_in_force(name, shape, kind
     np.testing.assert_allclose(model.bias[...], -0.2, rtol=1e-6)
 
 
+# Every replica is given the same rows, of which a mean is right.
+@pytest.mark.filterwarnings("ignore::tpudist.UndistributedBatchWarning")
 def test_a_model_that_was_made_on_it_trains_on_the_mesh_of_the_strategy(name, shape, kind):
     strategy = STRATEGIES[name]()
     mesh = mesh_of(shape, kind)

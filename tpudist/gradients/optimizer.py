@@ -14,6 +14,7 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.run.captures import NewVariable
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
+from tpudist.xla.rows.local_means import OPTIMIZER_SCOPE
 
 PyTree = Any
 
@@ -196,11 +197,15 @@ class Optimizer(nnx.Optimizer):
         replica = context.get_replica_context()
         if replica is None or self.reduce_op is None:
             return gradients
+        with jax.named_scope(OPTIMIZER_SCOPE):
+            return self._all_reduce(replica, gradients, self.reduce_op)
+
+    def _all_reduce(self, replica: Any, gradients: PyTree, op: ReduceOp) -> PyTree:
         if self.reduce_dtype is None:
-            return replica.all_reduce(self.reduce_op, gradients)
+            return replica.all_reduce(op, gradients)
         narrow = jax.tree.map(lambda g: jnp.asarray(g, self.reduce_dtype), gradients)
-        mean = self.reduce_op is ReduceOp.MEAN
-        reduced = replica.all_reduce(ReduceOp.SUM if mean else self.reduce_op, narrow)
+        mean = op is ReduceOp.MEAN
+        reduced = replica.all_reduce(ReduceOp.SUM if mean else op, narrow)
         reduced = jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, gradients)
         # Divided in the parameter's dtype: one rounding less.
         number = replica.num_replicas_in_sync

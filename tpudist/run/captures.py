@@ -57,7 +57,7 @@ class Capture:
     def __init__(self, value: Any, function: Callable[..., Any], strategy: StrategyBase):
         """Finds out by which name `function` knows `value`."""
         self.strategy = strategy
-        self._held = value
+        self.held = value
         function = inspect.unwrap(function)
         self._function_name = getattr(function, "__name__", type(function).__name__)
         self._name, self._read = find_capture(value, function)
@@ -70,7 +70,7 @@ class Capture:
 
     @property
     def _value(self) -> jax.Array:
-        held = self._read() if self._read is not None else self._held
+        held = self._read() if self._read is not None else self.held
         if not hasattr(held, "rows"):
             raise TypeError(
                 f"'{self._function_name}' captures '{self.name}', which was a PerReplica when it "
@@ -135,6 +135,7 @@ class Findings:
         created: The Variables that it makes, in order: made once, by the first trace.
         assigned_inside: The Variables that it assigns inside of nested transformations.
         compiler_options: What its communication asks of the compiler.
+        remarks: The categories of the warnings that were given of it.
     """
 
     def __init__(self):
@@ -143,6 +144,7 @@ class Findings:
         self.created: list[Any] = []
         self.assigned_inside: dict[Any, None] = {}
         self.compiler_options: dict[str, Any] = {}
+        self.remarks: set[type[Warning]] = set()
 
 
 def check_parts(value: Any, strategy: StrategyBase, capture: Capture) -> None:

@@ -6,6 +6,7 @@ from iterators is taken before each call, and fed to the program.
 """
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,6 +126,14 @@ class Function:
                 )
             return result
 
+        try:
+            signature = inspect.signature(func)
+        except (TypeError, ValueError):
+            return body
+        # With its first parameter, or messages would call each argument by the next one's name.
+        elements = inspect.Parameter("elements", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [elements, *signature.parameters.values()]
+        body.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return body
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:

@@ -23,6 +23,7 @@ from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
     from tpudist.run.partial_batch import PartialBatch
+    from tpudist.run.remarks import Remark
 
 
 @dataclasses.dataclass
@@ -93,6 +94,7 @@ class TracedStep:
         aggregated: Outputs that are combined at the end of the step, by reduction.
         mesh: The replicas.
         partial: For partial batches: what was learnt of them.
+        remarks: What the user is to be warned of.
     """
 
     program: compile.ReplicaProgram
@@ -103,6 +105,7 @@ class TracedStep:
     aggregated: dict[ReduceOp | None, list[int]]
     mesh: ReplicaMesh
     partial: "PartialBatch | None" = None
+    remarks: tuple["Remark", ...] = ()
 
     @property
     def variables(self) -> set[Variable]:

@@ -18,7 +18,14 @@ import numpy as np
 
 from tpudist import context
 from tpudist.options import RunOptions
-from tpudist.run import call_arguments, call_description, host_arrays, inputs, row_groups
+from tpudist.run import (
+    call_arguments,
+    call_description,
+    host_arrays,
+    inputs,
+    remarks,
+    row_groups,
+)
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
@@ -459,6 +466,7 @@ class Step:
         self.captured += [v for v in traced.variable_order if v not in known]
         self.written_variables |= traced.written_variables
         self.written_leaves |= traced.written_leaves
+        remarks.warn_once(traced.remarks, findings.remarks)
         return traced
 
     @contextlib.contextmanager

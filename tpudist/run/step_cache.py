@@ -257,6 +257,7 @@ class Replicator:
                 # What the function makes it makes once, for all devices that it is planned for.
                 home = self.strategy._twin_of._replicator._function(fn, whole)
                 found.findings.created = home.findings.created
+                found.findings.remarks = home.findings.remarks
             try:
                 table[key] = found
             except TypeError:

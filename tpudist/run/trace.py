@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tpudist.run import call_arguments, outputs, program_checks
+from tpudist.run import call_arguments, outputs, program_checks, remarks
 from tpudist.run.captures import NewVariable
 from tpudist.run.inputs import Inputs
 from tpudist.run.partial_batch import PartialBatch
@@ -86,6 +86,7 @@ def trace_step(
         aggregated=aggregated,
         mesh=mesh,
         partial=partial,
+        remarks=remarks.find_remarks(call, variables, program, proof, labels),
     )
 
 

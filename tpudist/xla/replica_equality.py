@@ -43,6 +43,7 @@ _EQUALIZING: Mapping[str, tuple[frozenset[str], ...]] = {
     "all_gather": (_GATHER | {"axis_index_groups"},),
     "all_gather_invariant": (_GATHER, _GATHER | {"axis_index_groups"}),
 }
+_SUMS = ("psum", "psum_invariant")
 # A jitted function of this name, and its transpose, all-reduce what they are given (`reductions`).
 # No function of a user's can be called so by accident.
 EQUALIZING_FUNCTION = "tpudist.all_reduce"
@@ -83,6 +84,21 @@ class Communication:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReplicaSum:
+    """A sum over all replicas.
+
+    Attributes:
+        causes: For each of the values that are summed, why it differs between replicas, or None.
+        shapes: Their shapes.
+        where: The line.
+    """
+
+    causes: tuple[Cause, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class LostReference:
     """A reference where what is read and written is not what the program says.
 
@@ -107,6 +123,7 @@ class Agreement:
         communication: All collectives between replicas.
         broken_claims: The numbers of the claims (`claim_equal`) that do not hold.
         lost_references: References where JAX does not do what the program says.
+        sums: The sums over all replicas, in an order that depends on the program alone.
     """
 
     causes: tuple[Cause, ...]
@@ -114,6 +131,7 @@ class Agreement:
     communication: tuple[Communication, ...]
     broken_claims: tuple[int, ...] = ()
     lost_references: tuple[LostReference, ...] = ()
+    sums: tuple[ReplicaSum, ...] = ()
 
     @property
     def differs(self) -> tuple[bool, ...]:
@@ -142,6 +160,10 @@ def prove(
         tuple(dict.fromkeys(walk.communication)),
         tuple(dict.fromkeys(walk.broken_claims)),
         tuple(dict.fromkeys(walk.lost_references)),
+        tuple(
+            ReplicaSum(tuple(causes), tuple(map(_shape, eqn.invars)), line_of(eqn))
+            for eqn, causes in walk.sums.values()
+        ),
     )
 
 
@@ -151,6 +173,7 @@ class _Walk:
         self.communication: list[Communication] = []
         self.broken_claims: list[int] = []
         self.lost_references: list[LostReference] = []
+        self.sums: dict[int, tuple[core.JaxprEqn, list[Cause]]] = {}
         self.memory = references.Memory()
 
     def jaxpr(
@@ -265,6 +288,11 @@ class _Walk:
             dtypes = [getattr(x.aval, "dtype", "int32") for x in eqn.invars]
             narrow = any(map(is_16_bit_float, dtypes))
             self.communication.append(Communication(name, narrow, line_of(eqn)))
+        if name in _SUMS and over_replicas and not eqn.params.get("axis_index_groups"):
+            # What is equal in an early round of a loop need not be so in a later one.
+            _, known = self.sums.get(id(eqn), (eqn, [None] * len(args)))
+            merged = [old or new for old, new in zip(known, args, strict=True)]
+            self.sums[id(eqn)] = eqn, merged
         # Among groups of replicas the members of one agree, and the groups do not.
         if name in _EQUALIZING and over_replicas and not eqn.params.get("axis_index_groups"):
             return jaxprs.find_unread_parameters(eqn, _EQUALIZING[name])
@@ -364,6 +392,10 @@ def line_of(eqn: core.JaxprEqn) -> str:
     frames = traceback.frames if traceback is not None else ()
     stack = (f"{x.file_name}:{x.line_num}" for x in frames if "<" not in x.file_name)
     return source_lines.users_line(tuple(stack)) or ""
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
 
 
 def _cause_of(known: Known) -> Cause:

@@ -1,0 +1,423 @@
+"""No number is n times too large in silence: two warnings, each only where it is certain.
+
+That a warning is not given is the larger half: all tests of this repository run with warnings as
+errors, and the tables here have the programs that look alike and are right.
+"""
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpudist
+from tpudist import LocalMeanWarning, UndistributedBatchWarning
+
+ROWS = 16  # of each of 8 replicas
+GLOBAL = 8 * ROWS
+X = np.random.default_rng(0).normal(size=(GLOBAL, 3)).astype(np.float32)
+Y = np.arange(GLOBAL, dtype=np.int32) % 5
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def all_reduce(value, op="sum"):
+    return tpudist.get_replica_context().all_reduce(op, value)
+
+
+def logits(p, x):
+    return x @ p["w"] + p["b"]
+
+
+def errors(p, x):
+    return logits(p, x) - 1.0
+
+
+def losses(p, x, y):
+    return cross_entropy(logits(p, x), y)
+
+
+def mean_loss(p, x, y):
+    return jnp.mean(losses(p, x, y))
+
+
+MEAN_LINE = inspect.getsourcelines(mean_loss)[1] + 1
+
+
+class Program:
+    """Trains two Variables with a loss, by the library's optimizer or by hand."""
+
+    def __init__(self, strategy=None):
+        self.strategy = strategy or tpudist.MirroredStrategy()
+        with self.strategy.scope():
+            self.w = tpudist.Variable(jnp.ones((3, 5)) / 7)
+            self.b = tpudist.Variable(jnp.zeros(5))
+
+    def parameters(self):
+        return {"w": self.w.value(), "b": self.b.value()}
+
+    def batch(self):
+        return next(iter(self.strategy.experimental_distribute_dataset([(X, Y)])))
+
+    def step(self, loss, apply):
+        def step(batch):
+            value, grads = jax.value_and_grad(lambda p: loss(p, *batch))(self.parameters())
+            apply(self, grads)
+            return value
+
+        return step
+
+    def warnings_of(self, loss, apply, batch=None):
+        """All warnings of two calls."""
+        step = self.step(loss, apply)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                self.strategy.run(step, args=(self.batch() if batch is None else batch,))
+        return caught
+
+
+def by_optimizer(tx=None, **options):
+    optimizer = tpudist.Optimizer(tx or optax.sgd(0.1), **options)
+
+    def apply(program, grads):
+        optimizer.apply_gradients([(grads["w"], program.w), (grads["b"], program.b)])
+
+    return apply
+
+
+def by_hand(reduce, step=lambda g: 0.3 * g):
+    def apply(program, grads):
+        program.w.assign_sub(step(reduce(grads["w"])))
+
+    return apply
+
+
+FOUND = {
+    "cross entropy": mean_loss,
+    "take": lambda p, x, y: -jax.nn.log_softmax(logits(p, x))[jnp.arange(len(x)), y].mean(),
+    "take along": lambda p, x, y: (
+        -jnp.take_along_axis(jax.nn.log_softmax(logits(p, x)), y[:, None], 1).mean()
+    ),
+    "one hot": lambda p, x, y: (
+        -jnp.mean(jnp.sum(jax.nn.one_hot(y, 5) * jax.nn.log_softmax(logits(p, x)), -1))
+    ),
+    "mean of rows and features": lambda p, x, y: jnp.mean(errors(p, x) ** 2),
+    "mean of means": lambda p, x, y: (errors(p, x) ** 2).mean(-1).mean(),
+    "mean of sums": lambda p, x, y: (errors(p, x) ** 2).sum(-1).mean(),
+    "linear": lambda p, x, y: jnp.mean(logits(p, x)),
+    "halves of squares": lambda p, x, y: optax.l2_loss(errors(p, x)).mean(),
+    "sum / local rows": lambda p, x, y: losses(p, x, y).sum() / x.shape[0],
+    "with weight decay": lambda p, x, y: mean_loss(p, x, y) + 1e-3 * jnp.sum(p["w"] ** 2),
+    "masked": lambda p, x, y: jnp.where(y > 0, losses(p, x, y), 0).mean(),
+    "jit": jax.jit(mean_loss),
+    "checkpoint": jax.checkpoint(mean_loss),
+    "vmap": lambda p, x, y: jnp.mean(jax.vmap(losses, (None, 0, 0))(p, x, y)),
+    "gelu": lambda p, x, y: jnp.mean(cross_entropy(jax.nn.gelu(logits(p, x)), y)),
+    "negative": lambda p, x, y: -jnp.mean(-losses(p, x, y)),
+    "flat tokens": lambda p, x, y: jnp.mean(
+        cross_entropy(logits(p, jnp.stack([x, 2 * x], 1)).reshape(-1, 5), jnp.repeat(y, 2))
+    ),
+}
+
+ONES = jnp.ones((3, ROWS))
+NOT_FOUND = {
+    "average": lambda p, x, y: tpudist.compute_average_loss(losses(p, x, y)),
+    "average by number": lambda p, x, y: tpudist.compute_average_loss(
+        losses(p, x, y), global_batch_size=GLOBAL
+    ),
+    "sum / global batch": lambda p, x, y: losses(p, x, y).sum() / GLOBAL,
+    "sum": lambda p, x, y: losses(p, x, y).sum(),
+    "mean / replicas": lambda p, x, y: mean_loss(p, x, y) / 8,
+    "mean * share": lambda p, x, y: mean_loss(p, x, y) * (1 / 8),
+    "weighted mean * share": lambda p, x, y: mean_loss(p, x, y) * (0.3 / 8),
+    "rows * share": lambda p, x, y: jnp.mean(losses(p, x, y) / 8),
+    "share by two halves": lambda p, x, y: jnp.mean(losses(p, x, y) * 0.5 * 0.5 * 0.5),
+    "share that is computed": lambda p, x, y: (
+        mean_loss(p, x, y) * (x.shape[0] / all_reduce(jnp.float32(x.shape[0])))
+    ),
+    "weights of the whole batch": lambda p, x, y: jnp.mean(
+        losses(p, x, y) * (y > 0) * ROWS / all_reduce(jnp.sum(y > 0))
+    ),
+    "mean of as many features as rows": lambda p, x, y: jnp.sum(
+        jnp.mean((x @ ONES * p["w"].sum()) ** 2, -1)
+    ),
+    "sum of 8 elements a row / global batch": lambda p, x, y: (
+        jnp.sum((x @ ONES[:, :8] * p["w"].sum()) ** 2) / GLOBAL
+    ),
+    "mean of parameters": lambda p, x, y: jnp.mean((p["w"].sum() * jnp.ones(ROWS)) ** 2),
+    "regularization alone": lambda p, x, y: tpudist.scale_regularization_loss(jnp.mean(p["w"])),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found(name):
+    program = Program()
+    (warning,) = program.warnings_of(FOUND[name], by_optimizer())
+    assert warning.category is LocalMeanWarning
+    assert warning.filename == __file__
+    assert "8 times the gradient of the mean over the global batch" in str(warning.message)
+
+
+@pytest.mark.parametrize("name", NOT_FOUND)
+def test_a_loss_that_looks_like_it_is_not(name):
+    assert not Program().warnings_of(NOT_FOUND[name], by_optimizer())
+    assert not Program().warnings_of(NOT_FOUND[name], by_hand(all_reduce))
+
+
+OPTIMIZERS = {
+    "adam": by_optimizer(optax.adam(1e-3)),
+    "schedule": by_optimizer(optax.sgd(optax.cosine_decay_schedule(0.1, 10))),
+    "clipped": by_optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))),
+    "bfloat16": by_optimizer(reduce_dtype="bfloat16"),
+    "by hand": by_hand(all_reduce),
+    "average by hand": by_hand(all_reduce, lambda g: 0.1 * g + 0.9 * jnp.ones_like(g)),
+}
+CORRECT_OPTIMIZERS = {
+    "mean": by_optimizer(reduce_op="mean"),
+    "mean in bfloat16": by_optimizer(reduce_op="mean", reduce_dtype="bfloat16"),
+    "share in the optimizer": by_optimizer(optax.chain(optax.scale(1 / 8), optax.sgd(0.1))),
+    "mean by hand": by_hand(lambda g: all_reduce(g, "mean")),
+    "sum / replicas": by_hand(lambda g: all_reduce(g) / 8),
+    "sum * share": by_hand(lambda g: all_reduce(g) * (1 / 8)),
+    "sum / replicas, later": by_hand(all_reduce, lambda g: 0.3 * g / 8),
+    "sum / number of replicas": by_hand(lambda g: all_reduce(g) / all_reduce(jnp.float32(1))),
+    "sum / number of rows": by_hand(
+        lambda g: all_reduce(g) / all_reduce(jnp.sum(jnp.isfinite(g), dtype=jnp.float32))
+    ),
+    "sum that is kept": by_hand(all_reduce, lambda g: -g),
+    "norm alone": by_hand(lambda g: jnp.zeros((3, 5)) * jnp.linalg.norm(all_reduce(g))),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whatever_sums_is_found_once_with_the_line_of_the_mean(name):
+    """One warning in two calls of one function, at the line to change."""
+    (warning,) = Program().warnings_of(mean_loss, OPTIMIZERS[name])
+    assert (warning.category, warning.filename) == (LocalMeanWarning, __file__)
+    assert warning.lineno == MEAN_LINE
+
+
+@pytest.mark.parametrize("name", CORRECT_OPTIMIZERS)
+def test_a_mean_that_is_not_summed_or_divided_is_no_reason(name):
+    assert not Program().warnings_of(mean_loss, CORRECT_OPTIMIZERS[name])
+
+
+def test_the_gradient_is_as_many_times_too_large_as_the_warning_says():
+    """What is warned of is so: measured beside the loss of the whole batch."""
+    program = Program()
+    found = []
+
+    def keep(program, grads):
+        found.append(program.w.assign_sub(by_hand_gradient(grads)))
+
+    def by_hand_gradient(grads):
+        return 0.5 * all_reduce(grads["w"])
+
+    before = program.w.numpy()
+    (warning,) = program.warnings_of(mean_loss, keep, None)[:1]
+    assert "that is 8 times" in str(warning.message)
+    parameters = {"w": jnp.asarray(before), "b": jnp.zeros(5)}
+    first = 8 * 0.5 * jax.grad(mean_loss)(parameters, X, Y)["w"]
+    parameters["w"] = parameters["w"] - first
+    second = 8 * 0.5 * jax.grad(mean_loss)(parameters, X, Y)["w"]
+    np.testing.assert_allclose(program.w.numpy(), before - first - second, rtol=1e-3, atol=1e-5)
+
+
+def test_one_replica_has_all_rows():
+    program = Program(tpudist.OneDeviceStrategy("cpu:0"))
+    assert not program.warnings_of(mean_loss, by_optimizer())
+    assert not program.warnings_of(mean_loss, by_optimizer(), (X, Y))
+
+
+@pytest.fixture
+def nnx_program():
+    strategy = tpudist.MirroredStrategy()
+    model = strategy.create(lambda: nnx.Linear(3, 5, rngs=nnx.Rngs(0)))
+    optimizer = strategy.create(lambda m: tpudist.Optimizer(optax.adam(1e-3), m), model)
+    return strategy, model, optimizer
+
+
+def nnx_loss(model, batch):
+    return cross_entropy(model(batch[0]), batch[1]).mean()
+
+
+NNX_LINE = inspect.getsourcelines(nnx_loss)[1] + 1
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_it_is_found_in_microbatches(nnx_program, op, num_parts):
+    strategy, model, optimizer = nnx_program
+
+    def step(model, optimizer, batch):
+        grad = tpudist.value_and_grad_in_microbatches(nnx_loss, num_parts, reduce_op=op)
+        loss, grads = grad(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    with pytest.warns(LocalMeanWarning) as caught:
+        strategy.run(step, args=(model, optimizer, batch))
+    assert [(x.filename, x.lineno) for x in caught] == [(__file__, NNX_LINE)]
+
+
+def test_averages_in_microbatches_are_no_reason(nnx_program):
+    strategy, model, optimizer = nnx_program
+
+    def loss(model, batch):
+        return tpudist.compute_average_loss(cross_entropy(model(batch[0]), batch[1]))
+
+    def step(model, optimizer, batch):
+        value, grads = tpudist.value_and_grad_in_microbatches(loss, 4)(model, batch)
+        optimizer.update(model, grads)
+        return value
+
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    strategy.run(step, args=(model, optimizer, batch))
+
+
+def nnx_step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(nnx_loss)(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_it_is_found_in_a_function(nnx_program):
+    strategy, model, optimizer = nnx_program
+
+    @tpudist.function
+    def train(model, optimizer, batch):
+        return strategy.run(nnx_step, args=(model, optimizer, batch))
+
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    with pytest.warns(LocalMeanWarning) as caught:
+        train(model, optimizer, batch)
+    train(model, optimizer, batch)
+    assert [(x.filename, x.lineno) for x in caught] == [(__file__, NNX_LINE)]
+
+
+def test_it_is_found_in_a_loop_over_layers():
+    """A scan over layers: its backward pass is a scan whose results are the gradients."""
+    strategy = tpudist.MirroredStrategy()
+    with strategy.scope():
+        layers = tpudist.Variable(jnp.ones((4, 3, 3)) / 3)
+
+    def step(batch):
+        def loss(layers):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch[0], layers)
+            return jnp.mean(x**2)
+
+        grad = jax.grad(loss)(layers.value())
+        layers.assign_sub(0.3 * all_reduce(grad))
+
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    with pytest.warns(LocalMeanWarning):
+        strategy.run(step, args=(batch,))
+
+
+def test_each_is_switched_off_by_its_name(nnx_program):
+    strategy, model, optimizer = nnx_program
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=LocalMeanWarning)
+        strategy.run(nnx_step, args=(model, optimizer, batch))
+        warnings.filterwarnings("ignore", category=UndistributedBatchWarning)
+        strategy.run(nnx_step, args=(model, optimizer, (X, Y)))
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call(
+    nnx_program, convert, in_function
+):
+    strategy, model, optimizer = nnx_program
+
+    def call(model, optimizer, batch):
+        for _ in range(2):
+            strategy.run(nnx_step, args=(model, optimizer, batch))
+
+    call = tpudist.function(call) if in_function else call
+    batch = convert(X), convert(Y)
+    with pytest.warns(UndistributedBatchWarning) as caught:
+        call(model, optimizer, batch)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert "'batch[0]' float32[128,3], 'batch[1]' int32[128]" in message
+    assert "Each of 8 replicas" in message
+    assert caught[0].filename == __file__
+    first, source = inspect.getsourcelines(
+        test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call
+    )[::-1]
+    wanted = "call(model" if in_function else "strategy.run(nnx_step"
+    assert source[caught[0].lineno - first].lstrip().startswith(wanted)
+
+
+def test_plain_parameters_are_no_batch():
+    """Arrays of one device, as a model's before the first step: their shapes come back."""
+    strategy = tpudist.MirroredStrategy()
+
+    def step(p, x):
+        grads = all_reduce(jax.grad(lambda p: jnp.sum(logits(p, x) ** 2))(p))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    p = {"w": np.ones((3, 5), np.float32), "b": jnp.zeros(5)}
+    with pytest.warns(UndistributedBatchWarning) as caught:
+        strategy.run(step, args=(p, X))
+    assert "was given 'x' float32[128,3], which is" in str(caught[0].message)
+
+
+def rows_of(x):
+    size = x.shape[0] // 8
+    me = tpudist.get_replica_context().replica_id_in_sync_group
+    return jax.lax.dynamic_slice_in_dim(x, me * size, size)
+
+
+FINE = {
+    "nothing is reduced": lambda x: x.sum(),
+    "rows of its own": lambda x: all_reduce(rows_of(x).sum()),
+    "the array itself": lambda x: all_reduce(x),
+    "constants": lambda x: all_reduce(jnp.float32(1)) * x.sum(),
+    "random numbers": lambda x: all_reduce(
+        (x * jax.random.normal(tpudist.get_replica_context().random_key(0), x.shape)).sum()
+    ),
+    "extrema": lambda x: all_reduce(x.sum(), "max"),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_an_array_that_is_the_same_everywhere_is_no_reason_by_itself(name):
+    strategy = tpudist.MirroredStrategy()
+    strategy.run(FINE[name], args=(X,))
+
+
+def test_a_table_beside_a_distributed_batch_is_no_reason():
+    strategy = tpudist.MirroredStrategy()
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    table = np.ones((5, 3), np.float32)
+
+    def step(batch, table, rate):
+        return all_reduce((batch[0] * table[batch[1]] * rate).sum()), all_reduce(table.sum())
+
+    strategy.run(step, args=(batch, table, 0.1))
+    x = batch[0]
+    strategy.run(lambda table: all_reduce((x * table[0]).sum()), args=(table,))
+
+
+def test_scalars_and_single_rows_are_no_batch():
+    strategy = tpudist.MirroredStrategy()
+    strategy.run(lambda x, y: all_reduce((x + y).sum()), args=(np.float32(2), np.ones((1, 4))))
+
+
+def test_as_errors_they_leave_the_program_as_it_was(nnx_program):
+    """Who has warnings as errors sees the exception, and may run the function all the same."""
+    strategy, model, optimizer = nnx_program
+    before = model.kernel[...]
+    with pytest.raises(UndistributedBatchWarning):
+        strategy.run(nnx_step, args=(model, optimizer, (X, Y)))
+    np.testing.assert_array_equal(model.kernel[...], before)
+    with pytest.warns(UndistributedBatchWarning):
+        strategy.run(nnx_step, args=(model, optimizer, (jnp.asarray(X[:64]), jnp.asarray(Y[:64]))))

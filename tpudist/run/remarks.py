@@ -1,0 +1,175 @@
+"""What a user is warned of when a function is traced: numbers that are hardly what is meant.
+
+Only what is certain from the program is said; see the classes of the warnings.
+"""
+
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.options import LocalMeanWarning, UndistributedBatchWarning
+from tpudist.run.captures import Capture
+from tpudist.run.replica_call import ReplicaCall
+from tpudist.xla import compile, compile_log, replica_equality
+from tpudist.xla.hlo import source_lines
+from tpudist.xla.rows import local_means
+
+_MAX_NAMED = 3
+# By what Python knows which warnings were shown already, as it does for each module of its own.
+_shown: dict[Any, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """One warning.
+
+    Attributes:
+        category: Its class.
+        message: What it says.
+        where: The user's line that it is about, `file:line`; empty for the call of the function.
+    """
+
+    category: type[Warning]
+    message: str
+    where: str = ""
+
+
+def warn_once(remarks: Sequence[Remark], given: set[type[Warning]]) -> None:
+    """Warns of what is not among the categories that were `given`, and adds it to them."""
+    for remark in remarks:
+        if remark.category not in given:
+            file, _, line = (remark.where or _line_of_call()).rpartition(":")
+            warnings.warn_explicit(
+                remark.message, remark.category, file, int(line), registry=_shown
+            )
+            given.add(remark.category)
+
+
+def find_remarks(
+    call: ReplicaCall,
+    variables: Sequence[Any],
+    program: compile.ReplicaProgram,
+    proof: replica_equality.Agreement,
+    labels: Callable[[], list[str]],
+) -> tuple[Remark, ...]:
+    """What there is to say of a function that was traced.
+
+    Args:
+        call: The call.
+        variables: The Variables and captured PerReplicas that are the first inputs.
+        program: The program of one replica.
+        proof: What of it is equal on every replica.
+        labels: Gives the names of the flat arguments.
+    """
+    if not proof.sums or call.strategy.num_replicas_in_sync == 1:
+        return ()
+    batches = _row_dims(call, variables)
+    captured = any(isinstance(x, Capture) for x in variables)
+    if not call.kinds.per_replica and not captured:
+        found = _find_undistributed(call, len(variables), program, proof, labels)
+    elif batches and call.inputs.groups is None:
+        found = _find_local_mean(call, program, batches)
+    else:
+        found = None
+    return () if found is None else (found,)
+
+
+def _find_local_mean(
+    call: ReplicaCall, program: compile.ReplicaProgram, batches: dict[int, int]
+) -> Remark | None:
+    """A mean over a replica's rows whose gradient is summed over the replicas."""
+    n = call.strategy.num_replicas_in_sync
+    found = local_means.find(program.closed, batches, n)
+    if found is None:
+        return None
+    summed = f" (at {found.summed})" if found.summed else ""
+    message = (
+        f"'{call.name}' takes the gradient of a mean over each replica's own rows (divided by "
+        f"{found.divisor}), and sums it over {n} replicas{summed}: that is {n} times the gradient "
+        f"of the mean over the global batch. Divide the loss by the examples of all replicas, "
+        f"tpudist.compute_average_loss(per_example_loss), or average the gradients: "
+        f"tpudist.Optimizer(..., reduce_op='mean'), all_reduce('mean', grads). To switch this "
+        f"off: warnings.filterwarnings('ignore', category=tpudist.LocalMeanWarning)."
+    )
+    return Remark(LocalMeanWarning, message, found.where)
+
+
+def _row_dims(call: ReplicaCall, variables: Sequence[Any]) -> dict[int, int]:
+    """Which inputs are batches, and which of their dims has the rows."""
+    first = len(variables) + call.inputs.num_nnx
+    values = [(i, x.held) for i, x in enumerate(variables) if isinstance(x, Capture)]
+    batches = set(call.kinds.per_replica)
+    leaves = enumerate(call.inputs.leaves_of_arguments, first)
+    values += [(i, call.leaves[leaf]) for i, leaf in leaves if leaf in batches]
+    return {i: x.dim for i, x in values if x.rows is not None and len(x.shape) and not x.other_rows}
+
+
+def _find_undistributed(
+    call: ReplicaCall,
+    num_variables: int,
+    program: compile.ReplicaProgram,
+    proof: replica_equality.Agreement,
+    labels: Callable[[], list[str]],
+) -> Remark | None:
+    """Arrays of the host that all replicas compute with, to add up what they agree on."""
+    if not any(None in x.causes for x in proof.sums):
+        return None
+    state = {shape for x in proof.sums for shape in x.shapes}
+    state |= {x.aval.shape for x in program.closed.jaxpr.outvars}
+    found: list[int] = []
+    where = ""
+    for i, leaf in _host_arrays(call, num_variables + call.inputs.num_nnx):
+        if call.leaves[leaf].shape in state:
+            continue
+        causes: list[str | None] = [None] * len(program.closed.jaxpr.invars)
+        causes[i] = "this argument"
+        marked = replica_equality.prove(program.closed, causes).sums
+        lines = [
+            one.where
+            for one, other in zip(proof.sums, marked, strict=True)
+            if any(x is None and y == causes[i] for x, y in zip(one.causes, other.causes))  # noqa: B905
+        ]
+        if lines:
+            found.append(leaf)
+            where = where or lines[0]
+    if not found:
+        return None
+    n = call.strategy.num_replicas_in_sync
+    message = (
+        f"'{call.name}' was given {_name_arguments(call, found, labels())}, which "
+        f"{'are' if len(found) > 1 else 'is'} not distributed, nor is any other argument. Each of "
+        f"{n} replicas computes with the whole of it, and {n} times the same is added up"
+        f"{f' (at {where})' if where else ''}: {n} times the work, and {n} times the sum unless "
+        f"it is divided. Distribute batches: strategy.experimental_distribute_dataset(dataset). To "
+        f"switch this off: warnings.filterwarnings('ignore', "
+        f"category=tpudist.UndistributedBatchWarning)."
+    )
+    return Remark(UndistributedBatchWarning, message)
+
+
+def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
+    """The inputs that are arrays of NumPy or of one device, and which argument each one is."""
+    arrays = set(call.kinds.arrays)
+    for i, leaf in enumerate(call.inputs.leaves_of_arguments, first):
+        x = call.leaves[leaf]
+        elsewhere = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1
+        is_host = leaf in arrays and (isinstance(x, np.ndarray) or elsewhere)
+        if is_host and x.ndim and x.shape[0] > 1:
+            yield i, leaf
+
+
+def _name_arguments(call: ReplicaCall, leaves: Sequence[int], labels: Sequence[str]) -> str:
+    named = [f"'{labels[i]}' {compile_log.describe(call.leaves[i])}" for i in leaves[:_MAX_NAMED]]
+    more = f" and {len(leaves) - _MAX_NAMED} more" if len(leaves) > _MAX_NAMED else ""
+    return ", ".join(named) + more
+
+
+def _line_of_call() -> str:
+    """The user's line that is being run."""
+    stack = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_stack(None))
+    return source_lines.users_line(tuple(x for x in stack if "<frozen" not in x)) or "unknown:0"
