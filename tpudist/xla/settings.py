@@ -17,6 +17,7 @@ class Setting(enum.Enum):
 
     PLATFORMS = "jax_platforms", None
     NUM_CPU_DEVICES = "jax_num_cpu_devices", -1
+    DISABLE_JIT = "jax_disable_jit", False
     ENABLE_X64 = "jax_enable_x64", False
     ENABLE_COMPILATION_CACHE = "jax_enable_compilation_cache", True
     COMPILATION_CACHE_DIR = "jax_compilation_cache_dir", None
