@@ -87,7 +87,9 @@ def settings_of_thread() -> list[tuple[Any, Any]]:
     """What context managers of JAX have set in this thread, for `set_in_thread`; traces as well."""
     found = {id(x): x for x in config.config_states.values()}
     for module in (config, core, mesh):
-        found |= {id(x): x for x in vars(module).values() if isinstance(x, config.config_ext.Config)}
+        found |= {
+            id(x): x for x in vars(module).values() if isinstance(x, config.config_ext.Config)
+        }
     return [(x, x.get_local()) for x in found.values()]
 
 

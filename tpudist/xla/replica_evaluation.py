@@ -33,45 +33,53 @@ class ReplicaEvaluation:
 
     Attributes:
         replica: Its number.
-        device: Where it computes: its device, or the first of them.
+        device: Where it computes: its device, or the first of them; on CPU, one for all replicas.
         knows_origin: Whether `is_own` can be told: not where a replica has axes inside, as what
             is placed on a mesh is committed in any case.
     """
 
-    def __init__(self, mesh: ReplicaMesh, replica: int, meet: Meet):
-        """Of a replica of `mesh`, which meets the others by `meet`."""
+    def __init__(self, mesh: ReplicaMesh, replica: int, outside: list[Any], meet: Meet):
+        """Of a replica of `mesh`, which meets the others by `meet`.
+
+        Args:
+            mesh: All replicas.
+            replica: Which of them.
+            outside: The settings of JAX in the caller's thread: `internals.settings_of_thread`.
+            meet: Given what for, what this replica brings, and what is done with what all have
+                brought, it gives what this replica takes away.
+        """
         self._mesh, self.replica, self._meet = mesh, replica, meet
-        self.device = mesh.devices_of(replica)[0]
+        # JAX compiles an operation for each device. Those that are emulated share their memory.
+        self.device = mesh.devices_of(0 if mesh.platform == "cpu" else replica)[0]
         self.knows_origin = not mesh.inner_axes
-        self._outside = internals.settings_of_thread()
+        self._outside = outside
         self._evaluation = internals.make_evaluation(self._evaluate)
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
         """Where the replica's function is called, in a thread of its own or in the caller's."""
-        with self._use(self._outside):
-            before = internals.settings_of_thread()
-            try:
-                with (
-                    self._use_mesh(),
-                    jax.default_device(self.device),
-                    jax.disable_jit(),
-                    collectives.run_over(_AXIS),
-                    internals.name_axis(_AXIS, self._mesh.num_replicas),
-                    internals.use_evaluation(self._evaluation),
-                    traces.separate_caches(),
-                ):
-                    yield
-            finally:
-                internals.set_in_thread(before)
+        with (
+            self._use(self._outside),
+            self._use_mesh(),
+            jax.default_device(self.device),
+            jax.disable_jit(),
+            collectives.run_over(_AXIS),
+            internals.name_axis(_AXIS, self._mesh.num_replicas),
+            internals.use_evaluation(self._evaluation),
+            # A function that JAX traces for itself (jax.checkpoint) may read Variables.
+            traces.separate_caches(),
+        ):
+            yield
 
-    def leave(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def leave(self) -> Iterator[None]:
         """What holds outside, where the caller is, in the midst of the function."""
-        return self._use(self._outside)
+        with self._use(self._outside), traces.common_caches():
+            yield
 
     def put(self, value: Any, *, own: bool) -> Any:
         """A host value (`fetch`) on the replica's device: its own, or one that all replicas share."""
-        with internals.use_evaluation(), jax.disable_jit(False):
+        with internals.use_evaluation(), traces.common_caches(), jax.disable_jit(False):
             array = to_array(value)
             if not self.knows_origin:
                 where = NamedSharding(self._inner_mesh(), PartitionSpec())
@@ -105,7 +113,10 @@ class ReplicaEvaluation:
             return self._communicate(primitive, args, params)
         # What holds a program (jax.checkpoint) may hold collectives, which are for this evaluation.
         holds_program = any(isinstance(x, core.Jaxpr | core.ClosedJaxpr) for x in params.values())
-        with internals.use_evaluation(evaluation if holds_program else None):
+        if holds_program:
+            with internals.use_evaluation(evaluation):
+                return primitive.impl(*map(self._bring, args), **params)
+        with internals.use_evaluation(), traces.common_caches():
             return primitive.impl(*map(self._bring, args), **params)
 
     def _bring(self, x: Any) -> Any:
@@ -141,6 +152,8 @@ def _is_over_replicas(params: dict[str, Any]) -> bool:
 def _combine(primitive: Any, params: dict, brought: list[list[Any]]) -> list[Any]:
     """For each replica what a collective gives it, and whether that is its own."""
     count = len(brought)
+    if primitive.name == "ppermute":
+        return _permute(params["perm"], brought)
     groups = params.get("axis_index_groups") or [list(range(count))]
     params = {**params, "axis_index_groups": None} if "axis_index_groups" in params else params
     results: list[Any] = [None] * count
@@ -152,6 +165,18 @@ def _combine(primitive: Any, params: dict, brought: list[list[Any]]) -> list[Any
             results[replica] = [x[position] for x in parts]
     same = [are_equal([r[k] for r in results]) for k in range(len(results[0]))]
     return [[(x, not s) for x, s in zip(r, same, strict=True)] for r in results]
+
+
+def _permute(pairs: Sequence[tuple[int, int]], brought: list[list[Any]]) -> list[Any]:
+    """What each replica has got of another one: zeros, if nobody sends it anything."""
+    source = {target: source for source, target in pairs}
+    return [
+        [
+            (brought[source[i]][k] if i in source else np.zeros_like(x), True)
+            for k, x in enumerate(own)
+        ]
+        for i, own in enumerate(brought)
+    ]
 
 
 # Arrays in the host's memory, where threads exchange them: those of NumPy's, and random keys.

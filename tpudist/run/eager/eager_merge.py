@@ -75,16 +75,12 @@ def _call(run: "EagerRun", brought: list[Any]) -> list[Any]:
     written_state.write_variables(run)
     merged = [_merge(run, [x[2][k] for x in brought]) for k in range(len(leaves))]
     args, kwargs = treedef.unflatten(merged)
-    result = run.turns.run_outside(lambda: _call_in_scope(run, fn, args, kwargs))
+    with run.strategy.scope():
+        result = fn(run.strategy, *args, **kwargs)
     flat, structure = jax.tree.flatten(result, is_leaf=_is_leaf)
     count = run.mesh.num_replicas
     parts = [_split(run, x) for x in flat]
     return [structure.unflatten([p[i] for p in parts]) for i in range(count)]
-
-
-def _call_in_scope(run: "EagerRun", fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    with run.strategy.scope():
-        return fn(run.strategy, *args, **kwargs)
 
 
 def _merge(run: "EagerRun", parts: list[_Brought]) -> Any:
@@ -100,7 +96,9 @@ def _split(run: "EagerRun", x: Any) -> list[Any]:
     """What each replica gets of a leaf of what the function returned."""
     count = run.mesh.num_replicas
     if isinstance(x, PerReplica):
-        return [_Taken(replica_evaluation.fetch(p), True) for p in eager_results.real_parts(run.mesh, x)]
+        return [
+            _Taken(replica_evaluation.fetch(p), True) for p in eager_results.real_parts(run.mesh, x)
+        ]
     if isinstance(x, jax.Array):
         return [_Taken(replica_evaluation.fetch(x), False)] * count
     return [x] * count
@@ -108,5 +106,3 @@ def _split(run: "EagerRun", x: Any) -> list[Any]:
 
 def _is_leaf(x: Any) -> bool:
     return is_distributed(x) or isinstance(x, (Variable, *nnx_contents.OBJECT_TYPES))
-
-

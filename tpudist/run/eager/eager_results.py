@@ -65,32 +65,40 @@ def _flatten(run: "EagerRun", ended: Ended) -> tuple[list[Any], Any]:
         own = nnx_contents.nodes_of(ended.copies)
         theirs = nnx_contents.nodes_of(run.binding.objects())
         nodes = {id(x): y for x, y in zip(own, theirs, strict=True)}
-    given = {id(x): run.leaves[i] for i, x in ended.arguments.items() if isinstance(x, jax.Array)}
+    given: dict[int, Any] = {}
+    if run.groups is None:  # a compiled function of a partial batch returns what it has
+        given = {
+            id(x): run.leaves[i] for i, x in ended.arguments.items() if isinstance(x, jax.Array)
+        }
 
     def is_leaf(x: Any) -> bool:
         return id(x) in nodes or isinstance(x, PerReplica | Variable)
 
     result, _ = unpack(ended.result, is_leaf, lambda x: isinstance(x, jax.Array))
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_leaf)
-    return [_Given(y) if (y := nodes.get(id(x), given.get(id(x)))) is not None else x for x in leaves], treedef
+
+    def mark(x: Any) -> Any:
+        theirs = nodes.get(id(x), given.get(id(x)))
+        return x if theirs is None else _Given(theirs, x)
+
+    return list(map(mark, leaves)), treedef
 
 
 @dataclasses.dataclass
 class _Given:
-    """An argument that is returned as it was given."""
+    """An argument that is returned as it was given: the caller's, and the replica's own."""
 
     value: Any
+    own: Any
 
 
 def _merge(run: "EagerRun", parts: list[Any]) -> Any:
     first = parts[0]
     if all(isinstance(x, _Given) and x.value is first.value for x in parts):
         return first.value
-    parts = [x.value if isinstance(x, _Given) else x for x in parts]
+    parts = [x.own if isinstance(x, _Given) else x for x in parts]
     if all(isinstance(x, jax.Array) for x in parts):
-        own = any(
-            run.frames[i].evaluation.is_own(x) for i, x in enumerate(parts)
-        )
+        own = any(run.frames[i].evaluation.is_own(x) for i, x in enumerate(parts))
         return merge_arrays(run.mesh, [replica_evaluation.fetch(x) for x in parts], own, run)
     return merge_objects(run, parts)
 
@@ -100,7 +108,10 @@ def merge_objects(run: "EagerRun", parts: list[Any]) -> Any:
     first = parts[0]
     if all(x is first for x in parts):
         return first
-    numbers = all(isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex) for x in parts)
+    numbers = all(
+        isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+        for x in parts
+    )
     if numbers:
         hosts = [np.asarray(x) for x in parts]
         if replica_evaluation.are_equal(hosts):

@@ -26,7 +26,7 @@ from tpudist.run.row_groups import RowGroups
 from tpudist.run.step import check_positions
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import integers, replica_evaluation, traces
+from tpudist.xla import integers, internals, replica_evaluation, traces
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.replica_evaluation import ReplicaEvaluation
 
@@ -96,9 +96,12 @@ class EagerRun:
         self.binding = nnx_binding.Binding(objects) if objects else None
         values = [self.leaves[i] for i in self.kinds.per_replica]
         self.groups, self.rows = RowGroups.of(values)
-        self.host_values = {i: fetch_argument(self.mesh, self.leaves[i]) for i in self.kinds.dynamic}
+        self.host_values = {
+            i: fetch_argument(self.mesh, self.leaves[i]) for i in self.kinds.dynamic
+        }
         self.turns = Turns(self.mesh.num_replicas, self.name)
         self.frames: dict[int, EagerFrame] = {}
+        self._outside = internals.settings_of_thread()
 
     def __call__(self) -> Any:
         """Makes the call: what the function returned, merged over the replicas."""
@@ -128,7 +131,10 @@ class EagerRun:
     def _run_replica(self, replica: int) -> "eager_results.Ended":
         """Calls the function as one replica."""
         evaluation = ReplicaEvaluation(
-            self.mesh, replica, lambda what, brought, act: self._meet(replica, what, brought, act)
+            self.mesh,
+            replica,
+            self._outside,
+            lambda what, brought, act: self.meet(replica, what, brought, act),
         )
         frame = self.frames[replica] = EagerFrame(
             self.strategy,
@@ -141,22 +147,27 @@ class EagerRun:
         )
         replica_context = ReplicaContext(self.strategy, frame=frame)
         mode = context.Mode(ContextKind.REPLICA, self.strategy, replica_context, frame)
-        with evaluation.enter(), context.enter(mode), nnx.logical_axis_rules(self.strategy.logical_axis_rules):
+        with (
+            evaluation.enter(),
+            context.enter(mode),
+            nnx.logical_axis_rules(self.strategy.logical_axis_rules),
+        ):
             copies, entered = self._enter_objects(evaluation)
             arguments = self._make_arguments(evaluation, copies)
-            frame.shared = {id(x): x for i, x in arguments.items() if i not in self.kinds.per_replica}
+            frame.shared = {
+                id(x): x for i, x in arguments.items() if i not in self.kinds.per_replica
+            }
             flat = [arguments.get(i, x) for i, x in enumerate(self.leaves)]
             args, kwargs = call_arguments.unflatten(flat, self.structure, self.num_args)
             with self._explain_failure():
                 result = self.fn(*args, **kwargs)
             return eager_results.Ended(result, arguments, copies, entered)
 
-    def _meet(self, replica: int, what: str, brought: Any, act: Callable[..., Any]) -> Any:
+    def meet(self, replica: int, what: str, brought: Any, act: Callable[..., Any]) -> Any:
         evaluation = self.frames[0].evaluation
 
         def act_outside(all_brought: list[Any]) -> list[Any]:
-            with evaluation.leave():
-                return act(all_brought)
+            return self._run_outside(evaluation, lambda: act(all_brought))
 
         return self.turns.meet(replica, what, brought, act_outside)
 

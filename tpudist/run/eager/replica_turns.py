@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+_SECONDS_BETWEEN_SIGNALS = 0.2
 _END = "the end of the function"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARIES = (_PACKAGE + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<")
@@ -150,10 +151,10 @@ class Turns:
         thread.start()
 
     def _wait(self, me: int) -> None:
-        while True:
+        while self._running != me:
             try:
-                self._signals[me].acquire()
-                return
+                # Python handles signals when the main thread runs, to which they may not come.
+                self._signals[me].acquire(timeout=None if me else _SECONDS_BETWEEN_SIGNALS)
             except KeyboardInterrupt:
                 # It comes to the main thread, and is meant for the replica that runs.
                 thread = self._threads.get(self._running)
@@ -178,6 +179,7 @@ class Turns:
     def _release(self) -> None:
         """Ends the other replicas, one after the other: their `finally` blocks take turns too."""
         for replica, thread in self._threads.items():
+            self._running = replica
             self._signals[replica].release()
             if not self._is_abandoned:
                 thread.join()

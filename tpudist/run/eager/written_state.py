@@ -91,7 +91,6 @@ def _set(strategy: StrategyBase, variable: VariableBase, value: Any) -> None:
     if strategy.storage is None and new.sharding != old.sharding:
         new = jax.device_put(new, old.sharding)  # where it was moved to, such as the host's memory
     variable._value = new
-    strategy._protected.discard(variable)
 
 
 def _collect_objects(
@@ -109,7 +108,9 @@ def _collect_objects(
     for i, old in enumerate(before):
         parts = [jax.tree.leaves(x[i]) for x in after]  # type: ignore[index]
         given = [jax.tree.leaves(x.entered[i]) for x in ended]
-        if all(x is y for p, g in zip(parts, given, strict=True) for x, y in zip(p, g, strict=True)):
+        if all(
+            x is y for p, g in zip(parts, given, strict=True) for x, y in zip(p, g, strict=True)
+        ):
             continue
         if binding.variables[i] is None:
             raise ValueError(outputs.describe_structure_change(run.name))
@@ -123,9 +124,7 @@ def _collect_objects(
     return found
 
 
-def _combine(
-    run: "EagerRun", i: int, parts: list[Any], refused: list[tuple[str, str, str]]
-) -> Any:
+def _combine(run: "EagerRun", i: int, parts: list[Any], refused: list[tuple[str, str, str]]) -> Any:
     """What becomes of an NNX Variable's values on all replicas, by its rule."""
     binding, count = run.binding, run.mesh.num_replicas
     assert binding is not None, "it has the Variable"
