@@ -16,8 +16,8 @@ from tpudist import context, step_boundaries
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
 from tpudist.run import argument_keys, call_arguments
-from tpudist.run.eager import eager_mode
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
+from tpudist.run.eager import eager_mode
 from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica

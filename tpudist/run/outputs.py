@@ -1,7 +1,6 @@
 """Where the outputs of a replica function go: those that may differ, and state that may not."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.state import nnx_binding

@@ -122,7 +122,7 @@ class ReplicaBody:
             return (), []
         values = self.call.inputs.nnx_structure.unflatten(nnx_values)
         if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
-            values = make_own(binding, values)
+            values = make_values_of_replica(binding, values)
         return binding.copy_with(values), values
 
     def _collect_results(
@@ -187,7 +187,7 @@ class ReplicaBody:
         return outputs
 
 
-def make_own(binding: Binding, values: Sequence[Any]) -> list[Any]:
+def make_values_of_replica(binding: Binding, values: Sequence[Any]) -> list[Any]:
     """The values of NNX objects as one of several replicas begins with them.
 
     Random keys are its own; of a sum over examples the first replica has all that there was.

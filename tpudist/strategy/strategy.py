@@ -265,7 +265,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             return self._replicator.run(fn, args, kwargs, options, whole)
 
     def debug(self) -> contextlib.AbstractContextManager[None]:
-        """Runs replica functions eagerly in the `with` block: in Python, one replica after the other.
+        """Runs functions eagerly in the `with` block: in Python, one replica after the other.
 
         In it `run` and `run_steps` call the function once for each replica, with the values of its
         arrays: `print` shows them, `breakpoint()` stops at each replica, and `if` may ask for them.

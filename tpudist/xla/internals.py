@@ -67,8 +67,8 @@ def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], An
         return Evaluation()
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
-            f"Replica functions are to run eagerly, replica by replica, for which tpudist evaluates "
-            f"JAX's operations itself, and jax {jax.__version__} does not let it. Install a jax "
+            f"Replica functions are to run eagerly, for which tpudist evaluates the operations of "
+            f"JAX itself, and jax {jax.__version__} does not let it. Install a jax "
             f"that tpudist supports: see CONTRIBUTING.md. Or do without strategy.debug()."
         ) from error
 

@@ -7,8 +7,8 @@ the replicas is a meeting of the threads, at which the values of all are combine
 
 Whether a value is the same on all replicas shows in a bit that JAX keeps of each array: whether it
 is *committed* to its device. What replicas share is not, what is a replica's own is; what is
-computed is committed if any of its inputs was. So `is_own` of a result says what the proof of a
-compiled program says of it: whether it depends on what differs, and was not reduced.
+computed is committed if any of its inputs was. So `depends_on_replica` says of a result what the
+proof of a compiled program says: whether it depends on what differs, and was not reduced.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpudist.xla import collectives, internals, placement, traces
+from tpudist.xla import collectives, internals, jaxprs, placement, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 # What replicas do at a meeting: named by the first, done with what all have brought.
@@ -34,8 +34,8 @@ class ReplicaEvaluation:
     Attributes:
         replica: Its number.
         device: Where it computes: its device, or the first of them; on CPU, one for all replicas.
-        knows_origin: Whether `is_own` can be told: not where a replica has axes inside, as what
-            is placed on a mesh is committed in any case.
+        knows_origin: Whether `depends_on_replica` can be told: not where a replica has axes inside,
+            as what is placed on a mesh is committed in any case.
     """
 
     def __init__(self, mesh: ReplicaMesh, replica: int, outside: list[Any], meet: Meet):
@@ -78,7 +78,7 @@ class ReplicaEvaluation:
             yield
 
     def put(self, value: Any, *, own: bool) -> Any:
-        """A host value (`fetch`) on the replica's device: its own, or one that all replicas share."""
+        """A host value (see `fetch`) on the replica's device: its own, or one that all share."""
         with internals.use_evaluation(), traces.common_caches(), jax.disable_jit(False):
             array = to_array(value)
             if not self.knows_origin:
@@ -86,7 +86,7 @@ class ReplicaEvaluation:
                 return jax.device_put(array, where)
             return jax.device_put(array, self.device) if own else array
 
-    def is_own(self, array: jax.Array) -> bool:
+    def depends_on_replica(self, array: jax.Array) -> bool:
         """Whether an array depends on what differs between replicas, as far as can be told."""
         return self.knows_origin and array.committed
 
@@ -112,7 +112,7 @@ class ReplicaEvaluation:
         if _is_over_replicas(params):
             return self._communicate(primitive, args, params)
         # What holds a program (jax.checkpoint) may hold collectives, which are for this evaluation.
-        holds_program = any(isinstance(x, core.Jaxpr | core.ClosedJaxpr) for x in params.values())
+        holds_program = any(isinstance(x, core.Jaxpr | jaxprs.ClosedJaxpr) for x in params.values())
         if holds_program:
             with internals.use_evaluation(evaluation):
                 return primitive.impl(*map(self._bring, args), **params)
@@ -158,7 +158,8 @@ def _combine(primitive: Any, params: dict, brought: list[list[Any]]) -> list[Any
     params = {**params, "axis_index_groups": None} if "axis_index_groups" in params else params
     results: list[Any] = [None] * count
     for group in groups:
-        stacked = [jnp.stack(list(map(to_array, x))) for x in zip(*(brought[i] for i in group))]
+        arrays = zip(*(map(to_array, brought[i]) for i in group), strict=True)
+        stacked = [jnp.stack(list(x)) for x in arrays]
         out = jax.vmap(lambda *x: primitive.bind(*x, **params), axis_name=_AXIS)(*stacked)
         parts = [fetch(x) for x in (out if primitive.multiple_results else [out])]
         for position, replica in enumerate(group):
@@ -184,7 +185,7 @@ def _permute(pairs: Sequence[tuple[int, int]], brought: list[list[Any]]) -> list
 
 def fetch(array: Any) -> Any:
     """An array as a host value: NumPy's; random keys as an array of keys."""
-    if jnp.issubdtype(getattr(array, "dtype", None), jax.dtypes.prng_key):
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return HostKeys(np.asarray(jax.random.key_data(array)), jax.random.key_impl(array))
     return np.asarray(array)
 

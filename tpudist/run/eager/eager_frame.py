@@ -27,11 +27,9 @@ class EagerFrame(Frame):
         evaluation: Where the replica computes.
         written: The Variables that it has assigned and not given up to the strategy yet.
         shared: The arrays among its arguments that all replicas were given the same of, by id.
-        has_partial_batch: Whether replicas have other numbers of rows.
     """
 
     is_eager = True
-    has_partial_batch = False
 
     def __init__(
         self,
@@ -50,16 +48,16 @@ class EagerFrame(Frame):
             evaluation: See the class.
             function: That is run.
             created: The Variables that the function has made so far, in order.
-            has_partial_batch: See the class.
+            has_partial_batch: Whether replicas may have other numbers of rows.
             merge: Calls a function once for all replicas, when all of them have come.
             run_outside: Calls a function as the caller of the replicas would.
         """
         self.strategy, self.evaluation, self._function = strategy, evaluation, function
-        self.has_partial_batch = has_partial_batch
+        self._has_partial_batch = has_partial_batch
         self.call_merged, self.run_outside = merge, run_outside
         self.whole = False
+        self._created = created
         self.findings = Findings()
-        self.findings.created = created
         self.elements = []
         self.shared: dict[int, Any] = {}
         self.written: dict[Any, None] = {}
@@ -132,7 +130,7 @@ class EagerFrame(Frame):
 
     def create_variable(self, make: Callable[[], VariableBase]) -> VariableBase:
         """The Variable that the function makes next: the one that was made here first."""
-        created = self.findings.created
+        created = self._created
         if self._num_created == len(created):
             created.append(make())
         variable = created[self._num_created]
@@ -179,6 +177,11 @@ class EagerFrame(Frame):
         """Nothing: what differs is known."""
 
     # Rows of the batch.
+
+    @property
+    def has_partial_batch(self) -> bool:
+        """Whether other replicas may have other numbers of rows."""
+        return self._has_partial_batch
 
     def begin_parts(self, rows: int, num_parts: int) -> None:
         """Notes that a batch of `rows` rows is split; each part has the rows that there are."""

@@ -98,7 +98,7 @@ def _merge(run: "EagerRun", parts: list[Any]) -> Any:
         return first.value
     parts = [x.own if isinstance(x, _Given) else x for x in parts]
     if all(isinstance(x, jax.Array) for x in parts):
-        own = any(run.frames[i].evaluation.is_own(x) for i, x in enumerate(parts))
+        own = any(run.frames[i].evaluation.depends_on_replica(x) for i, x in enumerate(parts))
         return merge_arrays(run.mesh, [replica_evaluation.fetch(x) for x in parts], own, run)
     return merge_objects(run, parts)
 
@@ -147,13 +147,13 @@ def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: "EagerRun"
         sizes = tuple(x.shape[dim] for x in hosts)
         if len(set(sizes)) > 1:
             extents[dim] = sizes
-    padded = {dim: _padded_size(run, dim, sizes) for dim, sizes in extents.items()}
+    padded = {dim: _size_of_dim(run, dim, sizes) for dim, sizes in extents.items()}
     stacked = _stack(mesh, [_pad(x, padded) for x in hosts])
     (dim, rows), *others = extents.items()
     return PerReplica(stacked, rows, dim, tuple(others))
 
 
-def _padded_size(run: "EagerRun", dim: int, sizes: tuple[int, ...]) -> int:
+def _size_of_dim(run: "EagerRun", dim: int, sizes: tuple[int, ...]) -> int:
     """The size of a dim in which replicas have so many rows: as the batch's, if it counts its."""
     if run.groups is not None:
         for size, rows in zip(run.groups.sizes, run.rows, strict=True):

@@ -20,7 +20,7 @@ from tpudist.run import call_arguments, call_description, python_numbers
 from tpudist.run.eager import eager_merge, eager_results, written_state
 from tpudist.run.eager.eager_frame import EagerFrame
 from tpudist.run.eager.replica_turns import Turns
-from tpudist.run.replica_body import make_own
+from tpudist.run.replica_body import make_values_of_replica
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.row_groups import RowGroups
 from tpudist.run.step import check_positions
@@ -164,6 +164,7 @@ class EagerRun:
             return eager_results.Ended(result, arguments, copies, entered)
 
     def meet(self, replica: int, what: str, brought: Any, act: Callable[..., Any]) -> Any:
+        """Waits for all replicas: see `Turns.meet`. What is done then, the caller does."""
         evaluation = self.frames[0].evaluation
 
         def act_outside(all_brought: list[Any]) -> list[Any]:
@@ -183,7 +184,7 @@ class EagerRun:
             for value in self.binding.values()
         ]
         if self.mesh.num_replicas > 1:
-            values = make_own(self.binding, values)
+            values = make_values_of_replica(self.binding, values)
         return self.binding.copy_with(values), values
 
     def _make_arguments(

@@ -9,9 +9,9 @@ reader. The first replica runs in the caller's thread, where debuggers are at ho
 import contextvars
 import ctypes
 import dataclasses
+import inspect
 import linecache
 import os
-import sys
 import sysconfig
 import threading
 from collections.abc import Callable
@@ -124,7 +124,7 @@ class Turns:
         """Does what all have come for."""
         for replica, visit in enumerate(visits):
             if visit.what != visits[0].what:
-                self._failure = None, RuntimeError(_parting(self._name, replica, visits))
+                self._failure = None, RuntimeError(_describe_visits(self._name, replica, visits))
                 raise Released
         self._visits = {}
         try:
@@ -185,7 +185,7 @@ class Turns:
                 thread.join()
 
 
-def _parting(name: str, replica: int, visits: list[_Visit]) -> str:
+def _describe_visits(name: str, replica: int, visits: list[_Visit]) -> str:
     return (
         f"The replicas of '{name}' have parted: replica 0 {visits[0]}, and replica {replica} "
         f"{visits[replica]}. All replicas must communicate in the same order, with values of the "
@@ -203,7 +203,7 @@ def _interrupt(thread: threading.Thread) -> None:
 
 def find_users_line() -> str:
     """The innermost line that is no library's, as `file:line (code)`; empty if there is none."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES) and not any(x in file for x in _INSTALLED):
