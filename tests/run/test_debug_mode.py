@@ -281,6 +281,31 @@ def test_collectives_and_their_gradients_are_alike(mirrored):
     run_both_ways(mirrored, program)
 
 
+def test_what_jax_traces_for_itself_sees_each_replicas_variables_and_the_others(mirrored):
+    """JAX keeps the traces of such functions: one of another replica or step would be wrong."""
+    with mirrored.scope():
+        own = tpudist.Variable(jnp.zeros(1), synchronization=ON_READ)
+
+    @jax.checkpoint
+    def loss(w, x):
+        return (context().all_reduce("sum", w * x) * own.read_value() ** 2).sum()
+
+    def step(x):
+        own.assign_add(x)
+        before = jax.grad(loss)(jnp.ones(1), x)
+        own.assign_add(x)
+        return before, jax.grad(loss)(jnp.ones(1), x)
+
+    x = ids(mirrored)
+
+    def program():
+        with mirrored.scope():
+            own.assign(jnp.ones(1))
+        return mirrored.run(step, (x,)), mirrored.run(step, (x,))
+
+    run_both_ways(mirrored, program)
+
+
 @pytest.mark.parametrize(
     "ops", [tpudist.HierarchicalCopyAllReduce(), tpudist.ReductionToOneDevice()]
 )
@@ -658,8 +683,16 @@ def test_what_cannot_run_eagerly_is_refused_by_name(mirrored, state):
             mirrored.run(lambda m: context().merge_call(lambda strategy, m: None, (m,)), (model,))
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, which a process in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("running", [0, 3])
-def test_ctrl_c_ends_the_replica_that_runs(mirrored, state, running):
+def test_ctrl_c_ends_the_replica_that_runs(mirrored, state, ctrl_c, running):
     v, _, is_as_before = state
     ended = []
 
@@ -667,7 +700,7 @@ def test_ctrl_c_ends_the_replica_that_runs(mirrored, state, running):
         try:
             v.assign_add(x)
             if int(x[0]) == running:
-                signal.raise_signal(signal.SIGINT)
+                ctrl_c()
                 while True:
                     pass
             context().all_reduce("sum", x)

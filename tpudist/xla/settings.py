@@ -7,6 +7,8 @@ each of them, and names the version that lost one.
 """
 
 import enum
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,6 +47,10 @@ class Setting(enum.Enum):
         if hasattr(jax.config, self.jax_name):  # what a context manager says, in this thread
             return getattr(jax.config, self.jax_name)
         return jax.config.read(self.jax_name) if self.is_known else self.value[1]
+
+    def make_reader(self) -> Callable[[], Any]:
+        """What reads it quickly, for one that is asked for at each step."""
+        return functools.partial(getattr, jax.config, self.jax_name, self.value[1])
 
     def set(self, value: Any) -> None:
         """Changes it, for the whole process.

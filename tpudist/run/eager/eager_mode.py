@@ -8,6 +8,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.xla.settings import Setting
 
 _everywhere = False
+_is_jit_disabled = Setting.DISABLE_JIT.make_reader()
 _strategies: contextvars.ContextVar[tuple[StrategyBase, ...]] = contextvars.ContextVar(
     "tpudist.debug", default=()
 )
@@ -60,7 +61,7 @@ def is_eager(strategy: StrategyBase | None = None) -> bool:
 
     `jax.disable_jit()` asks for it too.
     """
-    if _everywhere or Setting.DISABLE_JIT.read():
+    if _everywhere or _is_jit_disabled():
         return True
     strategies = _strategies.get()
     return bool(strategies) and (strategy is None or strategy in strategies)

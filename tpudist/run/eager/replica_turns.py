@@ -20,7 +20,7 @@ from typing import Any
 _SECONDS_BETWEEN_SIGNALS = 0.2
 _END = "the end of the function"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = (_PACKAGE + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<")
+_LIBRARIES = (_PACKAGE + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen ")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -159,7 +159,7 @@ class Turns:
                 # It comes to the main thread, and is meant for the replica that runs.
                 thread = self._threads.get(self._running)
                 if me or thread is None or self._is_interrupted:
-                    self._is_abandoned = True
+                    self._is_abandoned = not me
                     raise
                 self._is_interrupted = True
                 _interrupt(thread)
