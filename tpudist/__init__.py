@@ -33,6 +33,7 @@ from tpudist.reductions.algorithms import (
     ReductionToOneDevice,
 )
 from tpudist.reductions.cross_device_ops import CrossDeviceOps
+from tpudist.run.eager.eager_mode import functions_run_eagerly, run_functions_eagerly
 from tpudist.run.function import function
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.state.variable import Variable
@@ -96,6 +97,7 @@ __all__ = [
     "experimental",
     "experimental_set_strategy",
     "function",
+    "functions_run_eagerly",
     "get_loss_reduction",
     "get_replica_context",
     "get_strategy",
@@ -104,6 +106,7 @@ __all__ = [
     "planner",
     "rows_of_microbatches",
     "rowwise",
+    "run_functions_eagerly",
     "scale_regularization_loss",
     "value_and_grad_in_microbatches",
 ]

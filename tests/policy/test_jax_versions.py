@@ -94,6 +94,38 @@ def key_of_trace_caches():
     assert len(calls) == 3
 
 
+def evaluation_of_operations():
+    names = []
+
+    def evaluate(evaluation, primitive, args, params):
+        names.append(primitive.name)
+        with internals.use_evaluation():
+            return primitive.impl(*args, **params)
+
+    evaluation = internals.make_evaluation(evaluate)
+    with internals.name_axis("some", 3), internals.use_evaluation(evaluation), jax.disable_jit():
+        assert jax.lax.axis_size("some") == 3
+        assert float(jax.grad(jnp.sin)(0.0)) == 1
+    assert "cos" in names
+    assert traces.is_eager()
+
+
+def settings_of_a_thread():
+    with jax.enable_x64(True), jax.default_device(jax.devices()[-1]):
+        known = internals.settings_of_thread()
+    dtypes = []
+
+    def compute():
+        internals.set_in_thread(known)
+        dtypes.append((jnp.ones(1).dtype, jnp.ones(1).devices()))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert dtypes == [(jnp.float64, {jax.devices()[-1]})]
+    assert jnp.ones(1).dtype == jnp.float32
+
+
 def described_devices():
     assert not internals.is_described(jax.devices()[0])
     if topology.importlib.util.find_spec("libtpu"):
@@ -158,6 +190,8 @@ DOORS = {
     ),
     "Lowered._lowering._compiler_options_kvs": ("xla/internals.py", compiler_options),
     "jax._src.config.config_ext.Config": ("xla/internals.py", key_of_trace_caches),
+    "jax._src.core.EvalTrace": ("xla/internals.py", evaluation_of_operations),
+    "jax._src.config.config_states": ("xla/internals.py", settings_of_a_thread),
     "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
     "jax.extend.core.Jaxpr and ClosedJaxpr": ("xla/jaxprs.py", jaxpr_and_its_constants),
     "JaxprEqn.source_info": ("xla/replica_equality.py", source_of_an_equation),
@@ -194,6 +228,7 @@ def test_the_door_is_open(name):
 OF_OTHERS = {
     "_lowering": "xla/internals.py",
     "_compiler_options_kvs": "xla/internals.py",
+    "_update_thread_local_hook": "xla/internals.py",
     "_raw_value": "state/nnx_binding.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": "xla/compiler/child.py",  # os._exit, which is public in spite of its name

@@ -39,6 +39,7 @@ FOLDERS = {
     "planner": ("show", "layouts"),
     "training": ("data", "command", "show"),
     "models": ("parts",),
+    "run": ("eager",),
     "compat": ("v1",),
 }
 

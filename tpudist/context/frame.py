@@ -1,7 +1,7 @@
 """What the rooms below `run` may ask of the trace of a replica function that is under way."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -21,6 +21,10 @@ class Frame(abc.ABC):
     Attributes:
         strategy: The strategy that runs the function.
         whole: Whether this is the trace of a function of all replicas, `tpudist.function`.
+        is_eager: Whether it is no trace, but one replica's run of the function in Python, where all
+            values are known. Only then there are `call_merged` and `run_outside`.
+        call_merged: `merge_call`, once for all replicas.
+        run_outside: Calls a function without arguments as the caller of the replicas would.
         findings: What the function was found to need beside its arguments; None in a nested trace.
         elements: What was taken from the iterators that the function reads, still to be handed out,
             each with how to tell its iterator.
@@ -28,8 +32,11 @@ class Frame(abc.ABC):
 
     strategy: "StrategyBase"
     whole: bool
+    is_eager: bool = False
     elements: list[tuple[Callable[[Any], bool], Any]]
     findings: "Findings | None"
+    call_merged: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+    run_outside: Callable[[Callable[[], Any]], Any]
 
     @property
     @abc.abstractmethod

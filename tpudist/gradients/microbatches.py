@@ -134,7 +134,7 @@ def rows_of_microbatches(stacked: PyTree) -> PyTree:
     frame = context.current().frame
 
     def join(x: jax.Array) -> jax.Array:
-        whole = None if frame is None else frame.whole_of_parts(*x.shape[:2])
+        whole = None if frame is None or frame.is_eager else frame.whole_of_parts(*x.shape[:2])
         if whole is not None:
             return parts_of_rows.join(x, whole)
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
@@ -147,6 +147,8 @@ def _scan_parts(step: Any, start: Any, batch: PyTree, num_parts: int) -> Any:
     frame = context.current().frame
     rows = jax.tree.leaves(batch)[0].shape[0]
     each = None if frame is None else frame.begin_parts(rows, num_parts)
+    if frame is not None and frame.is_eager:
+        return _loop_over_parts(step, start, batch, num_parts)
     if each is None:
         return jax.lax.scan(step, start, split_rows(batch, num_parts))
 
@@ -156,6 +158,23 @@ def _scan_parts(step: Any, start: Any, batch: PyTree, num_parts: int) -> Any:
         )
 
     return jax.lax.scan(take_and_step, start, jnp.arange(num_parts))
+
+
+def _loop_over_parts(step: Any, start: Any, batch: PyTree, num_parts: int) -> Any:
+    """The same, eagerly: each microbatch has the real rows that there are."""
+    carry, results = start, []
+    for i in range(num_parts):
+        carry, result = step(carry, jax.tree.map(lambda x, i=i: x[i::num_parts], batch))
+        results.append(result)
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(result)] for result in results]
+    if any(x != shapes[0] for x in shapes):
+        raise ValueError(
+            f"A partial batch was split into {num_parts} microbatches of other numbers of rows "
+            f"each, and the aux results of the loss have a row for each example: their shapes are "
+            f"{shapes}. Eagerly they cannot be stacked: leave such results out, or debug with a "
+            f"full batch."
+        )
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *results)
 
 
 def split_rows(batch: PyTree, num_parts: int) -> PyTree:

@@ -232,9 +232,13 @@ class _Slots:
         if self._made_for is None:
             # Nothing that is made in a trace outlives it: it is left, the slots are made, and the
             # function is traced again.
-            if context.current().frame is not None:
+            frame = context.current().frame
+            if frame is None:
+                self._make(tx, names, variables)
+            elif frame.is_eager:
+                frame.run_outside(lambda: self._make(tx, names, variables))
+            else:
                 raise NewVariable(lambda _: self._make(tx, names, variables))
-            self._make(tx, names, variables)
         if self._made_for != now_given:
             raise ValueError(
                 f"apply_gradients was first called for the Variables {self._made_for}, and now for "

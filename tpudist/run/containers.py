@@ -37,12 +37,14 @@ class _Record:
         return instance
 
 
-def unpack(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, bool]:
-    """`tree` with unknown containers that hold traced values as nodes; and if there are any."""
+def unpack(
+    tree: Any, is_leaf: Callable[[Any], bool], is_value: Callable[[Any], bool] = is_traced
+) -> tuple[Any, bool]:
+    """`tree` with unknown containers that hold values (traced ones) as nodes; if there are any."""
     found = []
 
     def one(x: Any) -> Any:
-        if is_leaf(x) or not holds(x, is_traced):
+        if is_leaf(x) or not holds(x, is_value):
             return x
         found.append(x)
         held = _items(x)

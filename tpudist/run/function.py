@@ -18,6 +18,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
 from tpudist.run import argument_keys, call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
+from tpudist.run.eager import eager_mode
 from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
@@ -140,6 +141,9 @@ class Function:
         """Runs the compiled program; what it returns, merged as by `Strategy.run`."""
         if context.current().frame is not None:
             return self._function(*args, **kwargs)
+        if eager_mode.is_eager():
+            with step_boundaries.one_step():
+                return self._function(*args, **kwargs)
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
         iterators = [x for x in leaves if _is_iterator(x)]
         if iterators:

@@ -1,7 +1,6 @@
 """Where the outputs of a replica function go: those that may differ, and state that may not."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.state import nnx_binding
@@ -42,7 +41,7 @@ def place_outputs(
     k = len(stack) - len(variables) - len(nnx_leaves)
     for v in variables:
         if stack[k] and not v.on_read:
-            refused.append((f"Variable '{v.name}'", proof.causes[k], _VARIABLE_REMEDY))
+            refused.append((f"Variable '{v.name}'", _describe_cause(proof, k), VARIABLE_REMEDY))
         stack[k] = v.on_read
         k += 1
     for i in nnx_leaves:
@@ -52,8 +51,8 @@ def place_outputs(
         shares = rule is VariableAggregation.SUM and num_replicas > 1 and not whole
         if stack[k] or shares:
             if rule is None or rule is VariableAggregation.NONE:
-                remedy = _remedy_of(binding.kinds[i].__name__)
-                refused.append((binding.name(i), proof.causes[k], remedy))
+                remedy = remedy_of(binding.kinds[i].__name__)
+                refused.append((binding.name(i), _describe_cause(proof, k), remedy))
             elif rule is VariableAggregation.ONLY_FIRST_REPLICA:
                 aggregated.setdefault(None, []).append(k)
             else:
@@ -62,18 +61,19 @@ def place_outputs(
             stack[k] = False
         k += 1
     if refused:
-        raise ValueError(_divergence(name, refused))
+        raise ValueError(describe_divergence(name, refused))
     return stack, aggregated
 
 
-_VARIABLE_REMEDY = (
+VARIABLE_REMEDY = (
     "All-reduce what is assigned (tpudist.get_replica_context().all_reduce('sum', value)), give "
     "the Variable an aggregation (tpudist.VariableAggregation.MEAN, SUM or ONLY_FIRST_REPLICA), or "
     "make it ON_READ if each replica should have its own."
 )
 
 
-def _remedy_of(kind: str) -> str:
+def remedy_of(kind: str) -> str:
+    """What to do about an NNX Variable of this kind that would differ between replicas."""
     if kind in ("Param", "OptState", "OptVariable", "OptArray"):
         return (
             "All-reduce the gradients before they are applied "
@@ -87,13 +87,32 @@ def _remedy_of(kind: str) -> str:
     )
 
 
-def _divergence(name: str, refused: list[tuple[str, Any, str]]) -> str:
-    what, cause, remedy = refused[0]
+def _describe_cause(proof: replica_equality.Agreement, k: int) -> str:
+    return f"its new value depends on {proof.causes[k]}, and was not reduced over the replicas"
+
+
+def describe_structure_change(name: str) -> str:
+    """The refusal of a function that changes the structure of an NNX object."""
+    return (
+        f"'{name}' changed the structure of an NNX object (an attribute that is not an array, "
+        f"or a Variable that was added or removed). In a replica function only the values of "
+        f"Variables can change: change the object before strategy.run."
+    )
+
+
+def describe_divergence(name: str, refused: list[tuple[str, str, str]]) -> str:
+    """The refusal of state that replicas share, and that would differ between them.
+
+    Args:
+        name: Of the function.
+        refused: What it is, how that is known, and what to do; there is one at least.
+    """
+    what, reason, remedy = refused[0]
     rest = [w for w, _, _ in refused[1:]]
     shown = ", ".join(rest[:4]) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
     also = f" So would {shown}." if rest else ""
     return (
-        f"{what} would differ between replicas after '{name}': its new value depends on {cause}, "
-        f"and was not reduced over the replicas.{also} State that every replica shares must stay "
+        f"{what} would differ between replicas after '{name}': {reason}.{also} "
+        f"State that every replica shares must stay "
         f"equal on all of them. {remedy}"
     )

@@ -21,6 +21,7 @@ from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.results import CallOutputs
 from tpudist.run.trace_frame import ReplicaFrame, TracedRows
 from tpudist.state import nnx_contents
+from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
 from tpudist.xla import collectives, traces
@@ -121,13 +122,7 @@ class ReplicaBody:
             return (), []
         values = self.call.inputs.nnx_structure.unflatten(nnx_values)
         if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
-            me = collectives.replica_id()
-            for i, x in enumerate(values):
-                if binding.is_random_key(i):
-                    values[i] = jax.random.fold_in(x, me)
-                elif binding.aggregation(i) is _SUM:
-                    # The sum over replicas counts what was there before once.
-                    values[i] = jnp.where(me == 0, x, jnp.zeros_like(x))
+            values = make_values_of_replica(binding, values)
         return binding.copy_with(values), values
 
     def _collect_results(
@@ -190,3 +185,19 @@ class ReplicaBody:
                 found.nnx.append((i, j))
                 outputs.append(x if hasattr(x, "dtype") else jnp.asarray(x, y.dtype))
         return outputs
+
+
+def make_values_of_replica(binding: Binding, values: Sequence[Any]) -> list[Any]:
+    """The values of NNX objects as one of several replicas begins with them.
+
+    Random keys are its own; of a sum over examples the first replica has all that there was.
+    """
+    me = collectives.replica_id()
+    own = list(values)
+    for i, x in enumerate(own):
+        if binding.is_random_key(i):
+            own[i] = jax.random.fold_in(x, me)
+        elif binding.aggregation(i) is _SUM:
+            # The sum over replicas counts what was there before once.
+            own[i] = jnp.where(me == 0, x, jnp.zeros_like(x))
+    return own

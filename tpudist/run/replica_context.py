@@ -136,6 +136,8 @@ class ReplicaContext(DeprecatedContextMethods):
         if self._frame is None:
             with context.enter(context.Mode(context.ContextKind.SCOPE, self._strategy)):
                 return merge_fn(self._strategy, *args, **kwargs)
+        if self._frame.is_eager:
+            return self._frame.call_merged(merge_fn, args, kwargs)
         args = jax.tree.map(self._to_merge_argument, tuple(args), is_leaf=is_distributed)
         kwargs = {
             name: jax.tree.map(self._to_merge_argument, value, is_leaf=is_distributed)

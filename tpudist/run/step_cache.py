@@ -29,7 +29,11 @@ _DEFAULT_OPTIONS = RunOptions()
 
 
 class Replicator:
-    """The compiled replica functions of one strategy."""
+    """The compiled replica functions of one strategy.
+
+    Attributes:
+        one_at_a_time: Held by the thread whose call is made.
+    """
 
     def __init__(self, strategy: StrategyBase):
         """For replica functions of `strategy`."""
@@ -43,7 +47,7 @@ class Replicator:
         self._sequences: weakref.WeakKeyDictionary[Step, dict] = weakref.WeakKeyDictionary()
         self._definitions: collections.Counter = collections.Counter()
         # Threads share steps, and Variables that one step takes away and gives back.
-        self._one_at_a_time = threading.RLock()
+        self.one_at_a_time = threading.RLock()
 
     def run(
         self,
@@ -55,8 +59,8 @@ class Replicator:
     ) -> Any:
         """Calls `fn` on every replica, see `Strategy.run`; or on the `whole` of them, once."""
         options = _DEFAULT_OPTIONS if options is None else options
-        with self._one_at_a_time:
-            function = self._function(fn, whole)
+        with self.one_at_a_time:
+            function = self.function_of(fn, whole)
             step, now = self._find(function, fn, args, kwargs, options, careful=False)
             if step is not None and not step.needs_care:
                 try:
@@ -79,8 +83,8 @@ class Replicator:
         None, and nothing is called, if the elements are not alike.
         """
         options = _DEFAULT_OPTIONS if options is None else options
-        with self._one_at_a_time:
-            function = self._function(fn)
+        with self.one_at_a_time:
+            function = self.function_of(fn)
 
             def run_in_sequence(step: Step, first: call_arguments.Call) -> list[Any] | None:
                 calls = [first]
@@ -122,9 +126,9 @@ class Replicator:
         traced: Callable[[], None] = lambda: None,
     ) -> tuple[Step, call_arguments.Call, Any, list[Any], list[Any]]:
         """The step that `run` would call, the call, and what `Step.lower_with_inputs` gives."""
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             return self._with_care(
-                self._function(fn, whole),
+                self.function_of(fn, whole),
                 fn,
                 args,
                 kwargs,
@@ -134,8 +138,8 @@ class Replicator:
 
     def adopt(self, fn: Callable, saved: Any) -> None:
         """Lets the steps of `fn` that are still to be compiled use a program that is ready."""
-        with self._one_at_a_time:
-            self._function(fn).loaded.insert(0, saved)
+        with self.one_at_a_time:
+            self.function_of(fn).loaded.insert(0, saved)
 
     def _with_care(
         self,
@@ -237,7 +241,8 @@ class Replicator:
         form.latest[step_key] = step
         return step, now
 
-    def _function(self, fn: Callable, whole: bool = False) -> "_Function":
+    def function_of(self, fn: Callable, whole: bool = False) -> "_Function":
+        """What is known of a function."""
         owner = getattr(fn, "__self__", None)
         if owner is not None and hasattr(fn, "__func__"):
             try:
@@ -255,7 +260,7 @@ class Replicator:
             found = _Function(fn, self._definitions, whole)
             if self.strategy._twin_of is not None:
                 # What the function makes it makes once, for all devices that it is planned for.
-                home = self.strategy._twin_of._replicator._function(fn, whole)
+                home = self.strategy._twin_of._replicator.function_of(fn, whole)
                 found.findings.created = home.findings.created
                 found.findings.remarks = home.findings.remarks
             try:

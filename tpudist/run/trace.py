@@ -56,11 +56,7 @@ def trace_step(
         raise NewVariable(_make_starter(found, program, strategy, variables, name))
     program_checks.check_constants(program, name)
     if found.structure_changed:
-        raise ValueError(
-            f"'{name}' changed the structure of an NNX object (an attribute that is not an array, "
-            f"or a Variable that was added or removed). In a replica function only the values of "
-            f"Variables can change: change the object before strategy.run."
-        )
+        raise ValueError(outputs.describe_structure_change(name))
     causes = causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
     partial = None
     if rows is None:

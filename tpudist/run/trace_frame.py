@@ -28,6 +28,7 @@ from tpudist.run.captures import (
     OtherStrategy,
     check_parts,
 )
+from tpudist.run.variable_owner import check_owner, is_guest, owns
 from tpudist.run.variable_references import VariableReferences
 from tpudist.state.variable_base import VariableBase
 from tpudist.xla import collectives, traces
@@ -181,7 +182,7 @@ class ReplicaFrame(Frame):
 
     def get(self, variable: Any) -> jax.Array:
         """What `variable` holds now on this replica."""
-        if not self._owns(variable) and self._may_be_guest(variable):
+        if is_guest(variable, self.strategy):
             return self._value_of_guest(variable)
         self._check_owner(variable)
         self.read.add(variable)
@@ -312,10 +313,6 @@ class ReplicaFrame(Frame):
         """The outermost frame."""
         return self if self.outer is None else self.outer.root
 
-    def _may_be_guest(self, variable: Any) -> bool:
-        default = context.default_mode().strategy
-        return variable.strategy is default and not variable.on_read
-
     def _value_of_guest(self, variable: Any) -> jax.Array:
         """The value of a variable that was made out of all scopes."""
         root = self.root
@@ -384,22 +381,11 @@ class ReplicaFrame(Frame):
         assert self.rows is not None, "some batch is partial"
         return self.rows.gather(x, dim)
 
-    def _owns(self, variable: Any) -> bool:
-        return variable.strategy in (self.strategy, self.strategy._twin_of)
-
     def _check_owner(self, variable: Any) -> None:
-        if not self._owns(variable):
-            if self.root.whole:
-                self.restart_under(variable.strategy)
-            raise RuntimeError(
-                f"Variable '{variable.name}' was made under {variable.strategy!r}, but is used in "
-                f"a replica function of {self.strategy!r}. Make it in the scope of the strategy "
-                f"that runs the function: with strategy.scope(): ..."
-            )
-        if variable not in self.values and getattr(variable, "_value", None) is None:
-            raise RuntimeError(
-                f"Variable '{variable.name}' was made in a replica function that failed before its "
-                f"initial value was computed, so it has none. Make it again."
-            )
+        if self.root.whole and not owns(self.strategy, variable):
+            self.restart_under(variable.strategy)
         if variable not in self.values:
+            check_owner(variable, self.strategy)
             raise NewVariable
+        if not owns(self.strategy, variable):
+            check_owner(variable, self.strategy)

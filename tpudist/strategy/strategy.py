@@ -22,6 +22,7 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import gather, reduce
 from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.run import nested_run
+from tpudist.run.eager import eager_mode, replica_run
 from tpudist.run.step_cache import Replicator
 from tpudist.state.variable import Variable
 from tpudist.strategy import logical_axes
@@ -230,7 +231,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             raise StopIteration
         args = tuple(args)
         results = None
-        if len(elements) == num_steps > 1:
+        if len(elements) == num_steps > 1 and not eager_mode.is_eager(self):
             with self._use_mesh_if_eager():
                 results = self._replicator.run_steps(fn, args, elements, options)
         if results is None:
@@ -247,6 +248,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             return self._replicator.lower(fn, args, kwargs, whole=True)
 
     def _call(self, fn, args: tuple, kwargs: dict[str, Any], options, whole: bool = False) -> Any:
+        if eager_mode.is_eager(self) and context.current().frame is None:
+            context.require_scope_or_default(self, "run")
+            return replica_run.run(self, fn, args, kwargs, options)
         if context.depth():
             if self.storage is None and context.is_in_scope_of(self):
                 return self._replicator.run(fn, args, kwargs, options, whole)
@@ -260,6 +264,30 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             return self._replicator.run(fn, args, kwargs, options, whole)
         with self.around_run():  # the rest of `_use_mesh` waits for a trace: `axis_rules`
             return self._replicator.run(fn, args, kwargs, options, whole)
+
+    def debug(self) -> contextlib.AbstractContextManager[None]:
+        """Runs functions eagerly in the `with` block: in Python, one replica after the other.
+
+        In it `run` and `run_steps` call the function once for each replica, with the values of its
+        arrays: `print` shows them, `breakpoint()` stops at each replica, and `if` may ask for them.
+        `tpudist.function`s are plain Python functions. Functions under `jax.jit`, `jax.lax.scan`
+        and the like run in Python too, as under `jax.disable_jit()`, which leads here by itself.
+        What is computed, checked and returned is that of a compiled step, to rounding; all of it
+        takes much longer.
+
+        Replicas take turns: each runs up to where all of them meet (a collective, a `merge_call`,
+        an aggregated assignment, the end). The first runs in the caller's thread, each of the
+        others in a thread of its own. An exception of one of them is raised by `run`, with a note
+        that says which one it was, and state is what it was before. State that replicas share and
+        that differs between them is refused as ever, with the values.
+
+        Raises:
+            RuntimeError: From `run`: the replicas are in several processes; it is called inside of
+                a transformation of JAX; or the replicas part, so that some wait for others in vain.
+
+        `tpudist.run_functions_eagerly` does it for all strategies.
+        """
+        return eager_mode.debug(self)
 
     def lower(
         self,

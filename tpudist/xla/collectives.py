@@ -4,27 +4,47 @@ Communication happens along the manual axis `replica` (see `mesh`). On CPU, 16-b
 float32: XLA:CPU aborts the process on a 16-bit `psum` in a partly manual function.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.packing import Packing
 
 PyTree = Any
+# The axis of replicas that run one by one, each with arrays whose values are known.
+_eager_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("eager", default=None)
+
+
+@contextlib.contextmanager
+def run_over(axis: str) -> Iterator[None]:
+    """Lets replicas communicate over another axis, on which they are not traced together."""
+    token = _eager_axis.set(axis)
+    try:
+        yield
+    finally:
+        _eager_axis.reset(token)
+
+
+def replica_axis() -> str:
+    """The axis over which replicas communicate here."""
+    return _eager_axis.get() or REPLICA_AXIS
 
 
 def replica_id() -> jax.Array:
     """The number of this replica, int32."""
-    return jax.lax.axis_index(REPLICA_AXIS) if num_replicas() > 1 else jnp.int32(0)
+    return jax.lax.axis_index(replica_axis()) if num_replicas() > 1 else jnp.int32(0)
 
 
 def num_replicas() -> int:
     """How many replicas run this function."""
-    return jax.lax.axis_size(REPLICA_AXIS)
+    return jax.lax.axis_size(replica_axis())
 
 
 def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> PyTree:
@@ -43,7 +63,7 @@ def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> P
 def combine(op: ReduceOp, arrays: Any, groups: list[list[int]] | None = None) -> Any:
     """Arrays summed (for `MEAN` too), or their minima or maxima, over replicas or `groups`."""
     extremes = {ReduceOp.MIN: jax.lax.pmin, ReduceOp.MAX: jax.lax.pmax}
-    return extremes.get(op, jax.lax.psum)(arrays, REPLICA_AXIS, axis_index_groups=groups)
+    return extremes.get(op, jax.lax.psum)(arrays, replica_axis(), axis_index_groups=groups)
 
 
 def divide_by_replicas(summed: PyTree) -> PyTree:
@@ -63,7 +83,7 @@ def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTr
     """
 
     def gather(x):
-        return jax.lax.all_gather(x, REPLICA_AXIS, axis=_dim(x, axis, "all_gather"), tiled=True)
+        return jax.lax.all_gather(x, replica_axis(), axis=_dim(x, axis, "all_gather"), tiled=True)
 
     def communicate(leaves):
         return [gather(x) for x in leaves]
@@ -88,7 +108,7 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
                 f"reduce_scatter splits dim {axis} of a value of shape {x.shape} over {n} "
                 f"replicas, but {x.shape[dim]} is not a multiple of {n}. Pad it first."
             )
-        x = jax.lax.psum_scatter(x, REPLICA_AXIS, scatter_dimension=dim, tiled=True)
+        x = jax.lax.psum_scatter(x, replica_axis(), scatter_dimension=dim, tiled=True)
         return x / jnp.asarray(n, mean_dtype(x)) if op is ReduceOp.MEAN else x
 
     return run_collective(lambda leaves: [scatter(x) for x in leaves], value)
@@ -131,6 +151,8 @@ def run_collective(
     if num_replicas() == 1:
         # Nothing to say; and XLA refuses collectives over one partly manual device.
         return jax.tree.unflatten(treedef, leaves)
+    if _eager_axis.get() is not None:
+        communicate = _trace_first(communicate)
     dtypes = [x.dtype for x in leaves]
     widen = platform() == "cpu"
     sent = [x.astype(jnp.float32) if widen and is_16_bit_float(x.dtype) else x for x in leaves]
@@ -145,6 +167,16 @@ def run_collective(
             for y, dtype in zip(received, dtypes, strict=True)
         ],
     )
+
+
+def _trace_first(communicate: Callable[[list[jax.Array]], Any]) -> Callable[..., list[Any]]:
+    """`communicate` as the collectives in it: JAX takes what is not traced for equal everywhere."""
+
+    def evaluate(leaves: list[jax.Array]) -> list[Any]:
+        traced = jax.make_jaxpr(lambda leaves: list(communicate(leaves)))(leaves)
+        return core.jaxpr_as_fun(traced)(*leaves)
+
+    return evaluate
 
 
 def is_16_bit_float(dtype: Any) -> bool:

@@ -4,10 +4,12 @@ Each is looked up here and nowhere else, and each has a test of its own in
 `tests/policy/test_jax_versions.py`, which names the version of JAX that closed it.
 """
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import config, distributed
+from jax._src import config, core, distributed, mesh
 
 
 def coordination_client() -> Any:
@@ -46,3 +48,56 @@ def make_key_of_trace_caches() -> Any:
 def is_described(device: jax.Device) -> bool:
     """Whether a device is one of a described topology, to compile for and not to run on."""
     return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
+def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], Any]) -> Any:
+    """A trace of JAX that evaluates operations at once, as there is one by default, by `evaluate`.
+
+    It is given the trace, the primitive, its arguments and its parameters. For `use_evaluation`.
+
+    Raises:
+        RuntimeError: This JAX has no such traces.
+    """
+    try:
+
+        class Evaluation(core.EvalTrace):
+            def process_primitive(self, primitive, tracers, params, /):
+                return evaluate(self, primitive, tracers, params)
+
+        return Evaluation()
+    except (AttributeError, TypeError) as error:
+        raise RuntimeError(
+            f"Replica functions are to run eagerly, for which tpudist evaluates the operations of "
+            f"JAX itself, and jax {jax.__version__} does not let it. Install a jax "
+            f"that tpudist supports: see CONTRIBUTING.md. Or do without strategy.debug()."
+        ) from error
+
+
+def use_evaluation(evaluation: Any = None) -> contextlib.AbstractContextManager:
+    """Evaluates operations by `evaluation` in this thread; without one, as JAX does by default."""
+    return core.set_current_trace(core.eval_trace if evaluation is None else evaluation)
+
+
+def name_axis(name: str, size: int) -> contextlib.AbstractContextManager:
+    """Lets collectives over an axis of this name and size be asked for, in this thread."""
+    return core.extend_axis_env_nd([(name, size)])
+
+
+def settings_of_thread() -> list[tuple[Any, Any]]:
+    """What context managers of JAX have set in this thread, for `set_in_thread`; traces as well."""
+    found = {id(x): x for x in config.config_states.values()}
+    for module in (config, core, mesh):
+        found |= {
+            id(x): x for x in vars(module).values() if isinstance(x, config.config_ext.Config)
+        }
+    return [(x, x.get_local()) for x in found.values()]
+
+
+def set_in_thread(settings: list[tuple[Any, Any]]) -> None:
+    """Sets in this thread what `settings_of_thread` has found, here or in another one."""
+    for setting, value in settings:
+        if setting.get_local() is not value:
+            setting.set_local(value)
+            update = getattr(setting, "_update_thread_local_hook", None)
+            if update is not None:
+                update(None if value is config.config_ext.unset else value)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla import collectives
-from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.packing import Packing
 from tpudist.xla.replica_equality import CLAIMING_FUNCTION, EQUALIZING_FUNCTION
 
@@ -76,7 +75,7 @@ def reduce_in_groups(
             return sent
         # Each member of a group has asked another member of each group: the sums are equal, but
         # whether to the last bit is up to the network. So all take that of the first ones.
-        first = jax.lax.axis_index(REPLICA_AXIS) % size == 0
+        first = jax.lax.axis_index(collectives.replica_axis()) % size == 0
         sent = [jnp.where(first, x, jnp.zeros_like(x)) for x in sent]
         return collectives.combine(ReduceOp.SUM, sent, within)
 
@@ -116,7 +115,7 @@ def _collect_at(root: int, x: jax.Array) -> list[jax.Array]:
     """The values of all replicas, in order, as replica `root` has received them."""
     # A permute for each replica: an all-gather would bring to all what only the root needs.
     return [
-        x if i == root else jax.lax.ppermute(x, REPLICA_AXIS, [(i, root)])
+        x if i == root else jax.lax.ppermute(x, collectives.replica_axis(), [(i, root)])
         for i in range(collectives.num_replicas())
     ]
 

@@ -7,6 +7,8 @@ each of them, and names the version that lost one.
 """
 
 import enum
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ class Setting(enum.Enum):
 
     PLATFORMS = "jax_platforms", None
     NUM_CPU_DEVICES = "jax_num_cpu_devices", -1
+    DISABLE_JIT = "jax_disable_jit", False
     ENABLE_X64 = "jax_enable_x64", False
     ENABLE_COMPILATION_CACHE = "jax_enable_compilation_cache", True
     COMPILATION_CACHE_DIR = "jax_compilation_cache_dir", None
@@ -44,6 +47,10 @@ class Setting(enum.Enum):
         if hasattr(jax.config, self.jax_name):  # what a context manager says, in this thread
             return getattr(jax.config, self.jax_name)
         return jax.config.read(self.jax_name) if self.is_known else self.value[1]
+
+    def make_reader(self) -> Callable[[], Any]:
+        """What reads it quickly, for one that is asked for at each step."""
+        return functools.partial(getattr, jax.config, self.jax_name, self.value[1])
 
     def set(self, value: Any) -> None:
         """Changes it, for the whole process.

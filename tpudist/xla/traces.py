@@ -64,6 +64,19 @@ def separate_caches(now: bool = True) -> Iterator[None]:
         _KEY.set_local(before)
 
 
+@contextlib.contextmanager
+def common_caches() -> Iterator[None]:
+    """Uses, within `separate_caches`, what all programs share again."""
+    if _KEY is None:
+        yield
+        return
+    before = _KEY.swap_local(None)
+    try:
+        yield
+    finally:
+        _KEY.set_local(before)
+
+
 def renew_caches() -> None:
     """Forgets what has been traced within `separate_caches`."""
     if _KEY is not None:

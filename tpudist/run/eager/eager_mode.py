@@ -1,0 +1,67 @@
+"""Whether functions run eagerly: `strategy.debug()`, and `tpudist.run_functions_eagerly`."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.xla.settings import Setting
+
+_everywhere = False
+_is_jit_disabled = Setting.DISABLE_JIT.make_reader()
+_strategies: contextvars.ContextVar[tuple[StrategyBase, ...]] = contextvars.ContextVar(
+    "tpudist.debug", default=()
+)
+
+
+def run_functions_eagerly(run_eagerly: bool) -> None:
+    """Lets all replica functions and `tpudist.function`s run eagerly, or be compiled again.
+
+    Eagerly, `Strategy.run` calls the function for one replica after the other, in Python, with the
+    values of its arrays: see `Strategy.debug`, which does it in a `with` block.
+
+    Args:
+        run_eagerly: Whether to.
+
+    Raises:
+        TypeError: It is no bool.
+
+    As `tf.config.run_functions_eagerly`, for what is compiled here: of replica functions TensorFlow
+    compiles those that a `tf.function` calls.
+    """
+    if not isinstance(run_eagerly, bool):
+        raise TypeError(
+            f"run_functions_eagerly was given {run_eagerly!r} of type "
+            f"{type(run_eagerly).__name__}. Give True to run functions eagerly, or False."
+        )
+    global _everywhere
+    _everywhere = run_eagerly
+
+
+def functions_run_eagerly() -> bool:
+    """Whether `run_functions_eagerly(True)` was called last.
+
+    As `tf.config.functions_run_eagerly`.
+    """
+    return _everywhere
+
+
+@contextlib.contextmanager
+def debug(strategy: StrategyBase) -> Iterator[None]:
+    """Lets the functions of `strategy` run eagerly in the `with` block, and `tpudist.function`s."""
+    token = _strategies.set((*_strategies.get(), strategy))
+    try:
+        yield
+    finally:
+        _strategies.reset(token)
+
+
+def is_eager(strategy: StrategyBase | None = None) -> bool:
+    """Whether functions run eagerly: those of `strategy`, or those that belong to none yet.
+
+    `jax.disable_jit()` asks for it too.
+    """
+    if _everywhere or _is_jit_disabled():
+        return True
+    strategies = _strategies.get()
+    return bool(strategies) and (strategy is None or strategy in strategies)

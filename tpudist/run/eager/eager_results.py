@@ -1,0 +1,185 @@
+"""What a function returned that ran on each replica, as a compiled one would have returned it.
+
+An array that depends on nothing that differs between replicas, or was reduced, is one array of the
+strategy; any other is a PerReplica, without regard to its values. See `xla/replica_evaluation.py`
+for how that is known.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tpudist.run.containers import unpack
+from tpudist.state import nnx_contents
+from tpudist.state.variable import Variable
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import placement, replica_evaluation
+from tpudist.xla.mesh import ReplicaMesh
+
+if TYPE_CHECKING:
+    from tpudist.run.eager.replica_run import EagerRun
+
+
+@dataclasses.dataclass
+class Ended:
+    """What one replica has at the end of the function.
+
+    Attributes:
+        result: What the function returned.
+        arguments: What it was given, by the number of the flat argument.
+        copies: Its NNX objects.
+        entered: What they held at the start.
+    """
+
+    result: Any
+    arguments: dict[int, Any]
+    copies: tuple
+    entered: list[Any]
+
+
+def merge_results(run: "EagerRun", ended: Sequence[Ended]) -> Any:
+    """What the function returned, merged over the replicas.
+
+    Raises:
+        ValueError: The replicas returned other structures, or other Python objects.
+    """
+    flat = [_flatten(run, x) for x in ended]
+    leaves, treedef = flat[0]
+    for replica, (other, structure) in enumerate(flat):
+        if structure != treedef or len(other) != len(leaves):
+            raise ValueError(
+                f"'{run.name}' returned another structure on replica {replica} than on replica 0: "
+                f"{structure}, and {treedef}. All replicas return the same structure."
+            )
+    merged = [_merge(run, [x[0][k] for x in flat]) for k in range(len(leaves))]
+    return treedef.unflatten(merged)
+
+
+def _flatten(run: "EagerRun", ended: Ended) -> tuple[list[Any], Any]:
+    """The leaves of a result, with the caller's objects for the replica's copies of them."""
+    nodes: dict[int, Any] = {}
+    if run.binding is not None:
+        own = nnx_contents.nodes_of(ended.copies)
+        theirs = nnx_contents.nodes_of(run.binding.objects())
+        nodes = {id(x): y for x, y in zip(own, theirs, strict=True)}
+    given: dict[int, Any] = {}
+    if run.groups is None:  # a compiled function of a partial batch returns what it has
+        given = {
+            id(x): run.leaves[i] for i, x in ended.arguments.items() if isinstance(x, jax.Array)
+        }
+
+    def is_leaf(x: Any) -> bool:
+        return id(x) in nodes or isinstance(x, PerReplica | Variable)
+
+    result, _ = unpack(ended.result, is_leaf, lambda x: isinstance(x, jax.Array))
+    leaves, treedef = jax.tree.flatten(result, is_leaf=is_leaf)
+
+    def mark(x: Any) -> Any:
+        theirs = nodes.get(id(x), given.get(id(x)))
+        return x if theirs is None else _Given(theirs, x)
+
+    return list(map(mark, leaves)), treedef
+
+
+@dataclasses.dataclass
+class _Given:
+    """An argument that is returned as it was given: the caller's, and the replica's own."""
+
+    value: Any
+    own: Any
+
+
+def _merge(run: "EagerRun", parts: list[Any]) -> Any:
+    first = parts[0]
+    if all(isinstance(x, _Given) and x.value is first.value for x in parts):
+        return first.value
+    parts = [x.own if isinstance(x, _Given) else x for x in parts]
+    if all(isinstance(x, jax.Array) for x in parts):
+        own = any(run.frames[i].evaluation.depends_on_replica(x) for i, x in enumerate(parts))
+        return merge_arrays(run.mesh, [replica_evaluation.fetch(x) for x in parts], own, run)
+    return merge_objects(run, parts)
+
+
+def merge_objects(run: "EagerRun", parts: list[Any]) -> Any:
+    """What is no array on some replica: the object, if it is the same on all of them."""
+    first = parts[0]
+    if all(x is first for x in parts):
+        return first
+    numbers = all(
+        isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+        for x in parts
+    )
+    if numbers:
+        hosts = [np.asarray(x) for x in parts]
+        if replica_evaluation.are_equal(hosts):
+            return first
+        return merge_arrays(run.mesh, hosts, True, run)
+    try:
+        if all(type(x) is type(first) and bool(x == first) for x in parts):
+            return first
+    except Exception:  # an object whose equality is no bool is another one, for all we know
+        pass
+    other = next(i for i, x in enumerate(parts) if x is not first)
+    raise ValueError(
+        f"Replica 0 of '{run.name}' gave {first!r}, and replica {other} {parts[other]!r}. What "
+        f"differs between replicas can only be an array or a number."
+    )
+
+
+def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: "EagerRun") -> Any:
+    """Host values of all replicas as one array, or as a PerReplica if each has its own."""
+    if mesh.num_replicas == 1 or (not own and replica_evaluation.are_equal(hosts)):
+        return jax.device_put(replica_evaluation.to_array(hosts[0]), mesh.replicated)
+    shapes = {tuple(x.shape) for x in hosts}
+    if len(shapes) == 1:
+        return PerReplica(_stack(mesh, hosts))
+    ranks = {len(shape) for shape in shapes}
+    if len(ranks) > 1:
+        raise ValueError(
+            f"The replicas of '{run.name}' gave arrays of shapes {sorted(shapes)} for one value. "
+            f"They may have other numbers of rows, but no other numbers of dims."
+        )
+    extents = {}
+    for dim in range(min(ranks)):
+        sizes = tuple(x.shape[dim] for x in hosts)
+        if len(set(sizes)) > 1:
+            extents[dim] = sizes
+    padded = {dim: _size_of_dim(run, dim, sizes) for dim, sizes in extents.items()}
+    stacked = _stack(mesh, [_pad(x, padded) for x in hosts])
+    (dim, rows), *others = extents.items()
+    return PerReplica(stacked, rows, dim, tuple(others))
+
+
+def _size_of_dim(run: "EagerRun", dim: int, sizes: tuple[int, ...]) -> int:
+    """The size of a dim in which replicas have so many rows: as the batch's, if it counts its."""
+    if run.groups is not None:
+        for size, rows in zip(run.groups.sizes, run.rows, strict=True):
+            if rows == sizes:
+                return size
+    return max(sizes)
+
+
+def _pad(x: Any, sizes: dict[int, int]) -> np.ndarray:
+    return np.pad(x, [(0, sizes.get(d, n) - n) for d, n in enumerate(x.shape)])
+
+
+def _stack(mesh: ReplicaMesh, hosts: list[Any]) -> jax.Array:
+    stacked = replica_evaluation.stack_values(hosts)
+    if isinstance(stacked, np.ndarray):
+        return placement.stack(mesh, stacked)
+    return jax.device_put(replica_evaluation.to_array(stacked), mesh.stacked)
+
+
+def real_parts(mesh: ReplicaMesh, value: PerReplica) -> list[jax.Array]:
+    """The parts of a PerReplica, without padding."""
+    parts = []
+    for i in range(mesh.num_replicas):
+        part = placement.component(mesh, value.array, i)
+        for dim, rows in value.extents.items() if value.is_padded else ():
+            with placement.without_mesh():
+                part = jax.lax.slice_in_dim(part, 0, rows[i], axis=dim)
+        parts.append(part)
+    return parts

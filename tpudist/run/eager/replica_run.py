@@ -1,0 +1,234 @@
+"""`strategy.run`, eagerly: the function is called for one replica after the other, in Python.
+
+What replicas share is given to each of them as a copy on its device, with its own part of all else:
+the real rows of a partial batch and no others. State is collected when all have ended, checked with
+its values, and written; if anything fails it is what it was before.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tpudist import context
+from tpudist.context import ContextKind
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.options import RunOptions
+from tpudist.run import call_arguments, call_description, python_numbers
+from tpudist.run.eager import eager_merge, eager_results, written_state
+from tpudist.run.eager.eager_frame import EagerFrame
+from tpudist.run.eager.replica_turns import Turns
+from tpudist.run.replica_body import make_values_of_replica
+from tpudist.run.replica_context import ReplicaContext
+from tpudist.run.row_groups import RowGroups
+from tpudist.run.step import check_positions
+from tpudist.state import nnx_binding
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import integers, internals, replica_evaluation, traces
+from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.replica_evaluation import ReplicaEvaluation
+
+_NO_OPTIONS = RunOptions()
+
+
+def run(
+    strategy: StrategyBase,
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    options: RunOptions | None,
+) -> Any:
+    """Calls `fn` on every replica, eagerly: see `Strategy.run` and `Strategy.debug`.
+
+    Raises:
+        RuntimeError: In several processes, or inside of a transformation of JAX.
+    """
+    check_possible(strategy, getattr(fn, "__name__", type(fn).__name__))
+    with strategy._replicator.one_at_a_time:
+        return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()
+
+
+def check_possible(strategy: StrategyBase, name: str) -> None:
+    """Refuses to run a function eagerly where replicas are out of reach, or values unknown."""
+    mesh = strategy.replica_mesh
+    if mesh.num_processes > 1:
+        raise RuntimeError(
+            f"'{name}' is to run eagerly, on {mesh.num_replicas} replicas in {mesh.num_processes} "
+            f"processes, and replicas of other processes cannot be called one by one from here. "
+            f"Debug in one process: tpudist.emulate({mesh.num_replicas}) makes as many replicas on "
+            f"CPU, which compute the same."
+        )
+    if not traces.is_eager():
+        raise RuntimeError(
+            f"'{name}' is to run eagerly, inside of a function that jax.jit (or another "
+            f"transformation) traces, where no values are known. Call strategy.run outside of it, "
+            f"or use jax.disable_jit()."
+        )
+
+
+class EagerRun:
+    """One call of a replica function, eagerly."""
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        options: RunOptions,
+    ):
+        """Looks at the arguments as the compiled call does, and refuses the same."""
+        self.strategy, self.fn = strategy, fn
+        self.mesh = strategy.replica_mesh
+        self.function = strategy._replicator.function_of(fn)
+        self.name = self.function.name
+        self.num_args = len(args)
+        self.leaves, self.structure = call_arguments.Flattener().leaves(args, kwargs)
+        self.kinds = call_arguments.Kinds.of(self.leaves, self._find_numbers(args, kwargs, options))
+        call_arguments.check_leaves(self.leaves, self.kinds, self.mesh.num_replicas, self.name)
+        names = call_description.names_of_leaves(fn, args, kwargs)
+        for x, name in zip(self.leaves, names, strict=True):
+            if type(x) in integers.HOST_TYPES:
+                integers.check_fit(x, f"Argument '{name}' of '{self.name}'")
+        objects = [self.leaves[i] for i in self.kinds.objects]
+        self.binding = nnx_binding.Binding(objects) if objects else None
+        values = [self.leaves[i] for i in self.kinds.per_replica]
+        self.groups, self.rows = RowGroups.of(values)
+        self.host_values = {
+            i: fetch_argument(self.mesh, self.leaves[i]) for i in self.kinds.dynamic
+        }
+        self.turns = Turns(self.mesh.num_replicas, self.name)
+        self.frames: dict[int, EagerFrame] = {}
+        self._outside = internals.settings_of_thread()
+
+    def __call__(self) -> Any:
+        """Makes the call: what the function returned, merged over the replicas."""
+        before = written_state.save(self.strategy, self.binding)
+        try:
+            ended = self.turns.run(self._run_replica)
+            merged = eager_results.merge_results(self, ended)
+            written_state.write(self, ended)
+        except BaseException:
+            written_state.restore(before)
+            raise
+        return merged
+
+    def _find_numbers(self, args: tuple, kwargs: dict, options: RunOptions) -> frozenset[int]:
+        """Which of the flat arguments are Python numbers that the function gets as arrays."""
+        if not isinstance(options, RunOptions):
+            raise TypeError(
+                f"options={options!r} of type {type(options).__name__} was given to run "
+                f"'{self.name}'. It must be a tpudist.RunOptions, or None."
+            )
+        check_positions(options.static_argnums, "static_argnums", self.name, len(args))
+        static = call_arguments.leaves_of(options.static_argnums, self.structure)
+        names = call_description.names_of_leaves(self.fn, args, kwargs)
+        found = python_numbers.find_fed(self.leaves, names, self.function.static_names, static)
+        return frozenset(i for i in found if call_arguments.fits(self.leaves[i]))
+
+    def _run_replica(self, replica: int) -> "eager_results.Ended":
+        """Calls the function as one replica."""
+        evaluation = ReplicaEvaluation(
+            self.mesh,
+            replica,
+            self._outside,
+            lambda what, brought, act: self.meet(replica, what, brought, act),
+        )
+        frame = self.frames[replica] = EagerFrame(
+            self.strategy,
+            evaluation,
+            self.fn,
+            self.function.findings.created,
+            self.groups is not None,
+            lambda fn, args, kwargs: eager_merge.call_merged(self, replica, fn, args, kwargs),
+            lambda fn: self._run_outside(evaluation, fn),
+        )
+        replica_context = ReplicaContext(self.strategy, frame=frame)
+        mode = context.Mode(ContextKind.REPLICA, self.strategy, replica_context, frame)
+        with (
+            evaluation.enter(),
+            context.enter(mode),
+            nnx.logical_axis_rules(self.strategy.logical_axis_rules),
+        ):
+            copies, entered = self._enter_objects(evaluation)
+            arguments = self._make_arguments(evaluation, copies)
+            frame.shared = {
+                id(x): x for i, x in arguments.items() if i not in self.kinds.per_replica
+            }
+            flat = [arguments.get(i, x) for i, x in enumerate(self.leaves)]
+            args, kwargs = call_arguments.unflatten(flat, self.structure, self.num_args)
+            with self._explain_failure():
+                result = self.fn(*args, **kwargs)
+            return eager_results.Ended(result, arguments, copies, entered)
+
+    def meet(self, replica: int, what: str, brought: Any, act: Callable[..., Any]) -> Any:
+        """Waits for all replicas: see `Turns.meet`. What is done then, the caller does."""
+        evaluation = self.frames[0].evaluation
+
+        def act_outside(all_brought: list[Any]) -> list[Any]:
+            return self._run_outside(evaluation, lambda: act(all_brought))
+
+        return self.turns.meet(replica, what, brought, act_outside)
+
+    def _run_outside(self, evaluation: ReplicaEvaluation, fn: Callable[[], Any]) -> Any:
+        with evaluation.leave():
+            return self.turns.run_outside(fn)
+
+    def _enter_objects(self, evaluation: ReplicaEvaluation) -> tuple[tuple, list[Any]]:
+        if self.binding is None:
+            return (), []
+        values = [
+            jax.tree.map(lambda x: evaluation.put(replica_evaluation.fetch(x), own=False), value)
+            for value in self.binding.values()
+        ]
+        if self.mesh.num_replicas > 1:
+            values = make_values_of_replica(self.binding, values)
+        return self.binding.copy_with(values), values
+
+    def _make_arguments(
+        self, evaluation: ReplicaEvaluation, copies: Sequence[Any]
+    ) -> dict[int, Any]:
+        """What this replica gets for those flat arguments that it does not get as they are."""
+        made: dict[int, Any] = dict(zip(self.kinds.objects, copies, strict=True))
+        numbers = set(self.kinds.numbers)
+        for i, value in self.host_values.items():
+            if i in self.kinds.per_replica:
+                made[i] = evaluation.put(value[evaluation.replica], own=True)
+            elif i in numbers:
+                made[i] = jax.numpy.asarray(value)  # of a weak type
+            else:
+                made[i] = jax.tree.map(lambda x: evaluation.put(x, own=False), value)
+        return made
+
+    @contextlib.contextmanager
+    def _explain_failure(self):
+        """Adds to an error what may have led to it here, and not in a compiled function."""
+        try:
+            yield
+        except NameError as error:
+            if "unbound axis name" in str(error):
+                error.add_note(
+                    "The replicas run eagerly, one after the other, and jax.lax knows of no axis "
+                    "of replicas there. Use tpudist.get_replica_context().all_reduce (or "
+                    "all_gather), which are the same in a compiled function."
+                )
+            raise
+        except TypeError as error:
+            if self.kinds.numbers:
+                error.add_note(
+                    "Python numbers among the arguments are arrays to a replica function. One that "
+                    "must be a number is named in RunOptions(static_argnums=)."
+                )
+            raise
+
+
+def fetch_argument(mesh: ReplicaMesh, x: Any) -> Any:
+    """A flat argument that is fed to a compiled function: its arrays as host values.
+
+    Of a PerReplica, a list of the parts without padding.
+    """
+    if isinstance(x, PerReplica):
+        return [replica_evaluation.fetch(part) for part in eager_results.real_parts(mesh, x)]
+    return x if call_arguments.is_number(x) else jax.tree.map(replica_evaluation.fetch, x)

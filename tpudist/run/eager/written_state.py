@@ -1,0 +1,181 @@
+"""State that replicas have changed, each by itself: checked with its values, and written once."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.reduce_op import ReduceOp, VariableAggregation
+from tpudist.run import outputs
+from tpudist.run.eager import eager_results
+from tpudist.state import nnx_binding
+from tpudist.state.variable_base import VariableBase
+from tpudist.xla import replica_evaluation
+from tpudist.xla.mesh import ReplicaMesh
+
+if TYPE_CHECKING:
+    from tpudist.run.eager.replica_run import EagerRun
+
+_SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
+
+
+def save(strategy: StrategyBase, binding: nnx_binding.Binding | None) -> list[tuple[Any, Any]]:
+    """What Variables and NNX objects hold, for `restore`. Their arrays are not copied."""
+    held: list[tuple[Any, Any]] = [(v, v._value) for v in strategy._list_variables()]
+    return held + ([(binding, binding.values())] if binding is not None else [])
+
+
+def restore(saved: list[tuple[Any, Any]]) -> None:
+    """Makes them hold it again."""
+    for holder, value in saved:
+        if isinstance(holder, nnx_binding.Binding):
+            pairs = [(v, x) for v, x in zip(holder.variables, value, strict=True) if v is not None]
+            nnx_binding.write([v for v, _ in pairs], [x for _, x in pairs])
+        else:
+            holder._value = value
+
+
+def write(run: "EagerRun", ended: Sequence["eager_results.Ended"]) -> None:
+    """Writes what the replicas have changed.
+
+    Raises:
+        ValueError: State that they share differs between them; or an NNX object has another
+            structure than before.
+    """
+    refused: list[tuple[str, str, str]] = []
+    variables = _collect_variables(run, refused)
+    leaves = _collect_objects(run, ended, refused)
+    if refused:
+        raise ValueError(outputs.describe_divergence(run.name, refused))
+    for variable, value in variables.items():
+        _set(run.strategy, variable, value)
+    if leaves:
+        assert run.binding is not None, "they are of its Variables"
+        holders = [run.binding.variables[i] for i in leaves]
+        nnx_binding.write(holders, list(leaves.values()))
+
+
+def write_variables(run: "EagerRun") -> None:
+    """Writes what was assigned to Variables so far, before all replicas are one for a while."""
+    refused: list[tuple[str, str, str]] = []
+    variables = _collect_variables(run, refused)
+    if refused:
+        raise ValueError(outputs.describe_divergence(run.name, refused))
+    for variable, value in variables.items():
+        _set(run.strategy, variable, value)
+
+
+def _collect_variables(run: "EagerRun", refused: list[tuple[str, str, str]]) -> dict[Any, Any]:
+    """The new host values of the Variables that some replica has assigned."""
+    frames = [run.frames[i] for i in range(run.mesh.num_replicas)]
+    found = {}
+    for variable in dict.fromkeys(v for frame in frames for v in frame.written):
+        parts = [frame.fetch(variable) for frame in frames]
+        if variable.on_read:
+            found[variable] = replica_evaluation.stack_values(parts)
+        elif replica_evaluation.are_equal(parts):
+            found[variable] = parts[0]
+        else:
+            what = f"Variable '{variable.name}'"
+            refused.append((what, _describe_difference(parts), outputs.VARIABLE_REMEDY))
+    for frame in frames:
+        frame.give_up()
+    return found
+
+
+def _set(strategy: StrategyBase, variable: VariableBase, value: Any) -> None:
+    old = variable._value
+    new = strategy._place_variable(variable, replica_evaluation.to_array(value))
+    if strategy.storage is None and new.sharding != old.sharding:
+        new = jax.device_put(new, old.sharding)  # where it was moved to, such as the host's memory
+    variable._value = new
+
+
+def _collect_objects(
+    run: "EagerRun", ended: Sequence["eager_results.Ended"], refused: list[tuple[str, str, str]]
+) -> dict[int, Any]:
+    """The new values of those NNX Variables that some replica has changed, by number."""
+    binding = run.binding
+    if binding is None:
+        return {}
+    before = binding.values()
+    after = [binding.values_of(x.copies) for x in ended]
+    if any(x is None or jax.tree.structure(x) != jax.tree.structure(before) for x in after):
+        raise ValueError(outputs.describe_structure_change(run.name))
+    found = {}
+    for i, old in enumerate(before):
+        parts = [jax.tree.leaves(x[i]) for x in after]  # type: ignore[index]
+        given = [jax.tree.leaves(x.entered[i]) for x in ended]
+        if all(
+            x is y for p, g in zip(parts, given, strict=True) for x, y in zip(p, g, strict=True)
+        ):
+            continue
+        if binding.variables[i] is None:
+            raise ValueError(outputs.describe_structure_change(run.name))
+        arrays = [
+            _combine(run, i, [replica_evaluation.fetch(p[j]) for p in parts], refused)
+            for j in range(len(parts[0]))
+        ]
+        olds, structure = jax.tree.flatten(old)
+        placed = [_place(run, x, y) for x, y in zip(arrays, olds, strict=True)]
+        found[i] = structure.unflatten(placed)
+    return found
+
+
+def _combine(run: "EagerRun", i: int, parts: list[Any], refused: list[tuple[str, str, str]]) -> Any:
+    """What becomes of an NNX Variable's values on all replicas, by its rule."""
+    binding, count = run.binding, run.mesh.num_replicas
+    assert binding is not None, "it has the Variable"
+    rule = binding.aggregation(i)
+    shares = rule is _SUM and count > 1  # each replica holds its own share of a sum
+    if replica_evaluation.are_equal(parts) and not shares:
+        return parts[0]
+    if rule is None or rule is _NONE:
+        remedy = outputs.remedy_of(binding.kinds[i].__name__)
+        refused.append((binding.name(i), _describe_difference(parts), remedy))
+        return parts[0]
+    if rule is VariableAggregation.ONLY_FIRST_REPLICA:
+        return parts[0]
+    total = np.sum(np.stack(parts), axis=0, dtype=parts[0].dtype)
+    mean = ReduceOp.from_variable_aggregation(rule) is ReduceOp.MEAN
+    return (total / count).astype(parts[0].dtype) if mean else total
+
+
+def _place(run: "EagerRun", value: Any, old: Any) -> Any:
+    """A new value where the old one was; on the mesh, if that was elsewhere."""
+    array = replica_evaluation.to_array(value)
+    storage = run.strategy.storage
+    if storage is not None:
+        return storage.place(array)
+    return jax.device_put(array, _sharding_of(old, run.mesh))
+
+
+def _sharding_of(old: Any, mesh: ReplicaMesh) -> Any:
+    sharding = getattr(old, "sharding", None)
+    on_mesh = sharding is not None and sharding.device_set == mesh.device_set
+    return sharding if on_mesh else mesh.replicated
+
+
+def _describe_difference(parts: list[Any]) -> str:
+    """Where the values of replicas differ first, in words."""
+    hosts = [x.data if isinstance(x, replica_evaluation.HostKeys) else x for x in parts]
+    first = hosts[0]
+    for replica, x in enumerate(hosts):
+        if x.shape != first.shape:
+            return f"it has shape {first.shape} on replica 0, and {x.shape} on replica {replica}"
+    differing = [
+        (replica, np.argwhere((x != first) & ~((x != x) & (first != first))))
+        for replica, x in enumerate(hosts)
+    ]
+    replica, places = next(((r, p) for r, p in differing if len(p)), (0, np.zeros((0, 0), int)))
+    if not len(places):
+        return "its values differ in the sign of zeros or the bits of NaNs"
+    where = tuple(map(int, places[0]))
+    at = f" at {list(where)}" if where else ""
+    others = [str(r) for r, p in differing if len(p)]
+    return (
+        f"replica 0 has {first[where]}{at}, and replica {replica} has {hosts[replica][where]} "
+        f"(replicas that differ from replica 0: {', '.join(others)})"
+    )

@@ -1,0 +1,36 @@
+"""Whose Variables a replica function may use: those of its strategy, and of the default one."""
+
+from typing import Any
+
+from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
+
+
+def owns(strategy: StrategyBase, variable: Any) -> bool:
+    """Whether `variable` belongs to `strategy`, or to the one for which it stands."""
+    return variable.strategy in (strategy, strategy._twin_of)
+
+
+def is_guest(variable: Any, strategy: StrategyBase) -> bool:
+    """Whether a function of `strategy` may read `variable`, which was made out of all scopes."""
+    default = context.default_mode().strategy
+    return not owns(strategy, variable) and variable.strategy is default and not variable.on_read
+
+
+def check_owner(variable: Any, strategy: StrategyBase) -> None:
+    """Refuses a Variable of another strategy, and one without a value.
+
+    Raises:
+        RuntimeError: It is one.
+    """
+    if not owns(strategy, variable):
+        raise RuntimeError(
+            f"Variable '{variable.name}' was made under {variable.strategy!r}, but is used in "
+            f"a replica function of {strategy!r}. Make it in the scope of the strategy "
+            f"that runs the function: with strategy.scope(): ..."
+        )
+    if getattr(variable, "_value", None) is None:
+        raise RuntimeError(
+            f"Variable '{variable.name}' was made in a replica function that failed before its "
+            f"initial value was computed, so it has none. Make it again."
+        )
