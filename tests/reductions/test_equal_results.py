@@ -72,7 +72,72 @@ def test_a_plain_value_belongs_to_no_replica(strategy):
         assert strategy.gather(x, 0).tolist() == [0, 1]
         assert len(strategy.experimental_local_results(x)) == 1
     assert [x.tolist() for x in strategy.gather([3, 4], 0)] == [3, 4]
-    assert tpudist.function(lambda: strategy.gather(jnp.arange(2), 0))().tolist() == [0, 1]
+    for x in (np.arange(2), jnp.arange(2)):
+        assert tpudist.function(lambda x=x: strategy.gather(x, 0))().tolist() == [0, 1]
+
+
+def test_a_function_and_its_caller_count_alike(strategy):
+    """What a function captures, holds in Variables or reduces is what it is outside."""
+    result = strategy.run(_equal)
+    with strategy.scope():
+        held = tpudist.Variable(np.ones(2, np.float32))
+    for value in (
+        lambda: result,
+        lambda: held,
+        lambda: strategy.reduce("sum", result, axis=None),
+        lambda: strategy.gather(result, 0),
+        lambda: strategy.run(lambda x: x, (result,)),
+    ):
+
+        def both(value=value):
+            return strategy.gather(value(), 0), len(strategy.experimental_local_results(value()))
+
+        (joined, count), (expected, _) = tpudist.function(both)(), both()
+        np.testing.assert_array_equal(joined, expected)
+        assert len(joined) == N * len(value().read_value() if value() is held else value())
+        assert count == N
+
+
+@pytest.mark.parametrize("count", ["gather", "experimental_local_results"])
+def test_what_may_be_one_value_or_one_of_each_replica_is_refused(strategy, count):
+    """Outside it depends on the arrays that an argument happens to be computed from."""
+
+    def ask(x):
+        return (
+            strategy.gather(x, 0) if count == "gather" else strategy.experimental_local_results(x)
+        )
+
+    for function, x in [
+        (lambda x: ask(x), np.ones(2, np.float32)),
+        (lambda x: ask(x), strategy.run(_equal)),
+        (lambda x: ask(2 * x), strategy.run(_equal)),
+    ]:
+        with pytest.raises(ValueError, match="one value or one for each of the 4 replicas.*run"):
+            tpudist.function(function)(x)
+    one = tpudist.OneDeviceStrategy()
+    assert tpudist.function(lambda x: one.gather(x, 0))(np.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+def test_components_are_combined_in_a_function_as_outside(strategy, aggregation):
+    with strategy.scope():
+        own = tpudist.Variable(
+            np.zeros(2, np.float32),
+            synchronization=tpudist.VariableSynchronization.ON_READ,
+            aggregation=tpudist.VariableAggregation[aggregation],
+        )
+
+    @strategy.run
+    def _():
+        own.assign(jnp.full(2, 1.0 + tpudist.get_replica_context().replica_id_in_sync_group))
+
+    def combine():
+        sums = [strategy.reduce(op, own, axis) for op in ("sum", "mean") for axis in (None, 0)]
+        return [*sums, strategy.gather(own, 0)]
+
+    for inside, outside in zip(tpudist.function(combine)(), combine(), strict=True):
+        np.testing.assert_allclose(inside, outside)
+    assert np.asarray(combine()[0]).tolist() == [10, 10]
 
 
 def test_one_replica_has_one_of_each():

@@ -13,6 +13,7 @@ from tpudist.values import gathered_rows, indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
+from tpudist.xla.traces import is_traced
 
 
 def capture_in_trace(value: Any) -> Any:
@@ -26,13 +27,26 @@ def capture_in_trace(value: Any) -> Any:
 def is_on_every_replica(mesh: ReplicaMesh, value: Any) -> bool:
     """Whether `value` is an array that is equal on the replicas of `mesh`, and counts on each.
 
-    In a trace that is what a replica function has returned; otherwise every array that the mesh
-    holds whole. A plain value, such as an array of NumPy or of one device, belongs to no replica.
+    That is every array that the mesh holds whole; of those that a trace computes, what a replica
+    function, `reduce` or `gather` has returned, and what Variables hold. A plain value, such as an
+    array of NumPy or of one device, belongs to no replica.
+
+    Raises:
+        ValueError: A trace computes the value in another way. Outside of it, it would count on each
+            replica if the arrays that it is computed from do, and one program is for both.
     """
     frame = context.current().frame
-    if frame is not None:
-        return frame.is_equal_result(value)
-    return isinstance(value, jax.Array) and mesh_of_mirrored(value) == mesh.mesh
+    if frame is None or not is_traced(value):
+        return isinstance(value, jax.Array) and mesh_of_mirrored(value) == mesh.mesh
+    if mesh.num_replicas > 1 and not frame.is_equal_result(value):
+        raise ValueError(
+            f"gather or experimental_local_results was given {value.aval.str_short()} that a "
+            f"tpudist.function or merge_call computes, or takes as an argument, so it is not known "
+            f"whether it is one value or one for each of the {mesh.num_replicas} replicas. They "
+            f"take what strategy.run, reduce or gather returned, PerReplicas and Variables. As one "
+            f"value, use it as it is; as one for each, return it from strategy.run."
+        )
+    return True
 
 
 def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:

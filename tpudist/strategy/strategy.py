@@ -358,7 +358,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
-            ValueError: The parts have no such dim.
+            ValueError: The parts have no such dim. Or a `tpudist.function` gives one of its plain
+                arguments, or what it computes of arrays itself, so that it is not known whether
+                that counts once or once for each replica.
 
         As `tf.distribute.Strategy.gather`, for which the results of `reduce` and `gather` are plain
         values; here every array that all replicas hold counts n times. Negative axes work.
@@ -378,10 +380,19 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         return self._map_all(lambda xs: [function(x) for x in xs], value)
 
     def _map_all(self, function: Callable[[list[Any]], list[Any]], value: PyTree) -> PyTree:
-        def read(x):
-            if isinstance(x, Variable):
-                x = PerReplica(x._value) if self._has_components(x) else x.read_value()
+        frame = context.current().frame
+
+        def note_equal(x):
+            if frame is not None and not isinstance(x, PerReplica):
+                frame.note_equal_result(x)
             return x
+
+        def read(x):
+            if not isinstance(x, Variable):
+                return x
+            if x.on_read:
+                return PerReplica(x._value) if frame is None else x.local_part()
+            return note_equal(x.read_value())
 
         with self._use_mesh_if_eager():
             leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
@@ -389,13 +400,12 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             for x in leaves:
                 integers.check_fit(x, "A value to be reduced or gathered")
             self._replicator.throttle.before_step(arrays)
-            result = treedef.unflatten(function([read(x) for x in leaves]))
-        for x in jax.tree.leaves(result)[:1]:
+            results = function([read(x) for x in leaves])
+        for x in results[:1]:
             self._replicator.throttle.after_step(x)
-        return result
-
-    def _has_components(self, variable: Variable) -> bool:
-        return variable.on_read and context.current().frame is None
+        for x in results:
+            note_equal(x)
+        return treedef.unflatten(results)
 
     def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
         """The parts of this process's replicas, in order; `(value,)` of a plain value.
@@ -404,6 +414,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         its components, `Variable.values`. Of a tree: one tree for each replica. As
         `tf.distribute.Strategy.experimental_local_results`, for which the results of `reduce` and
         `gather` are plain values; here every array that all replicas hold has one part for each.
+
+        Raises:
+            ValueError: In a `tpudist.function`, of a plain value that it computes: see `gather`.
         """
         mesh = self.replica_mesh
         n = len(mesh.local_replicas)

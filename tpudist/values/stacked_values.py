@@ -18,9 +18,10 @@ PyTree = Any
 
 
 def stack_parts(mesh: ReplicaMesh, parts: Sequence[Any]) -> PerReplica:
-    """A PerReplica of the values of this process's replicas, which must know those of all others.
+    """A PerReplica of values that are given for each of this process's replicas, in order.
 
-    They may differ in the size of one dim where all replicas are in this process.
+    They may differ in the size of one dim if all replicas are in this process; otherwise other
+    processes have none of them, and must have given the same shapes.
     """
     arrays = [_number(x) for x in parts]
     return _stack(mesh, arrays, dict(zip(mesh.local_replicas, map(_describe, arrays), strict=True)))
@@ -50,7 +51,10 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
         {i: _describe(x) for i, x in zip(mesh.local_replicas, column, strict=True)}
         for column in arrays
     ]
-    said = {"structure": str(structure), "made": made}
+    # By names: what a structure says of a user's class may be another address in each process.
+    paths = jax.tree_util.tree_flatten_with_path(structure.unflatten(range(len(made))))[0]
+    names = [jax.tree_util.keystr(path) for path, _ in paths]
+    said = {"structure": names, "made": made}
     answers = [json.loads(x) for x in channel.exchange(json.dumps(said))]
     _check_answers(mesh, answers)
     stacked = []
@@ -80,8 +84,7 @@ def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> N
                 f"Process {process} has made no values for its replicas: {answer['error']}. No "
                 f"process goes on without them: see to what failed there."
             )
-    structures = {x["structure"] for x in answers}
-    if len(structures) > 1:
+    if any(x["structure"] != answers[0]["structure"] for x in answers):
         each = ", ".join(f"{p}: {x['structure']}" for p, x in by_process.items())
         raise ValueError(
             f"The processes have made values of different structures for their replicas: {each}. "

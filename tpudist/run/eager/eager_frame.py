@@ -176,6 +176,13 @@ class EagerFrame(Frame):
     def note_part(self, part: Any) -> None:
         """Nothing: what differs is known."""
 
+    def note_equal_result(self, value: Any) -> None:
+        """Nothing: functions of all replicas run outside of the replicas."""
+
+    def is_equal_result(self, value: Any) -> bool:
+        """Not reached, for the same reason."""
+        raise AssertionError(value)
+
     # Rows of the batch.
 
     @property
