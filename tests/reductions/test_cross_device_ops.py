@@ -709,3 +709,22 @@ def test_several_steps_and_functions_of_all_replicas_communicate_as_chosen(choic
     assert float(v) == 48
     assert float(train(batch)) == 56
     assert float(v) == 64
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_complex_numbers_are_summed_also_those_of_a_constant(num_replicas):
+    """XLA:CPU ends the process over the sum of such a constant."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:num_replicas])
+    same = np.full(4, 1 - 2j, np.complex64)
+
+    def step(x):
+        replica = tpudist.get_replica_context()
+        own = x * (1 + replica.replica_id_in_sync_group)
+        return [replica.all_reduce(op, y) for op in ("sum", "mean") for y in (same, own)]
+
+    constant, own, mean, own_mean = strategy.run(step, (same,))
+    total = num_replicas * (num_replicas + 1) // 2
+    np.testing.assert_allclose(constant, same * num_replicas)
+    np.testing.assert_allclose(own, same * total)
+    np.testing.assert_allclose(mean, same)
+    np.testing.assert_allclose(own_mean, same * total / num_replicas)

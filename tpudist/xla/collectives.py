@@ -18,6 +18,7 @@ from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.packing import Packing
 
 PyTree = Any
+_EXTREMES = {ReduceOp.MIN: jax.lax.pmin, ReduceOp.MAX: jax.lax.pmax}
 # The axis of replicas that run one by one, each with arrays whose values are known.
 _eager_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("eager", default=None)
 
@@ -62,8 +63,27 @@ def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> P
 
 def combine(op: ReduceOp, arrays: Any, groups: list[list[int]] | None = None) -> Any:
     """Arrays summed (for `MEAN` too), or their minima or maxima, over replicas or `groups`."""
-    extremes = {ReduceOp.MIN: jax.lax.pmin, ReduceOp.MAX: jax.lax.pmax}
-    return extremes.get(op, jax.lax.psum)(arrays, replica_axis(), axis_index_groups=groups)
+    axis = replica_axis()
+    if op in _EXTREMES:
+        return _EXTREMES[op](arrays, axis, axis_index_groups=groups)
+    return _add_up(lambda parts: jax.lax.psum(parts, axis, axis_index_groups=groups), arrays)
+
+
+def _add_up(communicate: Callable[[Any], Any], arrays: Any) -> Any:
+    """Sums by `communicate`; on CPU those of complex numbers as two of floats.
+
+    XLA:CPU ends the process over the sum of a complex constant (jaxlib 0.10.2 and 0.12.0.1).
+    """
+
+    def is_split(x):
+        return jnp.issubdtype(x.dtype, jnp.complexfloating) and platform() == "cpu"
+
+    sent = jax.tree.map(lambda x: (x.real, x.imag) if is_split(x) else x, arrays)
+    return jax.tree.map(
+        lambda x, summed: jax.lax.complex(*summed) if is_split(x) else summed,
+        arrays,
+        communicate(sent),
+    )
 
 
 def divide_by_replicas(summed: PyTree) -> PyTree:
@@ -108,7 +128,10 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
                 f"reduce_scatter splits dim {axis} of a value of shape {x.shape} over {n} "
                 f"replicas, but {x.shape[dim]} is not a multiple of {n}. Pad it first."
             )
-        x = jax.lax.psum_scatter(x, replica_axis(), scatter_dimension=dim, tiled=True)
+        axis_name = replica_axis()
+        x = _add_up(
+            lambda x: jax.lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=True), x
+        )
         return x / jnp.asarray(n, mean_dtype(x)) if op is ReduceOp.MEAN else x
 
     return run_collective(lambda leaves: [scatter(x) for x in leaves], value)
