@@ -334,3 +334,51 @@ def test_what_a_jit_inside_captures_is_a_constant_too(transform):
         strategy.run(lambda x: of_model(x), args=(x,))
     with pytest.raises(ValueError, match=r"captures an array float32\[1024,512\] of 2.0 MiB"):
         strategy.run(lambda x: of_table(x), args=(x,))
+
+
+# What JAX traces once for all the programs that call it.
+
+KEPT = {
+    "jit": lambda read: jax.jit(lambda x: x + read()),
+    "scan": lambda read: _make_scan(lambda c, _: (c + read(), None)),
+    "cond": lambda read: _make_cond(lambda x: x + read()),
+    "checkpoint": lambda read: jax.checkpoint(lambda x: x + read()),
+    "vmap of jit": lambda read: jax.vmap(jax.jit(lambda x: x + read()[0])),
+}
+
+
+def _make_scan(turn):
+    return lambda x: jax.lax.scan(turn, x, length=1)[0]
+
+
+def _make_cond(branch):
+    return lambda x: jax.lax.cond(x[0] < 1e9, branch, jnp.negative, x)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_function_of_a_module_reads_what_it_captures_in_each_program(mirrored, kind):
+    """It would read that of the first program that JAX has traced it for, or one replica's part."""
+    parts = parts_of(mirrored)
+    with mirrored.scope():
+        held = tpudist.Variable(jnp.full(2, 10.0))
+    helper = KEPT[kind](lambda: parts + held)
+    x = np.ones(2, np.float32)
+    expected = [11.0 + i for i in range(8)]
+
+    def again(x):
+        held.assign_add(jnp.ones(2))
+        return helper(x), helper(2 * x)
+
+    def values(result):
+        return [y[0] for y in local(mirrored, result)]
+
+    assert values(mirrored.run(lambda x: helper(x), (x,))) == expected
+    assert values(mirrored.run(lambda x: 2 * helper(x), (x,))) == [2 * y for y in expected]
+    grad = mirrored.run(lambda x: jax.grad(lambda y: helper(y).sum())(x), (x,))
+    assert {y for part in local(mirrored, grad) for y in part} == {1.0}
+    first, second = mirrored.run(again, (x,))
+    assert values(first) == [y + 1 for y in expected]
+    assert values(second) == [y + 2 for y in expected]
+    with pytest.raises(RuntimeError, match="read in a function that jax.jit"):
+        jax.jit(lambda x: x + held)(x)
+    assert values(mirrored.run(lambda x: helper(x), (x,))) == [y + 1 for y in expected]

@@ -188,6 +188,7 @@ class ReplicaFrame(Frame):
         self.read.add(variable)
         if self._is_nested:
             self._read_inside.add(variable)
+            traces.spoil_caches()
         return self.value_of(variable)
 
     def value_of(self, variable: Any) -> jax.Array:
@@ -257,6 +258,8 @@ class ReplicaFrame(Frame):
             capture = Capture(value, self._function, self.strategy)
             check_parts(value, self.strategy, capture)
             root.findings.captures.append(capture)
+        if self._is_nested:
+            traces.spoil_caches()
         return jax.lax.index_in_dim(value.array, 0, keepdims=False)
 
     def restart_under(self, strategy: StrategyBase) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,7 +46,9 @@ def separate_caches(now: bool = True) -> Iterator[None]:
     programs that call it. Python code in it that does more than return something must run in each.
 
     Args:
-        now: Whether from the start, or only from when `renew_caches` is called.
+        now: Whether from the start, or only from when `renew_caches` is called. Until then the
+            programs that a thread traces within this share what JAX has traced, but for those that
+            have called `spoil_caches`.
     """
     if _KEY is None and now:
         raise RuntimeError(
@@ -57,7 +60,8 @@ def separate_caches(now: bool = True) -> Iterator[None]:
     if _KEY is None:
         yield
         return
-    before = _KEY.swap_local(next(_numbers)) if now else _KEY.get_local()
+    common = _own.key if _KEY.value is None else _KEY.value
+    before = _KEY.swap_local(next(_numbers) if now else common)
     try:
         yield
     finally:
@@ -83,9 +87,22 @@ def renew_caches() -> None:
         _KEY.set_local(next(_numbers))
 
 
+def spoil_caches() -> None:
+    """Leaves nothing that is traced here for later traces: it has a value of this one in it."""
+    _own.key = next(_numbers)
+
+
+class _OwnCaches(threading.local):
+    """The key of what the programs that a thread traces share."""
+
+    def __init__(self):
+        self.key = next(_numbers)
+
+
 # Made when this is imported: later it would have JAX trace anew what it knows already.
 _KEY = internals.make_key_of_trace_caches()
 _numbers = itertools.count(1)
+_own = _OwnCaches()
 _NO_MESH = AbstractMesh((), ())
 
 
