@@ -468,6 +468,8 @@ def test_a_model_that_is_no_nnx_object_is_refused(model):
     """It was an IndexError: tuple index out of range."""
     with pytest.raises(TypeError, match="given a model of type .* no NNX object. Give an nnx.Mod"):
         tpudist.Optimizer(optax.sgd(0.1), model)
+    with pytest.raises(TypeError, match=r"given \[\] as its model, which holds no NNX Variables"):
+        tpudist.Optimizer(optax.sgd(0.1), [])
 
 
 @pytest.mark.parametrize("wrt", [3, object(), 1.5])

@@ -90,6 +90,12 @@ class Optimizer(nnx.Optimizer):
                 f"Optimizer was given a model of type {type(model).__name__}, which is no NNX "
                 f"object. Give an nnx.Module, or none for tpudist.Variables."
             ) from error
+        is_object = model is None or isinstance(model, nnx_contents.OBJECT_TYPES)
+        if not is_object and not jax.tree.leaves(nnx.state(model)):
+            raise TypeError(
+                f"Optimizer was given {model!r} as its model, which holds no NNX Variables. Give "
+                f"an nnx.Module, or none for tpudist.Variables: Optimizer(tx)."
+            )
         self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
         self.has_model = model is not None
