@@ -22,14 +22,14 @@ import tyro
 from rich.console import Console
 
 import tpudist
-from benchmarks import calls, checkpoint, emulation, input, programs, published, scale
+from benchmarks import calls, checkpoint, emulation, input, programs, published, scale, tails
 from benchmarks.figures import Figure, show
 
 NUM_DEVICES = 8
 SLICES = ("v5e:4x4", "v6e:2x4")
 CHECKPOINT_REPEATS = 3
 Suite = Literal[
-    "calls", "programs", "tpu", "emulation", "checkpoint", "input", "published", "scale"
+    "calls", "programs", "tails", "tpu", "emulation", "checkpoint", "input", "published", "scale"
 ]
 
 
@@ -38,10 +38,10 @@ class Config:
     """Measures tpudist against hand-written JAX, on 8 emulated devices."""
 
     suites: tuple[Suite, ...] = ("calls", "programs", "emulation")
-    """What to measure: Python time per call; the compiled programs; the programs that the TPU
-    compiler makes for v5e:4x4 and v6e:2x4 (needs libtpu, takes minutes); loops that never wait;
-    checkpoints; the distributed iterator; the planner's estimates against published training runs
-    (an hour) and its own time from 8 to 4096 chips."""
+    """What to measure: Python time per call; the compiled programs; those of partial batches; the
+    programs that the TPU compiler makes for v5e:4x4 and v6e:2x4 (needs libtpu, takes minutes);
+    loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
+    published training runs (an hour) and its own time from 8 to 4096 chips."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -91,6 +91,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return calls.figures(config.calls)
     if suite == "programs":
         return programs.figures(None, f"{NUM_DEVICES} CPU devices")
+    if suite == "tails":
+        return tails.figures()
     if suite == "checkpoint":
         return checkpoint.figures(config.checkpoint_megabytes, CHECKPOINT_REPEATS)
     if suite == "input":

@@ -88,7 +88,7 @@ def lower_both(task: Task, geometry: str, devices: Sequence[jax.Device] | None =
     optimizer = strategy.create_abstract(lambda model: tpudist.Optimizer(tx, model), model)
     batch_spec = P((strategy.replica_mesh.replica_axis, *strategy.replica_mesh.batch_axes))
     ours = strategy.lower(
-        make_train_step(task.loss), args=(model, optimizer, _batch_of_replicas(task, strategy))
+        make_train_step(task.loss), args=(model, optimizer, batch_of_replicas(task, strategy))
     )
     graphdef, parameters = nnx.split(model)
     parameters, opt_state = nnx.as_pure(parameters), nnx.as_pure(optimizer.opt_state)
@@ -147,7 +147,8 @@ def jit_by_hand(
     return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(*where, None), **options)
 
 
-def _batch_of_replicas(task: Task, strategy: tpudist.Strategy) -> tpudist.PerReplica:
+def batch_of_replicas(task: Task, strategy: tpudist.Strategy) -> tpudist.PerReplica:
+    """A global batch of a task, as abstract arrays."""
     n = strategy.num_replicas_in_sync
     shape = (n, task.batch_size // n, *task.example.shape)
     where = placement.sharding_of_stack(strategy.replica_mesh, shape, split_rows=True)

@@ -193,7 +193,7 @@ def test_steps_that_are_not_called_are_given_up(mirrored, caplog, monkeypatch, c
     def step(x, name):
         return x + len(name)
 
-    function = mirrored._replicator._function(step)
+    function = mirrored._replicator.function_of(step)
     names = ["", "a", "bb", "ccc", "dddd", "eeeee"]
     with caplog.at_level("WARNING", logger="tpudist.compile"):
         for name in names:

@@ -401,7 +401,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
                 integers.check_fit(x, "A value to be reduced or gathered")
             self._replicator.throttle.before_step(arrays)
             results = function([read(x) for x in leaves])
-        for x in results[:1]:
+        for x in jax.tree.leaves(results)[:1]:
             self._replicator.throttle.after_step(x)
         for x in results:
             note_equal(x)

@@ -1,0 +1,139 @@
+"""Partial batches: the program that all of them share, against that of full ones.
+
+Padding is masked in it, and the plain loss that its function computes has no mask. What it costs is
+paid by an epoch's last batch alone; so is tracing for other numbers of rows, which it is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import tpudist
+from benchmarks import pairs
+from benchmarks.figures import Figure, at_most_times, equal_within
+from tpudist.xla.hlo import collective_ops
+
+SUITE = "partial batches"
+FLOPS_TOLERANCE, MOST_BYTES = 0.01, 1.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task, and how many rows of each replica are real in its tail."""
+
+    task: pairs.Task
+    lost: int = 3
+
+
+def cases() -> dict[str, Case]:
+    """An MLP, a convnet of real size and the reference transformer."""
+    return {
+        "MLP": Case(pairs.mlp()),
+        "ResNet-18": Case(resnet()),
+        "transformer": Case(pairs.transformer()),
+    }
+
+
+def figures() -> Iterator[Figure]:
+    """What the masked program of each case computes and moves, and the time to make both."""
+    for name, case in cases().items():
+        strategy = tpudist.MirroredStrategy()
+        n = strategy.num_replicas_in_sync
+        each = case.task.batch_size // n
+        full = (each,) * n
+        tail = (*(each,) * (n - 1), each - case.lost)
+        plain, seconds = _compile(case.task, strategy, full)
+        masked, more_seconds = _compile(case.task, strategy, tail)
+        flops = Figure(SUITE, name, "FLOPs", masked.flops, plain.flops)
+        yield equal_within(flops, FLOPS_TOLERANCE)
+        moved = Figure(SUITE, name, "bytes", masked.bytes_accessed, plain.bytes_accessed)
+        yield at_most_times(moved, MOST_BYTES)
+        yield Figure(SUITE, name, "temporary bytes", masked.temp_bytes, plain.temp_bytes)
+        for what in seconds:
+            yield Figure(SUITE, name, f"seconds to {what}", more_seconds[what], seconds[what])
+
+
+def _compile(
+    task: pairs.Task, strategy: tpudist.Strategy, rows: tuple[int, ...]
+) -> tuple[collective_ops.ProgramFigures, dict[str, float]]:
+    model = strategy.create_abstract(task.make_model)
+    tx = optax.adamw(pairs.LEARNING_RATE)
+    optimizer = strategy.create_abstract(lambda model: tpudist.Optimizer(tx, model), model)
+
+    def step(model, optimizer, batch):
+        def loss_of(model):
+            return tpudist.compute_average_loss(
+                task.loss(model, batch), global_batch_size=task.batch_size
+            )
+
+        loss, gradients = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    whole = pairs.batch_of_replicas(task, strategy)
+    batch = tpudist.PerReplica(whole.array, rows)
+    start = time.perf_counter()
+    lowered = strategy.lower(step, args=(model, optimizer, batch))
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
+    return collective_ops.program_figures(compiled), seconds
+
+
+class Block(nnx.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, channels: int, out: int, stride: int, rngs: nnx.Rngs):
+        """Gives `out` channels of maps that are smaller by `stride`."""
+        conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
+        self.first = conv(channels, out, (3, 3), strides=stride)
+        self.second = conv(out, out, (3, 3))
+        self.norms = nnx.List([nnx.BatchNorm(out, rngs=rngs) for _ in range(2)])
+        self.around = conv(channels, out, (1, 1), strides=stride) if stride > 1 else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Of maps `[batch, height, width, channels]`."""
+        y = nnx.relu(self.norms[0](self.first(x)))
+        y = self.norms[1](self.second(y))
+        return nnx.relu(y + (x if self.around is None else self.around(x)))
+
+
+class ResNet(nnx.Module):
+    """A residual network with the shapes of ResNet-18."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        """With parameters drawn by `rngs`."""
+        self.stem = nnx.Conv(3, 64, (7, 7), strides=2, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        sizes = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+        blocks = [[Block(a, b, s, rngs), Block(b, b, 1, rngs)] for a, b, s in sizes]
+        self.blocks = nnx.List([block for stage in blocks for block in stage])
+        self.head = nnx.Linear(512, 1000, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits `[batch, 1000]` of images `[batch, 224, 224, 3]`."""
+        x = nnx.relu(self.norm(self.stem(images)))
+        x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(axis=(1, 2)))
+
+
+def resnet() -> pairs.Task:
+    """ResNet-18 on images of 224 x 224, with batch statistics of each replica."""
+    return pairs.Task(
+        lambda: ResNet(nnx.Rngs(0)),
+        lambda model, images: optax.softmax_cross_entropy_with_integer_labels(
+            model(images), jnp.zeros(len(images), jnp.int32)
+        ),
+        jax.ShapeDtypeStruct((224, 224, 3), np.float32),
+    )
