@@ -24,9 +24,11 @@ from rich.console import Console
 import tpudist
 from benchmarks import calls, checkpoint, emulation, input, programs, published, scale, tails
 from benchmarks.figures import Figure, show
+from tpudist.xla import topology
 
 NUM_DEVICES = 8
 SLICES = ("v5e:4x4", "v6e:2x4")
+TAILS_SLICE = "v5e:2x4"
 CHECKPOINT_REPEATS = 3
 Suite = Literal[
     "calls", "programs", "tails", "tpu", "emulation", "checkpoint", "input", "published", "scale"
@@ -39,7 +41,8 @@ class Config:
 
     suites: tuple[Suite, ...] = ("calls", "programs", "emulation")
     """What to measure: Python time per call; the compiled programs; those of partial batches; the
-    programs that the TPU compiler makes for v5e:4x4 and v6e:2x4 (needs libtpu, takes minutes);
+    programs that the TPU compiler makes for v5e:4x4 and v6e:2x4, and those of partial batches for
+    v5e:2x4 (needs libtpu, takes minutes);
     loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
     published training runs (an hour) and its own time from 8 to 4096 chips."""
     published: tuple[str, ...] = ()
@@ -92,13 +95,14 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
     if suite == "programs":
         return programs.figures(None, f"{NUM_DEVICES} CPU devices")
     if suite == "tails":
-        return tails.figures()
+        return tails.figures(None, f"{NUM_DEVICES} CPU devices")
     if suite == "checkpoint":
         return checkpoint.figures(config.checkpoint_megabytes, CHECKPOINT_REPEATS)
     if suite == "input":
         return input.figures(config.tensorflow_python)
     if suite == "tpu":
-        return [figure for name in SLICES for figure in programs.figures_on_slice(name)]
+        whole = [figure for name in SLICES for figure in programs.figures_on_slice(name)]
+        return [*whole, *tails.figures(topology.devices(TAILS_SLICE), TAILS_SLICE)]
     if suite == "published":
         return published.figures(config.published)
     if suite == "scale":

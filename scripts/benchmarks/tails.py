@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -43,10 +43,11 @@ def cases() -> dict[str, Case]:
     }
 
 
-def figures() -> Iterator[Figure]:
+def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure]:
     """What the masked program of each case computes and moves, and the time to make both."""
-    for name, case in cases().items():
-        strategy = tpudist.MirroredStrategy()
+    for model, case in cases().items():
+        name = f"{model}, {where}"
+        strategy = tpudist.TPUStrategy(devices=devices)
         n = strategy.num_replicas_in_sync
         each = case.task.batch_size // n
         full = (each,) * n

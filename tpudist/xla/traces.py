@@ -60,7 +60,7 @@ def separate_caches(now: bool = True) -> Iterator[None]:
     if _KEY is None:
         yield
         return
-    common = _own.key if _KEY.value is None else _KEY.value
+    common = _caches.key if _KEY.value is None else _KEY.value
     before = _KEY.swap_local(next(_numbers) if now else common)
     try:
         yield
@@ -89,10 +89,10 @@ def renew_caches() -> None:
 
 def spoil_caches() -> None:
     """Leaves nothing that is traced here for later traces: it has a value of this one in it."""
-    _own.key = next(_numbers)
+    _caches.key = next(_numbers)
 
 
-class _OwnCaches(threading.local):
+class _CachesOfThread(threading.local):
     """The key of what the programs that a thread traces share."""
 
     def __init__(self):
@@ -102,7 +102,7 @@ class _OwnCaches(threading.local):
 # Made when this is imported: later it would have JAX trace anew what it knows already.
 _KEY = internals.make_key_of_trace_caches()
 _numbers = itertools.count(1)
-_own = _OwnCaches()
+_caches = _CachesOfThread()
 _NO_MESH = AbstractMesh((), ())
 
 

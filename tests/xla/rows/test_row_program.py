@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import replica_functions
 from row_steps import ENDS, STEPS
+from tpudist.xla import jaxprs
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.row_program import RowProgram
 from tpudist.xla.rows.row_sizes import size_at
@@ -98,7 +99,7 @@ def case_named(name):
 
 
 # What is refused as a whole, each for a reason that the message says.
-REFUSED = {"ranking", "ridge_and_whitening"}
+REFUSED = {"ranking"}
 QUICK = {"npairs", "confusion", "einsums"}
 
 
@@ -502,3 +503,23 @@ def test_another_value_for_few_rows_is_refused(name, rows):
     function = functools.partial(OTHER_VALUES[name], rows)
     padded = Padded(function, [x, y, v, w], [0, 0, None, None])
     assert [padded.outcome(real) for real in (rows, 2)] == ["refused", "exact"]
+
+
+def test_what_contractions_sum_over_rows_is_masked_where_it_is_computed():
+    """So that there is one array of it: also the padding of what others read is zeros then."""
+
+    def step(x, w):
+        hidden = jnp.tanh(x @ w)
+        over_rows = (((0,), (0,)), ((), ()))
+        return (
+            jax.lax.dot_general(hidden, hidden, over_rows),
+            jnp.exp(hidden),
+            (jax.lax.dot_general(hidden, x, over_rows)),
+        )
+
+    padded = follow(step, X, jnp.ones((3, 3)), groups=[0, None])
+    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+    counts = [jnp.int32(FULL)]
+    traced = jax.make_jaxpr(lambda x, w: padded.run(counts, x, w))(X, jnp.ones((3, 3)))
+    masks = [eqn for eqn in jaxprs.walk(traced.jaxpr) if eqn.primitive.name == "select_n"]
+    assert len(masks) == 2  # of x and of hidden, each for all that read it

@@ -17,9 +17,11 @@ from jax import lax
 from jax.extend import core
 
 from tpudist.xla import jaxprs
+from tpudist.xla.rows import contractions
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.labels import (
     Corner,
+    Dims,
     LabelledEquation,
     LabelledProgram,
     Varies,
@@ -57,6 +59,8 @@ class Evaluator:
         self.gathered: dict[int, RowSize] = {}
         self.broken_claims: set[int] = set()
         self._rules = rules
+        # By id, and kept so that it stays theirs: values, and the dims beyond which they are zero.
+        self._masked: dict[int, tuple[Any, frozenset[int]]] = {}
 
     def program(self, labelled: LabelledProgram, args: Sequence[Any]) -> list[Any]:
         """The outputs of a program for padded inputs."""
@@ -68,7 +72,16 @@ class Evaluator:
             self.counts = outer
 
     def _outputs(self, labelled: LabelledProgram, args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(labelled.jaxpr.invars, args, strict=True))
+        env: dict[Any, Any] = {}
+        summed = contractions.find_summed(labelled)
+
+        def enter(variable: Any, value: Any, dims: Dims) -> None:
+            env[variable] = self._mask_summed(value, dims, summed.get(variable, ()))
+
+        for variable, value, dims in zip(
+            labelled.jaxpr.invars, args, labelled.in_dims, strict=True
+        ):
+            enter(variable, value, dims)
         for variable, value in zip(labelled.jaxpr.constvars, labelled.consts, strict=True):
             env[variable] = self.constant(value, variable.aval)
         for equation in labelled.equations:
@@ -79,7 +92,10 @@ class Evaluator:
                 for i, atom in enumerate(equation.eqn.invars)
             ]
             outputs = self._evaluate(equation, values)
-            env.update(zip(equation.eqn.outvars, outputs, strict=True))
+            for variable, value, dims in zip(
+                equation.eqn.outvars, outputs, equation.out_dims, strict=True
+            ):
+                enter(variable, value, dims)
         return [
             self.constant(labelled.out_literals[i], atom.aval)
             if i in labelled.out_literals
@@ -87,9 +103,32 @@ class Evaluator:
             for i, atom in enumerate(labelled.jaxpr.outvars)
         ]
 
+    def _mask_summed(self, value: Any, dims: Dims, over: Sequence[int]) -> Any:
+        """A value with zeros beyond the real rows of the dims that contractions sum over."""
+        already = self._masked[id(value)][1] if id(value) in self._masked else frozenset()
+        known = [d for d in over if d not in already and self.is_known(dims[d])]
+        for d in known:
+            value = self.mask(value, d, dims[d], 0)
+        if known:
+            self._masked[id(value)] = value, already.union(known)
+        return value
+
+    def is_masked(self, value: Any, dim: int) -> bool:
+        """Whether a value is known to have zeros beyond the real rows of a dim."""
+        return id(value) in self._masked and dim in self._masked[id(value)][1]
+
+    def mask(self, x: Any, dim: int, size: Dim, fill: Any) -> Any:
+        """`x` with `fill` beyond the real size of a dim."""
+        real = lax.broadcasted_iota(jnp.int32, x.shape, dim) < self.size(size)
+        return jnp.where(real, x, jnp.asarray(fill, x.dtype))
+
+    def is_known(self, dim: Dim) -> bool:
+        """Whether it is known here how large a dim is."""
+        return not isinstance(dim, RowSize) or all(self.counts[i] is not None for i in dim.symbols)
+
     def size(self, dim: Dim) -> Any:
         """How large a dim really is: a traced int32, or an int."""
-        if isinstance(dim, RowSize) and any(self.counts[i] is None for i in dim.symbols):
+        if not self.is_known(dim):
             raise RowsError(_OUTSIDE_OF_PART)
         return size_at(dim, self._counts_or_zero())
 
@@ -224,11 +263,13 @@ class Operation:
 
     def mask(self, i: int, dims: Sequence[int], fill: Any) -> Any:
         """Operand `i` with `fill` beyond the real rows of these dims."""
-        x = self.values[i]
+        own = x = self.values[i]
         for dim in dims:
-            if is_rows(self.in_dims[i][dim]):
-                real = self.is_real(x.shape, dim, self.in_dims[i][dim])
-                x = jnp.where(real, x, jnp.asarray(fill, x.dtype))
+            size = self.in_dims[i][dim]
+            if is_rows(size) and not (
+                isinstance(fill, int) and fill == 0 and self.evaluator.is_masked(own, dim)
+            ):
+                x = self.evaluator.mask(x, dim, size, fill)
         return x
 
     def bind(self, values: Sequence[Any] | None = None, **changed: Any) -> list[Any]:

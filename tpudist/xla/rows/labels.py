@@ -138,7 +138,7 @@ def find_difference(first: Any, second: Any) -> str | None:
         else:
             number = numbers[which].setdefault(atom, len(numbers[which]))
         aval = atom.aval
-        return number, len(getattr(aval, "shape", ())), str(getattr(aval, "dtype", ""))
+        return number, len(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
 
     def differ(x: Sequence[Any], y: Sequence[Any]) -> bool:
         return [describe(v, 0) for v in x] != [describe(v, 1) for v in y]

@@ -26,9 +26,9 @@ _TOLERANCE = 3e-6  # float32 constants are rounded
 _FORMS: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (lambda v: v, lambda p: p),
     (lambda v: 1 / v, lambda p: 1 / p),
-    (lambda v: v * v, jnp.sqrt),
-    (lambda v: 1 / (v * v), jax.lax.rsqrt),
-    (np.exp, jnp.log),
+    (lambda v: v * v, lambda p: _numpy_of(p).sqrt(p)),
+    (lambda v: 1 / (v * v), lambda p: 1 / _numpy_of(p).sqrt(p)),
+    (np.exp, lambda p: _numpy_of(p).log(p)),
 )
 
 
@@ -227,21 +227,30 @@ def _fit(seen: np.ndarray, points: tuple[Point, ...]) -> tuple[float, ...] | Non
 
 
 def _share_at(coefficients: tuple[float, ...], i: int, counts: Sequence[Any]) -> Any:
-    rows = jnp.asarray(counts[i], jnp.result_type(float))
-    return _number_at(coefficients, lambda p: p / rows, counts)
+    return _number_at(coefficients, lambda p: p / _as_number(counts[i]), counts)
 
 
 def _number_at(
     coefficients: tuple[float, ...], back: Callable[[Any], Any], counts: Sequence[Any]
 ) -> Any:
-    dtype = jnp.result_type(float)
-    real = [jnp.asarray(count, dtype) for count in counts]
-    total: Any = 0.0
+    real = [_as_number(count) for count in counts]
+    total: Any = _as_number(0)
     for c, powers in zip(coefficients, _monomials(len(real)), strict=True):
         if c:
             factors = (x for x, power in zip(real, powers, strict=True) for _ in range(power))
-            total = total + functools.reduce(lambda a, b: a * b, factors, jnp.asarray(c, dtype))
-    return back(jnp.asarray(total, dtype))
+            total = total + functools.reduce(lambda a, b: a * b, factors, _as_number(c))
+    with np.errstate(all="ignore"):  # 1 / rows, where there are none
+        return back(total)
+
+
+def _as_number(value: Any) -> Any:
+    """A traced scalar or one of NumPy's, of JAX's default dtype."""
+    return _numpy_of(value).asarray(value, jnp.result_type(float))[()]
+
+
+def _numpy_of(value: Any) -> Any:
+    """JAX's for what is traced; a number of the host may be asked for where no device is."""
+    return jnp if isinstance(value, jax.Array) else np
 
 
 def _evaluate(size: RowSize, point: Point) -> Fraction:

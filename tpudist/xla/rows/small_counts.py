@@ -50,7 +50,7 @@ class _Calls:
     def __init__(self):
         self.numbers: dict[Site, dict[tuple, set[Any]]] = collections.defaultdict(dict)
         self.names: dict[Site, set[str]] = collections.defaultdict(set)
-        self.lines: dict[Site, str] = {}
+        self.first: dict[Site, core.JaxprEqn] = {}
         self.equations: set[int] = set()
         self.computed: dict[Site, set[str]] = collections.defaultdict(set)
         self.steps: dict[Site, dict[tuple, list[Step]]] = collections.defaultdict(dict)
@@ -62,7 +62,7 @@ class _Calls:
             site = around
         else:
             self.names[site].add(called)
-            self.lines.setdefault(site, users_line_of(eqn))
+            self.first.setdefault(site, eqn)
         if eqn.primitive.name in ("jit", "pjit"):
             self.names[site].add(str(eqn.params.get("name")))
         self.numbers[site]  # there is one now
@@ -89,7 +89,8 @@ def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> st
     _note(actual, traced, None, NOWHERE)
 
     def describe(wrong: str, site: Site) -> str:
-        line = expected.lines.get(site) or actual.lines.get(site)
+        first = expected.first.get(site) or actual.first.get(site)
+        line = users_line_of(first) if first is not None else ""
         return f"{wrong} ({line})" if line else wrong
 
     sites = dict.fromkeys([*expected.numbers, *actual.numbers])

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from tpudist.xla.rows.contractions import dims_of_sums
 from tpudist.xla.rows.evaluator import Operation, Rule
 from tpudist.xla.rows.row_sizes import is_rows
 
@@ -81,9 +82,13 @@ def _reduce_by_function(operation: Operation) -> Sequence[Any]:
 
 def _dot(operation: Operation) -> Sequence[Any]:
     operation.check_params()
-    (left, right), _ = operation.params["dimension_numbers"]
+    return _contract(operation)
+
+
+def _contract(operation: Operation) -> Sequence[Any]:
+    summed = dims_of_sums(operation.equation)
     # Both, since 0 times NaN is NaN.
-    return operation.bind([operation.mask(0, left, 0), operation.mask(1, right, 0)])
+    return operation.bind([operation.mask(i, summed.get(i, ()), 0) for i in range(2)])
 
 
 def _convolve(operation: Operation) -> Sequence[Any]:
@@ -100,7 +105,7 @@ def _convolve(operation: Operation) -> Sequence[Any]:
         operation.refuse("rows are in groups of features")
     if params["batch_group_count"] > 1 and (has_rows(0, lhs[0]) or has_rows(1, rhs[0])):
         operation.refuse("rows are in groups of the batch")
-    return operation.bind([operation.mask(0, lhs[1:], 0), operation.mask(1, rhs[1:2], 0)])
+    return _contract(operation)
 
 
 def _slide_window(operation: Operation) -> Sequence[Any]:
