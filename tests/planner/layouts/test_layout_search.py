@@ -35,7 +35,7 @@ def make_step(candidate, width=64, hidden=64):
     strategy = tpudist.TPUStrategy(devices=candidate.devices, replica_axes=candidate.replica_axes)
     model = strategy.create_abstract(lambda: nnx.Linear(width, hidden, rngs=nnx.Rngs(0)))
     optimizer = strategy.create_abstract(
-        lambda model: tpudist.Optimizer(optax.sgd(0.1), model), model
+        lambda model: tpudist.Optimizer(optax.sgd(0.1), model, reduce_op="mean"), model
     )
 
     def step(model, optimizer, x):
