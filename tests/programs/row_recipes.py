@@ -225,7 +225,8 @@ class Recipe:
 
         Args:
             replicas: The inputs of each.
-            noise: How large a share of the largest number of each step is added to its numbers.
+            noise: How large a share of the largest number of each step is added to some of its
+                numbers and taken from the others; it is taken from all if it is negative.
         """
         call = functools.partial(_call_with_noise, noise) if noise else _call_compiled
         if self.finish.startswith("gradient"):
@@ -275,7 +276,8 @@ def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
 def _call_with_noise(noise: float, function: Callable[..., Any], x: Any, *args: Any) -> Any:
     """A step of numbers that are off by as much as rounding may be."""
     size = noise * jnp.max(jnp.abs(jnp.where(jnp.isfinite(x), x, 0)), initial=1.0)
-    signs = jnp.asarray(np.random.default_rng(x.size).choice([-1.0, 1.0], x.shape), x.dtype)
+    choice = np.random.default_rng(x.size).choice([-1.0, 1.0], x.shape) if noise > 0 else 1.0
+    signs = jnp.asarray(choice, x.dtype)
     return _call_compiled(function, x + size * signs, *args)
 
 
