@@ -75,7 +75,10 @@ STEPS = {
     "map": lambda x: jax.lax.map(lambda r: r / (1 + jnp.abs(r).sum()), x),
     "vmap": lambda x: jax.vmap(lambda r: jnp.cumsum(r))(x),
     "cond": lambda x: jax.lax.cond(x.sum() > 0, lambda v: v - v.mean(), lambda v: v * 2, x),
-    "while": lambda x: jax.lax.while_loop(lambda v: jnp.abs(v).sum() > 20, lambda v: v * 0.5, x),
+    # Not where it is infinite: half of that is so too.
+    "while": lambda x: jax.lax.while_loop(
+        lambda v: (jnp.abs(v).sum() > 20) & (jnp.abs(v).sum() < jnp.inf), lambda v: v * 0.5, x
+    ),
     "jit": jax.jit(lambda x: x - x.max(0)),
     "checkpoint": jax.checkpoint(lambda x: jnp.sin(x) * x.mean(0)),
     "gradient": lambda x: jax.grad(lambda v: jnp.sum(jnp.tanh(v) * v.mean(0)) / v.shape[0])(x),
@@ -163,7 +166,9 @@ STEPS = {
         x,
     ),
     "while of rows": lambda x: jax.vmap(
-        lambda r: jax.lax.while_loop(lambda v: jnp.abs(v).sum() > 2, lambda v: v / 2, r)
+        lambda r: jax.lax.while_loop(
+            lambda v: (jnp.abs(v).sum() > 2) & (jnp.abs(v).sum() < jnp.inf), lambda v: v / 2, r
+        )
     )(x),
     "scan of pairs": lambda x: jax.lax.scan(
         lambda c, r: ((c[0] + 1, jnp.maximum(c[1], r)), c[1] / c[0]), (1.0, jnp.zeros(3)), x
