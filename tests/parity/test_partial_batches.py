@@ -62,7 +62,7 @@ def test_a_program_without_masks_gives_what_tensorflow_gives(name, num_replicas,
     assert different(found, expected) == []
 
 
-@pytest.mark.parametrize("name", ["weighted_loss", "speech"])
+@pytest.mark.parametrize("name", ["weighted_loss", pytest.param("speech", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("split", [s for s in runs.SPLITS if s[0] > 1 and s[1] == 8])
 def test_losses_over_the_global_batch_train_the_same_on_any_number_of_replicas(name, split):
     """Also where TensorFlow raises, as its CTC loss does on a replica without rows."""
