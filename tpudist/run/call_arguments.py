@@ -283,3 +283,16 @@ def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: s
                 f"'{name}' was given {leaves[i]!r}, but runs on {num_replicas} replica(s). It was "
                 f"made under another strategy: distribute it with the one that runs the function."
             )
+
+
+def check_positions(asked: Sequence[int], field: str, function: str, num_args: int) -> None:
+    """Refuses positions of arguments, a field of `RunOptions`, that a call does not have.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if any(not 0 <= i < num_args for i in asked):
+        raise ValueError(
+            f"RunOptions({field}={asked}) was asked for, but '{function}' was given {num_args} "
+            f"positional argument(s). Name positions from 0 to {num_args - 1}."
+        )

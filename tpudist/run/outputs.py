@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
-from tpudist.xla import replica_equality
+from tpudist.xla import replica_agreement
 
 
 def place_outputs(
-    proof: replica_equality.Agreement,
+    proof: replica_agreement.Agreement,
     variables: Sequence[Variable],
     nnx_leaves: Sequence[int],
     binding: nnx_binding.Binding | None,
@@ -87,7 +87,7 @@ def remedy_of(kind: str) -> str:
     )
 
 
-def _describe_cause(proof: replica_equality.Agreement, k: int) -> str:
+def _describe_cause(proof: replica_agreement.Agreement, k: int) -> str:
     return f"its new value depends on {proof.causes[k]}, and was not reduced over the replicas"
 
 

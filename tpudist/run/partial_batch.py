@@ -19,8 +19,8 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.run.inputs import Inputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.results import CallOutputs
-from tpudist.run.trace_frame import TracedRows
-from tpudist.xla import collectives, compile, replica_equality, traces
+from tpudist.run.traced_rows import TracedRows
+from tpudist.xla import collectives, compile, replica_agreement, replica_equality, traces
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.rows.errors import RowsError
 from tpudist.xla.rows.row_program import LEAST, RowProgram
@@ -146,7 +146,7 @@ class PartialBatch:
             raise RowsError("what was gathered of all replicas is gathered once more")
         return size.with_symbols(own)
 
-    def _mark_rows(self, proof: replica_equality.Agreement) -> replica_equality.Agreement:
+    def _mark_rows(self, proof: replica_agreement.Agreement) -> replica_agreement.Agreement:
         """The proof, in which what has rows differs: replicas may have other numbers of them."""
         own = self.num_groups + len(self._parts)
         causes = list(proof.causes)

@@ -5,11 +5,11 @@ communicate, and state must not be a constant of the program.
 """
 
 from tpudist.state import nnx_contents
-from tpudist.xla import compile, compile_log, replica_equality
+from tpudist.xla import compile, compile_log, replica_agreement
 from tpudist.xla.mesh import ReplicaMesh
 
 
-def check_hazards(proof: replica_equality.Agreement, name: str) -> None:
+def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
     """Refuses a program in which replicas could wait for each other for ever."""
     for hazard in proof.hazards:
         where = f" (at {hazard.where})" if hazard.where else ""
@@ -21,7 +21,7 @@ def check_hazards(proof: replica_equality.Agreement, name: str) -> None:
         )
 
 
-def check_communication(proof: replica_equality.Agreement, mesh: ReplicaMesh, name: str) -> None:
+def check_communication(proof: replica_agreement.Agreement, mesh: ReplicaMesh, name: str) -> None:
     """Refuses collectives that XLA answers with an internal error, or by ending the process.
 
     Those of the replica context are safe; a function may also call `jax.lax.psum` itself.

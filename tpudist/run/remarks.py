@@ -4,7 +4,6 @@ Only what is certain from the program is said; see the classes of the warnings.
 """
 
 import dataclasses
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from tpudist.options import LocalMeanWarning, UndistributedBatchWarning
 from tpudist.run.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.xla import compile, compile_log, replica_equality
+from tpudist.xla import compile, compile_log, replica_agreement, replica_equality
 from tpudist.xla.hlo import source_lines
 from tpudist.xla.rows import local_means
 
@@ -43,7 +42,8 @@ def warn_once(remarks: Sequence[Remark], given: set[type[Warning]]) -> None:
     """Warns of what is not among the categories that were `given`, and adds it to them."""
     for remark in remarks:
         if remark.category not in given:
-            file, _, line = (remark.where or _line_of_call()).rpartition(":")
+            where = remark.where or source_lines.line_of_call() or "unknown:0"
+            file, _, line = where.rpartition(":")
             warnings.warn_explicit(
                 remark.message, remark.category, file, int(line), registry=_shown
             )
@@ -54,7 +54,7 @@ def find_remarks(
     call: ReplicaCall,
     variables: Sequence[Any],
     program: compile.ReplicaProgram,
-    proof: replica_equality.Agreement,
+    proof: replica_agreement.Agreement,
     labels: Callable[[], list[str]],
 ) -> tuple[Remark, ...]:
     """What there is to say of a function that was traced.
@@ -113,7 +113,7 @@ def _find_undistributed(
     call: ReplicaCall,
     num_variables: int,
     program: compile.ReplicaProgram,
-    proof: replica_equality.Agreement,
+    proof: replica_agreement.Agreement,
     labels: Callable[[], list[str]],
 ) -> Remark | None:
     """Arrays of the host that all replicas compute with, to add up what they agree on."""
@@ -121,24 +121,15 @@ def _find_undistributed(
         return None
     state = {shape for x in proof.sums for shape in x.shapes}
     state |= {x.aval.shape for x in program.closed.jaxpr.outvars}
-    found: list[int] = []
-    where = ""
-    for i, leaf in _host_arrays(call, num_variables + call.inputs.num_nnx):
-        if call.leaves[leaf].shape in state:
-            continue
-        causes: list[str | None] = [None] * len(program.closed.jaxpr.invars)
-        causes[i] = "this argument"
-        marked = replica_equality.prove(program.closed, causes).sums
-        lines = [
-            one.where
-            for one, other in zip(proof.sums, marked, strict=True)
-            if any(x is None and y == causes[i] for x, y in zip(one.causes, other.causes))  # noqa: B905
-        ]
-        if lines:
-            found.append(leaf)
-            where = where or lines[0]
-    if not found:
+    arrays = [
+        (i, leaf)
+        for i, leaf in _host_arrays(call, num_variables + call.inputs.num_nnx)
+        if call.leaves[leaf].shape not in state
+    ]
+    where = _find_equal_sum(program, proof, [i for i, _ in arrays])
+    if where is None:
         return None
+    found = [leaf for i, leaf in arrays if _find_equal_sum(program, proof, [i]) is not None]
     n = call.strategy.num_replicas_in_sync
     message = (
         f"'{call.name}' was given {_name_arguments(call, found, labels())}, which "
@@ -150,6 +141,20 @@ def _find_undistributed(
         f"category=tpudist.UndistributedBatchWarning)."
     )
     return Remark(UndistributedBatchWarning, message)
+
+
+def _find_equal_sum(
+    program: compile.ReplicaProgram, proof: replica_agreement.Agreement, inputs: Sequence[int]
+) -> str | None:
+    """The line of a sum of what is equal on all replicas and depends on one of these inputs."""
+    causes: list[str | None] = [None] * len(program.closed.jaxpr.invars)
+    for i in inputs:
+        causes[i] = "this argument"
+    marked = replica_equality.prove(program.closed, causes).sums
+    for one, other in zip(proof.sums, marked, strict=True):
+        if any(x is None and y == "this argument" for x, y in zip(one.causes, other.causes)):  # noqa: B905
+            return one.where
+    return None
 
 
 def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
@@ -167,9 +172,3 @@ def _name_arguments(call: ReplicaCall, leaves: Sequence[int], labels: Sequence[s
     named = [f"'{labels[i]}' {compile_log.describe(call.leaves[i])}" for i in leaves[:_MAX_NAMED]]
     more = f" and {len(leaves) - _MAX_NAMED} more" if len(leaves) > _MAX_NAMED else ""
     return ", ".join(named) + more
-
-
-def _line_of_call() -> str:
-    """The user's line that is being run."""
-    stack = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_stack(None))
-    return source_lines.users_line(tuple(x for x in stack if "<frozen" not in x)) or "unknown:0"

@@ -19,7 +19,8 @@ from tpudist.run.containers import unpack
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.results import CallOutputs
-from tpudist.run.trace_frame import ReplicaFrame, TracedRows
+from tpudist.run.trace_frame import ReplicaFrame
+from tpudist.run.traced_rows import TracedRows
 from tpudist.state import nnx_contents
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable

@@ -51,19 +51,6 @@ class ArgumentsChanged(Exception):
     """The cache of `jit` missed in a call whose arguments were not all looked at."""
 
 
-def check_positions(asked: Sequence[int], field: str, function: str, num_args: int) -> None:
-    """Refuses positions of arguments, a field of `RunOptions`, that a call does not have.
-
-    Raises:
-        ValueError: It does not.
-    """
-    if any(not 0 <= i < num_args for i in asked):
-        raise ValueError(
-            f"RunOptions({field}={asked}) was asked for, but '{function}' was given {num_args} "
-            f"positional argument(s). Name positions from 0 to {num_args - 1}."
-        )
-
-
 class Step:
     """One function for one kind of arguments."""
 
@@ -385,7 +372,7 @@ class Step:
     def _positions_of_donated(self, now: call_arguments.Call, first: int) -> list[int]:
         """Positions among the inputs of the donated arguments; arguments begin at `first`."""
         asked = self.options.donate_argnums
-        check_positions(asked, "donate_argnums", self.function.name, len(now.args))
+        call_arguments.check_positions(asked, "donate_argnums", self.function.name, len(now.args))
         if not asked:
             return []
         sizes = [

@@ -18,7 +18,7 @@ from tpudist.run import argument_keys, call_arguments, call_description, python_
 from tpudist.run.captures import Findings
 from tpudist.run.python_numbers import TraceFailed
 from tpudist.run.recent_steps import Form, RecentSteps
-from tpudist.run.step import ArgumentsChanged, Step, check_positions
+from tpudist.run.step import ArgumentsChanged, Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.weak_identity import WeakIdentityDict
 from tpudist.state import nnx_binding
@@ -328,7 +328,9 @@ def _find_numbers(
     function: _Function, fn, args, kwargs, options: RunOptions, leaves: list[Any], structure: tuple
 ) -> frozenset[int]:
     """Which of the flat arguments are Python numbers that are fed."""
-    check_positions(options.static_argnums, "static_argnums", function.name, len(args))
+    call_arguments.check_positions(
+        options.static_argnums, "static_argnums", function.name, len(args)
+    )
     if not any(map(call_arguments.is_number, leaves)):
         return frozenset()
     names = call_description.names_of_leaves(fn, args, kwargs)

@@ -16,7 +16,7 @@ from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import CallOutputs, TracedStep
-from tpudist.run.trace_frame import TracedRows
+from tpudist.run.traced_rows import TracedRows
 from tpudist.run.variable_references import check_references
 from tpudist.state.variable import Variable
 from tpudist.xla import compile, replica_equality

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from tpudist.state.variable_base import VariableBase
-from tpudist.xla import references, replica_equality
+from tpudist.xla import references, replica_agreement
 
 
 class VariableReferences:
@@ -68,7 +68,7 @@ class VariableReferences:
 
 
 def check_references(
-    proof: replica_equality.Agreement, variables: list[Any], function_name: str
+    proof: replica_agreement.Agreement, variables: list[Any], function_name: str
 ) -> None:
     """Refuses Variables where JAX does not do what the program says with their references.
 

@@ -27,6 +27,7 @@ from tpudist.run.step_cache import Replicator
 from tpudist.state.variable import Variable
 from tpudist.strategy import logical_axes
 from tpudist.strategy.extended import StrategyExtended
+from tpudist.strategy.scope import Scope
 from tpudist.strategy.state_methods import StateMethods
 from tpudist.values import stacked_values
 from tpudist.values.indexed_slices import is_slices
@@ -134,7 +135,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
 
         As `tf.distribute.Strategy.scope`.
         """
-        return _Scope(self)
+        return Scope(self._enter_scope)
 
     # Running.
 
@@ -466,23 +467,6 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         return stacked_values.stack_trees(
             self.replica_mesh, lambda: [value_fn(ValueContext(i, n)) for i in local]
         )
-
-
-class _Scope(contextlib.AbstractContextManager):
-    """A scope that can be entered again, in itself and after it was left."""
-
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
-        self._entered: list[Any] = []
-
-    def __enter__(self) -> Strategy:
-        entered = self._strategy._enter_scope()
-        strategy = entered.__enter__()
-        self._entered.append(entered)
-        return strategy
-
-    def __exit__(self, *exception) -> bool | None:
-        return self._entered.pop().__exit__(*exception)
 
 
 def _is_value(x: Any) -> bool:

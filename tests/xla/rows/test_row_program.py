@@ -481,6 +481,9 @@ OTHER_VALUES = {
     "operands": lambda rows, x, y, v, w: jnp.subtract(*_choose(rows, x, (x, y), (y, x))).sum(0),
     "a weight": lambda rows, x, y, v, w: x.sum(0) + _choose(rows, x, v, w),
     "a constant": lambda rows, x, y, v, w: x.sum(0) + _choose(rows, x, *CONSTANTS),
+    "a random key": lambda rows, x, y, v, w: (
+        x.sum(0) + jax.random.normal(_choose(rows, x, *KEYS), (5,))
+    ),
     "in a jitted function": lambda rows, x, y, v, w: jax.jit(
         lambda v, w: x.sum(0) + _choose(rows, x, v, w)
     )(v, w),
@@ -489,6 +492,7 @@ OTHER_VALUES = {
     )(v, w),
 }
 CONSTANTS = RNG.normal(size=(2, 5)).astype(np.float32)
+KEYS = jax.random.key(0), jax.random.key(1)
 
 
 # Of no rows, one input is like the other.
@@ -514,7 +518,7 @@ def test_what_contractions_sum_over_rows_is_masked_where_it_is_computed():
         return (
             jax.lax.dot_general(hidden, hidden, over_rows),
             jnp.exp(hidden),
-            (jax.lax.dot_general(hidden, x, over_rows)),
+            jax.lax.dot_general(hidden, x, over_rows),
         )
 
     padded = follow(step, X, jnp.ones((3, 3)), groups=[0, None])

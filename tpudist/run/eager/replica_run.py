@@ -23,7 +23,6 @@ from tpudist.run.eager.replica_turns import Turns
 from tpudist.run.replica_body import make_values_of_replica
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.row_groups import RowGroups
-from tpudist.run.step import check_positions
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, internals, replica_evaluation, traces
@@ -122,8 +121,9 @@ class EagerRun:
                 f"options={options!r} of type {type(options).__name__} was given to run "
                 f"'{self.name}'. It must be a tpudist.RunOptions, or None."
             )
-        check_positions(options.static_argnums, "static_argnums", self.name, len(args))
-        static = call_arguments.leaves_of(options.static_argnums, self.structure)
+        positions = options.static_argnums
+        call_arguments.check_positions(positions, "static_argnums", self.name, len(args))
+        static = call_arguments.leaves_of(positions, self.structure)
         names = call_description.names_of_leaves(self.fn, args, kwargs)
         found = python_numbers.find_fed(self.leaves, names, self.function.static_names, static)
         return frozenset(i for i in found if call_arguments.fits(self.leaves[i]))

@@ -9,19 +9,15 @@ reader. The first replica runs in the caller's thread, where debuggers are at ho
 import contextvars
 import ctypes
 import dataclasses
-import inspect
 import linecache
-import os
-import sysconfig
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from tpudist.xla.hlo import source_lines
+
 _SECONDS_BETWEEN_SIGNALS = 0.2
 _END = "the end of the function"
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = (_PACKAGE + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen ")
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 class Released(BaseException):
@@ -105,7 +101,7 @@ class Turns:
                 replicas; it gives what each of them takes away.
         """
         self._check_running()
-        self._visits[me] = _Visit(what, brought, act, find_users_line() if what != _END else "")
+        self._visits[me] = _Visit(what, brought, act, _find_users_line() if what != _END else "")
         if me and what == _END:
             return None
         if self._count > 1:
@@ -201,13 +197,9 @@ def _interrupt(thread: threading.Thread) -> None:
     )
 
 
-def find_users_line() -> str:
-    """The innermost line that is no library's, as `file:line (code)`; empty if there is none."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and not any(x in file for x in _INSTALLED):
-            code = linecache.getline(file, frame.f_lineno).strip()
-            return f"{file}:{frame.f_lineno}" + (f" ({code})" if code else "")
-        frame = frame.f_back
-    return ""
+def _find_users_line() -> str:
+    """The innermost line that is the user's, as `file:line (code)`; empty if there is none."""
+    line = source_lines.line_of_call()
+    file, _, number = line.rpartition(":")
+    code = linecache.getline(file, int(number)).strip() if line else ""
+    return f"{line} ({code})" if code else line

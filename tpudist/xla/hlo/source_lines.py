@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import re
+import traceback
 
 _LIBRARY = pathlib.Path(__file__).parents[2]
 _MODELS = _LIBRARY / "models"
@@ -18,6 +19,12 @@ def users_line(stack: tuple[str, ...]) -> str | None:
     others = [line for line in stack if not _is_library_line(line)]
     theirs = (line for line in others if not _INSTALLED.intersection(pathlib.Path(line).parts))
     return next(theirs, None) or next(iter(others or stack), None)
+
+
+def line_of_call() -> str:
+    """The user's line that this thread runs, "file:line"; empty if there is none."""
+    stack = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_stack(None))
+    return users_line(tuple(line for line in stack if "<frozen" not in line)) or ""
 
 
 def _is_library_line(line: str) -> bool:

@@ -59,8 +59,8 @@ class Evaluator:
         self.gathered: dict[int, RowSize] = {}
         self.broken_claims: set[int] = set()
         self._rules = rules
-        # By id, and kept so that it stays theirs: values, and the dims beyond which they are zero.
-        self._masked: dict[int, tuple[Any, frozenset[int]]] = {}
+        # By id, and kept so that it stays theirs: values, and the sizes beyond which they are zero.
+        self._masked: dict[int, tuple[Any, dict[int, Dim]]] = {}
 
     def program(self, labelled: LabelledProgram, args: Sequence[Any]) -> list[Any]:
         """The outputs of a program for padded inputs."""
@@ -105,17 +105,17 @@ class Evaluator:
 
     def _mask_summed(self, value: Any, dims: Dims, over: Sequence[int]) -> Any:
         """A value with zeros beyond the real rows of the dims that contractions sum over."""
-        already = self._masked[id(value)][1] if id(value) in self._masked else frozenset()
-        known = [d for d in over if d not in already and self.is_known(dims[d])]
-        for d in known:
-            value = self.mask(value, d, dims[d], 0)
+        _, already = self._masked.get(id(value), (value, {}))
+        known = {d: dims[d] for d in over if already.get(d) != dims[d] and self.is_known(dims[d])}
+        for d, size in known.items():
+            value = self.mask(value, d, size, 0)
         if known:
-            self._masked[id(value)] = value, already.union(known)
+            self._masked[id(value)] = value, already | known
         return value
 
-    def is_masked(self, value: Any, dim: int) -> bool:
-        """Whether a value is known to have zeros beyond the real rows of a dim."""
-        return id(value) in self._masked and dim in self._masked[id(value)][1]
+    def is_masked(self, value: Any, dim: int, size: Dim) -> bool:
+        """Whether a value is known to have zeros beyond the real size of a dim."""
+        return id(value) in self._masked and self._masked[id(value)][1].get(dim) == size
 
     def mask(self, x: Any, dim: int, size: Dim, fill: Any) -> Any:
         """`x` with `fill` beyond the real size of a dim."""
@@ -267,7 +267,7 @@ class Operation:
         for dim in dims:
             size = self.in_dims[i][dim]
             if is_rows(size) and not (
-                isinstance(fill, int) and fill == 0 and self.evaluator.is_masked(own, dim)
+                isinstance(fill, int) and fill == 0 and self.evaluator.is_masked(own, dim, size)
             ):
                 x = self.evaluator.mask(x, dim, size, fill)
         return x

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -33,7 +35,6 @@ Origins = frozenset[Any] | None
 """The inputs, constants and sites that a value comes from; None if that is not known."""
 
 _NOTHING: frozenset[Any] = frozenset()
-_SUMMED_BYTES = 1 << 20
 
 
 class ValueOrigins:
@@ -128,9 +129,7 @@ def _origin_of_constant(value: Any) -> Origins:
         value, Varies | Corner | Piecewise | RowSize | RowNumber | Tracer
     ):
         return None
-    try:
-        array = np.asarray(value)
-    except Exception:  # random keys and the like
-        return None
-    number = zlib.crc32(array.tobytes()) if array.nbytes <= _SUMMED_BYTES else 0
-    return frozenset({("constant", array.shape, array.dtype.name, number)})
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return frozenset({("constant", array.shape, array.dtype.name, zlib.crc32(array.tobytes()))})
