@@ -51,7 +51,8 @@ class LocalMeanWarning(UserWarning):
     the line of the mean, if all of this is certain from the program:
 
     - the gradient begins with 1 / rows, where the rows are those that one replica has of a
-      distributed batch (or of a microbatch; or 1 / elements, by JAX's own mean over rows and more);
+      distributed batch (or of a microbatch; or 1 / elements, by JAX's own mean over rows and more),
+      and becomes half of that where the function is traced for twice as many rows;
     - nothing it is multiplied by on its way to the sum may be 1 / n;
     - the sum is over n > 1 replicas, and `tpudist.Optimizer` takes it, or it is scaled and added
       to something;

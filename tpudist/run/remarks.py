@@ -5,7 +5,7 @@ Only what is certain from the program is said; see the classes of the warnings.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ def find_remarks(
     program: compile.ReplicaProgram,
     proof: replica_agreement.Agreement,
     labels: Callable[[], list[str]],
+    trace_double: Callable[[Mapping[int, int]], compile.ReplicaProgram | None],
 ) -> tuple[Remark, ...]:
     """What there is to say of a function that was traced.
 
@@ -65,6 +66,8 @@ def find_remarks(
         program: The program of one replica.
         proof: What of it is equal on every replica.
         labels: Gives the names of the flat arguments.
+        trace_double: Gives the program for twice as many rows, given the dims of the inputs that
+            have them; None if the function cannot be traced for these.
     """
     if not proof.sums or call.strategy.num_replicas_in_sync == 1:
         return ()
@@ -73,19 +76,27 @@ def find_remarks(
     if not call.kinds.per_replica and not captured:
         found = _find_undistributed(call, len(variables), program, proof, labels)
     elif batches and call.inputs.groups is None:
-        found = _find_local_mean(call, program, batches)
+        found = _find_local_mean(call, program, batches, trace_double)
     else:
         found = None
     return () if found is None else (found,)
 
 
 def _find_local_mean(
-    call: ReplicaCall, program: compile.ReplicaProgram, batches: dict[int, int]
+    call: ReplicaCall,
+    program: compile.ReplicaProgram,
+    batches: dict[int, int],
+    trace_double: Callable[[Mapping[int, int]], compile.ReplicaProgram | None],
 ) -> Remark | None:
     """A mean over a replica's rows whose gradient is summed over the replicas."""
     n = call.strategy.num_replicas_in_sync
     found = local_means.find(program.closed, batches, n)
     if found is None:
+        return None
+    # That the divisor is as large as the number of rows may be chance: then it stays what it is.
+    double = trace_double(batches)
+    again = None if double is None else local_means.find(double.closed, batches, n)
+    if again is None or (again.where, again.divisor) != (found.where, 2 * found.divisor):
         return None
     summed = f" (at {found.summed})" if found.summed else ""
     message = (

@@ -4,7 +4,7 @@ The trace sees the function as one replica does. Afterwards every output is plac
 equal everywhere, one per replica, aggregated by its own rule, or refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +73,21 @@ def trace_step(
         proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole
     )
     position = {v: i for i, v in enumerate(variables)}
+
+    def trace_double(dims: Mapping[int, int]) -> compile.ReplicaProgram | None:
+        doubled = list(shapes[:end])
+        for i, dim in dims.items():
+            shape = list(doubled[i].shape)
+            shape[1 + dim] *= 2  # after that of the replicas
+            doubled[i] = jax.ShapeDtypeStruct(shape, doubled[i].dtype)
+        again = CallOutputs()
+        function = body.make_flat_function(again, None)
+        try:
+            traced = compile.trace(function, mesh, doubled, stacked[:end], name)
+        except (Exception, NewVariable):  # whatever the function raises for other numbers of rows
+            return None
+        return None if again.incomplete else traced
+
     return TracedStep(
         program=program,
         found=found,
@@ -82,7 +97,7 @@ def trace_step(
         aggregated=aggregated,
         mesh=mesh,
         partial=partial,
-        remarks=remarks.find_remarks(call, variables, program, proof, labels),
+        remarks=remarks.find_remarks(call, variables, program, proof, labels, trace_double),
     )
 
 

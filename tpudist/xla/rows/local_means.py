@@ -9,7 +9,8 @@ So one trace is followed once, with what is known of each value (`mean_facts`), 
 primitive (`mean_rules`, `mean_arithmetic`, `mean_dims`). Only what is certain is found: the divisor
 is the number of rows (or of elements, where JAX's own mean divides); no factor on the way can be
 1 / n; and what is summed is given to `tpudist.Optimizer`, or scaled and added to something, and
-divided by n nowhere.
+divided by n nowhere. That a divisor is as large as the number of rows may be chance still: who
+warns has the function traced for another number, and looks whether the divisor follows.
 """
 
 import dataclasses
