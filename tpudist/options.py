@@ -84,6 +84,11 @@ class RunOptions:
             or `range`).
         donate_state: Whether the old values of NNX objects and Variables that the function changes
             may be overwritten in place. Arrays read from them before the call are then gone.
+        aggregation: What becomes of state in plain pytrees, such as Linen's collections, that the
+            function takes as an argument and gives back, and that differs between replicas: by the
+            name of the collection a `tpudist.VariableAggregation` or its name, `none` for one value
+            for each replica. By default `{"batch_stats": "mean"}`; `params` and `opt_state` that
+            differ are refused, and what has no name here becomes a PerReplica. Kept as pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -92,9 +97,11 @@ class RunOptions:
     donate_argnums: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
     static_argnums: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
     donate_state: bool = dataclasses.field(default=True, kw_only=True)
+    aggregation: Any = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self):
-        """Refuses what cannot be honoured, and makes the compiler options hashable."""
+        """Refuses what cannot be honoured, and makes the fields hashable."""
+        object.__setattr__(self, "aggregation", _check_aggregation(self.aggregation))
         for name in ("donate_argnums", "static_argnums"):
             object.__setattr__(self, name, _check_positions(name, getattr(self, name)))
         if self.experimental_xla_options is not None:
@@ -112,6 +119,24 @@ class RunOptions:
                 "replica function is compiled for static shapes. Distribute the dataset with "
                 "tpudist, which pads the last batch and counts only its real rows."
             )
+
+
+_AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
+
+
+def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
+    """The names of the aggregations, by the names of collections."""
+    checked = []
+    for collection, rule in sorted(dict(rules or ()).items()):
+        name = str(getattr(rule, "name", rule)).lower()
+        if name not in _AGGREGATIONS or not isinstance(collection, str):
+            raise ValueError(
+                f"RunOptions(aggregation={rules!r}) was asked for. It says by the name of a "
+                f"collection what becomes of it: a tpudist.VariableAggregation or its name "
+                f"({', '.join(_AGGREGATIONS)}), as in {{'batch_stats': 'mean'}}."
+            )
+        checked.append((collection, name))
+    return tuple(checked)
 
 
 def _check_positions(name: str, value: Any) -> tuple[int, ...]:

@@ -261,9 +261,8 @@ def test_replicas_and_their_devices_come_in_the_assignments_order():
     assert [[d.id for d in row] for row in strategy.mesh.devices] == [[6, 0], [3, 5]]
     assert strategy.run(lambda: 1) == 1
     ids = strategy.run(lambda: tpudist.get_replica_context().replica_id_in_sync_group)
-    parts = strategy.experimental_local_results(ids)
-    assert [int(x) for x in parts] == [0, 1]
-    assert [{d.id for d in x.devices()} for x in parts] == [{0, 6}, {3, 5}]
+    assert [int(x) for x in ids.values] == [0, 1]
+    assert [{d.id for d in x.devices()} for x in ids.values] == [{0, 6}, {3, 5}]
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,12 @@ def test_local_results_are_the_parts_in_replica_order(strategy):
     assert [np.asarray(p).tolist() for p in parts] == stacked.tolist()
     if n > 1:
         own = strategy.mesh.devices.reshape(n, -1)
-        assert [p.sharding.device_set for p in parts] == [set(devices) for devices in own]
+        assert [p.sharding.device_set for p in x.values] == [set(devices) for devices in own]
+        # They can be computed with: all are where the first one is.
+        assert {p.sharding for p in parts} == {parts[0].sharding}
+        assert parts[0].sharding.device_set == set(own[0])
+        np.testing.assert_array_equal(sum(parts), stacked.sum(0))
+        np.testing.assert_array_equal(jnp.stack(parts), stacked)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 16])

@@ -50,7 +50,8 @@ class PlanMethods(StrategyBase):
         devices = list(devices)
         self._check_movable(devices)
         inner = {str(k): v for k, v in self.replica_mesh.mesh.shape.items() if k != REPLICA_AXIS}
-        return self._with_mesh(make_mesh(devices, inner))
+        name = self.replica_mesh.axis_name
+        return self._with_mesh(make_mesh(devices, inner, axis_name=name))
 
     def _with_mesh(self, mesh: ReplicaMesh) -> Any:
         other = object.__new__(type(self))

@@ -166,6 +166,13 @@ def leaves_of(argnums: Sequence[int], structure: tuple) -> frozenset[int]:
     return frozenset(leaf for i in argnums if 0 <= i < len(spans) for leaf in range(*spans[i]))
 
 
+def leaves_that_are_arguments(structure: tuple) -> frozenset[int]:
+    """Positions among `Flattener.leaves` of those that are a whole argument, and no part of one."""
+    first = itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0)
+    leaf = jax.tree.structure(0)
+    return frozenset(i for i, treedef in zip(first, structure, strict=False) if treedef == leaf)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kinds:
     """Positions of the flat arguments by kind. Depends on their types only, so it is made once."""
@@ -187,6 +194,16 @@ class Kinds:
     def only_arrays(self) -> bool:
         """Whether all arguments are arrays, or fed as such."""
         return not (self.per_replica or self.objects or self.states or self.static)
+
+    def are_arrays_of(self, other: "Kinds") -> bool:
+        """Whether these are the kinds of `other`, but for arrays in the place of some numbers.
+
+        As of a state that began with a Python number and came back from its step.
+        """
+        fields = ("dynamic", "per_replica", "objects", "states", "static")
+        if any(getattr(self, name) != getattr(other, name) for name in fields):
+            return False
+        return set(self.numbers) < set(other.numbers)
 
     @classmethod
     def of(cls, leaves: Sequence[Any], numbers: Collection[int] = ()) -> "Kinds":
@@ -215,6 +232,11 @@ def is_number(x: Any) -> bool:
     return type(x) in _NUMBER_TYPES
 
 
+def is_number_or_array(x: Any) -> bool:
+    """Whether an argument can be fed in the place of a number."""
+    return is_number(x) or isinstance(x, _ARRAY_TYPES)
+
+
 def fits(x: Any) -> bool:
     """Whether a Python number can be fed: an integer must be one of JAX's default dtype."""
     if type(x) is not int or -(2**31) <= x < 2**31:
@@ -226,6 +248,7 @@ class Call:
     """What one call was given, for the trace that it may start.
 
     Attributes:
+        kinds: Of what is fed for the arguments.
         careful: Whether all arguments have been looked at, so that a step may be made for them.
     """
 
@@ -237,14 +260,15 @@ class Call:
         "elements",
         "fn",
         "function",
+        "kinds",
         "kwargs",
         "rows",
     )
 
-    def __init__(self, function, fn, args, kwargs, elements, binding, rows, careful):
+    def __init__(self, function, fn, args, kwargs, elements, kinds, binding, rows, careful):
         """`elements` is what is fed for the arguments, `rows` the real rows of each group."""
         self.function, self.fn, self.args, self.kwargs = function, fn, args, kwargs
-        self.elements, self.binding, self.rows = elements, binding, rows
+        self.elements, self.kinds, self.binding, self.rows = elements, kinds, binding, rows
         self.careful = careful
         self._leaves: list[Any] | None = None
 

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 
 from tpudist.options import RunOptions
-from tpudist.run import argument_keys
 from tpudist.run.call_arguments import is_leaf
-from tpudist.state import nnx_contents
+from tpudist.state import nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log
 
@@ -68,4 +67,4 @@ def _describe(value: Any) -> str:
         return compile_log.describe(value)
     if isinstance(value, str | int | float | complex | None):
         return f"the value {value!r}"
-    return textwrap.shorten(f"a {argument_keys.describe(value)}", 200)
+    return textwrap.shorten(f"a {value_keys.describe(value)}", 200)

@@ -16,11 +16,11 @@ import jax
 from tpudist import context, step_boundaries
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
-from tpudist.run import argument_keys, call_arguments
+from tpudist.run import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
 from tpudist.run.eager import eager_mode
 from tpudist.run.recent_steps import MAX_STEPS
-from tpudist.state import nnx_contents
+from tpudist.state import nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica
 
 PyTree = Any
@@ -151,7 +151,7 @@ class Function:
             leaves = [IteratorArgument(numbers[id(x)]) if _is_iterator(x) else x for x in leaves]
             args, kwargs = treedef.unflatten(leaves)
         static = tuple(
-            argument_keys.key_of(x)
+            value_keys.key_of(x)
             for x in leaves
             if not hasattr(x, "dtype") and not isinstance(x, nnx_contents.OBJECT_TYPES)
         )

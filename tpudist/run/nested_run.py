@@ -18,12 +18,12 @@ from tpudist.run.inputs import Inputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import CallOutputs, aggregate_outputs
-from tpudist.run.trace import causes_of_variables
+from tpudist.run.trace import causes_of_variables, outputs_of_random_keys
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import LocalPart, PerReplica
-from tpudist.xla import compile, integers, replica_equality
+from tpudist.xla import axis_names, compile, integers, replica_equality, unchanged_keys
 
 
 def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -59,12 +59,15 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
         *_arrays(kinds, leaves),
     ]
     found = CallOutputs()
-    closed = jax.make_jaxpr(body.make_flat_function(found))(*values)
+    traced = jax.make_jaxpr(body.make_flat_function(found))(*values)
+    closed = axis_names.use_replica_axis(strategy.replica_mesh, traced)
     if found.interruption is not None:
         _begin_variables(frame, found, compile.evaluate(closed, values))
         raise found.interruption
     causes = causes_of_variables(variables) + [None] * inputs.num_nnx
     causes += ["an argument" if s else None for s in inputs.stacked[inputs.num_nnx :]]
+    keys = outputs_of_random_keys(binding, found, len(variables))
+    closed, _ = unchanged_keys.keep_unchanged_keys(closed, keys)
     proof = replica_equality.prove(closed, causes, [frame.cause_of(x) for x in closed.consts])
     check_references(proof, found.references, name)
     own = proof.causes[: len(proof.causes) - len(found.computed)]

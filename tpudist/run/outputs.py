@@ -91,12 +91,13 @@ def _describe_cause(proof: replica_agreement.Agreement, k: int) -> str:
     return f"its new value depends on {proof.causes[k]}, and was not reduced over the replicas"
 
 
-def describe_structure_change(name: str) -> str:
-    """The refusal of a function that changes the structure of an NNX object."""
+def describe_structure_change(name: str, change: str) -> str:
+    """The refusal of a function that changes the structure of an NNX object in some way."""
     return (
-        f"'{name}' changed the structure of an NNX object (an attribute that is not an array, "
-        f"or a Variable that was added or removed). In a replica function only the values of "
-        f"Variables can change: change the object before strategy.run."
+        f"'{name}' changed the structure of an NNX object: {change}. After a replica function only "
+        f"the values of Variables can be other ones. Change the object before strategy.run; take "
+        f"what a module has sown out of it in the function, and return it: "
+        f"nnx.pop(model, nnx.Intermediate)."
     )
 
 

@@ -375,7 +375,7 @@ def _are_alike(first: CallOutputs, found: CallOutputs) -> bool:
         and first.treedef == found.treedef
         and first.variables == found.variables
         and first.nnx == found.nnx
-        and not found.structure_changed
+        and not found.structure_change
     )
 
 

@@ -40,7 +40,8 @@ class RecentSteps:
     def __init__(self, name: str):
         """`name` is the function's."""
         self._name = name
-        self._steps: collections.OrderedDict[Step, tuple[Form, Any]] = collections.OrderedDict()
+        # Each with the forms in which it is, and its keys there.
+        self._steps: collections.OrderedDict[Step, list[Any]] = collections.OrderedDict()
         self._was_told = False
 
     def __len__(self) -> int:
@@ -55,11 +56,10 @@ class RecentSteps:
     def add(self, step: Step, form: Form, key: Any) -> None:
         """Adds `step`, and gives up the one whose last call is longest ago if they are too many."""
         form.steps[key] = step
-        self._steps[step] = form, key
+        self._steps.setdefault(step, []).append((form, key))
         if len(self._steps) <= MAX_STEPS:
             return
-        old, (its_form, its_key) = self._steps.popitem(last=False)
-        self._forget(old, its_form, its_key)
+        self._forget(*self._steps.popitem(last=False))
         _log.log(
             logging.DEBUG if self._was_told else logging.WARNING,
             "%s has more than %d compiled programs, which differ in the Python values or the "
@@ -72,12 +72,12 @@ class RecentSteps:
 
     def drop(self, form: Form) -> None:
         """Gives up all steps of `form`."""
-        for step, (its_form, key) in list(self._steps.items()):
-            if its_form is form:
-                del self._steps[step]
-                self._forget(step, form, key)
+        for step, places in list(self._steps.items()):
+            if any(its_form is form for its_form, _ in places):
+                self._forget(step, self._steps.pop(step))
 
-    def _forget(self, step: Step, form: Form, key: Any) -> None:
-        form.steps.pop(key, None)
-        for known in [k for k, other in form.latest.items() if other is step]:
-            del form.latest[known]
+    def _forget(self, step: Step, places: list[tuple[Form, Any]]) -> None:
+        for form, key in places:
+            form.steps.pop(key, None)
+            for known in [k for k, other in form.latest.items() if other is step]:
+                del form.latest[known]

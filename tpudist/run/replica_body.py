@@ -25,7 +25,7 @@ from tpudist.state import nnx_contents
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
-from tpudist.xla import collectives, traces
+from tpudist.xla import collectives, random_keys, traces
 
 _SUM = VariableAggregation.SUM
 
@@ -173,7 +173,7 @@ class ReplicaBody:
             return []
         values = binding.values_of(copies)
         if values is None or jax.tree.structure(values) != inputs.nnx_structure:
-            found.structure_changed = True
+            found.structure_change = binding.describe_changes(copies)
             return []
         outputs = []
         for i, (new, old) in enumerate(zip(values, entered, strict=True)):
@@ -181,7 +181,8 @@ class ReplicaBody:
             if all(x is y for x, y in pairs):
                 continue
             if binding.variables[i] is None:
-                found.structure_changed = True  # a bare array has no Variable to write back to
+                # It has no Variable to write back to.
+                found.structure_change = f"the array '{binding.name(i)}' was replaced"
             for j, (x, y) in enumerate(pairs):
                 found.nnx.append((i, j))
                 outputs.append(x if hasattr(x, "dtype") else jnp.asarray(x, y.dtype))
@@ -197,7 +198,7 @@ def make_values_of_replica(binding: Binding, values: Sequence[Any]) -> list[Any]
     own = list(values)
     for i, x in enumerate(own):
         if binding.is_random_key(i):
-            own[i] = jax.random.fold_in(x, me)
+            own[i] = random_keys.fold_in(x, me)
         elif binding.aggregation(i) is _SUM:
             # The sum over replicas counts what was there before once.
             own[i] = jnp.where(me == 0, x, jnp.zeros_like(x))

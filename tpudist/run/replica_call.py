@@ -30,6 +30,7 @@ class ReplicaCall:
         findings: What the function was found to need beside its arguments; None in a nested trace.
         whole: Whether it is a function of all replicas, in cross-replica context.
         outer: The trace that this one is a part of, for `strategy.run` in a function.
+        rules: How collections in plain pytrees are aggregated; see `RunOptions.aggregation`.
     """
 
     strategy: StrategyBase
@@ -45,3 +46,4 @@ class ReplicaCall:
     findings: Findings | None = None
     whole: bool = False
     outer: ReplicaFrame | None = None
+    rules: tuple[tuple[str, str], ...] = ()

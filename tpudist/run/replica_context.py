@@ -15,7 +15,7 @@ from tpudist.reductions import communication_options, cross_device_ops
 from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.values import indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
-from tpudist.xla import collectives, traces
+from tpudist.xla import collectives, random_keys, traces
 
 PyTree = Any
 
@@ -205,12 +205,12 @@ class ReplicaContext(DeprecatedContextMethods):
         """A random key of this replica's own, made from one that all replicas share.
 
         Args:
-            key: A key, or an int to make one of; a new one at each step.
+            key: A key, an array of them, or an int to make one of; a new one at each step.
         """
         self._check_current("random_key")
         if isinstance(key, int):
             key = jax.random.key(key)
-        return jax.random.fold_in(key, self.replica_id_in_sync_group)
+        return random_keys.fold_in(key, self.replica_id_in_sync_group)
 
     def _check_current(self, what: str) -> None:
         mode = context.current()

@@ -6,7 +6,7 @@ not, without the padding of a partial batch; what was no array comes back as its
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,7 +36,7 @@ class CallOutputs:
     variables: list[Variable] = dataclasses.field(default_factory=list)
     read: set[Variable] = dataclasses.field(default_factory=set)
     nnx: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    structure_changed: bool = False
+    structure_change: str = ""
     plain: bool = False
     # The trace is to be made again, with the Variables that it made; those with computed values.
     incomplete: bool = False
@@ -95,6 +95,7 @@ class TracedStep:
         mesh: The replicas.
         partial: For partial batches: what was learnt of them.
         remarks: What the user is to be warned of.
+        returned: Outputs that are state given back; see `returned_state`.
     """
 
     program: compile.ReplicaProgram
@@ -106,6 +107,7 @@ class TracedStep:
     mesh: ReplicaMesh
     partial: "PartialBatch | None" = None
     remarks: tuple["Remark", ...] = ()
+    returned: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def variables(self) -> set[Variable]:
@@ -133,6 +135,7 @@ class TracedStep:
         captured: Sequence[Variable],
         values: Sequence[Any],
         state: Sequence[tuple[str, Any, int]],
+        place_outputs: Callable[[list[Any], dict[int, int]], list[Any]],
     ) -> tuple[list[Any], Outcome]:
         """Puts the program into the function that `jit` traces.
 
@@ -142,6 +145,7 @@ class TracedStep:
             values: All inputs.
             state: What is to be written back: ("variable", Variable, position of its input) or
                 ("nnx", (leaf, array of the leaf), position of its input).
+            place_outputs: Says of the results that are state given back where they lie.
         """
         # State that lives in host memory is on the devices while the step runs.
         given, values = values, [placement.to_device(x) for x in values]
@@ -160,7 +164,7 @@ class TracedStep:
             placement.to_memory_of(new[key], given[position]) if key in new else given[position]
             for _, key, position in state
         ]
-        results = list(outputs[:n])
+        results = place_outputs(list(outputs[:n]), self.returned)
         if self._plain:
             results = self.found.treedef.unflatten(results)
         return written, Outcome(results, self)

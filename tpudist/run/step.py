@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
@@ -24,6 +25,7 @@ from tpudist.run import (
     host_arrays,
     inputs,
     remarks,
+    returned_state,
     row_groups,
 )
 from tpudist.run.captures import NewVariable
@@ -58,7 +60,6 @@ class Step:
         self,
         owner: Any,
         function: Any,
-        kinds: call_arguments.Kinds,
         kinds_of_leaves: call_arguments.Kinds,
         structure: tuple,
         groups: row_groups.RowGroups | None,
@@ -69,15 +70,20 @@ class Step:
         Args:
             owner: The Replicator.
             function: Its record of the function, which names it and logs compiles.
-            kinds: Of what is fed for the arguments.
-            kinds_of_leaves: Of all flat arguments.
+            kinds_of_leaves: Of all flat arguments. Calls may have arrays in the place of numbers.
             structure: How these are nested.
             groups: Which arguments share their numbers of real rows.
             options: How to compile.
         """
         self.owner, self.function, self.mesh = owner, function, owner.mesh
-        self.kinds, self.kinds_of_leaves, self.structure = kinds, kinds_of_leaves, structure
+        self.kinds_of_leaves, self.structure = kinds_of_leaves, structure
         self.groups, self.options = groups, options
+        alone = call_arguments.leaves_that_are_arguments(structure)
+        self._numbers_in_state = [
+            k
+            for k, leaf in enumerate(kinds_of_leaves.dynamic)
+            if leaf in kinds_of_leaves.numbers and leaf not in alone and not kinds_of_leaves.states
+        ]
         self._throttle, self._compiles = owner.throttle, compile_log.backend_compiles()
         self._storage = owner.strategy.storage
         self._stands_in = owner.strategy._twin_of is not None
@@ -203,14 +209,12 @@ class Step:
             )
         plan = self._plan
         assert plan is not None, "`_prepare` makes it"
-        # Flattened once: `jit` would do it again, and a dict of 300 arrays takes 0.1 ms each time.
-        if plan.only_arrays:
-            arrays = values
-        else:
-            arrays, nesting = jax.tree.flatten(values)
-            if nesting != plan.nesting:
-                assert not now.careful, (nesting, plan.nesting)
-                raise ArgumentsChanged
+        arrays = plan.flatten(values, now.kinds)
+        if arrays is None:
+            assert not now.careful, now.kinds
+            raise ArgumentsChanged
+        if self._numbers_in_state:
+            self._place_numbers(arrays)
         if not integers.HOST_TYPES.isdisjoint(map(type, arrays)):
             arrays = host_arrays.take(arrays, now, self.function.name)
         if not plan.donated:
@@ -218,6 +222,17 @@ class Step:
         donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)
         plan.unshare(donated, kept, self.owner.strategy._protected)
         return donated, kept
+
+    def _place_numbers(self, arrays: list[Any]) -> None:
+        """Makes arrays on the mesh of Python numbers in state, in place.
+
+        As the arrays that they are when the step gives them back: it is the same program then.
+        """
+        first = len(self.captured) + self.inputs.num_nnx
+        for k in self._numbers_in_state:
+            if call_arguments.is_number(arrays[first + k]):
+                number = jnp.asarray(arrays[first + k])
+                arrays[first + k] = jax.device_put(number, self.mesh.replicated)
 
     def _values(self, now: call_arguments.Call) -> list[Any]:
         """Captured Variables, then what `inputs.Inputs` orders, with plain pytrees whole."""
@@ -228,7 +243,7 @@ class Step:
             values += now.binding.values()
         if self._storage is not None:
             values = self._storage.fetch(values)
-        kinds, elements = self.kinds, now.elements
+        kinds, elements = now.kinds, now.elements
         if kinds.only_arrays:
             values += elements
         elif now.rows:
@@ -238,7 +253,7 @@ class Step:
         return values
 
     def _arguments(self, now: call_arguments.Call) -> list[Any]:
-        kinds, elements = self.kinds, now.elements
+        kinds, elements = now.kinds, now.elements
         if kinds.only_arrays and not now.rows:
             return elements
         values = [elements[i].array if stacked else elements[i] for i, stacked in kinds.fed]
@@ -293,9 +308,9 @@ class Step:
         """For each of `_values`, whether it holds one part per replica."""
         num_nnx = len(now.binding.variables) if now.binding is not None else 0
         stacked = [v.on_read for v in self.captured] + [False] * num_nnx
-        if self.kinds.only_arrays and not now.rows:
+        if now.kinds.only_arrays and not now.rows:
             return stacked + [False] * len(now.elements)
-        return stacked + [s for _, s in self.kinds.fed] + [True] * len(now.rows)
+        return stacked + [s for _, s in now.kinds.fed] + [True] * len(now.rows)
 
     def _place(self, values: list[Any], stacked: Sequence[bool] | None = None) -> list[Any]:
         """Moves to the mesh what is elsewhere, to compile once and not per origin.
@@ -334,6 +349,7 @@ class Step:
             self.written_leaves,
             self._positions_of_donated(now, len(self.captured) + num_nnx),
             self.donates_state,
+            self.mesh,
         )
 
         def step(donated_arrays, kept_arrays):
@@ -380,7 +396,7 @@ class Step:
         ]
         ends = np.cumsum([0, *sizes])
         elements = {e for i in asked for e in range(ends[i], ends[i + 1])}
-        return [first + k for k, e in enumerate(self.kinds.dynamic) if e in elements]
+        return [first + k for k, e in enumerate(now.kinds.dynamic) if e in elements]
 
     # The trace.
 
@@ -395,9 +411,10 @@ class Step:
         leaves, structure = self.function.flattener.leaves(now.args, now.kwargs)
         if structure != self.structure:
             return False
-        if call_arguments.Kinds.of(leaves, self.kinds_of_leaves.numbers) != self.kinds_of_leaves:
+        numbers = self.kinds_of_leaves.numbers
+        if call_arguments.Kinds.of(leaves, numbers) != self.kinds_of_leaves:
             return False
-        if not all(call_arguments.is_number(leaves[i]) for i in self.kinds_of_leaves.numbers):
+        if not all(call_arguments.is_number_or_array(leaves[i]) for i in numbers):
             return False
         values = jax.tree.leaves(self._values(now))
         return all(x is y for x, y in zip(self._place(values), values, strict=True))
@@ -411,10 +428,15 @@ class Step:
             and traced.written_leaves <= self.written_leaves
         ) or len(values) != len(self.captured) + len(self.inputs.stacked):
             raise PlanOutdated
-        assert self._plan is not None
+        plan = self._plan
+        assert plan is not None
+
+        def place_outputs(results, returned):
+            return returned_state.keep_places(results, returned, plan.places[len(self.captured) :])
+
         # What is aggregated at the end of the step asks the strategy in charge how.
         with context.enter(context.Mode(context.ContextKind.SCOPE, self.owner.strategy)):
-            return traced.emit(self.mesh, self.captured, values, self._plan.state)
+            return traced.emit(self.mesh, self.captured, values, plan.state, place_outputs)
 
     def _trace(self, rest: Sequence[Any]) -> TracedStep:
         """The traced step for the shapes of what is fed beside Variables; traces at most once."""
@@ -444,6 +466,7 @@ class Step:
                     ),
                     findings=findings,
                     whole=self.function.whole,
+                    rules=self.options.aggregation,
                 ),
                 rest,
                 lambda: call_description.names_of_leaves(now.fn, now.args, now.kwargs),
@@ -471,14 +494,15 @@ class Step:
             raise TraceFailed.of(error, now.leaves(), numbers, leaves) from error
 
     def _record(self, seconds: float, now: call_arguments.Call) -> None:
+        leaves = now.leaves()
         self.function.record(
             call_description.describe_call(
                 now.fn,
                 now.args,
                 now.kwargs,
-                now.leaves(),
+                leaves,
                 self.options,
-                self.kinds_of_leaves.numbers,
+                [i for i in self.kinds_of_leaves.numbers if call_arguments.is_number(leaves[i])],
             ),
             seconds,
         )

@@ -14,14 +14,14 @@ import jax
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
-from tpudist.run import argument_keys, call_arguments, call_description, python_numbers, row_groups
+from tpudist.run import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.captures import Findings
 from tpudist.run.python_numbers import TraceFailed
 from tpudist.run.recent_steps import Form, RecentSteps
 from tpudist.run.step import ArgumentsChanged, Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.weak_identity import WeakIdentityDict
-from tpudist.state import nnx_binding
+from tpudist.state import nnx_binding, value_keys
 from tpudist.xla import compile, compile_log
 from tpudist.xla.runtime import Throttle
 
@@ -213,7 +213,7 @@ class Replicator:
             if kinds.per_replica:
                 groups, rows = row_groups.RowGroups.of([elements[i] for i in kinds.per_replica])
             step_key = (
-                tuple([argument_keys.key_of(elements[i]) for i in kinds.static])
+                tuple([value_keys.key_of(elements[i]) for i in kinds.static])
                 if kinds.static
                 else (),
                 tuple([jax.tree.structure(elements[i]) for i in kinds.states])
@@ -222,7 +222,9 @@ class Replicator:
                 binding and binding.structure,
                 groups,
             )
-        now = call_arguments.Call(function, fn, args, kwargs, elements, binding, rows, careful)
+        now = call_arguments.Call(
+            function, fn, args, kwargs, elements, kinds, binding, rows, careful
+        )
         if not careful:
             step = form.latest.get(step_key)
             if step is not None:
@@ -235,7 +237,9 @@ class Replicator:
                 numbers = _find_numbers(function, fn, args, kwargs, options, leaves, structure)
                 form.numbers[structure] = numbers
             kinds_of_leaves = call_arguments.Kinds.of(leaves, numbers)
-            step = Step(self, function, kinds, kinds_of_leaves, structure, groups, options)
+            step = function.step_for_numbers((step_key, structure), kinds_of_leaves, options)
+            if step is None:
+                step = Step(self, function, kinds_of_leaves, structure, groups, options)
             function.recent.add(step, form, (step_key, structure))
         function.recent.touch(step)
         form.latest[step_key] = step
@@ -254,7 +258,7 @@ class Replicator:
         try:
             found = table.get(key)
         except TypeError:
-            table, key = self._others, argument_keys.IdentityKey(fn)
+            table, key = self._others, value_keys.IdentityKey(fn)
             found = table.get(key)
         if found is None:
             found = _Function(fn, self._definitions, whole)
@@ -290,6 +294,22 @@ class _Function:
         self.earlier_copies = definitions[code] if code is not None else 0
         if code is not None:
             definitions[code] += 1
+
+    def step_for_numbers(
+        self, key: tuple, kinds: call_arguments.Kinds, options: RunOptions
+    ) -> Step | None:
+        """A step that was made for Python numbers where now, in these kinds, there are arrays."""
+        steps = (form.steps.get(key) for form in self.forms.values())
+        return next(
+            (
+                step
+                for step in steps
+                if step is not None
+                and step.options == options
+                and kinds.are_arrays_of(step.kinds_of_leaves)
+            ),
+            None,
+        )
 
     def make_static(self, step: Step, names: set[str]) -> None:
         """Makes the arguments of these names part of the program in calls like that of `step`."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from tpudist.run import inputs
+from tpudist.run.call_arguments import Kinds
 from tpudist.run.weak_identity import WeakIdentitySet
 from tpudist.state import nnx_binding
 from tpudist.state.nnx_binding import Binding
@@ -26,8 +27,7 @@ class StepPlan:
     an argument of their own: they come first, the *kept* behind them.
 
     Attributes:
-        nesting: The structure of the values.
-        only_arrays: Whether each value is one array, so that nothing is to be flattened.
+        num_inputs: How many flat inputs there are.
         on_host: The flat inputs that live in host memory. If they are others the plan is void.
         state: What is written back, in the order of the program's first outputs: ("variable",
             Variable, position of its input) or ("nnx", (leaf, array of the leaf), position).
@@ -37,10 +37,10 @@ class StepPlan:
         kept: The positions of the others.
         take_donated: Takes the donated from all flat inputs.
         take_kept: Takes the others.
+        places: Of the flat inputs, where replicas span devices: the shardings, None if not known.
     """
 
-    nesting: Any
-    only_arrays: bool
+    num_inputs: int
     on_host: list[int]
     state: list[tuple[str, Any, int]]
     written_variables: list[Any]
@@ -49,6 +49,10 @@ class StepPlan:
     kept: list[int]
     take_donated: Callable[[list[Any]], list[Any]]
     take_kept: Callable[[list[Any]], list[Any]]
+    places: list[Any]
+    # How the values of calls are nested, by the id of their kinds, which are kept for that; None
+    # where each value is one array.
+    _nestings: dict[int, tuple[Kinds, Any]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -59,6 +63,7 @@ class StepPlan:
         written_leaves: Collection[int],
         donated_values: Collection[int],
         donates_state: bool,
+        mesh: ReplicaMesh,
     ) -> "StepPlan":
         """The plan for these values.
 
@@ -69,8 +74,9 @@ class StepPlan:
             written_leaves: The NNX leaves that it changes.
             donated_values: Positions of values that are given to XLA beside old state.
             donates_state: Whether old state is given to XLA.
+            mesh: The replicas.
         """
-        arrays, nesting = jax.tree.flatten(list(values))
+        arrays = jax.tree.leaves(list(values))
         flat = inputs.positions(values)
         variables = [i for i, v in enumerate(captured) if v in written_variables]
         leaves = sorted(written_leaves)
@@ -82,8 +88,7 @@ class StepPlan:
         donated = [at for i in overwritten for at in flat[i]]
         kept = sorted(set(range(len(arrays))) - set(donated))
         return cls(
-            nesting=nesting,
-            only_arrays=len(arrays) == len(values) and all(map(_is, arrays, values)),
+            num_inputs=len(arrays),
             on_host=inputs.positions_on_host(arrays),
             state=state,
             written_variables=[captured[i] for i in variables],
@@ -92,7 +97,26 @@ class StepPlan:
             kept=kept,
             take_donated=inputs.make_getter(donated),
             take_kept=inputs.make_getter(kept),
+            places=[inputs.sharding_to_keep(x, mesh) for x in arrays]
+            if mesh.devices_per_replica > 1
+            else [],
         )
+
+    def flatten(self, values: list[Any], kinds: Kinds) -> list[Any] | None:
+        """The flat inputs of a call with arguments of these kinds; None if they do not fit."""
+        known = self._nestings.get(id(kinds))
+        if known is not None and known[1] is None:
+            return values
+        # Once: `jit` would do it again, and a dict of 300 arrays takes 0.1 ms each time.
+        arrays, nesting = jax.tree.flatten(values)
+        if known is None:
+            if len(arrays) != self.num_inputs:
+                return None
+            is_flat = len(arrays) == len(values) and all(map(_is, arrays, values))
+            self._nestings[id(kinds)] = kinds, None if is_flat else nesting
+        elif nesting != known[1]:
+            return None
+        return arrays
 
     def merge_inputs(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The flat inputs, of donated and kept ones."""

@@ -4,22 +4,31 @@ The trace sees the function as one replica does. Afterwards every output is plac
 equal everywhere, one per replica, aggregated by its own rule, or refused.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from tpudist.run import call_arguments, outputs, program_checks, remarks
+from tpudist.run import (
+    call_arguments,
+    outputs,
+    program_checks,
+    remarks,
+    returned_state,
+    state_collections,
+)
 from tpudist.run.captures import NewVariable
-from tpudist.run.inputs import Inputs
+from tpudist.run.inputs import Inputs, positions
 from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import CallOutputs, TracedStep
 from tpudist.run.traced_rows import TracedRows
 from tpudist.run.variable_references import check_references
+from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
-from tpudist.xla import compile, replica_equality
+from tpudist.xla import compile, replica_agreement, replica_equality, unchanged_keys
 
 
 def trace_step(
@@ -55,8 +64,8 @@ def trace_step(
     if found.incomplete:
         raise NewVariable(_make_starter(found, program, strategy, variables, name))
     program_checks.check_constants(program, name)
-    if found.structure_changed:
-        raise ValueError(outputs.describe_structure_change(name))
+    if found.structure_change:
+        raise ValueError(outputs.describe_structure_change(name, found.structure_change))
     causes = causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
     partial = None
     if rows is None:
@@ -64,6 +73,7 @@ def trace_step(
     else:
         partial = PartialBatch(body, mesh, shapes, stacked, causes, rows)
         found, program, proof = partial.found, partial.program, partial.proof
+    program, proof = _keep_unchanged_keys(call, found, program, proof, len(variables))
     check_references(proof, found.references, name)
     if mesh.num_replicas > 1:
         program_checks.check_hazards(proof, name)
@@ -72,6 +82,19 @@ def trace_step(
     stack_outputs, aggregated = outputs.place_outputs(
         proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole
     )
+    returned = returned_state.find_returned_state(
+        found, call.structure, inputs, program.closed, len(variables)
+    )
+    if mesh.num_replicas > 1 and not call.whole:
+        state_collections.place_collections(
+            proof,
+            {i: inputs.leaves_of_arguments[k - inputs.num_nnx] for i, k in returned.items()},
+            labels() if returned else (),
+            [x.dtype for x in program.closed.out_avals],
+            dict(call.rules),
+            name,
+            (stack_outputs, aggregated),
+        )
     position = {v: i for i, v in enumerate(variables)}
 
     def trace_double(dims: Mapping[int, int]) -> compile.ReplicaProgram | None:
@@ -97,8 +120,41 @@ def trace_step(
         aggregated=aggregated,
         mesh=mesh,
         partial=partial,
+        returned={i: k for i, k in returned.items() if not stack_outputs[i]},
         remarks=remarks.find_remarks(call, variables, program, proof, labels, trace_double),
     )
+
+
+def _keep_unchanged_keys(
+    call: ReplicaCall,
+    found: CallOutputs,
+    program: compile.ReplicaProgram,
+    proof: replica_agreement.Agreement,
+    num_variables: int,
+) -> tuple[compile.ReplicaProgram, replica_agreement.Agreement]:
+    """The program and its proof, where random streams of NNX keep keys that nothing has changed."""
+    keys = outputs_of_random_keys(call.binding, found, num_variables)
+    closed, kept = unchanged_keys.keep_unchanged_keys(program.closed, keys)
+    if not kept:
+        return program, proof
+    causes = [None if i in kept else cause for i, cause in enumerate(proof.causes)]
+    proof = dataclasses.replace(proof, causes=tuple(causes))
+    return dataclasses.replace(program, closed=closed), proof
+
+
+def outputs_of_random_keys(
+    binding: nnx_binding.Binding | None, found: CallOutputs, num_variables: int
+) -> dict[int, int]:
+    """The outputs that are new keys of random streams of NNX, each with the input it replaces."""
+    if binding is None:
+        return {}
+    flat = positions(binding.values())
+    first = found.num_results + len(found.variables)
+    return {
+        first + n: num_variables + flat[i][j]
+        for n, (i, j) in enumerate(found.nnx)
+        if binding.is_random_key(i)
+    }
 
 
 def _causes_of_arguments(inputs: Inputs, labels: Sequence[str]) -> list[str | None]:

@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from tpudist.reduce_op import VariableAggregation
+from tpudist.state import nnx_contents, value_keys
 
 
 class Structure:
@@ -46,9 +47,6 @@ class Binding:
         self.paths: list[tuple] = list(state.paths)
         self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
         self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
-        static = self._graphdef, jax.tree.structure(self.values())
-        with _structures_lock:
-            self.structure = _structures.setdefault(static, Structure())
         self.kinds = tuple(type(x) for x in leaves)
         nodes = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
         self.summed = _ids_of_summed_metrics(nodes)
@@ -56,6 +54,10 @@ class Binding:
         self._attributes = [vars(node) for node in nodes]
         self._seen = [tuple(attributes.values()) for attributes in self._attributes]
         self._roots = [_reference(x) for x in objects]
+        self._settings = MutableSettings(self._attributes)
+        static = _GraphKey(self._graphdef), jax.tree.structure(self.values()), self._settings.keys
+        with _structures_lock:
+            self.structure = _structures.setdefault(static, Structure())
 
     def is_of(self, objects: Sequence[Any]) -> bool:
         """Whether this is the binding of `objects`, and nothing but values has changed in them."""
@@ -69,7 +71,7 @@ class Binding:
                 map(operator.is_, attributes.values(), seen)
             ):
                 return False
-        return True
+        return not self._settings.have_changed()
 
     def objects(self) -> list[Any]:
         """The objects themselves."""
@@ -116,7 +118,7 @@ class Binding:
 
     def name(self, index: int) -> str:
         """The kind and path of a Variable, for people."""
-        return f"{self.kinds[index].__name__} '{'.'.join(map(str, self.paths[index][1:]))}'"
+        return f"{self.kinds[index].__name__} '{_name_of(self.paths[index])}'"
 
     def copy_with(self, values: Sequence[Any]) -> tuple:
         """New objects of the same structure that hold `values` (tracers, as a rule)."""
@@ -125,10 +127,86 @@ class Binding:
     def values_of(self, copies: tuple) -> list[Any] | None:
         """The values that copies made by `copy_with` hold now; None if their structure changed."""
         graphdef, leaves = nnx.graphlib.flatten(copies, with_paths=False)
-        if graphdef != self._graphdef:
+        if _GraphKey(graphdef) != _GraphKey(self._graphdef):
             return None
         # In tree mode the leaves are the Variables themselves.
         return [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
+
+    def describe_changes(self, copies: tuple) -> str:
+        """Which Variables and arrays copies have, or miss, of those that the objects have."""
+        _, state = nnx.graphlib.flatten(copies, with_paths=True)
+        now = dict(zip(state.paths, state.leaves, strict=True))
+        new = [f"{type(now[p]).__name__} '{_name_of(p)}'" for p in now if p not in self.paths]
+        gone = [f"'{_name_of(p)}'" for p in self.paths if p not in now]
+        found = [f"{', '.join(new[:4])} was added"] if new else []
+        found += [f"{', '.join(gone[:4])} is gone"] if gone else []
+        return " and ".join(found) or "an attribute that is no array was changed"
+
+
+class _GraphKey:
+    """A graphdef, whatever its static attributes are: what is mutable in them counts elsewhere."""
+
+    __slots__ = ("_graphdef", "_hash")
+
+    def __init__(self, graphdef: Any):
+        self._graphdef = graphdef
+        try:
+            self._hash = hash(graphdef)
+        except TypeError:
+            self._hash = hash((len(graphdef.nodes), graphdef.num_leaves))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _GraphKey) or self._hash != other._hash:
+            return False
+        try:
+            return bool(self._graphdef == other._graphdef)
+        except ValueError:  # an array in a static attribute: not known to be equal
+            return self._graphdef is other._graphdef
+
+
+class MutableSettings:
+    """What objects hold beside arrays, and what can be changed in place: configurations, mostly.
+
+    A program is made for what they hold now. Of values that are hashed by what they are nothing
+    can change.
+    """
+
+    def __init__(self, attributes: Sequence[dict[str, Any]]):
+        """Looks for them among the attributes of some objects.
+
+        Raises:
+            TypeError: One can be changed, and cannot be looked into.
+        """
+        found = {id(x): x for held in attributes for x in held.values() if _is_mutable(x)}
+        self._values = list(found.values())
+        self.keys = tuple(value_keys.key_of(x) for x in self._values)
+
+    def have_changed(self) -> bool:
+        """Whether one of them holds something else now."""
+        values = self._values
+        return bool(values) and tuple(value_keys.key_of(x) for x in values) != self.keys
+
+
+def _is_mutable(value: Any) -> bool:
+    if type(value) in _IMMUTABLE or isinstance(value, (*nnx_contents.OBJECT_TYPES, jax.Array)):
+        return False
+    if isinstance(value, type) or callable(value):
+        return False
+    try:
+        hash(value)
+    except TypeError:
+        return True
+    return type(value).__hash__ is object.__hash__ and value_keys.attributes_of(value) is not None
+
+
+_IMMUTABLE = frozenset((str, bytes, bool, int, float, complex, type(None)))
+
+
+def _name_of(path: tuple) -> str:
+    return ".".join(map(str, path[1:]))
 
 
 def _is_attribute(node: Any, part: Any) -> bool:

@@ -1,4 +1,4 @@
-"""NNX Variables that a replica function creates, from its trace to the program's outputs."""
+"""State that `Strategy.create` makes: what it is, and where each of its arrays belongs."""
 
 import dataclasses
 import functools
@@ -6,7 +6,39 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from flax.linen.spmd import logical_to_mesh
+
+from tpudist.state import nnx_contents
+from tpudist.xla import axis_errors, axis_names
+from tpudist.xla.mesh import ReplicaMesh
+
+# Leaves of what is made: objects of NNX, and the boxes of Linen, which say how arrays are split.
+_WHOLE = (*nnx_contents.OBJECT_TYPES, linen.Partitioned)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """What `init` gives, but for its arrays.
+
+    Attributes:
+        nesting: Of the pytree, of which NNX objects and Linen boxes are leaves.
+        graphdef: Of the leaves that are no boxes.
+        boxes: The empty boxes, by the number of their leaf.
+    """
+
+    nesting: Any
+    graphdef: Any
+    boxes: dict[int, linen.Partitioned]
+
+    def fill(self, state: Any, values: Sequence[Any]) -> Any:
+        """What `init` gives, with these arrays."""
+        leaves = list(nnx.merge(self.graphdef, state))
+        for (i, box), value in zip(self.boxes.items(), values, strict=True):
+            leaves[i] = box.replace_boxed(value)
+        return self.nesting.unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,14 +46,10 @@ class Creation:
     """State that is about to be made on the mesh: what `init(*args)` gives, and where it belongs.
 
     Nothing has been computed yet.
-
-    Attributes:
-        graphdef: The structure of what it gives.
-        abstract: Its state, with `jax.ShapeDtypeStruct`s that know their shardings for arrays.
     """
 
-    graphdef: Any
-    abstract: Any
+    _structure: _Structure
+    _abstract: Any
     _program: Callable[..., Any]
     _arguments: Any
 
@@ -31,56 +59,114 @@ class Creation:
 
     def run(self) -> Any:
         """What `init` returns, every array made where it belongs, never whole on one device."""
-        return nnx.merge(self.graphdef, self._program(self._arguments))
+        return self._structure.fill(*self._program(self._arguments))
 
     def make_abstract(self) -> Any:
-        """What `init` returns, with abstract arrays."""
-        return nnx.merge(self.graphdef, self.abstract)
+        """What `init` returns, with `jax.ShapeDtypeStruct`s that know their shardings."""
+        return self._structure.fill(*self._abstract)
 
 
 def plan_creation(
     init: Callable[..., Any],
     args: Sequence[Any],
     place: Callable[..., jax.sharding.Sharding],
+    mesh: ReplicaMesh,
 ) -> Creation:
     """Traces `init(*args)` and says where each array goes.
 
     Args:
-        init: Gives NNX objects, or any pytree of arrays.
+        init: Gives NNX objects, or any pytree of arrays, of boxes of Linen, and of Python numbers,
+            which become arrays as in `jax.jit`.
         args: NNX objects or pytrees, which the function may read; their arrays may be abstract.
         place: The sharding of a value, of which it gets the shape and dtype, and as `variable` the
-            NNX Variable that holds it (or None).
+            NNX Variable or the box that holds it (or None).
+        mesh: The replicas, over which `init` may communicate: what it makes is equal on all.
     """
     graphdef_in, state_in = nnx.split(tuple(args))
 
     def arrays(state_in):
-        graphdef, state = nnx.split(init(*nnx.merge(graphdef_in, state_in)))
-        found.append(graphdef)
-        return state
+        structure, state, values = _take_apart(init(*nnx.merge(graphdef_in, state_in)))
+        found.append(structure)
+        return state, values
 
-    found: list[Any] = []
-    flat, treedef = jax.tree.flatten(
-        jax.eval_shape(arrays, state_in), is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
+    def arrays_of_all(state_in):
+        return axis_names.call_for_all(mesh, arrays, state_in)
+
+    found: list[_Structure] = []
+    with axis_errors.explain_axes(mesh, getattr(init, "__name__", type(init).__name__)):
+        state, values = jax.eval_shape(arrays_of_all, state_in)
+    flat, treedef = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     shardings, abstract = [], []
     for leaf in flat:
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         value = variable.get_raw_value() if variable is not None else leaf
-        where = jax.tree.map(functools.partial(place, variable=variable), value)
-        placed = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            value,
-            where,
-        )
+        where, placed = _place(value, functools.partial(place, variable=variable))
         # `jit` wants the structure of the Variables too, around their shardings.
         shardings.append(where if variable is None else variable.replace(where))
         abstract.append(placed if variable is None else variable.replace(placed))
-    program = jax.jit(arrays, out_shardings=jax.tree.unflatten(treedef, shardings))
-    return Creation(found[0], jax.tree.unflatten(treedef, abstract), program, state_in)
+    structure = found[-1]
+    of_boxes = [
+        _place(value, functools.partial(place, variable=box.replace_boxed(value)))
+        for box, value in zip(structure.boxes.values(), values, strict=True)
+    ]
+    places = treedef.unflatten(shardings), [where for where, _ in of_boxes]
+    program = jax.jit(arrays_of_all, out_shardings=places)
+    shapes = treedef.unflatten(abstract), [placed for _, placed in of_boxes]
+    return Creation(structure, shapes, program, state_in)
 
 
-def sharding_of_annotation(variable: nnx.Variable, mesh: jax.sharding.Mesh) -> Any:
-    """The sharding that a Variable's own annotation asks for, or None if it has none."""
-    if not variable.get_metadata().get("out_sharding"):
-        return None
-    return nnx.get_named_sharding(variable, mesh).get_raw_value()
+def _take_apart(made: Any) -> tuple[_Structure, Any, list[Any]]:
+    """The structure of what was made, the arrays of what are no boxes, and those of boxes."""
+    leaves, nesting = jax.tree.flatten(made, is_leaf=lambda x: isinstance(x, _WHOLE))
+    boxes = {i: x for i, x in enumerate(leaves) if isinstance(x, linen.Partitioned)}
+    rest = [None if i in boxes else _as_array(x) for i, x in enumerate(leaves)]
+    graphdef, state = nnx.split(tuple(rest))
+    values = [box.unbox(apply_constraint=False) for box in boxes.values()]
+    empty = {i: box.replace_boxed(None) for i, box in boxes.items()}
+    return _Structure(nesting, graphdef, empty), state, values
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if type(x) in (bool, int, float, complex) else x
+
+
+def _place(value: Any, place: Callable[[Any], jax.sharding.Sharding]) -> tuple[Any, Any]:
+    """Where the arrays of a value go, and their shapes that know it."""
+    where = jax.tree.map(place, value)
+    return where, jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), value, where
+    )
+
+
+def sharding_of_annotation(
+    holder: Any, mesh: jax.sharding.Mesh, rules: Sequence[tuple[str, Any]]
+) -> Any:
+    """The sharding that a Variable's or a box's own annotation asks for, or None if it has none.
+
+    Args:
+        holder: The NNX Variable, or the box of Linen's `with_partitioning` or
+            `with_logical_partitioning`.
+        mesh: The mesh.
+        rules: What logical axis names mean on it, as pairs; a box may bring others.
+
+    Raises:
+        ValueError: A box names a mesh axis that there is not.
+    """
+    if isinstance(holder, nnx.Variable):
+        if not holder.get_metadata().get("out_sharding"):
+            return None
+        return nnx.get_named_sharding(holder, mesh).get_raw_value()
+    spec = holder.get_partition_spec()
+    if isinstance(holder, linen.LogicallyPartitioned):
+        spec = logical_to_mesh(spec, holder.rules or rules)
+    names = {name for part in spec or () if part for name in np.atleast_1d(part)}
+    unknown = sorted(names - set(mesh.axis_names))
+    if unknown:
+        raise ValueError(
+            f"A parameter {holder.value.dtype}{list(holder.value.shape)} was made with "
+            f"{type(holder).__name__}{holder.names}, but the mesh has the axes "
+            f"{', '.join(map(repr, mesh.axis_names))}, and no {', '.join(map(repr, unknown))}. "
+            f"Give replicas that axis (TPUStrategy(replica_axes=...)), or annotate with "
+            f"nn.with_logical_partitioning, whose names logical_axis_rules map to axes."
+        )
+    return jax.sharding.NamedSharding(mesh, spec)

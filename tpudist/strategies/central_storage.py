@@ -35,6 +35,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: jax.Device | str | None = None,
         *,
         memory_kind: str | None = None,
+        axis_name: str | None = None,
     ):
         """With replicas on `compute_devices`, and state on `parameter_device`.
 
@@ -45,13 +46,15 @@ class CentralStorageStrategy(Strategy):
                 `cpu:0`; with a `memory_kind`, the first compute device.
             memory_kind: Which of the parameter device's memories, such as `pinned_host`; by default
                 its own.
+            axis_name: Another name of the replica axis, beside "replica", for functions and models
+                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
 
         Raises:
             ValueError: A device that does not exist, is named twice or belongs to another process;
                 or a memory that the parameter device does not have.
         """
         devices = as_devices(compute_devices, local=True)
-        mesh = make_mesh(devices)
+        mesh = make_mesh(devices, axis_name=axis_name)
         if parameter_device is None:
             first = len(devices) == 1 or memory_kind is not None
             parameter_device = devices[0] if first else "cpu:0"

@@ -22,18 +22,22 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[jax.Device | str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        axis_name: str | None = None,
     ):
         """On `devices`: JAX devices or names such as `gpu:0`.
 
         Args:
             devices: By default all devices of this process.
             cross_device_ops: How values are combined over the replicas; by default as XLA chooses.
+            axis_name: Another name of the replica axis, beside "replica", for functions and models
+                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
 
         Raises:
             ValueError: A device that does not exist, is named twice or belongs to another process;
                 or `cross_device_ops` are of another type, or not for these devices.
         """
-        super().__init__(make_mesh(as_devices(devices, local=True)))
+        super().__init__(make_mesh(as_devices(devices, local=True), axis_name=axis_name))
         if cross_device_ops is None:
             return
         if not isinstance(cross_device_ops, CrossDeviceOps):

@@ -27,6 +27,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         mutual_tls: MutualTLS | None = None,
+        axis_name: str | None = None,
     ):
         """Connects the workers.
 
@@ -37,6 +38,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options: How reductions communicate that are given no options; by default
                 as XLA chooses.
             mutual_tls: Certificates by which the workers know each other; not in tf.distribute.
+            axis_name: Another name of the replica axis, beside "replica", for functions and models
+                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
 
         Raises:
             ValueError: An argument of another type, or a cluster without this task in it.
@@ -66,7 +69,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if len(workers) > 1 and not jax.distributed.is_initialized():
             place = self._cluster_resolver.process_index()
             runtime.connect(workers[0], len(workers), place, mutual_tls)
-        super().__init__(make_mesh(as_devices(None)))
+        super().__init__(make_mesh(as_devices(None), axis_name=axis_name))
         self.communication_options = communication_options
         self.adapt_to_devices()
 

@@ -16,6 +16,13 @@ class OneDeviceStrategy(Strategy):
     variables_have_components = False
     has_one_device = True
 
-    def __init__(self, device: jax.Device | str | None = None):
-        """On `device`: a JAX device or a name such as `cpu:0`; by default the first."""
-        super().__init__(make_mesh(as_devices(None if device is None else [device])[:1]))
+    def __init__(self, device: jax.Device | str | None = None, *, axis_name: str | None = None):
+        """On `device`.
+
+        Args:
+            device: A JAX device or a name such as `cpu:0`; by default the first.
+            axis_name: Another name of the replica axis, beside "replica", for functions and models
+                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+        """
+        devices = as_devices(None if device is None else [device])[:1]
+        super().__init__(make_mesh(devices, axis_name=axis_name))

@@ -51,6 +51,7 @@ class TPUStrategy(Strategy):
         variable_partitioner: Partitioner | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         devices: Sequence[jax.Device | str] | None = None,
+        axis_name: str | None = None,
     ):
         """On all devices of the run, or on `devices`.
 
@@ -75,6 +76,8 @@ class TPUStrategy(Strategy):
             compiler_options: For the compiler, for all programs of this strategy; an empty one for
                 none. By default those of `tpudist.xla.compiler.compiler_options` for these chips.
             devices: JAX devices or names such as `tpu:0`.
+            axis_name: Another name of the replica axis, beside "replica", for functions and models
+                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
 
         Raises:
             ValueError: The devices do not split into such replicas, a rule names an axis that the
@@ -90,9 +93,11 @@ class TPUStrategy(Strategy):
         self.device_assignment = experimental_device_assignment
         self._is_spmd = bool(experimental_spmd_xla_partitioning)
         if experimental_device_assignment is None:
-            mesh = make_mesh(as_devices(devices), replica_axes)
+            mesh = make_mesh(as_devices(devices), replica_axes, axis_name=axis_name)
         elif replica_axes is None:
-            mesh = _mesh_of_assignment(experimental_device_assignment, as_devices(devices))
+            mesh = _mesh_of_assignment(
+                experimental_device_assignment, as_devices(devices), axis_name
+            )
         else:
             raise ValueError(
                 f"TPUStrategy was given both replica_axes={dict(replica_axes)} and "
@@ -208,7 +213,9 @@ class TPUStrategy(Strategy):
         return tensor
 
 
-def _mesh_of_assignment(assignment: DeviceAssignment, devices: Sequence[jax.Device]) -> ReplicaMesh:
+def _mesh_of_assignment(
+    assignment: DeviceAssignment, devices: Sequence[jax.Device], axis_name: str | None
+) -> ReplicaMesh:
     """The mesh of an assignment's replicas, in its order."""
     if not isinstance(assignment, DeviceAssignment):
         raise ValueError(
@@ -233,4 +240,4 @@ def _mesh_of_assignment(assignment: DeviceAssignment, devices: Sequence[jax.Devi
         for at in replica
     ]
     axes = logical_devices.prime_axes(assignment.num_cores_per_replica)
-    return make_mesh(assigned, axes, in_order=True)
+    return make_mesh(assigned, axes, in_order=True, axis_name=axis_name)

@@ -67,7 +67,7 @@ class StateMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "create")
         with self.scope():
-            return nnx_creation.plan_creation(init, args, self._place_in(memory_kind)).run()
+            return self._plan_creation(init, args, memory_kind).run()
 
     def create_abstract(
         self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
@@ -78,9 +78,7 @@ class StateMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "create_abstract")
         with self.scope():
-            return nnx_creation.plan_creation(
-                init, args, self._place_in(memory_kind)
-            ).make_abstract()
+            return self._plan_creation(init, args, memory_kind).make_abstract()
 
     def lower_create(
         self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
@@ -88,7 +86,13 @@ class StateMethods(StrategyBase):
         """The lowered program of `create`, which is not run: compile it to read what it holds."""
         context.require_scope_or_default(self, "lower_create")
         with self.scope():
-            return nnx_creation.plan_creation(init, args, self._place_in(memory_kind)).lower()
+            return self._plan_creation(init, args, memory_kind).lower()
+
+    def _plan_creation(
+        self, init: Callable[..., Any], args: tuple[Any, ...], memory_kind: str | None
+    ) -> nnx_creation.Creation:
+        place = self._place_in(memory_kind)
+        return nnx_creation.plan_creation(init, args, place, self.replica_mesh)
 
     def _place_in(self, memory_kind: str | None) -> Callable[..., jax.sharding.Sharding]:
         """The placement rule, for state in one of the devices' memories."""
@@ -113,7 +117,9 @@ class StateMethods(StrategyBase):
         if self.storage is not None:
             return self.storage.sharding
         if variable is not None:
-            annotated = nnx_creation.sharding_of_annotation(variable, self.mesh)
+            annotated = nnx_creation.sharding_of_annotation(
+                variable, self.mesh, self.logical_axis_rules
+            )
             if annotated is not None:
                 return annotated
         if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -32,7 +32,7 @@ from tpudist.strategy.state_methods import StateMethods
 from tpudist.values import stacked_values
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import integers, traces
+from tpudist.xla import integers, placement, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -415,6 +415,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         its components, `Variable.values`. Of a tree: one tree for each replica. As
         `tf.distribute.Strategy.experimental_local_results`, for which the results of `reduce` and
         `gather` are plain values; here every array that all replicas hold has one part for each.
+        Parts are on the devices of this process's first replica, so that they can be added up.
 
         Raises:
             ValueError: In a `tpudist.function`, of a plain value that it computes: see `gather`.
@@ -439,7 +440,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
                 if not in_trace:
                     return x.values
                 x = x.local_part() if x.on_read else x.read_value()
-            return gather.local_parts(mesh, x) if isinstance(x, PerReplica) else (x,) * n
+            if not isinstance(x, PerReplica):
+                return (x,) * n
+            return [placement.move_part(mesh, part) for part in gather.local_parts(mesh, x)]
 
         parts = [local(x) for x in leaves]
         return tuple(treedef.unflatten([p[i] for p in parts]) for i in range(n))

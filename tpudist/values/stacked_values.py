@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import placement
+from tpudist.xla import placement, random_keys
 from tpudist.xla.coordination import Channel
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
+_KEY = "random key of "  # how the kind of a typed key is told from a dtype
 
 
 def stack_parts(mesh: ReplicaMesh, parts: Sequence[Any]) -> PerReplica:
@@ -105,15 +106,19 @@ def _columns(trees: Sequence[PyTree]) -> tuple[Any, list[list[Any]]]:
     return structure, [list(column) for column in zip(*rows, strict=True)]
 
 
-def _describe(array: np.ndarray) -> tuple[str, list[int]]:
-    """Of what dtype and shape an array is, for other processes."""
+def _describe(array: Any) -> tuple[str, list[int]]:
+    """Of what dtype and shape an array is, for other processes; random keys are of their kind."""
+    if random_keys.is_key(array):
+        return f"{_KEY}{jax.random.key_impl(array)}", list(array.shape)
     return array.dtype.name, list(array.shape)
 
 
 def _stack(
-    mesh: ReplicaMesh, local: Sequence[np.ndarray], every: Mapping[int, tuple[str, Sequence[int]]]
+    mesh: ReplicaMesh, local: Sequence[Any], every: Mapping[int, tuple[str, Sequence[int]]]
 ) -> PerReplica:
     """A PerReplica of this process's parts, where all parts are described in `every`."""
+    if any(name.startswith(_KEY) for name, _ in every.values()):
+        return _stack_keys(mesh, local, every)
     dtype = np.result_type(*(jnp.dtype(name) for name, _ in every.values()))
     shapes = {i: tuple(shape) for i, (_, shape) in every.items()}
     if len(set(shapes.values())) == 1:
@@ -138,7 +143,23 @@ def _stack(
     return PerReplica(placement.stack(mesh, stacked), rows, dim)
 
 
-def _number(value: Any) -> np.ndarray:
+def _stack_keys(
+    mesh: ReplicaMesh, local: Sequence[Any], every: Mapping[int, tuple[str, Sequence[int]]]
+) -> PerReplica:
+    kinds = {(name, tuple(shape)) for name, shape in every.values()}
+    if len(kinds) > 1:
+        each = ", ".join(f"{i}: {name}{list(shape)}" for i, (name, shape) in sorted(every.items()))
+        raise ValueError(
+            f"Random keys of other kinds or shapes were given for the replicas ({each}). Give "
+            f"every replica keys of one kind and shape."
+        )
+    data = placement.stack(mesh, np.stack([np.asarray(jax.random.key_data(x)) for x in local]))
+    return PerReplica(jax.random.wrap_key_data(data, impl=jax.random.key_impl(local[0])))
+
+
+def _number(value: Any) -> Any:
+    if random_keys.is_key(value):
+        return value
     array = np.asarray(value)
     if array.dtype.kind in "OSUMm":
         raise TypeError(

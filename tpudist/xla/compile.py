@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from tpudist.xla import collectives, jaxprs, replica_equality
+from tpudist.xla import axis_errors, axis_names, collectives, jaxprs, replica_equality
 from tpudist.xla.mesh import ReplicaMesh
 
 # Constants above this are refused: they would be copied into the program and never change again.
@@ -62,7 +62,9 @@ def trace(
         # Traced within the shard_map, where the axis has its name and values the shapes of one
         # replica; what the shard_map itself would give is not asked for.
         local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
-        found.append(jax.make_jaxpr(function)(*local))
+        with axis_names.name_replicas(mesh):
+            traced = jax.make_jaxpr(function)(*local)
+        found.append(axis_names.use_replica_axis(mesh, traced))
 
     replicas = jax.shard_map(
         body,
@@ -73,7 +75,8 @@ def trace(
         check_vma=False,
     )
     try:
-        jax.eval_shape(replicas, *inputs)
+        with axis_errors.explain_axes(mesh, name):
+            jax.eval_shape(replicas, *inputs)
     except NotImplementedError as error:
         if "sharded on `Explicit` axes" not in str(error):
             raise

@@ -23,10 +23,23 @@ BATCH_AXES = ("stage", "data", "fsdp", "expert")
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
-    """A mesh whose first axis, `replica`, counts replicas; the other axes are inside a replica."""
+    """A mesh whose first axis, `replica`, counts replicas; the other axes are inside a replica.
+
+    Attributes:
+        mesh: The mesh.
+        replica_axis: Its axis of replicas.
+        axis_name: Another name of that axis, which replica functions may use.
+    """
 
     mesh: Mesh
     replica_axis: str = REPLICA_AXIS
+    axis_name: str | None = None
+
+    def __post_init__(self):
+        """Refuses a name that cannot be one of the replica axis."""
+        _check_axis_name(self.axis_name, self.inner_axes)
+        if self.axis_name == self.replica_axis:
+            object.__setattr__(self, "axis_name", None)
 
     @functools.cached_property
     def num_replicas(self) -> int:
@@ -119,6 +132,7 @@ def make_mesh(
     inner_axes: Mapping[str, int] | None = None,
     *,
     in_order: bool = False,
+    axis_name: str | None = None,
 ) -> ReplicaMesh:
     """A mesh of as many replicas as `devices` allow, each of `inner_axes` devices.
 
@@ -131,6 +145,7 @@ def make_mesh(
         inner_axes: Sizes of the axes inside a replica by name; none for one device per replica.
             Their order is that of the mesh, but for `stage`, which comes first.
         in_order: Whether to take the devices as they come, replica by replica, instead.
+        axis_name: Another name of the replica axis, which replica functions may use.
 
     Raises:
         ValueError: No devices, repeated devices, a bad axis, a number of devices that does not
@@ -148,7 +163,19 @@ def make_mesh(
     axes = dict(zip(names, shape, strict=True))
     grid = _arrange_row_by_row(devices, shape) if in_order else _arrange(devices, axes)
     # Explicit axes, JAX's default, break ordinary models; mixed meshes lose shardings.
-    return ReplicaMesh(Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names)))
+    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    return ReplicaMesh(mesh, axis_name=axis_name)
+
+
+def _check_axis_name(name: str | None, inner_axes: Sequence[str]) -> None:
+    if name is None or (isinstance(name, str) and name and name not in inner_axes):
+        return
+    axes = ", ".join(map(repr, inner_axes)) or "none"
+    raise ValueError(
+        f"axis_name={name!r} was asked for. It is another name of the axis of replicas, as of "
+        f"jax.pmap: a text such as 'batch' that is no axis inside a replica (these are: {axes}). "
+        f"Leave it out, and the axis is called '{REPLICA_AXIS}' alone."
+    )
 
 
 def _check_axes(devices: Sequence[jax.Device], inner_axes: Mapping[str, int]) -> None:

@@ -248,6 +248,23 @@ def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array
     )
 
 
+def move_part(mesh: ReplicaMesh, part: Any) -> Any:
+    """A replica's part on the devices of this process's first replica, split as it is.
+
+    So that parts can be computed with. One of which this process has not all stays where it is.
+    """
+    if not isinstance(part, jax.Array) or isinstance(part, Tracer):
+        return part
+    devices = mesh.devices_of(mesh.local_replicas[0])
+    if not part.is_fully_addressable or part.sharding.device_set == set(devices):
+        return part
+    sharding = part.sharding
+    if len(devices) == 1 or not isinstance(sharding, NamedSharding):
+        return jax.device_put(part, devices[0])
+    first = _inner_mesh(mesh, mesh.local_replicas[0])
+    return jax.device_put(part, NamedSharding(first, sharding.spec))
+
+
 def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
     """The copy of a mirrored array that a replica of this process holds, on its devices.
 

@@ -102,8 +102,10 @@ def _collect_objects(
         return {}
     before = binding.values()
     after = [binding.values_of(x.copies) for x in ended]
-    if any(x is None or jax.tree.structure(x) != jax.tree.structure(before) for x in after):
-        raise ValueError(outputs.describe_structure_change(run.name))
+    for x, values in zip(ended, after, strict=True):
+        if values is None or jax.tree.structure(values) != jax.tree.structure(before):
+            change = binding.describe_changes(x.copies)
+            raise ValueError(outputs.describe_structure_change(run.name, change))
     found = {}
     for i, old in enumerate(before):
         parts = [jax.tree.leaves(x[i]) for x in after]  # type: ignore[index]
@@ -113,7 +115,8 @@ def _collect_objects(
         ):
             continue
         if binding.variables[i] is None:
-            raise ValueError(outputs.describe_structure_change(run.name))
+            change = f"the array '{binding.name(i)}' was replaced"
+            raise ValueError(outputs.describe_structure_change(run.name, change))
         arrays = [
             _combine(run, i, [replica_evaluation.fetch(p[j]) for p in parts], refused)
             for j in range(len(parts[0]))

@@ -17,7 +17,7 @@ from flax import nnx
 
 import tpudist
 from compiles import NewCompiles
-from tpudist.run import argument_keys
+from tpudist.state import value_keys
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +214,6 @@ def test_what_can_change_and_cannot_be_looked_into_is_refused(mirrored):
 
 
 def test_an_object_that_holds_very_much_is_refused(mirrored):
-    value = Plain(list(range(argument_keys.MAX_VALUES)))
+    value = Plain(list(range(value_keys.MAX_VALUES)))
     with pytest.raises(TypeError, match=r"Plain that holds more than 1000 values.*Pass a frozen"):
         mirrored.run(lambda value: 1, (value,))

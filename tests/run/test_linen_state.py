@@ -1,0 +1,262 @@
+"""State in plain pytrees, as Linen and Optax have it: taken as an argument and given back."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import struct
+from flax.training import dynamic_scale
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
+
+import tpudist
+from tpudist.checkpoint import Checkpoint, CheckpointManager
+
+X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+LOGICAL = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+BY_AXIS = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", "tensor"))
+
+
+class State(TrainState):
+    batch_stats: Any = struct.field(default_factory=dict)
+
+
+class Model(nn.Module):
+    kernel_init: Any = nn.initializers.lecun_normal()
+    norm: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, kernel_init=self.kernel_init)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=False)(x)
+        return nn.Dense(4)(nn.relu(x))
+
+
+def make_state(model, tx=None):
+    variables = model.init(jax.random.key(0), X[:2])
+    return State.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        batch_stats=variables.get("batch_stats", {}),
+        tx=tx or optax.sgd(0.1, momentum=0.9),
+    )
+
+
+def make_step(reduce=True):
+    def step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            out, updates = state.apply_fn(variables, batch, mutable=["batch_stats"])
+            return (out**2).mean(), updates
+
+        (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        if reduce:
+            grads = jax.lax.pmean(grads, "replica")
+        new = state.apply_gradients(grads=grads, batch_stats=updates.get("batch_stats", {}))
+        return new, jax.lax.pmean(loss, "replica")
+
+    return step
+
+
+def train(strategy, state, step, options=None):
+    data = strategy.experimental_make_numpy_dataset(X).batch(16).repeat(2)
+    losses = []
+    for batch in strategy.experimental_distribute_dataset(data):
+        state, loss = strategy.run(step, args=(state, batch), options=options)
+        losses.append(float(loss))
+    return state, losses
+
+
+def num_compiles(step):
+    return sum(record.function == step.__name__ for record in tpudist.compile_log())
+
+
+@pytest.mark.parametrize("is_created", [True, False])
+def test_a_train_state_compiles_once(is_created):
+    strategy = tpudist.MirroredStrategy()
+    state = strategy.create(lambda: make_state(Model())) if is_created else make_state(Model())
+    step, before = make_step(), num_compiles(make_step())
+    state, _ = train(strategy, state, step)
+    assert num_compiles(step) - before == 1
+    assert int(state.step) == 8
+
+
+def test_a_number_that_a_function_needs_as_it_is_stays_one():
+    strategy = tpudist.MirroredStrategy()
+
+    def step(state):
+        return {"x": jnp.ones(state["n"]) + state["x"].sum(), "n": state["n"]}
+
+    out = strategy.run(step, args=({"n": 3, "x": jnp.zeros(2)},))
+    assert out["x"].shape == (3,)
+    assert out["n"] == 3
+
+
+def test_other_numbers_beside_arrays_are_the_same_program():
+    strategy = tpudist.MirroredStrategy()
+
+    def scale_by(state):
+        return state["x"] * state["lr"]
+
+    before = num_compiles(scale_by)
+    for lr in (0.5, 0.25, jnp.float32(2.0)):
+        state = {"x": jnp.ones(2), "lr": lr}
+        np.testing.assert_array_equal(strategy.run(scale_by, args=(state,)), np.full(2, lr))
+    # One for the numbers, which are of a weak type; one for the float32.
+    assert num_compiles(scale_by) - before == 2
+
+
+@pytest.mark.parametrize("init", [LOGICAL, BY_AXIS], ids=["logical", "by_axis"])
+def test_boxes_of_linen_say_how_state_is_split(init):
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
+    state = strategy.create(lambda: make_state(Model(init)))
+    expected = PartitionSpec("fsdp", "tensor")
+
+    def kernels(state):
+        return [tree["Dense_0"]["kernel"] for tree in (state.params, state.opt_state[0].trace)]
+
+    for box in kernels(state):
+        assert isinstance(box, nn.Partitioned)
+        assert box.value.sharding.spec == expected
+    abstract = strategy.create_abstract(lambda: make_state(Model(init)))
+    assert kernels(abstract)[0].value.sharding.spec == expected
+    step = make_step()
+    plan = strategy.plan(step, (abstract, X[:16]))
+    assert plan.memory.peak_bytes > 0
+    before = num_compiles(step)
+    state, losses = train(strategy, state, step)
+    assert num_compiles(step) - before == 1
+    for box in kernels(state):
+        assert box.value.sharding.spec == expected
+    one = tpudist.OneDeviceStrategy()
+    _, plain = train(one, one.create(lambda: make_state(Model())), make_step())
+    np.testing.assert_allclose(losses, plain, rtol=1e-5)
+
+
+def test_logical_names_that_no_axis_has_mirror_the_parameter():
+    strategy = tpudist.MirroredStrategy()
+    state = strategy.create(lambda: make_state(Model(LOGICAL)))
+    assert state.params["Dense_0"]["kernel"].value.sharding.is_fully_replicated
+    train(strategy, state, make_step())
+
+
+def test_a_box_in_a_checkpoint_comes_back_as_it_was(tmp_path):
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
+    state = strategy.create(lambda: make_state(Model(LOGICAL)))
+    with CheckpointManager(Checkpoint(params=state.params), tmp_path) as manager:
+        manager.save(step=1)
+    other = strategy.create(lambda: make_state(Model(LOGICAL)).params)
+    checkpoint = Checkpoint(params=jax.tree.map(jnp.zeros_like, other))
+    CheckpointManager(checkpoint, tmp_path).restore()
+    restored = checkpoint.params
+    box = restored["Dense_0"]["kernel"]
+    assert isinstance(box, nn.LogicallyPartitioned)
+    np.testing.assert_array_equal(box.value, state.params["Dense_0"]["kernel"].value)
+
+
+def test_state_given_back_lies_where_it_lay():
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
+    params = strategy.create(lambda: {"w": jnp.ones((8, 2048)), "b": jnp.zeros(2048)})
+    places = jax.tree.map(lambda x: x.sharding, params)
+
+    def step(params, batch):
+        def loss_fn(params):
+            return ((batch @ params["w"] + params["b"]) ** 2).mean()
+
+        grads = jax.lax.pmean(jax.grad(loss_fn)(params), "replica")
+        return {"new": (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), 1)}
+
+    before = num_compiles(step)
+    data = strategy.experimental_make_numpy_dataset(X).batch(16)
+    for batch in strategy.experimental_distribute_dataset(data):
+        params = strategy.run(step, args=(params, batch))["new"][0]
+    assert jax.tree.map(lambda x: x.sharding, params) == places
+    assert num_compiles(step) - before == 1
+
+
+def test_batch_stats_are_averaged():
+    strategy = tpudist.MirroredStrategy()
+    state, _ = train(strategy, make_state(Model(norm=True)), make_step())
+    mean = state.batch_stats["BatchNorm_0"]["mean"]
+    assert isinstance(mean, jax.Array)
+    each = tpudist.RunOptions(aggregation={"batch_stats": "none"})
+    parts, _ = train(strategy, make_state(Model(norm=True)), make_step(), each)
+    kept = parts.batch_stats["BatchNorm_0"]["mean"]
+    assert isinstance(kept, tpudist.PerReplica)
+    np.testing.assert_allclose(strategy.reduce("mean", kept, axis=None), mean, atol=1e-6)
+
+
+def test_a_rule_of_the_users_is_taken():
+    strategy = tpudist.MirroredStrategy()
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+
+    def step(state, x):
+        return {"counts": {"n": state["counts"]["n"] + x}, "other": state["other"] + x}
+
+    state = {"counts": {"n": jnp.float32(0)}, "other": jnp.float32(0)}
+    rules = {"counts": tpudist.VariableAggregation.SUM}
+    out = strategy.run(step, args=(state, ids), options=tpudist.RunOptions(aggregation=rules))
+    assert float(out["counts"]["n"]) == 28
+    assert isinstance(out["other"], tpudist.PerReplica)
+
+
+def test_parameters_that_would_differ_are_refused_by_name():
+    strategy = tpudist.MirroredStrategy()
+    match = (
+        r"'state.params\['Dense_0'\]\['bias'\]' would differ .*jax.lax.pmean\(grads, 'replica'\)"
+    )
+    with pytest.raises(ValueError, match=match):
+        train(strategy, make_state(Model()), make_step(reduce=False))
+    each = tpudist.RunOptions(aggregation={"params": "none", "opt_state": "none"})
+    state, _ = train(strategy, make_state(Model()), make_step(reduce=False), each)
+    assert isinstance(state.params["Dense_0"]["bias"], tpudist.PerReplica)
+
+
+def test_integers_are_not_averaged():
+    strategy = tpudist.MirroredStrategy()
+
+    def step(batch_stats):
+        return {"n": batch_stats["n"] + jax.lax.axis_index("replica")}
+
+    with pytest.raises(ValueError, match=r"'batch_stats\['n'\]' would differ.*give it a rule"):
+        strategy.run(step, args=({"n": jnp.int32(0)},))
+
+
+def test_a_rule_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="none, sum, mean, only_first_replica"):
+        tpudist.RunOptions(aggregation={"batch_stats": "median"})
+
+
+def test_a_dynamic_scale_is_equal_on_all_replicas():
+    strategy = tpudist.MirroredStrategy()
+
+    def step(scale, w, batch):
+        compute = scale.value_and_grad(lambda w: ((batch @ w) ** 2).mean(), axis_name="replica")
+        scale, finite, _, grads = compute(w)
+        return scale, finite, w - 0.01 * grads
+
+    scale, w = dynamic_scale.DynamicScale(growth_interval=2), jnp.ones((8, 2))
+    data = strategy.experimental_make_numpy_dataset(X).batch(16)
+    for batch in strategy.experimental_distribute_dataset(data):
+        scale, finite, w = strategy.run(step, args=(scale, w, batch))
+        assert bool(finite)
+    assert float(scale.scale) == 65536.0 * 2
+
+
+@dataclasses.dataclass
+class _Unregistered:
+    w: Any
+
+
+def test_a_container_that_jax_does_not_know_is_refused_as_before():
+    strategy = tpudist.MirroredStrategy()
+    with pytest.raises(TypeError, match="holds an array"):
+        strategy.run(lambda s: s, args=(_Unregistered(jnp.ones(2)),))

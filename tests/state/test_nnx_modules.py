@@ -1,0 +1,180 @@
+"""NNX modules as users write them: settings of any kind, sown values, scanned layers."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tpudist
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 2.0
+    sizes: list = dataclasses.field(default_factory=lambda: [1, 2])
+
+
+class Plain:
+    def __init__(self):
+        self.factor = 3.0
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, settings=None):
+        self.settings, self.plain = settings or Settings(), Plain()
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.linear(x) * self.settings.scale * self.plain.factor
+        with warnings.catch_warnings():  # deprecated outside of `nnx.capture`
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.sow(nnx.Intermediate, "hidden", h)
+        return h.sum()
+
+
+def call(model, x):
+    out = model(x)
+    return out, nnx.pop(model, nnx.Intermediate)
+
+
+X = np.ones((2, 4), np.float32)
+
+
+@pytest.fixture
+def strategy():
+    return tpudist.MirroredStrategy()
+
+
+def test_settings_without_a_hash_are_seen_when_they_change(strategy):
+    model = strategy.create(lambda: Model(nnx.Rngs(0)))
+    first = float(strategy.run(call, args=(model, X))[0])
+    model.settings.scale = 4.0
+    np.testing.assert_allclose(strategy.run(call, args=(model, X))[0], 2 * first, rtol=1e-6)
+    model.plain.factor = 6.0
+    np.testing.assert_allclose(strategy.run(call, args=(model, X))[0], 4 * first, rtol=1e-6)
+    before = len(tpudist.compile_log())
+    strategy.run(call, args=(model, X))
+    assert len(tpudist.compile_log()) == before
+
+
+def test_equal_settings_share_a_program(strategy):
+    class Small(nnx.Module):
+        def __init__(self, rngs):
+            self.settings = Settings()
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    models = [strategy.create(lambda i=i: Small(nnx.Rngs(i))) for i in range(2)]
+
+    def step(model):
+        return model.linear(jnp.asarray(X)) * model.settings.sizes[1]
+
+    before = len(tpudist.compile_log())
+    for model in models:
+        strategy.run(step, args=(model,))
+    assert len(tpudist.compile_log()) == before + 1
+
+
+def test_what_is_sown_is_returned_for_each_replica(strategy):
+    model = strategy.create(lambda: Model(nnx.Rngs(0)))
+    parts = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full((2, 4), context.replica_id_in_sync_group, np.float32)
+    )
+    _, sown = strategy.run(call, args=(model, parts))
+    [hidden] = sown["hidden"].get_raw_value()
+    assert isinstance(hidden, tpudist.PerReplica)
+    alone = [Model(nnx.Rngs(0)) for _ in range(2)]
+    for i, plain in enumerate(alone):
+        expected = plain.linear(np.full((2, 4), i, np.float32)) * 6
+        got = strategy.experimental_local_results(hidden)[i]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert not hasattr(model, "hidden")
+
+
+def test_what_is_sown_and_stays_is_refused_by_name(strategy):
+    model = strategy.create(lambda: Model(nnx.Rngs(0)))
+    match = r"Intermediate 'hidden' was added.*nnx.pop\(model, nnx.Intermediate\)"
+    with pytest.raises(ValueError, match=match):
+        strategy.run(lambda model: model(jnp.asarray(X)), args=(model,))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(nnx.relu(self.linear(x)))
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return Block(rngs)
+
+        self.blocks = make(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(block, x):
+            return block(x)
+
+        return forward(self.blocks, x)
+
+
+def test_scanned_layers_drop_other_units_on_each_replica(strategy):
+    model = strategy.create(lambda: Scanned(nnx.Rngs(0)))
+    x = np.ones((64, 4), np.float32)
+    out = strategy.run(lambda model, x: model(x), args=(model, x))
+    parts = strategy.experimental_local_results(out)
+    assert len({part.tobytes() for part in map(np.asarray, parts)}) == 8
+    assert model.blocks.dropout.rngs.count[...].tolist() == [1, 1, 1]
+    model.eval()
+    equal = strategy.run(lambda model, x: model(x), args=(model, x))
+    np.testing.assert_allclose(equal, apply_without_dropout(model, x), rtol=1e-5)
+
+
+def apply_without_dropout(model, x):
+    for i in range(3):
+        kernel = np.asarray(model.blocks.linear.kernel[...])[i]
+        bias = np.asarray(model.blocks.linear.bias[...])[i]
+        x = np.maximum(x @ kernel + bias, 0)
+    return x
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
+def test_typed_keys_may_be_one_for_each_replica(shape, axes):
+    strategy = tpudist.TPUStrategy(replica_axes=axes)
+
+    def make(context):
+        key = jax.random.key(context.replica_id_in_sync_group)
+        return jax.random.split(key, shape) if shape else key
+
+    keys = strategy.experimental_distribute_values_from_function(make)
+    assert keys.shape == shape
+
+    def draw(keys):
+        return jnp.stack([jax.random.normal(k, (2,)) for k in keys.reshape(-1)])
+
+    drawn = strategy.experimental_local_results(strategy.run(draw, args=(keys,)))
+    for i, part in enumerate(drawn):
+        flat = jnp.asarray(make_keys(i, shape)).reshape(-1)
+        np.testing.assert_array_equal(part, np.stack([jax.random.normal(k, (2,)) for k in flat]))
+
+
+def make_keys(i, shape):
+    return jax.random.split(jax.random.key(i), shape) if shape else jax.random.key(i)
+
+
+def test_keys_of_other_shapes_are_refused(strategy):
+    with pytest.raises(ValueError, match="keys of one kind and shape"):
+        strategy.experimental_distribute_values_from_function(
+            lambda c: jax.random.split(jax.random.key(0), c.replica_id_in_sync_group + 1)
+        )

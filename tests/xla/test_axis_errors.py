@@ -1,0 +1,65 @@
+"""What is asked of mesh axes that cannot be asked for is refused, with the line and the remedy."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+import tpudist
+
+
+@pytest.fixture
+def split():
+    return tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
+
+
+X = jnp.ones((4, 8))
+
+
+def test_out_sharding_is_refused_with_its_line(split):
+    def step(x):
+        return jnp.einsum("bd,de->be", x, x.T, out_sharding=PartitionSpec("fsdp"))
+
+    with pytest.raises(ValueError, match=r"'step' \(.*test_axis_errors.py:\d+\) asks einsum") as e:
+        split.run(step, args=(X,))
+    assert "jax.lax.with_sharding_constraint(x, spec)" in str(e.value)
+
+
+def test_a_constraint_on_an_inner_axis_works(split):
+    def step(x):
+        return jax.lax.with_sharding_constraint(x * 2, PartitionSpec("fsdp", "tensor"))
+
+    assert (split.run(step, args=(X,)) == 2).all()
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {}])
+def test_a_constraint_on_the_replica_axis_is_refused(axes):
+    strategy = tpudist.TPUStrategy(replica_axes=axes)
+    with pytest.raises(ValueError, match="not split over 'replica': leave that axis out"):
+        strategy.run(
+            lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("replica")), args=(X,)
+        )
+
+
+def test_a_constraint_on_an_axis_that_is_not_there_is_refused():
+    strategy = tpudist.MirroredStrategy()
+    with pytest.raises(ValueError, match=r"axes 'replica', and no 'model'. .*replica_axes="):
+        strategy.run(
+            lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("model")), args=(X,)
+        )
+
+
+def test_a_model_whose_annotation_names_no_axis_is_refused_in_create():
+    init = nn.with_partitioning(nn.initializers.ones, ("model", None))
+    model = nn.Dense(4, kernel_init=init)
+    with pytest.raises(ValueError, match=r"asks for P\('model', None\), but .*and no 'model'"):
+        tpudist.MirroredStrategy().create(lambda: model.init(jax.random.key(0), X))
+
+
+def test_other_errors_stay_as_they_are():
+    def step(x):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        tpudist.MirroredStrategy().run(step, args=(X,))

@@ -1,0 +1,78 @@
+"""What a replica function or a model asks of mesh axes that the mesh does not have, in words.
+
+JAX raises while it traces, in terms of its own. Each of its texts is known here by one phrase; an
+error without one goes on as it is.
+"""
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+
+from tpudist.xla.hlo.source_lines import users_line
+from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
+
+_NO_SUCH_AXIS = re.compile(r"Resource axis: (\S+) of (.+?) is not found in mesh")
+_NOT_EXPLICIT = re.compile(r"passed to (.+?) cannot contain axis names that are of type Auto or M")
+_NOT_AUTO = "can only refer to Auto axes of the mesh"
+_SPEC = re.compile(r"(?:PartitionSpec: |spec=)(P(?:artitionSpec)?\(.*?\))(?: |\.|$)")
+
+
+@contextlib.contextmanager
+def explain_axes(mesh: ReplicaMesh, name: str) -> Iterator[None]:
+    """Says what a function asked of mesh axes, where they are found in the block, and the remedy.
+
+    Args:
+        mesh: On which it is traced.
+        name: What the user calls it.
+
+    Raises:
+        ValueError: It asked for an axis that is not there or that cannot be asked for.
+    """
+    try:
+        yield
+    except ValueError as error:
+        text = _explain(mesh, name, error)
+        if text is None:
+            raise
+        raise ValueError(text) from error
+
+
+def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
+    said = str(error)
+    axes = ", ".join(map(repr, mesh.mesh.axis_names))
+    who = f"'{name}' ({_line_of(error)})"
+    if found := _NO_SUCH_AXIS.search(said):
+        axis, spec = found[1], found[2]
+        return (
+            f"{who} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. "
+            f"Annotations of Linen's with_partitioning and sharding constraints name axes of the "
+            f"mesh: give replicas that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or "
+            f"annotate with logical names (nn.with_logical_partitioning, nnx.with_partitioning), "
+            f"which a strategy maps by its logical_axis_rules and drops where it has no such axis."
+        )
+    spec = found[1] if (found := _SPEC.search(said)) else "a split"
+    if found := _NOT_EXPLICIT.search(said):
+        return (
+            f"{who} asks {found[1]} for out_sharding={spec}, which JAX has for meshes with "
+            f"Explicit axes; in a replica function '{REPLICA_AXIS}' is Manual, and the axes inside "
+            f"a replica are Auto. Leave out_sharding out and split the result: "
+            f"jax.lax.with_sharding_constraint(x, spec), by axes inside a replica only. In a "
+            f"model's configuration set these shardings to None."
+        )
+    if _NOT_AUTO in said:
+        inner = ", ".join(map(repr, mesh.inner_axes)) or "none"
+        return (
+            f"{who} constrains a value to {spec}. A replica function sees the value of one "
+            f"replica, which is not split over '{REPLICA_AXIS}': leave that axis out. The axes "
+            f"inside a replica, by which it can be split, are: {inner}"
+            f"{' (a replica is one device)' if mesh.devices_per_replica == 1 else ''}."
+        )
+    return None
+
+
+def _line_of(error: BaseException) -> str:
+    """The user's line that raised, as "file:line"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    stack = tuple(f"{x.filename}:{x.lineno}" for x in reversed(frames) if "<" not in x.filename)
+    return users_line(stack) or "an unknown line"
