@@ -150,7 +150,7 @@ def test_a_box_in_a_checkpoint_comes_back_as_it_was(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
     state = strategy.create(lambda: make_state(Model(LOGICAL)))
     with CheckpointManager(Checkpoint(params=state.params), tmp_path) as manager:
-        manager.save(step=1)
+        manager.save(1)
     other = strategy.create(lambda: make_state(Model(LOGICAL)).params)
     checkpoint = Checkpoint(params=jax.tree.map(jnp.zeros_like, other))
     CheckpointManager(checkpoint, tmp_path).restore()
