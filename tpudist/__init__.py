@@ -36,6 +36,7 @@ from tpudist.reductions.cross_device_ops import CrossDeviceOps
 from tpudist.run.eager.eager_mode import functions_run_eagerly, run_functions_eagerly
 from tpudist.run.function import function
 from tpudist.run.replica_context import ReplicaContext
+from tpudist.state.placement_table import PlacementTable, describe_placement
 from tpudist.state.variable import Variable
 from tpudist.strategies.mirrored import MirroredStrategy
 from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -75,6 +76,7 @@ __all__ = [
     "OneDeviceStrategy",
     "Optimizer",
     "PerReplica",
+    "PlacementTable",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
@@ -92,6 +94,7 @@ __all__ = [
     "compat",
     "compile_log",
     "compute_average_loss",
+    "describe_placement",
     "emulate",
     "errors",
     "experimental",

@@ -25,7 +25,7 @@ from tpudist.run import nested_run
 from tpudist.run.eager import eager_mode, replica_run
 from tpudist.run.step_cache import Replicator
 from tpudist.state.variable import Variable
-from tpudist.strategy import logical_axes
+from tpudist.strategy import logical_axes, strategy_table
 from tpudist.strategy.extended import StrategyExtended
 from tpudist.strategy.scope import Scope
 from tpudist.strategy.state_methods import StateMethods
@@ -90,6 +90,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         return f"{type(self).__name__}({axes} on {self.replica_mesh.platform})"
+
+    def _repr_html_(self) -> str:
+        return strategy_table.write_html(self)
 
     def __copy__(self):
         raise RuntimeError(

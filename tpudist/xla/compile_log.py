@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from tpudist.xla import notebook_table
+
 _log = logging.getLogger("tpudist.compile")
 
 
@@ -74,10 +76,25 @@ def record_compile(function: str, cause: str, seconds: float, number: int) -> No
     _log.log(level, "compiled %s in %.2f s (time %d): %s", function, seconds, number, cause)
 
 
-def compile_log() -> list[CompileRecord]:
+class CompileLog(list[CompileRecord]):
+    """Compiles, oldest first: a list, which notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        seconds = sum(record.seconds for record in self)
+        rows = [(x.function, f"{x.seconds:.2f}", x.cause) for x in self[-_SHOWN:]]
+        more = len(self) - len(rows)
+        notes = [f"and {more} before these"] if more else []
+        title = f"{len(self)} compiles, {seconds:.1f} s"
+        return notebook_table.write_html(title, ("function", "seconds", "cause"), rows, notes)
+
+
+_SHOWN = 40
+
+
+def compile_log() -> CompileLog:
     """The compiles of replica functions in this process, oldest first (the last 1000)."""
     with _records_lock:
-        return list(_records)
+        return CompileLog(_records)
 
 
 def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:

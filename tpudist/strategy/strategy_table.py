@@ -1,0 +1,27 @@
+"""A strategy as a notebook shows it: its replicas, on which devices, and how they are split."""
+
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.xla import notebook_table
+
+# Of one screen.
+_MAX_REPLICAS = 16
+
+
+def write_html(strategy: StrategyBase) -> str:
+    """A table with a row for each replica."""
+    mesh = strategy.replica_mesh
+    inner = ", ".join(f"{name}={mesh.mesh.shape[name]}" for name in mesh.inner_axes)
+    rows = []
+    for i in range(min(mesh.num_replicas, _MAX_REPLICAS)):
+        devices = mesh.devices_of(i)
+        shown = ", ".join(f"{d.platform}:{d.id}" for d in devices[:8])
+        processes = sorted({d.process_index for d in devices})
+        more = f" and {len(devices) - 8} more" if len(devices) > 8 else ""
+        rows.append((str(i), shown + more, ", ".join(map(str, processes))))
+    notes = [f"axes inside a replica: {inner or 'none, a replica is one device'}"]
+    if mesh.axis_name is not None:
+        notes.append(f"the axis of replicas is called 'replica' and {mesh.axis_name!r}")
+    if mesh.num_replicas > len(rows):
+        notes.insert(0, f"and {mesh.num_replicas - len(rows)} replicas more")
+    head = ("replica", "devices", "process")
+    return notebook_table.write_html(repr(strategy), head, rows, notes)
