@@ -579,3 +579,15 @@ def test_rows_are_gathered_in_merge_call_without_padding():
         return replica.merge_call(lambda s, x: s.gather(x, axis=0), args=(x,))
 
     assert strategy.run(fn, args=(batch,)).tolist() == data.tolist()
+
+
+def test_parts_of_a_metric_can_be_merged(strategy):
+    """As those of clu and nnx: sums that differ beside counts that do not."""
+    n = strategy.num_replicas_in_sync
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda c: np.float32(c.replica_id_in_sync_group)
+    )
+    metric = strategy.run(lambda x: {"total": 2 * x, "count": jnp.int32(2)}, args=(ids,))
+    parts = strategy.experimental_local_results(metric)
+    merged = jax.tree.map(lambda *xs: sum(xs), *parts)
+    assert float(merged["total"] / merged["count"]) == (n - 1) / 2

@@ -438,13 +438,15 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         if not leaves:
             return (value,)
 
+        has_parts = any(isinstance(x, PerReplica) for x in leaves)
+
         def local(x):
             if isinstance(x, Variable) and self.variables_have_components:
                 if not in_trace:
                     return x.values
                 x = x.local_part() if x.on_read else x.read_value()
             if not isinstance(x, PerReplica):
-                return (x,) * n
+                return (placement.copy_beside_parts(mesh, x) if has_parts else x,) * n
             return [placement.move_part(mesh, part) for part in gather.local_parts(mesh, x)]
 
         parts = [local(x) for x in leaves]

@@ -265,6 +265,14 @@ def move_part(mesh: ReplicaMesh, part: Any) -> Any:
     return jax.device_put(part, NamedSharding(first, sharding.spec))
 
 
+def copy_beside_parts(mesh: ReplicaMesh, value: Any) -> Any:
+    """A mirrored array as this process's first replica has it: where `move_part` moves parts."""
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    on_mesh = isinstance(value.sharding, NamedSharding) and value.sharding.mesh == mesh.mesh
+    return copy_of(mesh, value, mesh.local_replicas[0]) if on_mesh else value
+
+
 def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
     """The copy of a mirrored array that a replica of this process holds, on its devices.
 
