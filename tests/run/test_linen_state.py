@@ -220,6 +220,34 @@ def test_parameters_that_would_differ_are_refused_by_name():
     assert isinstance(state.params["Dense_0"]["bias"], tpudist.PerReplica)
 
 
+def test_the_debug_mode_combines_and_refuses_the_same():
+    strategy = tpudist.MirroredStrategy()
+
+    def make(reduce):
+        def step(state, batch):
+            grads = jax.grad(lambda w: ((batch @ w) ** 2).mean())(state["params"])
+            if reduce:
+                grads = tpudist.get_replica_context().all_reduce("mean", grads)
+            return {
+                "params": state["params"] - 0.1 * grads,
+                "batch_stats": {"mean": batch.mean(0)},
+                "step": state["step"] + 1,
+            }
+
+        return step
+
+    data = strategy.experimental_make_numpy_dataset(X[:16]).batch(16)
+    [batch] = strategy.experimental_distribute_dataset(data)
+    state = {"params": jnp.ones((8, 2)), "batch_stats": {"mean": jnp.zeros(8)}, "step": 0}
+    compiled = strategy.run(make(True), args=(state, batch))
+    with strategy.debug():
+        stepped = strategy.run(make(True), args=(state, batch))
+        with pytest.raises(ValueError, match=r"'state\['params'\]' would differ"):
+            strategy.run(make(False), args=(state, batch))
+    assert isinstance(stepped["batch_stats"]["mean"], jax.Array)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), stepped, compiled)
+
+
 def test_integers_are_not_averaged():
     strategy = tpudist.MirroredStrategy()
 

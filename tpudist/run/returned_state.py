@@ -14,15 +14,54 @@ from tpudist.run.results import CallOutputs
 
 # How deep in a result the state is looked for: in `{"train": (state, ema)}`, for one.
 _DEPTH = 3
+Form = tuple[tuple[int, ...], Any]
+"""Shape and dtype of an array, as one replica sees it."""
 
 
 def find_returned_state(
-    found: CallOutputs, structure: Sequence[Any], inputs: Inputs, closed: Any, num_variables: int
+    result: Any,
+    results: Sequence[Form | None],
+    structure: Sequence[Any],
+    arguments: Sequence[Form | None],
 ) -> dict[int, int]:
-    """For each output that is a new part of an argument: the number of the flat input it replaces.
+    """For each leaf of a result that is a new part of an argument: which leaf it replaces.
 
     That is so for a part of the result that is nested as a whole argument is, with arrays of the
-    same shapes and dtypes. Inputs are counted after the Variables.
+    same shapes and dtypes.
+
+    Args:
+        result: How the result is nested.
+        results: Of its leaves; None for what is no array of the program.
+        structure: How each argument is nested.
+        arguments: Of the flat arguments; None for what is no array, or one for each replica.
+    """
+    wholes, first = [], 0
+    for treedef in structure:
+        wholes.append((treedef, first))
+        first += treedef.num_leaves
+    returned: dict[int, int] = {}
+    taken: set[int] = set()
+    for part, start in _parts(result, 0, _DEPTH):
+        for treedef, first in wholes:
+            if part != treedef or first in taken or start in returned:
+                continue
+            places = range(part.num_leaves)
+            pairs = {
+                start + i: first + i
+                for i in places
+                if results[start + i] is not None and arguments[first + i] is not None
+            }
+            if pairs and all(results[i] == arguments[k] for i, k in pairs.items()):
+                taken.add(first)
+                returned |= {i: k for i, k in pairs.items() if i not in returned}
+                break
+    return returned
+
+
+def find_returned_outputs(
+    found: CallOutputs, structure: Sequence[Any], inputs: Inputs, closed: Any, num_variables: int
+) -> dict[int, int]:
+    """The same for a trace: for each such output the number of the input, after the Variables.
 
     Args:
         found: What the call gave.
@@ -35,23 +74,20 @@ def find_returned_state(
     for k, leaf in enumerate(inputs.leaves_of_arguments, inputs.num_nnx):
         if not inputs.stacked[k]:  # what is one for each replica may stay so
             fed.setdefault(leaf, []).append(k)
-    sources, results = closed.in_avals[num_variables:], closed.out_avals
-    arguments, first = [], 0
-    for treedef in structure:
-        arguments.append((treedef, first))
-        first += treedef.num_leaves
-    returned: dict[int, int] = {}
-    taken: set[int] = set()
-    for part, start in _parts(found.treedef, 0, _DEPTH):
-        for treedef, first in arguments:
-            if part != treedef or first in taken or start in taken:
-                continue
-            pairs = _pairs(found, range(start, start + part.num_leaves), first, fed)
-            if pairs and all(_are_alike(results[i], sources[k]) for i, k in pairs.items()):
-                taken.add(first)
-                returned |= {i: k for i, k in pairs.items() if i not in returned}
-                break
-    return returned
+    sources = closed.in_avals[num_variables:]
+    arguments = [
+        _form_of(sources[fed[leaf][0]]) if len(fed.get(leaf, ())) == 1 else None
+        for leaf in range(sum(treedef.num_leaves for treedef in structure))
+    ]
+    results = [
+        _form_of(closed.out_avals[what]) if kind == "array" else None for kind, what in found.result
+    ]
+    leaves = find_returned_state(found.treedef, results, structure, arguments)
+    return {found.result[i][1]: fed[k][0] for i, k in leaves.items()}
+
+
+def _form_of(aval: Any) -> Form:
+    return tuple(aval.shape), aval.dtype
 
 
 def _parts(treedef: Any, start: int, depth: int) -> Iterator[tuple[Any, int]]:
@@ -63,22 +99,6 @@ def _parts(treedef: Any, start: int, depth: int) -> Iterator[tuple[Any, int]]:
         for child in treedef.children():
             yield from _parts(child, start, depth - 1)
             start += child.num_leaves
-
-
-def _pairs(
-    found: CallOutputs, leaves: range, first: int, fed: Mapping[int, Sequence[int]]
-) -> dict[int, int]:
-    """The arrays among some leaves of the result, with the inputs in the same places."""
-    pairs: dict[int, int] = {}
-    for offset, leaf in enumerate(leaves):
-        kind, what = found.result[leaf]
-        if kind == "array" and len(fed.get(first + offset, ())) == 1:
-            pairs[what] = fed[first + offset][0]
-    return pairs
-
-
-def _are_alike(result: Any, source: Any) -> bool:
-    return result.shape == source.shape and result.dtype == source.dtype
 
 
 def keep_places(

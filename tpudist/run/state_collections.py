@@ -45,24 +45,49 @@ def place_collections(
         ValueError: Parameters or optimizer state would differ between replicas.
     """
     stack, aggregated = placed
-    refused = []
-    for i, k in returned.items():
-        collection = _collection_of(labels[k], rules)
-        if not stack[i] or collection is None:
-            continue
-        rule = {**RULES, **rules}[collection]
-        if rule == "none":
-            continue
-        cause = f"its new value depends on {proof.causes[i]}, and was not reduced over the replicas"
-        whole = not jnp.issubdtype(dtypes[i], jnp.inexact)
-        if rule is None or (rule == "mean" and whole):
-            refused.append((f"'{labels[k]}'", cause, _remedy_of(collection)))
-            continue
-        op = None if rule == "only_first_replica" else ReduceOp[rule.upper()]
+    differing = {i: (labels[k], dtypes[i]) for i, k in returned.items() if stack[i]}
+    causes = {
+        i: f"its new value depends on {proof.causes[i]}, and was not reduced over the replicas"
+        for i in differing
+    }
+    for i, op in decide(differing, causes, rules, name).items():
         aggregated.setdefault(op, []).append(i)
         stack[i] = False
+
+
+def decide(
+    differing: Mapping[int, tuple[str, Any]],
+    causes: Mapping[int, str],
+    rules: Mapping[str, str],
+    name: str,
+) -> dict[int, ReduceOp | None]:
+    """By which reduction state that differs becomes one; None for the first replica's.
+
+    What is not in the result stays one for each replica.
+
+    Args:
+        differing: Label and dtype of each such state.
+        causes: Why it differs.
+        rules: The user's own, by the name of the collection: first of all.
+        name: Of the function.
+
+    Raises:
+        ValueError: Parameters or optimizer state would differ between replicas.
+    """
+    decided: dict[int, ReduceOp | None] = {}
+    refused = []
+    for i, (label, dtype) in differing.items():
+        collection = _collection_of(label, rules)
+        rule = "none" if collection is None else {**RULES, **rules}[collection]
+        if collection is None or rule == "none":
+            continue
+        if rule is None or (rule == "mean" and not jnp.issubdtype(dtype, jnp.inexact)):
+            refused.append((f"'{label}'", causes[i], _remedy_of(collection)))
+        else:
+            decided[i] = None if rule == "only_first_replica" else ReduceOp[rule.upper()]
     if refused:
         raise ValueError(outputs.describe_divergence(name, refused))
+    return decided
 
 
 def _collection_of(label: str, rules: Mapping[str, str]) -> str | None:

@@ -82,7 +82,7 @@ def trace_step(
     stack_outputs, aggregated = outputs.place_outputs(
         proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole
     )
-    returned = returned_state.find_returned_state(
+    returned = returned_state.find_returned_outputs(
         found, call.structure, inputs, program.closed, len(variables)
     )
     if mesh.num_replicas > 1 and not call.whole:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from tpudist.run import call_description, state_collections
 from tpudist.run.containers import unpack
+from tpudist.run.returned_state import find_returned_state
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
@@ -55,7 +57,37 @@ def merge_results(run: "EagerRun", ended: Sequence[Ended]) -> Any:
                 f"{structure}, and {treedef}. All replicas return the same structure."
             )
     merged = [_merge(run, [x[0][k] for x in flat]) for k in range(len(leaves))]
+    _combine_collections(run, merged, treedef)
     return treedef.unflatten(merged)
+
+
+def _combine_collections(run: "EagerRun", merged: list[Any], treedef: Any) -> None:
+    """Makes one of state that is given back and differs, in place; see `state_collections`."""
+    if run.mesh.num_replicas == 1 or not any(isinstance(x, PerReplica) for x in merged):
+        return
+    results = [_form_of(x) for x in merged]
+    arguments = [None if isinstance(x, PerReplica) else _form_of(x) for x in run.leaves]
+    for i in run.kinds.numbers:
+        arguments[i] = (), jax.numpy.result_type(run.leaves[i])
+    returned = find_returned_state(treedef, results, run.structure, arguments)
+    labels = call_description.names_of_leaves(run.fn, run.args, run.kwargs)
+    differing = {
+        i: (labels[k], merged[i].dtype)
+        for i, k in returned.items()
+        if isinstance(merged[i], PerReplica)
+    }
+    causes = dict.fromkeys(differing, "its new value is another one on each replica")
+    for i, op in state_collections.decide(differing, causes, dict(run.rules), run.name).items():
+        if op is None:
+            first = placement.component(run.mesh, merged[i].array, run.mesh.local_replicas[0])
+            merged[i] = jax.device_put(first, run.mesh.replicated)
+        else:
+            dtype = merged[i].dtype
+            merged[i] = run.strategy.reduce(op, merged[i], axis=None).astype(dtype)
+
+
+def _form_of(x: Any) -> Any:
+    return (tuple(x.shape), x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else None
 
 
 def _flatten(run: "EagerRun", ended: Ended) -> tuple[list[Any], Any]:

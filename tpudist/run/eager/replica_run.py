@@ -84,6 +84,7 @@ class EagerRun:
         self.function = strategy._replicator.function_of(fn)
         self.name = self.function.name
         self.num_args = len(args)
+        self.args, self.kwargs, self.rules = args, kwargs, options.aggregation
         self.leaves, self.structure = call_arguments.Flattener().leaves(args, kwargs)
         self.kinds = call_arguments.Kinds.of(self.leaves, self._find_numbers(args, kwargs, options))
         call_arguments.check_leaves(self.leaves, self.kinds, self.mesh.num_replicas, self.name)
