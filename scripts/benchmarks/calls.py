@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -95,6 +96,7 @@ def cases(strategy: tpudist.Strategy) -> list[Case]:
     return [
         ten_arguments(strategy),
         donated_pytree(strategy),
+        train_state(strategy),
         nnx_objects(strategy),
         captured_variables(strategy),
         many_steps(strategy),
@@ -136,6 +138,36 @@ def donated_pytree(strategy: tpudist.Strategy) -> Case:
         "300 arrays, donated",
         ours,
         _Loop(jitted, _tree(strategy)),
+        lambda figure: at_most_times(figure, 1.05),
+    )
+
+
+def train_state(strategy: tpudist.Strategy) -> Case:
+    """A Linen `TrainState` of 300 arrays that is donated, against a flat `jit` of its arrays."""
+    options = tpudist.RunOptions(donate_argnums=(0,))
+    params = {f"layer_{i:03}": jnp.full(8, i, jnp.float32) for i in range(100)}
+
+    def make() -> TrainState:
+        def apply(variables: Any) -> Any:
+            return variables
+
+        return TrainState.create(apply_fn=apply, params=params, tx=optax.adam(1e-3))
+
+    def step(state: TrainState) -> TrainState:
+        return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+
+    state = strategy.create(make)
+    # Copies: both donate theirs.
+    arrays, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, state))
+
+    def flat_step(arrays: list[jax.Array]) -> list[jax.Array]:
+        return jax.tree.leaves(step(treedef.unflatten(arrays)))
+
+    jitted = _by_hand(strategy, flat_step, in_specs=(P(),), donate_argnums=0)
+    return Case(
+        "a TrainState of 301 arrays, donated",
+        _Loop(lambda state: strategy.run(step, args=(state,), options=options), state),
+        _Loop(jitted, arrays),
         lambda figure: at_most_times(figure, 1.05),
     )
 

@@ -6,10 +6,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import tpudist
+from tpudist.state import nnx_binding
 
 
 @dataclasses.dataclass
@@ -178,3 +180,11 @@ def test_keys_of_other_shapes_are_refused(strategy):
         strategy.experimental_distribute_values_from_function(
             lambda c: jax.random.split(jax.random.key(0), c.replica_id_in_sync_group + 1)
         )
+
+
+def test_only_settings_are_looked_at_in_each_call():
+    """What holds arrays, as the state of an optimizer does, is data."""
+    model = Model(nnx.Rngs(0))
+    optimizer = tpudist.Optimizer(optax.adam(0.1), model)
+    found = nnx_binding.Binding([model, optimizer])._settings._values
+    assert found == [model.settings, model.plain]

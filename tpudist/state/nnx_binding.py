@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from tpudist.reduce_op import VariableAggregation
@@ -190,15 +191,20 @@ class MutableSettings:
         return bool(values) and tuple(value_keys.key_of(x) for x in values) != self.keys
 
 
+def _is_data(value: Any) -> bool:
+    return isinstance(value, (*nnx_contents.OBJECT_TYPES, jax.Array, np.ndarray))
+
+
 def _is_mutable(value: Any) -> bool:
-    if type(value) in _IMMUTABLE or isinstance(value, (*nnx_contents.OBJECT_TYPES, jax.Array)):
+    if type(value) in _IMMUTABLE or _is_data(value):
         return False
     if isinstance(value, type) or callable(value):
         return False
     try:
         hash(value)
     except TypeError:
-        return True
+        leaves = jax.tree.leaves(value, is_leaf=_is_data)
+        return not any(map(_is_data, leaves))  # a part of the graph, otherwise
     return type(value).__hash__ is object.__hash__ and value_keys.attributes_of(value) is not None
 
 
