@@ -248,6 +248,32 @@ def test_the_debug_mode_combines_and_refuses_the_same():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), stepped, compiled)
 
 
+def test_state_in_a_function_of_all_replicas_is_treated_alike():
+    strategy = tpudist.MirroredStrategy()
+    data = strategy.experimental_make_numpy_dataset(X[:16]).batch(16)
+    [batch] = strategy.experimental_distribute_dataset(data)
+    plain, _ = strategy.run(make_step(), args=(make_state(Model(norm=True)), batch))
+
+    def call(reduce, options=None):
+        @tpudist.function
+        def whole(state, batch):
+            return strategy.run(make_step(reduce), args=(state, batch), options=options)[0]
+
+        return whole(make_state(Model(norm=True)), batch)
+
+    new = call(True)
+    for name in ("params", "batch_stats", "step"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            getattr(new, name),
+            getattr(plain, name),
+        )
+    with pytest.raises(ValueError, match=r"'state.params\['BatchNorm_0'\]\['bias'\]' would differ"):
+        call(False)
+    kept = call(True, tpudist.RunOptions(aggregation={"batch_stats": "none"}))
+    assert isinstance(kept.batch_stats["BatchNorm_0"]["mean"], tpudist.PerReplica)
+
+
 def test_integers_are_not_averaged():
     strategy = tpudist.MirroredStrategy()
 

@@ -166,13 +166,6 @@ def leaves_of(argnums: Sequence[int], structure: tuple) -> frozenset[int]:
     return frozenset(leaf for i in argnums if 0 <= i < len(spans) for leaf in range(*spans[i]))
 
 
-def leaves_that_are_arguments(structure: tuple) -> frozenset[int]:
-    """Positions among `Flattener.leaves` of those that are a whole argument, and no part of one."""
-    first = itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0)
-    leaf = jax.tree.structure(0)
-    return frozenset(i for i, treedef in zip(first, structure, strict=False) if treedef == leaf)
-
-
 @dataclasses.dataclass(frozen=True)
 class Kinds:
     """Positions of the flat arguments by kind. Depends on their types only, so it is made once."""
@@ -225,6 +218,16 @@ def _kind(x: Any) -> str:
     if isinstance(x, nnx.State):
         return "states"
     return "arrays" if isinstance(x, _ARRAY_TYPES) else "static"
+
+
+def numbers_in_state(kinds: Kinds, structure: tuple) -> list[int]:
+    """The positions, among the arrays that are fed, of numbers that are a part of an argument."""
+    if kinds.states:  # each may be several arrays
+        return []
+    first = itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0)
+    leaf = jax.tree.structure(0)
+    alone = {i for i, treedef in zip(first, structure, strict=False) if treedef == leaf}
+    return [k for k, i in enumerate(kinds.dynamic) if i in kinds.numbers and i not in alone]
 
 
 def is_number(x: Any) -> bool:

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpudist.run import call_arguments, call_description
 from tpudist.xla import integers
+from tpudist.xla.mesh import ReplicaMesh
 
 # An array of so many bytes is copied in a few microseconds.
 _MAX_COPIED_BYTES = 1 << 16
@@ -32,6 +35,16 @@ def take(arrays: Sequence[Any], now: call_arguments.Call, function: str) -> list
             if type(x) is np.ndarray and x.nbytes <= _MAX_COPIED_BYTES:
                 taken[i] = x.copy()
     return taken
+
+
+def place_numbers(arrays: list[Any], positions: Sequence[int], mesh: ReplicaMesh) -> None:
+    """Makes arrays on the mesh of Python numbers in state, in place.
+
+    They are as the arrays that the step gives back for them: it is the same program then.
+    """
+    for i in positions:
+        if call_arguments.is_number(arrays[i]):
+            arrays[i] = jax.device_put(jnp.asarray(arrays[i]), mesh.replicated)
 
 
 def _name_of(argument: Any, now: call_arguments.Call, function: str) -> str:

@@ -13,12 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.context.frame import Frame
-from tpudist.run import call_arguments, outputs
+from tpudist.options import RunOptions
+from tpudist.run import call_arguments, call_description, outputs
 from tpudist.run.inputs import Inputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.results import CallOutputs, aggregate_outputs
-from tpudist.run.trace import causes_of_variables, outputs_of_random_keys
+from tpudist.run.trace import (
+    causes_of_variables,
+    outputs_of_random_keys,
+    place_collections,
+)
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding, nnx_contents
@@ -26,7 +31,13 @@ from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.xla import axis_names, compile, integers, replica_equality, unchanged_keys
 
 
-def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def run(
+    frame: Frame,
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    options: RunOptions | None = None,
+) -> Any:
     """Calls `fn` on every replica, as a part of the trace of `frame`; see `Strategy.run`."""
     assert isinstance(frame, ReplicaFrame), frame
     strategy = frame.strategy
@@ -50,6 +61,7 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
         binding=binding,
         inputs=inputs,
         outer=frame,
+        rules=options.aggregation if options is not None else (),
     )
     variables = list(frame.values)
     body = ReplicaBody(call, variables)
@@ -75,6 +87,15 @@ def run(frame: Frame, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     changed = [i for i, _ in found.nnx]
     stack, aggregated = outputs.place_outputs(
         proof, found.variables, changed, binding, name, strategy.num_replicas_in_sync
+    )
+    place_collections(
+        call,
+        found,
+        closed,
+        proof,
+        len(variables),
+        lambda: call_description.names_of_leaves(fn, args, kwargs),
+        (stack, aggregated),
     )
     frame.read |= found.read
     results = aggregate_outputs(compile.evaluate(closed, values), aggregated)

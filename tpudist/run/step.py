@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
@@ -78,12 +77,7 @@ class Step:
         self.owner, self.function, self.mesh = owner, function, owner.mesh
         self.kinds_of_leaves, self.structure = kinds_of_leaves, structure
         self.groups, self.options = groups, options
-        alone = call_arguments.leaves_that_are_arguments(structure)
-        self._numbers_in_state = [
-            k
-            for k, leaf in enumerate(kinds_of_leaves.dynamic)
-            if leaf in kinds_of_leaves.numbers and leaf not in alone and not kinds_of_leaves.states
-        ]
+        self._numbers_in_state = call_arguments.numbers_in_state(kinds_of_leaves, structure)
         self._throttle, self._compiles = owner.throttle, compile_log.backend_compiles()
         self._storage = owner.strategy.storage
         self._stands_in = owner.strategy._twin_of is not None
@@ -214,7 +208,10 @@ class Step:
             assert not now.careful, now.kinds
             raise ArgumentsChanged
         if self._numbers_in_state:
-            self._place_numbers(arrays)
+            first = len(self.captured) + self.inputs.num_nnx
+            host_arrays.place_numbers(
+                arrays, [first + k for k in self._numbers_in_state], self.mesh
+            )
         if not integers.HOST_TYPES.isdisjoint(map(type, arrays)):
             arrays = host_arrays.take(arrays, now, self.function.name)
         if not plan.donated:
@@ -222,17 +219,6 @@ class Step:
         donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)
         plan.unshare(donated, kept, self.owner.strategy._protected)
         return donated, kept
-
-    def _place_numbers(self, arrays: list[Any]) -> None:
-        """Makes arrays on the mesh of Python numbers in state, in place.
-
-        As the arrays that they are when the step gives them back: it is the same program then.
-        """
-        first = len(self.captured) + self.inputs.num_nnx
-        for k in self._numbers_in_state:
-            if call_arguments.is_number(arrays[first + k]):
-                number = jnp.asarray(arrays[first + k])
-                arrays[first + k] = jax.device_put(number, self.mesh.replicated)
 
     def _values(self, now: call_arguments.Call) -> list[Any]:
         """Captured Variables, then what `inputs.Inputs` orders, with plain pytrees whole."""

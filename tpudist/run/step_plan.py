@@ -97,7 +97,10 @@ class StepPlan:
             kept=kept,
             take_donated=inputs.make_getter(donated),
             take_kept=inputs.make_getter(kept),
-            places=[inputs.sharding_to_keep(x, mesh) for x in arrays]
+            places=[
+                None if placement.is_on_host(x) else inputs.sharding_to_keep(x, mesh)
+                for x in arrays
+            ]
             if mesh.devices_per_replica > 1
             else [],
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from tpudist.reduce_op import ReduceOp
 from tpudist.run import (
     call_arguments,
     outputs,
@@ -28,7 +29,7 @@ from tpudist.run.traced_rows import TracedRows
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
-from tpudist.xla import compile, replica_agreement, replica_equality, unchanged_keys
+from tpudist.xla import compile, jaxprs, replica_agreement, replica_equality, unchanged_keys
 
 
 def trace_step(
@@ -82,19 +83,9 @@ def trace_step(
     stack_outputs, aggregated = outputs.place_outputs(
         proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole
     )
-    returned = returned_state.find_returned_outputs(
-        found, call.structure, inputs, program.closed, len(variables)
+    returned = place_collections(
+        call, found, program.closed, proof, len(variables), labels, (stack_outputs, aggregated)
     )
-    if mesh.num_replicas > 1 and not call.whole:
-        state_collections.place_collections(
-            proof,
-            {i: inputs.leaves_of_arguments[k - inputs.num_nnx] for i, k in returned.items()},
-            labels() if returned else (),
-            [x.dtype for x in program.closed.out_avals],
-            dict(call.rules),
-            name,
-            (stack_outputs, aggregated),
-        )
     position = {v: i for i, v in enumerate(variables)}
 
     def trace_double(dims: Mapping[int, int]) -> compile.ReplicaProgram | None:
@@ -123,6 +114,40 @@ def trace_step(
         returned={i: k for i, k in returned.items() if not stack_outputs[i]},
         remarks=remarks.find_remarks(call, variables, program, proof, labels, trace_double),
     )
+
+
+def place_collections(
+    call: ReplicaCall,
+    found: CallOutputs,
+    closed: jaxprs.ClosedJaxpr,
+    proof: replica_agreement.Agreement,
+    num_variables: int,
+    labels: Callable[[], list[str]],
+    placed: tuple[list[bool], dict[ReduceOp | None, list[int]]],
+) -> dict[int, int]:
+    """Decides what becomes of state in plain pytrees that is given back; changes `placed`.
+
+    Returns:
+        The outputs that are such state, each with the number of its input after the Variables.
+
+    Raises:
+        ValueError: Parameters or optimizer state would differ between replicas.
+    """
+    returned = returned_state.find_returned_outputs(
+        found, call.structure, call.inputs, closed, num_variables
+    )
+    if returned and call.strategy.num_replicas_in_sync > 1 and not call.whole:
+        leaves = call.inputs.leaves_of_arguments
+        state_collections.place_collections(
+            proof,
+            {i: leaves[k - call.inputs.num_nnx] for i, k in returned.items()},
+            labels(),
+            [x.dtype for x in closed.out_avals],
+            dict(call.rules),
+            call.name,
+            placed,
+        )
+    return returned
 
 
 def _keep_unchanged_keys(

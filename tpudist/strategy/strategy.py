@@ -261,7 +261,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             context.require_scope_or_default(self, "run")
             frame = context.current().frame
             if frame is not None and frame.strategy is self:
-                return nested_run.run(frame, fn, args, kwargs)
+                return nested_run.run(frame, fn, args, kwargs, options)
         # The mesh in force is part of JAX's cache key: always in it, never out.
         in_mesh = self.storage is None and self._is_innermost()
         if in_mesh or not traces.is_eager():
