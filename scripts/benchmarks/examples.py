@@ -105,7 +105,7 @@ def mnist_linen(strategy: tpudist.Strategy) -> Case:
     """Linen's TrainState."""
     example = load("mnist_linen", "distributed")
     state = strategy.create(lambda: example.make_state(jax.random.key(0), 16))
-    batch = next(example.make_batches(512, 1))
+    batch = next(example.make_batches(640, 1))
     return of_pytree(strategy, example.train_step, example.train_step, state, batch)
 
 
@@ -113,7 +113,7 @@ def resnet_linen(strategy: tpudist.Strategy) -> Case:
     """Linen's TrainState with batch statistics over all replicas."""
     example = load("resnet_linen", "distributed")
     state = strategy.create(lambda: example.make_state(jax.random.key(0), 8, NUM_STEPS))
-    batch = next(example.make_batches(64, 1))
+    batch = next(example.make_batches(80, 1))
     return of_pytree(strategy, example.train_step, example.train_step, state, batch)
 
 
@@ -148,7 +148,7 @@ def rnn_haiku(strategy: tpudist.Strategy) -> Case:
     """Haiku's LSTMs."""
     example = load("rnn_haiku", "distributed")
     state = strategy.create(lambda: example.make_state(jax.random.PRNGKey(0), LENGTH))
-    batch = (next(example.make_batches(64, LENGTH, 1)),)
+    batch = (next(example.make_batches(128, LENGTH, 1)),)
     return of_pytree(strategy, example.update, example.update, state, batch)
 
 
@@ -156,7 +156,7 @@ def mnist_haiku(strategy: tpudist.Strategy) -> Case:
     """Haiku's MLP, and the moving average of its parameters."""
     example = load("mnist_haiku", "distributed")
     state = strategy.create(lambda: example.make_state(jax.random.PRNGKey(0)))
-    batch = next(example.make_batches(1024, 1))
+    batch = next(example.make_batches(2560, 1))
     return of_pytree(strategy, example.update, example.update, state, batch)
 
 
@@ -184,7 +184,7 @@ def diffusion_equinox(strategy: tpudist.Strategy) -> Case:
         updates, opt_state = example.optimizer.update(grads, opt_state)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    batch = (next(example.make_batches(64, 1)),)
+    batch = (next(example.make_batches(320, 1)),)
     ours = of_pytree(strategy, step, step, (model, opt_state), batch, only_ours=True).ours
     by_hand = of_pytree(strategy, step_by_hand, step_by_hand, (params, opt_state), batch).by_hand
     return Case(ours, by_hand)
@@ -193,7 +193,7 @@ def diffusion_equinox(strategy: tpudist.Strategy) -> Case:
 def mnist_jax(strategy: tpudist.Strategy) -> Case:
     """A list of weights."""
     example, plain = load("mnist_jax", "distributed"), load("mnist_jax", "plain")
-    params = strategy.create(example.make_params, jax.random.key(0), (64, 512, 512, 10))
+    params = strategy.create(example.make_params, jax.random.key(0), (64, 640, 640, 10))
 
     def step_by_hand(params, images, targets):
         loss, grads = jax.value_and_grad(plain.loss_fn)(params, images, targets)
@@ -208,7 +208,7 @@ def ppo_jax(strategy: tpudist.Strategy) -> Case:
     """State of which each replica has its own part: the environments."""
     example = load("ppo_jax", "distributed")
     params = example.make_params(jax.random.PRNGKey(0), 64)
-    environments = jax.vmap(example.start)(jax.random.split(jax.random.PRNGKey(1), 64))
+    environments = jax.vmap(example.start)(jax.random.split(jax.random.PRNGKey(1), 160))
     [own] = strategy.experimental_distribute_dataset([environments])
     learner = example.Learner(params, example.optimizer.init(params), own)
     specs = example.Learner(P(), P(), P("replica"))
@@ -256,9 +256,9 @@ def vae_nnx(strategy: tpudist.Strategy) -> Case:
         strategy,
         step,
         loss_fn,
-        lambda: example.make_model(512),
+        lambda: example.make_model(1024),
         optax.adam(3e-3),
-        next(example.make_batches(512, 1)),
+        next(example.make_batches(768, 1)),
         with_step=True,
     )
 
