@@ -22,7 +22,17 @@ import tyro
 from rich.console import Console
 
 import tpudist
-from benchmarks import calls, checkpoint, emulation, input, programs, published, scale, tails
+from benchmarks import (
+    calls,
+    checkpoint,
+    emulation,
+    examples,
+    input,
+    programs,
+    published,
+    scale,
+    tails,
+)
 from benchmarks.figures import Figure, show
 from tpudist.xla import topology
 
@@ -31,7 +41,16 @@ SLICES = ("v5e:4x4", "v6e:2x4")
 TAILS_SLICE = "v5e:2x4"
 CHECKPOINT_REPEATS = 3
 Suite = Literal[
-    "calls", "programs", "tails", "tpu", "emulation", "checkpoint", "input", "published", "scale"
+    "calls",
+    "programs",
+    "tails",
+    "tpu",
+    "emulation",
+    "checkpoint",
+    "input",
+    "published",
+    "scale",
+    "examples",
 ]
 
 
@@ -44,7 +63,8 @@ class Config:
     programs that the TPU compiler makes for v5e:4x4 and v6e:2x4, and those of partial batches for
     v5e:2x4 (needs libtpu, takes minutes);
     loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
-    published training runs (an hour) and its own time from 8 to 4096 chips."""
+    published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
+    programs of examples/."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -55,6 +75,8 @@ class Config:
     """Length of its loop of transformer steps."""
     devices: tuple[int, ...] = (8, 16)
     """Its numbers of devices."""
+    example_steps: int = 100
+    """How often each step of the examples suite is timed."""
     checkpoint_megabytes: int = 500
     """Size of the state that the checkpoint suite saves and restores."""
     tensorflow_python: Path | None = None
@@ -105,6 +127,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return [*whole, *tails.figures(topology.devices(TAILS_SLICE), TAILS_SLICE)]
     if suite == "published":
         return published.figures(config.published)
+    if suite == "examples":
+        return examples.figures(config.example_steps)
     if suite == "scale":
         return scale.figures()
     return [

@@ -16,8 +16,8 @@ import pytest
 
 from places import PACKAGE, ROOT
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
-SOURCES = ("tpudist", "tests", "scripts", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "examples/*.md")
+SOURCES = ("tpudist", "tests", "scripts", "examples", "docs")
 _FILE = re.compile(r"[\w./{}<>-]*\w\.(?:py|md|sh|ipynb)\b")
 _QUOTED = re.compile(r"`+([^`\n]+)`+")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
