@@ -13,11 +13,17 @@ from tpudist.context import ContextKind
 from tpudist.context.strategy_base import VariableHome
 
 
-def run(guide: str, folder: Path) -> str:
-    """What all snippets of a guide print, run in a folder."""
-    snippets = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs" / guide).read_text(), re.M | re.S
-    )
+def run(guide: str, folder: Path, section: str | None = None) -> str:
+    """What all snippets of a guide print, run in a folder.
+
+    Of a guide whose sections stand by themselves, those of one section, after the ones before all.
+    """
+    text = (ROOT / "docs" / guide).read_text()
+    if section is not None:
+        first, *sections = re.split(r"^## ", text, flags=re.M)
+        [found] = [x for x in sections if x.startswith(section + "\n")]
+        text = first + found
+    snippets = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(snippets)],
         cwd=folder,
@@ -48,6 +54,14 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
     assert "True 8 " in printed  # it fits, on 8 replicas
     assert "all-reduce ('replica',) ici" in printed
     assert (tmp_path / "saved_plan").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("guide", ["from_pmap"])
+def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
+    """Each asserts what the text around it says."""
+    run(f"{guide}.md", tmp_path)
 
 
 def test_the_files_that_the_architecture_names_exist():
