@@ -58,10 +58,20 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("guide", ["from_pmap", "from_jit", "batch_norm"])
+@pytest.mark.parametrize("guide", ["from_pmap", "from_jit", "batch_norm", "mixed_precision"])
 def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
     """Each asserts what the text around it says."""
     run(f"{guide}.md", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("section", "package"), [("Linen", "flax"), ("Haiku", "haiku"), ("Equinox", "equinox")]
+)
+def test_each_library_of_models_has_a_section_that_runs(section, package, tmp_path):
+    pytest.importorskip(package)
+    run("linen_haiku_equinox.md", tmp_path, section)
 
 
 def test_the_files_that_the_architecture_names_exist():
