@@ -58,7 +58,7 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("guide", ["from_pmap", "from_jit", "batch_norm", "mixed_precision"])
+@pytest.mark.parametrize("guide", ["from_pmap", "from_jit", "batch_norm", "mixed_precision", "model_parallelism"])
 def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
     """Each asserts what the text around it says."""
     run(f"{guide}.md", tmp_path)
