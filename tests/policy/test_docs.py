@@ -1,25 +1,38 @@
 """The snippets of the guides in docs run one after the other, as they say."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from places import ROOT
+from processes import run_processes
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import VariableHome
 
 
-def run(guide: str, folder: Path) -> str:
-    """What all snippets of a guide print, run in a folder."""
-    snippets = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs" / guide).read_text(), re.M | re.S
-    )
+def snippets(guide: str, section: str | None = None) -> str:
+    """The snippets of a guide as one program.
+
+    Of a guide whose sections stand by themselves, those of one section, after the ones before all.
+    """
+    text = (ROOT / "docs" / guide).read_text()
+    if section is not None:
+        first, *sections = re.split(r"^## ", text, flags=re.M)
+        [found] = [x for x in sections if x.startswith(section + "\n")]
+        text = first + found
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+
+
+def run(guide: str, folder: Path, section: str | None = None) -> str:
+    """What the snippets of a guide, or of a section, print, run in a folder."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(snippets)],
+        [sys.executable, "-W", "error", "-c", snippets(guide, section)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder)},
         capture_output=True,
@@ -48,6 +61,68 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
     assert "True 8 " in printed  # it fits, on 8 replicas
     assert "all-reduce ('replica',) ici" in printed
     assert (tmp_path / "saved_plan").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "guide",
+    ["from_pmap", "from_jit", "batch_norm", "mixed_precision", "model_parallelism", "debugging"],
+)
+def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
+    """Each asserts what the text around it says."""
+    run(f"{guide}.md", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("section", "package"), [("Linen", "flax"), ("Haiku", "haiku"), ("Equinox", "equinox")]
+)
+def test_each_library_of_models_has_a_section_that_runs(section, package, tmp_path):
+    pytest.importorskip(package)
+    run("linen_haiku_equinox.md", tmp_path, section)
+
+
+ALONE = """
+import os
+del os.environ["TF_CONFIG"]
+"""
+AS_TASKS_OF_SLURM = """
+import json, os
+config = json.loads(os.environ.pop("TF_CONFIG"))
+os.environ["PORT"] = config["cluster"]["worker"][0].split(":")[1]
+os.environ |= {"SLURM_PROCID": str(config["task"]["index"]), "SLURM_STEP_NUM_TASKS": "2"}
+os.environ |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_program_for_gpus_gives_the_same_losses_however_it_is_started():
+    """On emulated devices: no GPU has run it."""
+    program = snippets("gpus.md")
+    for_slurm = program.replace(
+        "Resolver()", 'Resolver(port_base=int(os.environ["PORT"]), gpus_per_node=0)'
+    )
+    assert for_slurm != program
+    found = []
+    for source, num_processes in (
+        (ALONE + program, 1),
+        (program, 2),
+        (AS_TASKS_OF_SLURM + for_slurm, 2),
+    ):
+        first, *others = run_processes(
+            source,
+            num_processes=num_processes,
+            devices_per_process=8 // num_processes,
+            args=["--emulate"],
+        )
+        assert not any("losses" in other.stdout for other in others)
+        found.append(json.loads(first.stdout.splitlines()[-1]))
+    assert [x["replicas"] for x in found] == [8, 8, 8]
+    for x in found[1:]:
+        np.testing.assert_allclose(x["losses"], found[0]["losses"], rtol=1e-5)
 
 
 def test_the_files_that_the_architecture_names_exist():
