@@ -85,9 +85,10 @@ class RunOptions:
         donate_state: Whether the old values of NNX objects and Variables that the function changes
             may be overwritten in place. Arrays read from them before the call are then gone.
         aggregation: What becomes of state in plain pytrees, such as Linen's collections, that the
-            function takes as an argument and gives back, and that differs between replicas: by the
-            name of the collection a `tpudist.VariableAggregation` or its name, `none` for one value
-            for each replica. By default `{"batch_stats": "mean"}`; `params` and `opt_state` that
+            function takes as an argument and gives back, or returns under the name of a collection
+            (`{"batch_stats": ...}`), and that differs between replicas: by that name a
+            `tpudist.VariableAggregation` or its name, `none` for one value for each replica. By
+            default `{"batch_stats": "mean"}`; `params` and `opt_state` that are given back and
             differ are refused, and what has no name here becomes a PerReplica. Kept as pairs.
     """
 

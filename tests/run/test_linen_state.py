@@ -208,6 +208,27 @@ def test_a_rule_of_the_users_is_taken():
     assert isinstance(out["other"], tpudist.PerReplica)
 
 
+def test_updates_that_are_returned_by_themselves_are_averaged():
+    strategy = tpudist.MirroredStrategy()
+    model = Model(norm=True)
+    variables = model.init(jax.random.key(0), X[:2])
+    data = strategy.experimental_make_numpy_dataset(X[:16]).batch(16)
+    [batch] = strategy.experimental_distribute_dataset(data)
+
+    def step(variables, batch):
+        return model.apply(variables, batch, mutable=["batch_stats"])
+
+    out, updates = strategy.run(step, args=(variables, batch))
+    assert isinstance(out, tpudist.PerReplica)
+    assert isinstance(updates["batch_stats"]["BatchNorm_0"]["mean"], jax.Array)
+    with strategy.debug():
+        _, eager = strategy.run(step, args=(variables, batch))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), eager, updates)
+    each = tpudist.RunOptions(aggregation={"batch_stats": "none"})
+    _, parts = strategy.run(step, args=(variables, batch), options=each)
+    assert isinstance(parts["batch_stats"]["BatchNorm_0"]["mean"], tpudist.PerReplica)
+
+
 def test_parameters_that_would_differ_are_refused_by_name():
     strategy = tpudist.MirroredStrategy()
     match = (

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tpudist.reduce_op import ReduceOp
@@ -23,8 +24,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 def place_collections(
     proof: replica_agreement.Agreement,
-    returned: Mapping[int, int],
-    labels: Sequence[str],
+    labels: Mapping[int, str],
     dtypes: Sequence[Any],
     rules: Mapping[str, str],
     name: str,
@@ -34,8 +34,8 @@ def place_collections(
 
     Args:
         proof: For each output, whether and why it differs.
-        returned: The outputs that are state given back; each with the number of a label.
-        labels: What the state is called, as `state.params['Dense_0']['kernel']`.
+        labels: The outputs that are state, and what it is called: for one
+            `state.params['Dense_0']['kernel']`.
         dtypes: Of the outputs.
         rules: The user's own, by the name of the collection: first of all.
         name: Of the function.
@@ -45,7 +45,7 @@ def place_collections(
         ValueError: Parameters or optimizer state would differ between replicas.
     """
     stack, aggregated = placed
-    differing = {i: (labels[k], dtypes[i]) for i, k in returned.items() if stack[i]}
+    differing = {i: (label, dtypes[i]) for i, label in labels.items() if stack[i]}
     causes = {
         i: f"its new value depends on {proof.causes[i]}, and was not reduced over the replicas"
         for i in differing
@@ -53,6 +53,31 @@ def place_collections(
     for i, op in decide(differing, causes, rules, name).items():
         aggregated.setdefault(op, []).append(i)
         stack[i] = False
+
+
+def find_collections(
+    result: Any, differing: Sequence[int], rules: Mapping[str, str]
+) -> dict[int, str]:
+    """The leaves of a result whose own path names a collection that is reduced, with their labels.
+
+    As of `{"batch_stats": ...}`, which `apply` gives beside the output, returned by itself.
+
+    Args:
+        result: How the result is nested.
+        differing: The leaves in question.
+        rules: The user's own, by the name of the collection.
+    """
+    if not differing:
+        return {}
+    numbered = result.unflatten(range(result.num_leaves))
+    paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    labels = {i: f"result{jax.tree_util.keystr(path)}" for path, i in paths}
+    known = {**RULES, **rules}
+    return {
+        i: labels[i]
+        for i in differing
+        if known.get(_collection_of(labels[i], rules) or "") not in (None, "none")
+    }
 
 
 def decide(

@@ -136,17 +136,17 @@ def place_collections(
     returned = returned_state.find_returned_outputs(
         found, call.structure, call.inputs, closed, num_variables
     )
-    if returned and call.strategy.num_replicas_in_sync > 1 and not call.whole:
-        leaves = call.inputs.leaves_of_arguments
-        state_collections.place_collections(
-            proof,
-            {i: leaves[k - call.inputs.num_nnx] for i, k in returned.items()},
-            labels(),
-            [x.dtype for x in closed.out_avals],
-            dict(call.rules),
-            call.name,
-            placed,
-        )
+    if call.strategy.num_replicas_in_sync > 1 and not call.whole:
+        leaves, rules = call.inputs.leaves_of_arguments, dict(call.rules)
+        outputs_of = {i: what for i, (kind, what) in enumerate(found.result) if kind == "array"}
+        others = [i for i, what in outputs_of.items() if placed[0][what] and what not in returned]
+        by_path = state_collections.find_collections(found.treedef, others, rules)
+        known = {outputs_of[i]: label for i, label in by_path.items()}
+        if returned:
+            names = labels()
+            known |= {i: names[leaves[k - call.inputs.num_nnx]] for i, k in returned.items()}
+        dtypes = [x.dtype for x in closed.out_avals]
+        state_collections.place_collections(proof, known, dtypes, rules, call.name, placed)
     return returned
 
 

@@ -15,7 +15,7 @@ from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 _NO_SUCH_AXIS = re.compile(r"Resource axis: (\S+) of (.+?) is not found in mesh")
 _NOT_EXPLICIT = re.compile(r"passed to (.+?) cannot contain axis names that are of type Auto or M")
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
-_SPEC = re.compile(r"(?:PartitionSpec: |spec=)(P(?:artitionSpec)?\(.*?\))(?: |\.|$)")
+_SPEC = re.compile(r"(?:PartitionSpec: |spec=|pspec )(P(?:artitionSpec)?\(.*?\))(?: |\.|$)")
 
 
 @contextlib.contextmanager
@@ -48,8 +48,8 @@ def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
             f"{who} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. "
             f"Annotations of Linen's with_partitioning and sharding constraints name axes of the "
             f"mesh: give replicas that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or "
-            f"annotate with logical names (nn.with_logical_partitioning, nnx.with_partitioning), "
-            f"which a strategy maps by its logical_axis_rules and drops where it has no such axis."
+            f"annotate with logical names (nn.with_logical_partitioning, nnx.with_partitioning) "
+            f"that have a rule: logical_axis_rules=(({axis!r}, None),) leaves this one whole."
         )
     spec = found[1] if (found := _SPEC.search(said)) else "a split"
     if found := _NOT_EXPLICIT.search(said):

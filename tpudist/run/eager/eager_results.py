@@ -71,13 +71,13 @@ def _combine_collections(run: "EagerRun", merged: list[Any], treedef: Any) -> No
         arguments[i] = (), jax.numpy.result_type(run.leaves[i])
     returned = find_returned_state(treedef, results, run.structure, arguments)
     labels = call_description.names_of_leaves(run.fn, run.args, run.kwargs)
-    differing = {
-        i: (labels[k], merged[i].dtype)
-        for i, k in returned.items()
-        if isinstance(merged[i], PerReplica)
-    }
+    rules = dict(run.rules)
+    others = [i for i, x in enumerate(merged) if isinstance(x, PerReplica) and i not in returned]
+    known = state_collections.find_collections(treedef, others, rules)
+    known |= {i: labels[k] for i, k in returned.items() if isinstance(merged[i], PerReplica)}
+    differing = {i: (label, merged[i].dtype) for i, label in known.items()}
     causes = dict.fromkeys(differing, "its new value is another one on each replica")
-    for i, op in state_collections.decide(differing, causes, dict(run.rules), run.name).items():
+    for i, op in state_collections.decide(differing, causes, rules, run.name).items():
         if op is None:
             first = placement.component(run.mesh, merged[i].array, run.mesh.local_replicas[0])
             merged[i] = jax.device_put(first, run.mesh.replicated)
