@@ -446,7 +446,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
                     return x.values
                 x = x.local_part() if x.on_read else x.read_value()
             if not isinstance(x, PerReplica):
-                return (placement.copy_beside_parts(mesh, x) if has_parts else x,) * n
+                return (placement.copy_of_first_replica(mesh, x) if has_parts else x,) * n
             return [placement.move_part(mesh, part) for part in gather.local_parts(mesh, x)]
 
         parts = [local(x) for x in leaves]

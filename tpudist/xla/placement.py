@@ -265,7 +265,7 @@ def move_part(mesh: ReplicaMesh, part: Any) -> Any:
     return jax.device_put(part, NamedSharding(first, sharding.spec))
 
 
-def copy_beside_parts(mesh: ReplicaMesh, value: Any) -> Any:
+def copy_of_first_replica(mesh: ReplicaMesh, value: Any) -> Any:
     """A mirrored array as this process's first replica has it: where `move_part` moves parts."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
