@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import tpudist
+from compiles import NewCompiles
 from tpudist.state import nnx_binding
 
 
@@ -58,9 +59,9 @@ def test_settings_without_a_hash_are_seen_when_they_change(strategy):
     np.testing.assert_allclose(strategy.run(call, args=(model, X))[0], 2 * first, rtol=1e-6)
     model.plain.factor = 6.0
     np.testing.assert_allclose(strategy.run(call, args=(model, X))[0], 4 * first, rtol=1e-6)
-    before = len(tpudist.compile_log())
+    compiles = NewCompiles()
     strategy.run(call, args=(model, X))
-    assert len(tpudist.compile_log()) == before
+    assert not compiles()
 
 
 def test_equal_settings_share_a_program(strategy):
@@ -74,10 +75,10 @@ def test_equal_settings_share_a_program(strategy):
     def step(model):
         return model.linear(jnp.asarray(X)) * model.settings.sizes[1]
 
-    before = len(tpudist.compile_log())
+    compiles = NewCompiles()
     for model in models:
         strategy.run(step, args=(model,))
-    assert len(tpudist.compile_log()) == before + 1
+    assert len(compiles()) == 1
 
 
 def test_what_is_sown_is_returned_for_each_replica(strategy):

@@ -71,12 +71,13 @@ def find_collections(
         return {}
     numbered = result.unflatten(range(result.num_leaves))
     paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    labels = {i: f"result{jax.tree_util.keystr(path)}" for path, i in paths}
+    # Containers that JAX does not know are leaves here, and what they hold has no path.
+    labels = {i: f"result{jax.tree_util.keystr(path)}" for path, i in paths if type(i) is int}
     known = {**RULES, **rules}
     return {
         i: labels[i]
         for i in differing
-        if known.get(_collection_of(labels[i], rules) or "") not in (None, "none")
+        if i in labels and known.get(_collection_of(labels[i], rules) or "") not in (None, "none")
     }
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.linen.spmd import logical_to_mesh
@@ -75,8 +74,8 @@ def plan_creation(
     """Traces `init(*args)` and says where each array goes.
 
     Args:
-        init: Gives NNX objects, or any pytree of arrays, of boxes of Linen, and of Python numbers,
-            which become arrays as in `jax.jit`.
+        init: Gives NNX objects, or any pytree of arrays and of boxes of Linen. What is no array,
+            such as a Python number, stays as it is.
         args: NNX objects or pytrees, which the function may read; their arrays may be abstract.
         place: The sharding of a value, of which it gets the shape and dtype, and as `variable` the
             NNX Variable or the box that holds it (or None).
@@ -119,15 +118,11 @@ def _take_apart(made: Any) -> tuple[_Structure, Any, list[Any]]:
     """The structure of what was made, the arrays of what are no boxes, and those of boxes."""
     leaves, nesting = jax.tree.flatten(made, is_leaf=lambda x: isinstance(x, _WHOLE))
     boxes = {i: x for i, x in enumerate(leaves) if isinstance(x, linen.Partitioned)}
-    rest = [None if i in boxes else _as_array(x) for i, x in enumerate(leaves)]
+    rest = [None if i in boxes else x for i, x in enumerate(leaves)]
     graphdef, state = nnx.split(tuple(rest))
     values = [box.unbox(apply_constraint=False) for box in boxes.values()]
     empty = {i: box.replace_boxed(None) for i, box in boxes.items()}
     return _Structure(nesting, graphdef, empty), state, values
-
-
-def _as_array(x: Any) -> Any:
-    return jnp.asarray(x) if type(x) in (bool, int, float, complex) else x
 
 
 def _place(value: Any, place: Callable[[Any], jax.sharding.Sharding]) -> tuple[Any, Any]:
