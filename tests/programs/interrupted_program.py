@@ -90,7 +90,13 @@ for _ in range(NUM):
     except KeyboardInterrupt:
         arrived.set()
         num_interrupted += 1
-    if not is_whole():
+    while True:
+        try:
+            whole = is_whole()
+            break
+        except KeyboardInterrupt:  # a second signal, sent when the first was slow to arrive
+            pass
+    if not whole:
         num_lost += 1
         break
 print(num_interrupted, num_lost)
