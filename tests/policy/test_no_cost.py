@@ -155,6 +155,7 @@ def test_the_benchmark_writes_every_figure_with_its_baseline(tmp_path, capsys, m
         "300 captured Variables",
         "16 steps at once",
         "NNX model and optimizer",
+        "a TrainState of 301 arrays",
     }
 
 
