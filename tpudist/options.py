@@ -89,7 +89,9 @@ class RunOptions:
             (`{"batch_stats": ...}`), and that differs between replicas: by that name a
             `tpudist.VariableAggregation` or its name, `none` for one value for each replica. By
             default `{"batch_stats": "mean"}`; `params` and `opt_state` that are given back and
-            differ are refused, and what has no name here becomes a PerReplica. Kept as pairs.
+            differ are refused, if there is an integer beside them, such as the number of the step
+            (gradients are nested alike), and what has no name here becomes a PerReplica. Kept as
+            pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True

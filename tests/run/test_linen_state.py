@@ -238,6 +238,25 @@ def test_parameters_that_would_differ_are_refused_by_name():
     assert isinstance(state.params["Dense_0"]["bias"], tpudist.PerReplica)
 
 
+def test_gradients_are_no_parameters():
+    strategy = tpudist.MirroredStrategy()
+    data = strategy.experimental_make_numpy_dataset(X[:16]).batch(16)
+    [batch] = strategy.experimental_distribute_dataset(data)
+
+    def gradients(params, batch):
+        return jax.grad(lambda params: ((batch @ params["params"]) ** 2).sum())(params)
+
+    params = {"params": jnp.ones((8, 2))}
+    grads = strategy.run(gradients, args=(params, batch))
+    assert isinstance(grads["params"], tpudist.PerReplica)
+    whole = gradients(params, X[:16])["params"]
+    np.testing.assert_allclose(strategy.reduce("sum", grads["params"], axis=None), whole, rtol=1e-5)
+    with strategy.debug():
+        assert isinstance(
+            strategy.run(gradients, args=(params, batch))["params"], tpudist.PerReplica
+        )
+
+
 def test_the_debug_mode_combines_and_refuses_the_same():
     strategy = tpudist.MirroredStrategy()
 

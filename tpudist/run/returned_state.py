@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpudist.run.inputs import Inputs
 from tpudist.run.results import CallOutputs
@@ -23,11 +24,12 @@ def find_returned_state(
     results: Sequence[Form | None],
     structure: Sequence[Any],
     arguments: Sequence[Form | None],
-) -> dict[int, int]:
+) -> tuple[dict[int, int], set[int]]:
     """For each leaf of a result that is a new part of an argument: which leaf it replaces.
 
     That is so for a part of the result that is nested as a whole argument is, with arrays of the
-    same shapes and dtypes.
+    same shapes and dtypes. Gradients are nested so too; with an integer among the leaves, such as
+    the number of the step, they are none: such leaves come as well, as the second.
 
     Args:
         result: How the result is nested.
@@ -40,6 +42,7 @@ def find_returned_state(
         wholes.append((treedef, first))
         first += treedef.num_leaves
     returned: dict[int, int] = {}
+    certain: set[int] = set()
     taken: set[int] = set()
     for part, start in _parts(result, 0, _DEPTH):
         for treedef, first in wholes:
@@ -54,13 +57,20 @@ def find_returned_state(
             if pairs and all(results[i] == arguments[k] for i, k in pairs.items()):
                 taken.add(first)
                 returned |= {i: k for i, k in pairs.items() if i not in returned}
+                if any(_is_no_gradient(results[start + i]) for i in places):
+                    certain |= set(pairs)
                 break
-    return returned
+    return returned, certain
+
+
+def _is_no_gradient(form: Form | None) -> bool:
+    """Whether a leaf cannot be of a tree of gradients: an integer, a key, or no array at all."""
+    return form is None or not jnp.issubdtype(form[1], jnp.inexact)
 
 
 def find_returned_outputs(
     found: CallOutputs, structure: Sequence[Any], inputs: Inputs, closed: Any, num_variables: int
-) -> dict[int, int]:
+) -> tuple[dict[int, int], set[int]]:
     """The same for a trace: for each such output the number of the input, after the Variables.
 
     Args:
@@ -82,8 +92,9 @@ def find_returned_outputs(
     results = [
         _form_of(closed.out_avals[what]) if kind == "array" else None for kind, what in found.result
     ]
-    leaves = find_returned_state(found.treedef, results, structure, arguments)
-    return {found.result[i][1]: fed[k][0] for i, k in leaves.items()}
+    leaves, certain = find_returned_state(found.treedef, results, structure, arguments)
+    outputs = {i: found.result[i][1] for i in leaves}
+    return {outputs[i]: fed[k][0] for i, k in leaves.items()}, {outputs[i] for i in certain}
 
 
 def _form_of(aval: Any) -> Form:

@@ -2,11 +2,12 @@
 
 Linen keeps parameters and running statistics in collections, by name, in a dict or a `TrainState`.
 A result that is the new state of an argument (`returned_state`) must be equal on every replica if
-it is parameters or optimizer state, as NNX's must; of running statistics the mean is taken.
+it is parameters or optimizer state, as NNX's must, and certainly no gradient of them; of running
+statistics the mean is taken.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 def place_collections(
     proof: replica_agreement.Agreement,
     labels: Mapping[int, str],
+    certain: Collection[int],
     dtypes: Sequence[Any],
     rules: Mapping[str, str],
     name: str,
@@ -36,6 +38,7 @@ def place_collections(
         proof: For each output, whether and why it differs.
         labels: The outputs that are state, and what it is called: for one
             `state.params['Dense_0']['kernel']`.
+        certain: Those that are no gradients.
         dtypes: Of the outputs.
         rules: The user's own, by the name of the collection: first of all.
         name: Of the function.
@@ -50,7 +53,7 @@ def place_collections(
         i: f"its new value depends on {proof.causes[i]}, and was not reduced over the replicas"
         for i in differing
     }
-    for i, op in decide(differing, causes, rules, name).items():
+    for i, op in decide(differing, certain, causes, rules, name).items():
         aggregated.setdefault(op, []).append(i)
         stack[i] = False
 
@@ -83,6 +86,7 @@ def find_collections(
 
 def decide(
     differing: Mapping[int, tuple[str, Any]],
+    certain: Collection[int],
     causes: Mapping[int, str],
     rules: Mapping[str, str],
     name: str,
@@ -93,6 +97,7 @@ def decide(
 
     Args:
         differing: Label and dtype of each such state.
+        certain: Those that are no gradients of the state.
         causes: Why it differs.
         rules: The user's own, by the name of the collection: first of all.
         name: Of the function.
@@ -105,7 +110,7 @@ def decide(
     for i, (label, dtype) in differing.items():
         collection = _collection_of(label, rules)
         rule = "none" if collection is None else {**RULES, **rules}[collection]
-        if collection is None or rule == "none":
+        if collection is None or rule == "none" or (rule is None and i not in certain):
             continue
         if rule is None or (rule == "mean" and not jnp.issubdtype(dtype, jnp.inexact)):
             refused.append((f"'{label}'", causes[i], _remedy_of(collection)))

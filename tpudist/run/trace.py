@@ -133,7 +133,7 @@ def place_collections(
     Raises:
         ValueError: Parameters or optimizer state would differ between replicas.
     """
-    returned = returned_state.find_returned_outputs(
+    returned, certain = returned_state.find_returned_outputs(
         found, call.structure, call.inputs, closed, num_variables
     )
     if call.strategy.num_replicas_in_sync > 1 and not call.whole:
@@ -146,7 +146,7 @@ def place_collections(
             names = labels()
             known |= {i: names[leaves[k - call.inputs.num_nnx]] for i, k in returned.items()}
         dtypes = [x.dtype for x in closed.out_avals]
-        state_collections.place_collections(proof, known, dtypes, rules, call.name, placed)
+        state_collections.place_collections(proof, known, certain, dtypes, rules, call.name, placed)
     return returned
 
 
