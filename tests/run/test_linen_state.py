@@ -351,3 +351,15 @@ def test_a_container_that_jax_does_not_know_is_refused_as_before():
     strategy = tpudist.MirroredStrategy()
     with pytest.raises(TypeError, match="holds an array"):
         strategy.run(lambda s: s, args=(_Unregistered(jnp.ones(2)),))
+
+
+def test_a_rule_for_a_collection_that_is_nowhere_is_a_warning():
+    strategy = tpudist.MirroredStrategy()
+    options = tpudist.RunOptions(aggregation={"batch_stat": "mean"})
+
+    def step(variables):
+        return {"batch_stats": variables["batch_stats"] + 1}
+
+    match = r"rule for 'batch_stat', but no .* of 'step' .* There are: batch_stats\."
+    with pytest.warns(UserWarning, match=match):
+        strategy.run(step, args=({"batch_stats": jnp.zeros(2)},), options=options)

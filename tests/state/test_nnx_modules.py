@@ -64,6 +64,25 @@ def test_settings_without_a_hash_are_seen_when_they_change(strategy):
     assert not compiles()
 
 
+def test_a_callable_setting_without_a_hash_is_seen_when_it_changes(strategy):
+    @dataclasses.dataclass
+    class Scale:
+        factor: float
+
+        def __call__(self, x):
+            return x * self.factor
+
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.scale = Scale(2.0)
+
+    model = strategy.create(Scaled)
+    run = lambda: float(strategy.run(lambda model, x: model.scale(x).sum(), args=(model, X)))  # noqa: E731
+    first = run()
+    model.scale.factor = 4.0
+    assert run() == 2 * first
+
+
 def test_equal_settings_share_a_program(strategy):
     class Small(nnx.Module):
         def __init__(self, rngs):
@@ -181,6 +200,43 @@ def test_keys_of_other_shapes_are_refused(strategy):
         strategy.experimental_distribute_values_from_function(
             lambda c: jax.random.split(jax.random.key(0), c.replica_id_in_sync_group + 1)
         )
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_a_key_that_the_step_folds_itself_is_not_taken_for_unchanged(num_devices):
+    """With one replica nothing is folded but by the user."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:num_devices])
+    rngs = strategy.create(lambda: nnx.Rngs(dropout=0))
+    before = np.array(jax.random.key_data(rngs.dropout.key[...]))
+
+    def advance(rngs):
+        rngs.dropout.key[...] = jax.random.fold_in(rngs.dropout.key[...], 3)
+
+    if num_devices > 1:
+        with pytest.raises(ValueError, match="dropout"):
+            strategy.run(advance, args=(rngs,))
+        return
+    strategy.run(advance, args=(rngs,))
+    wanted = jax.random.fold_in(jax.random.wrap_key_data(before), 3)
+    np.testing.assert_array_equal(
+        jax.random.key_data(rngs.dropout.key[...]), jax.random.key_data(wanted)
+    )
+
+
+def test_a_function_of_all_replicas_folds_keys_as_it_says(strategy):
+    rngs = strategy.create(lambda: nnx.Rngs(dropout=0))
+    before = np.array(jax.random.key_data(rngs.dropout.key[...]))
+
+    @tpudist.function
+    def advance(rngs):
+        rngs.dropout.key[...] = jax.random.fold_in(rngs.dropout.key[...], 3)
+
+    with strategy.scope():
+        advance(rngs)
+    wanted = jax.random.fold_in(jax.random.wrap_key_data(before), 3)
+    np.testing.assert_array_equal(
+        jax.random.key_data(rngs.dropout.key[...]), jax.random.key_data(wanted)
+    )
 
 
 def test_only_settings_are_looked_at_in_each_call():

@@ -591,3 +591,14 @@ def test_parts_of_a_metric_can_be_merged(strategy):
     parts = strategy.experimental_local_results(metric)
     merged = jax.tree.map(lambda *xs: sum(xs), *parts)
     assert float(merged["total"] / merged["count"]) == (n - 1) / 2
+
+
+def test_an_array_that_is_split_over_replicas_stays_whole_in_local_results():
+    """A part of it would be taken for the value that all of them have."""
+    strategy = tpudist.MirroredStrategy()
+    split = jax.device_put(jnp.arange(8.0), strategy.replica_mesh.stacked)
+    own = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+    for part in strategy.experimental_local_results({"own": own, "split": split}):
+        np.testing.assert_array_equal(part["split"], np.arange(8.0))

@@ -20,6 +20,7 @@ from tpudist.xla import replica_agreement
 RULES = {"params": None, "opt_state": None, "batch_stats": "mean"}
 """The aggregation of a collection that differs; None where it must not."""
 
+_MOST_NAMES = 10
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -72,16 +73,35 @@ def find_collections(
     """
     if not differing:
         return {}
-    numbered = result.unflatten(range(result.num_leaves))
-    paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    # Containers that JAX does not know are leaves here, and what they hold has no path.
-    labels = {i: f"result{jax.tree_util.keystr(path)}" for path, i in paths if type(i) is int}
+    labels = paths_of(result)
     known = {**RULES, **rules}
     return {
         i: labels[i]
         for i in differing
         if i in labels and known.get(_collection_of(labels[i], rules) or "") not in (None, "none")
     }
+
+
+def paths_of(result: Any) -> dict[int, str]:
+    """What the leaves of a result are called, for one `result['batch_stats']['mean']`."""
+    numbered = result.unflatten(range(result.num_leaves))
+    paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    # Containers that JAX does not know are leaves here, and what they hold has no path.
+    return {i: f"result{jax.tree_util.keystr(path)}" for path, i in paths if type(i) is int}
+
+
+def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str) -> str:
+    """Says which of the user's rules are for collections that are nowhere; empty if none is."""
+    names = {x for label in labels for x in _NAME.findall(label)}
+    unknown = [f"'{x}'" for x in rules if x not in names]
+    if not unknown:
+        return ""
+    there = sorted(x for x in names if x in RULES) or sorted(names)[:_MOST_NAMES]
+    return (
+        f"RunOptions(aggregation=...) has a rule for {', '.join(unknown)}, but no argument or "
+        f"result of '{name}' has a collection of that name: the rule does nothing. There are: "
+        f"{', '.join(there)}."
+    )
 
 
 def decide(

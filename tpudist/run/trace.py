@@ -145,6 +145,10 @@ def place_collections(
         if returned:
             names = labels()
             known |= {i: names[leaves[k - call.inputs.num_nnx]] for i, k in returned.items()}
+        if rules:
+            given = [*labels(), *state_collections.paths_of(found.treedef).values()]
+            if text := state_collections.describe_unknown(rules, given, call.name):
+                remarks.warn_once([remarks.Remark(UserWarning, text)], set())
         dtypes = [x.dtype for x in closed.out_avals]
         state_collections.place_collections(proof, known, certain, dtypes, rules, call.name, placed)
     return returned

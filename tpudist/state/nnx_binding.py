@@ -198,10 +198,12 @@ def _is_data(value: Any) -> bool:
 def _is_mutable(value: Any) -> bool:
     if type(value) in _IMMUTABLE or _is_data(value):
         return False
-    if isinstance(value, type) or callable(value):
+    if isinstance(value, type):
         return False
     try:
         hash(value)
+        if callable(value):
+            return False
     except TypeError:
         leaves = jax.tree.leaves(value, is_leaf=_is_data)
         return not any(map(_is_data, leaves))  # a part of the graph, otherwise

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpudist.xla import integers
-from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 
 PyTree = Any
 _NO_MESH = Mesh(np.empty((), object), ())
@@ -270,7 +270,8 @@ def copy_of_first_replica(mesh: ReplicaMesh, value: Any) -> Any:
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
     on_mesh = isinstance(value.sharding, NamedSharding) and value.sharding.mesh == mesh.mesh
-    return copy_of(mesh, value, mesh.local_replicas[0]) if on_mesh else value
+    is_split = mesh.num_replicas > 1 and mesh_of_mirrored(value) is None
+    return copy_of(mesh, value, mesh.local_replicas[0]) if on_mesh and not is_split else value
 
 
 def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.extend import core
 
 from tpudist.xla import jaxprs
 from tpudist.xla.jaxpr_structure import Call, Cond, Scan
+from tpudist.xla.mesh import REPLICA_AXIS
 
 
 def keep_unchanged_keys(
@@ -33,14 +34,28 @@ def keep_unchanged_keys(
         made_by = _equation_of(jaxpr, source)
         if made_by is None or made_by.primitive.name != "random_fold_in":
             continue
-        # The first fold of the input is the replica's number: later ones have its result.
-        if _source_of(jaxpr, made_by.invars[0]) is jaxpr.invars[k]:
+        key, number = made_by.invars
+        given = jaxpr.invars[k]
+        if (
+            _source_of(jaxpr, key) is given
+            and _is_replica_number(jaxpr, number)
+            and outvars[i].aval.shape == given.aval.shape
+        ):
             outvars[i] = jaxpr.invars[k]
             kept.append(i)
     if not kept:
         return closed, []
     changed = jaxpr.replace(outvars=outvars)
     return (changed if closed is jaxpr else closed.replace(jaxpr=changed)), kept
+
+
+def _is_replica_number(jaxpr: core.Jaxpr, var: Any) -> bool:
+    """Whether it is what `make_values_of_replica` folds keys with, and no number of the user's."""
+    eqn = _equation_of(jaxpr, var)
+    if eqn is not None and eqn.primitive.name == "convert_element_type":
+        eqn = _equation_of(jaxpr, eqn.invars[0])
+    is_number = eqn is not None and eqn.primitive.name == "axis_index"
+    return is_number and eqn.params["axis_name"] in (REPLICA_AXIS, (REPLICA_AXIS,))
 
 
 def _equation_of(jaxpr: core.Jaxpr, var: Any) -> core.JaxprEqn | None:
