@@ -6,7 +6,6 @@ communicate, and state must not be a constant of the program.
 
 from tpudist.state import nnx_contents
 from tpudist.xla import compile, compile_log, replica_agreement
-from tpudist.xla.mesh import ReplicaMesh
 
 
 def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
@@ -18,29 +17,6 @@ def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
             f"condition depends on {hazard.cause}. Replicas that disagree would wait for each "
             f"other for ever. Reduce the condition over the replicas first, or move the "
             f"communication out."
-        )
-
-
-def check_communication(proof: replica_agreement.Agreement, mesh: ReplicaMesh, name: str) -> None:
-    """Refuses collectives that XLA answers with an internal error, or by ending the process.
-
-    Those of the replica context are safe; a function may also call `jax.lax.psum` itself.
-    """
-    if mesh.devices_per_replica == 1:
-        return
-    for one in proof.communication:
-        where = f" (at {one.where})" if one.where else ""
-        if mesh.num_replicas == 1:
-            problem = "there is one replica, and XLA refuses collectives of one"
-        elif one.moves_16_bit_floats and mesh.platform == "cpu":
-            problem = (
-                "XLA:CPU aborts the process on those of 16-bit floats in replicas of many devices"
-            )
-        else:
-            continue
-        raise ValueError(
-            f"'{name}' calls {one.collective} over '{mesh.replica_axis}' by itself{where}, but "
-            f"{problem}. Use tpudist.get_replica_context().all_reduce or all_gather, which know."
         )
 
 

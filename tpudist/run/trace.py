@@ -78,7 +78,6 @@ def trace_step(
     check_references(proof, found.references, name)
     if mesh.num_replicas > 1:
         program_checks.check_hazards(proof, name)
-    program_checks.check_communication(proof, mesh, name)
     changed = [i for i, _ in found.nnx]
     stack_outputs, aggregated = outputs.place_outputs(
         proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole

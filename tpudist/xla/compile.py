@@ -17,7 +17,18 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from tpudist.xla import axis_errors, axis_names, collectives, jaxprs, replica_equality
+from tpudist.xla import (
+    axis_errors,
+    axis_names,
+    callback_lowering,
+    collective_lowering,
+    collectives,
+    convolution_layouts,
+    fft_layouts,
+    jaxprs,
+    lookup_layouts,
+    replica_equality,
+)
 from tpudist.xla.mesh import ReplicaMesh
 
 # Constants above this are refused: they would be copied into the program and never change again.
@@ -107,7 +118,11 @@ def spread(
         finish: What each replica does to its outputs at the end; it may communicate.
     """
     closed = program.closed
-    evaluate: Any = closed if callable(closed) else core.jaxpr_as_fun(closed)
+    if callable(closed):
+        evaluate: Any = closed
+    else:
+        # Here and not in `trace`: what is proven and what people read is their own program.
+        evaluate = core.jaxpr_as_fun(_as_xla_takes_it(closed, program.stacked, mesh))
 
     def body(*values):
         local = [_part(x) if s else x for x, s in zip(values, program.stacked, strict=True)]
@@ -151,18 +166,30 @@ def last_outputs(
         values = [x if k else np.zeros(x.shape, x.dtype) for x, k in zip(values, known)]  # noqa: B905
     # Arrays that are captured may be those of other processes too: they are inputs here.
     consts = program.closed.consts
-    run = spread(_with_consts_first(program), mesh, [False] * count, finish)
+    run = spread(_with_consts_first(program, mesh), mesh, [False] * count, finish)
     return jax.jit(run)(*consts, *values)
 
 
-def _with_consts_first(program: ReplicaProgram) -> ReplicaProgram:
+def _with_consts_first(program: ReplicaProgram, mesh: ReplicaMesh) -> ReplicaProgram:
     jaxpr, consts = program.closed.jaxpr, program.closed.consts
 
     def evaluate(*values):
         closed = jaxprs.ClosedJaxpr(jaxpr, list(values[: len(consts)]))
+        closed = _as_xla_takes_it(closed, program.stacked, mesh)
         return core.jaxpr_as_fun(closed)(*values[len(consts) :])
 
     return ReplicaProgram(evaluate, (*[False] * len(consts), *program.stacked))  # type: ignore
+
+
+def _as_xla_takes_it(
+    closed: jaxprs.ClosedJaxpr, stacked: Sequence[bool], mesh: ReplicaMesh
+) -> jaxprs.ClosedJaxpr:
+    """The same program, lowered around what JAX and XLA do not take; see `partitioner_bugs`."""
+    closed = collective_lowering.lower_collectives(closed, mesh)
+    closed = callback_lowering.lower_callbacks(closed)
+    closed = convolution_layouts.lay_out_convolutions(closed)
+    closed = fft_layouts.lay_out_transforms(closed)
+    return lookup_layouts.lay_out_lookups(closed, stacked)
 
 
 def large_constants(program: ReplicaProgram) -> list[jax.Array | np.ndarray]:

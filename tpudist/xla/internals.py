@@ -83,6 +83,11 @@ def name_axis(name: str, size: int) -> contextlib.AbstractContextManager:
     return core.extend_axis_env_nd([(name, size)])
 
 
+def name_axes(mesh: Any) -> contextlib.AbstractContextManager:
+    """Lets collectives over the manual axes of an abstract mesh be asked for, in this thread."""
+    return core.extend_axis_env_nd([(axis, mesh.shape[axis]) for axis in mesh.manual_axes])
+
+
 def settings_of_thread() -> list[tuple[Any, Any]]:
     """What context managers of JAX have set in this thread, for `set_in_thread`; traces as well."""
     found = {id(x): x for x in config.config_states.values()}

@@ -16,15 +16,6 @@ class Hazard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Communication:
-    """A collective between replicas: its primitive, if it moves 16-bit floats, and its line."""
-
-    collective: str
-    moves_16_bit_floats: bool
-    where: str
-
-
-@dataclasses.dataclass(frozen=True)
 class ReplicaSum:
     """A sum over all replicas.
 
@@ -61,7 +52,6 @@ class Agreement:
     Attributes:
         causes: Why each output differs between replicas, or None.
         hazards: Where replicas could wait for each other for ever.
-        communication: All collectives between replicas.
         broken_claims: The numbers of the claims (`claim_equal`) that do not hold.
         lost_references: References where JAX does not do what the program says.
         sums: The sums over all replicas, in an order that depends on the program alone.
@@ -69,7 +59,6 @@ class Agreement:
 
     causes: tuple[Cause, ...]
     hazards: tuple[Hazard, ...]
-    communication: tuple[Communication, ...]
     broken_claims: tuple[int, ...] = ()
     lost_references: tuple[LostReference, ...] = ()
     sums: tuple[ReplicaSum, ...] = ()

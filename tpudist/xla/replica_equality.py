@@ -21,14 +21,12 @@ from typing import Any
 from jax.extend import core
 
 from tpudist.xla import jaxprs, references
-from tpudist.xla.collectives import is_16_bit_float
 from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.references import NOT_FOLLOWED, Access, Cell, is_reference
 from tpudist.xla.replica_agreement import (
     Agreement,
     Cause,
-    Communication,
     Hazard,
     LostReference,
     ReplicaSum,
@@ -88,7 +86,6 @@ def prove(
     return Agreement(
         tuple(map(_cause_of, out)),
         tuple(dict.fromkeys(walk.hazards)),
-        tuple(dict.fromkeys(walk.communication)),
         tuple(dict.fromkeys(walk.broken_claims)),
         tuple(dict.fromkeys(walk.lost_references)),
         tuple(
@@ -101,7 +98,6 @@ def prove(
 class _Walk:
     def __init__(self):
         self.hazards: list[Hazard] = []
-        self.communication: list[Communication] = []
         self.broken_claims: list[int] = []
         self.lost_references: list[LostReference] = []
         self.sums: dict[int, tuple[core.JaxprEqn, list[Cause]]] = {}
@@ -215,10 +211,6 @@ class _Walk:
     def _leaf(self, eqn: core.JaxprEqn, args: list[Cause]) -> Cause:
         name = eqn.primitive.name
         over_replicas = _is_over_replicas(eqn)
-        if over_replicas and name not in _SILENT:
-            dtypes = [getattr(x.aval, "dtype", "int32") for x in eqn.invars]
-            narrow = any(map(is_16_bit_float, dtypes))
-            self.communication.append(Communication(name, narrow, line_of(eqn)))
         if name in _SUMS and over_replicas and not eqn.params.get("axis_index_groups"):
             # What is equal in an early round of a loop need not be so in a later one.
             _, known = self.sums.get(id(eqn), (eqn, [None] * len(args)))

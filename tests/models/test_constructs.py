@@ -1,0 +1,100 @@
+"""Whatever a model is made of, on any replicas: the numbers of one device, or an error in words.
+
+The cells run in processes of their own, since what goes wrong here ends a process.
+"""
+
+import jax
+import pytest
+
+import construct_cells
+import constructs_page
+from construct_cells import GEOMETRIES
+from constructs import CONSTRUCTS
+from tpudist.xla import compile, jaxprs, known_operations
+
+SEVERAL_AXES = ("fsdp=2, tensor=2", "data=2, fsdp=2", "fsdp=4, tensor=2")
+# Those over which XLA's partitioner ended the process on a CPU or a TPU.
+AT_RISK = (
+    "nnx.Embed",
+    "embedding, annotated",
+    "cross-entropy by index",
+    "tied embeddings",
+    "experts, by one-hot",
+    "experts, by index",
+    "lax.scan of layers, remat",
+)
+
+
+def what_became_of(names, geometries, slice_name=""):
+    cells = [(name, geometry) for name in names for geometry in geometries]
+    found = construct_cells.run_cells(cells, slice_name)
+    assert set(found) == set(cells)
+    return found
+
+
+def test_lookups_in_replicas_of_several_axes_are_those_of_one_device():
+    found = what_became_of(AT_RISK, SEVERAL_AXES[:1])
+    assert set(found.values()) == {"exact"}, found
+
+
+@pytest.mark.slow
+def test_the_page_of_constructs_says_what_becomes_of_them():
+    found = what_became_of(CONSTRUCTS, GEOMETRIES)
+    wrong = {
+        x: told for x, told in found.items() if told.partition(":")[0] not in ("exact", "refused")
+    }
+    assert not wrong
+    page = constructs_page.PAGE.read_text()
+    assert constructs_page.with_table(page, found) == page
+
+
+def test_the_page_of_constructs_has_a_row_for_each():
+    page = constructs_page.PAGE.read_text()
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
+    assert rows == ["| construct", *(f"| {name}" for name in CONSTRUCTS)]
+    assert f"\n{len(CONSTRUCTS) * len(GEOMETRIES)} cells: " in page
+    assert "abort" not in page.partition(constructs_page.START)[2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `sow` is
+def test_the_known_operations_are_those_of_the_constructs(monkeypatch):
+    """What is not tried here is compiled in another process first."""
+    found = set()
+    spread = compile.spread
+
+    def note(program, *args, **kwargs):
+        found.update(eqn.primitive.name for eqn in jaxprs.walk(program.closed))
+        return spread(program, *args, **kwargs)
+
+    monkeypatch.setattr(compile, "spread", note)
+    for name, construct in CONSTRUCTS.items():
+        strategy = construct_cells.strategy_of(SEVERAL_AXES[0])
+        model = strategy.create_abstract(construct.make)
+        (batch,) = strategy.experimental_distribute_dataset([construct_cells.batch_of()])
+        strategy.lower(construct_cells.step(name), args=(model, batch))
+    assert found <= known_operations.KNOWN
+    if jax.__version_info__ >= (0, 12):  # the oldest has others in their place
+        assert len(known_operations.KNOWN - found) < 5
+
+
+@pytest.mark.libtpu
+@pytest.mark.slow
+def test_the_tpu_compiler_takes_what_is_at_risk():
+    found = what_became_of(AT_RISK, SEVERAL_AXES, "v5e:2x4")
+    assert set(found.values()) == {"compiled"}, found
+
+
+def test_a_process_that_ends_is_the_failure_of_its_cell_alone(tmp_path):
+    """Without that, a bug of XLA would hide what becomes of the cells after it."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "for name, geometry in json.load(sys.stdin):\n"
+        "    if name == 'FFT':\n"
+        "        os.write(2, b'F1123 Check failed: a > b')\n"
+        "        os.abort()\n"
+        "    print(json.dumps([name, geometry, 'exact']), flush=True)\n"
+    )
+    cells = [(name, "mirrored") for name in ("LoRA", "FFT", "nnx.Embed")]
+    found = construct_cells.run_cells(cells, program=str(program))
+    assert list(found.values()) == ["exact", "aborted: F1123 Check failed: a > b", "exact"]

@@ -1,0 +1,33 @@
+"""Fourier transforms of what is split inside a replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import tpudist
+
+TRANSFORMS = {
+    "fft": lambda x: jnp.fft.fft(x),
+    "fft2": lambda x: jnp.fft.fft2(x),
+    "rfft, irfft": lambda x: jnp.fft.irfft(jnp.fft.rfft(x) * 2),
+}
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_over_a_split_dim_are_those_of_one_device(name, axes):
+    def gradient(x, split=lambda x: x):
+        def loss(x):
+            return jnp.sin(jnp.abs(TRANSFORMS[name](split(x)))).sum()
+
+        return jax.grad(loss)(x)
+
+    def on_mesh(x):
+        spec = P(None, None, tuple(axes)[-1])
+        return gradient(x, lambda x: jax.lax.with_sharding_constraint(x, spec))
+
+    x = jnp.cos(jnp.arange(8 * 8 * 8, dtype=jnp.float32)).reshape(8, 8, 8)
+    found = tpudist.TPUStrategy(replica_axes=axes).run(on_mesh, args=(x,))
+    np.testing.assert_allclose(found, jax.jit(gradient)(x), atol=1e-4)
