@@ -36,7 +36,15 @@ from tpudist.run.results import Outcome, TracedStep
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
 from tpudist.state.nnx_binding import Binding
-from tpudist.xla import compile, compile_log, executables, integers, placement, traces
+from tpudist.xla import (
+    compile,
+    compile_log,
+    executables,
+    first_compile,
+    integers,
+    placement,
+    traces,
+)
 
 _log = logging.getLogger("tpudist.compile")
 
@@ -355,7 +363,19 @@ class Step:
             ready = [saved.executable_for(lowered) for saved in self.function.loaded]
             for compiled in filter(None, ready):
                 self._jitted = executables.Ahead(compiled, self._jitted)
+        elif not self._lowering:
+            self._try_elsewhere(values, arrays)
         return values
+
+    def _try_elsewhere(self, values: list[Any], arrays: list[Any]) -> None:
+        """Compiles a program that might end this process in another one first."""
+        assert self._plan is not None, "it was made with the program"
+        traced = self._trace(jax.tree.leaves(values)[len(self.captured) :])
+        doubts = first_compile.find_doubts(traced.program.closed, self.mesh)
+        if doubts:
+            both = self._plan.take_donated(arrays), self._plan.take_kept(arrays)
+            lowered = self._jitted.trace(*both).lower()  # type: ignore[union-attr]
+            first_compile.try_elsewhere(lowered, self.mesh, doubts, self.function.name)
 
     @property
     def compiler_options(self) -> dict[str, Any]:

@@ -36,12 +36,18 @@ def main() -> None:
         key = (request["slice"], request["num_slices"])
         try:
             if key not in slices:
-                slices[key] = topology.devices(request["slice"], num_slices=request["num_slices"])
+                slices[key] = _devices(*key)
             return _compile(request, program, slices[key])
         except Exception as error:  # whatever it is, it is the caller's
             return {"error": type(error).__name__, "message": str(error)}, b""
 
     child.serve(answer, idle_s=_IDLE_S)
+
+
+def _devices(slice_name: str, num_slices: int) -> list[jax.Device]:
+    if slice_name == "cpu":
+        return jax.devices("cpu")
+    return topology.devices(slice_name, num_slices=num_slices)
 
 
 def _compile(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device]) -> child.Answer:

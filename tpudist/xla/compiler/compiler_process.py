@@ -12,6 +12,7 @@ import re
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ __all__ = [
     "compile_elsewhere",
     "compile_here",
     "slice_of",
+    "try_elsewhere",
 ]
 
 Progress = Callable[[str, float], None]
@@ -41,6 +43,7 @@ Progress = Callable[[str, float], None]
 _CHILD = "tpudist.xla.compiler.compiler_child"
 # "Ran out of memory on HBM, the total memory ..." or "... in memory space hbm. Used 20.1G of ...".
 _OUT_OF_HBM = ("CompileTimeHbmOom", "exceeds available HBM", "memory space hbm")
+_FORCED_DEVICES = "xla_force_host_platform_device_count"
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", **topology.NO_TPU_HERE}
 
 
@@ -95,21 +98,9 @@ def compile_elsewhere(
             f"{devices[:2]}. Programs for devices that are here: compile_here."
         )
     slice_name, num_slices = described
-    options = {
-        **flags.jit_options(),
-        **internals.compiler_options_of(lowered),
-        **(compiler_options or {}),
-    }
-    request = {
-        "slice": slice_name,
-        "num_slices": num_slices,
-        "ids": [device.id for device in devices],
-        "options": list(options.items()),
-        "shardy": bool(Setting.USE_SHARDY_PARTITIONER.read()),
-    }
-    program = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(program)  # type: ignore[union-attr]
-    found, result = _ask(request, program.getvalue(), timeout_s, progress)
+    request = _request(slice_name, [device.id for device in devices], lowered, compiler_options)
+    request["num_slices"] = num_slices
+    found, result = _ask(request, _bytecode(lowered), timeout_s, progress)
     split = found.get("text_bytes", 0)
     if "error" in found:
         wrote = result[:split].decode(), result[split:].decode()
@@ -144,6 +135,49 @@ def compile_here(
         return compiled_program.from_executable(compiled.runtime_executable(), seconds, folder)
 
 
+def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
+    """Compiles a program for CPU devices in another process, which may end over it.
+
+    Args:
+        lowered: A program for emulated devices.
+        num_devices: How many there are in its mesh.
+
+    Raises:
+        CompilerDied: XLA ended that process. Whatever else is wrong is left to be found here.
+    """
+    request = _request("cpu", list(range(num_devices)), lowered)
+    environment = dict(_ENVIRONMENT)
+    if _FORCED_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+        environment["JAX_NUM_CPU_DEVICES"] = str(num_devices)
+    _ask(request, _bytecode(lowered), None, None, environment)
+
+
+def _request(
+    slice_name: str,
+    ids: list[int],
+    lowered: jax.stages.Lowered,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    options = {
+        **flags.jit_options(),
+        **internals.compiler_options_of(lowered),
+        **(compiler_options or {}),
+    }
+    return {
+        "slice": slice_name,
+        "num_slices": 1,
+        "ids": ids,
+        "options": list(options.items()),
+        "shardy": bool(Setting.USE_SHARDY_PARTITIONER.read()),
+    }
+
+
+def _bytecode(lowered: jax.stages.Lowered) -> bytes:
+    program = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(program)  # type: ignore[union-attr]
+    return program.getvalue()
+
+
 def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
     """The slice that described devices are of, all or some, such as "v5e:4x4", and how many such.
 
@@ -176,7 +210,11 @@ _lock = threading.Lock()
 
 
 def _ask(
-    request: dict[str, Any], program: bytes, timeout_s: float | None, progress: Progress | None
+    request: dict[str, Any],
+    program: bytes,
+    timeout_s: float | None,
+    progress: Progress | None,
+    environment: Mapping[str, str] = types.MappingProxyType(_ENVIRONMENT),
 ) -> child.Answer:
     started = time.monotonic()
 
@@ -185,12 +223,12 @@ def _ask(
             progress("compiling", seconds)
 
     while True:
-        compiler = _take()
+        compiler = _take(environment)
         was_idle = compiler is not None
         if compiler is None:
             if progress:
                 progress("starting the compiler", time.monotonic() - started)
-            compiler = child.Child(_CHILD, _ENVIRONMENT)
+            compiler = child.Child(_CHILD, environment)
         try:
             answer = compiler.ask(request, program, timeout_s=timeout_s, tick=tick)
         except child.Died as error:
@@ -208,6 +246,8 @@ def _ask(
 
 
 def _name_slice(request: dict[str, Any]) -> str:
+    if request["slice"] == "cpu":
+        return f"{len(request['ids'])} CPU devices"
     number = f"{request['num_slices']} x " if request["num_slices"] > 1 else ""
     return f"{number}{request['slice']}"
 
@@ -220,15 +260,16 @@ def _describe_death(error: child.Died, request: dict[str, Any]) -> str:
     remedy = "One of its own checks failed. Try without compiler options, or for another slice."
     if error.ending == "signal SIGKILL":
         remedy = "A system that runs out of memory does this. Compile fewer programs at a time."
+    who = "compiler" if request["slice"] == "cpu" else "TPU compiler"
     return (
-        f"The TPU compiler's process ended ({error.ending}) on a program for "
+        f"The {who}'s process ended ({error.ending}) on a program for "
         f"{_name_slice(request)}. It wrote last:\n{said}\n{remedy}"
     )
 
 
-def _take() -> child.Child | None:
+def _take(environment: Mapping[str, str]) -> child.Child | None:
     """One that waits, with the compilers' settings of now; those with others are ended."""
-    wanted = flags.settings({**os.environ, **_ENVIRONMENT})
+    wanted = flags.settings({**os.environ, **environment})
     with _lock:
         while _idle:
             compiler = _idle.pop()
