@@ -20,7 +20,15 @@ from jax.experimental import topologies
 from jax.extend import core
 
 from places import PACKAGE
-from tpudist.xla import compile_log, internals, jaxprs, replica_equality, topology, traces
+from tpudist.xla import (
+    compile_log,
+    internals,
+    jaxprs,
+    out_shardings,
+    replica_equality,
+    topology,
+    traces,
+)
 from tpudist.xla.settings import Setting
 
 PROJECT = PACKAGE.parent / "pyproject.toml"
@@ -181,6 +189,11 @@ def end_of_the_main_thread():
     assert callable(threading._register_atexit)
 
 
+def out_shardings_of_jax():
+    """Where one is gone, what needs it is refused: see `tpudist/xla/out_shardings.py`."""
+    assert out_shardings.list_missing_parts() == []
+
+
 # What it is, who opens it (under tpudist/), and the test.
 DOORS = {
     "jax._src.distributed.global_state.client": ("xla/internals.py", coordination_service),
@@ -192,6 +205,10 @@ DOORS = {
     "jax._src.config.config_ext.Config": ("xla/internals.py", key_of_trace_caches),
     "jax._src.core.EvalTrace": ("xla/internals.py", evaluation_of_operations),
     "jax._src.config.config_states": ("xla/internals.py", settings_of_a_thread),
+    "jax._src.sharding_impls.canonicalize_sharding and what takes its result": (
+        "xla/internals.py",
+        out_shardings_of_jax,
+    ),
     "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
     "jax.extend.core.Jaxpr and ClosedJaxpr": ("xla/jaxprs.py", jaxpr_and_its_constants),
     "JaxprEqn.source_info": ("xla/replica_equality.py", source_of_an_equation),

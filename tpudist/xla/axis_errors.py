@@ -14,6 +14,7 @@ from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
 _NO_SUCH_AXIS = re.compile(r"Resource axis: (\S+) of (.+?) is not found in mesh")
 _NOT_EXPLICIT = re.compile(r"passed to (.+?) cannot contain axis names that are of type Auto or M")
+_MANUAL = re.compile(r"with axis name: (\S+) of type: (?:AxisType\.)?Manual")
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
 _SPEC = re.compile(r"(?:PartitionSpec: |spec=|pspec )(P(?:artitionSpec)?\(.*?\))(?: |\.|$)")
 
@@ -53,22 +54,33 @@ def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
         )
     spec = found[1] if (found := _SPEC.search(said)) else "a split"
     if found := _NOT_EXPLICIT.search(said):
+        asked = f"{who} asks {found[1]} for out_sharding={spec}"
+        if manual := _MANUAL.search(said):
+            return f"{asked}. {_without(manual[1], mesh)}"
+        if re.search(rf"\b{REPLICA_AXIS}\b", spec):
+            return f"{asked}. {_without(REPLICA_AXIS, mesh)}"
         return (
-            f"{who} asks {found[1]} for out_sharding={spec}, which JAX has for meshes with "
-            f"Explicit axes; in a replica function '{REPLICA_AXIS}' is Manual, and the axes inside "
-            f"a replica are Auto. Leave out_sharding out and split the result: "
-            f"jax.lax.with_sharding_constraint(x, spec), by axes inside a replica only. In a "
-            f"model's configuration set these shardings to None."
+            f"{asked}, which JAX has for meshes with Explicit axes. The axes inside a replica are "
+            f"Auto, and tpudist honours out_sharding by them where it knows the function, but not "
+            f"here. Leave it out and split the result: jax.lax.with_sharding_constraint(x, spec). "
+            f"In a model's configuration set these shardings to None."
         )
     if _NOT_AUTO in said:
-        inner = ", ".join(map(repr, mesh.inner_axes)) or "none"
-        return (
-            f"{who} constrains a value to {spec}. A replica function sees the value of one "
-            f"replica, which is not split over '{REPLICA_AXIS}': leave that axis out. The axes "
-            f"inside a replica, by which it can be split, are: {inner}"
-            f"{' (a replica is one device)' if mesh.devices_per_replica == 1 else ''}."
-        )
+        return f"{who} constrains a value to {spec}. {_without(REPLICA_AXIS, mesh)}"
     return None
+
+
+def _without(axis: str, mesh: ReplicaMesh) -> str:
+    """Why a value cannot be split over an axis, and over which it can be."""
+    if axis != REPLICA_AXIS:
+        return f"In a shard_map over {axis!r} a value is not split over it: leave that axis out."
+    inner = ", ".join(map(repr, mesh.inner_axes)) or "none"
+    return (
+        f"A replica function sees the value of one replica, which is not split over "
+        f"'{REPLICA_AXIS}': leave that axis out. The axes inside a replica, by which it can be "
+        f"split, are: {inner}"
+        f"{' (a replica is one device)' if mesh.devices_per_replica == 1 else ''}."
+    )
 
 
 def _line_of(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from tpudist.xla import (
     fft_layouts,
     jaxprs,
     lookup_layouts,
+    out_shardings,
     replica_equality,
 )
 from tpudist.xla.mesh import ReplicaMesh
@@ -73,7 +74,7 @@ def trace(
         # Traced within the shard_map, where the axis has its name and values the shapes of one
         # replica; what the shard_map itself would give is not asked for.
         local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
-        with axis_names.name_replicas(mesh):
+        with axis_names.name_replicas(mesh), out_shardings.honour_out_shardings():
             traced = jax.make_jaxpr(function)(*local)
         found.append(axis_names.use_replica_axis(mesh, traced))
 

@@ -5,6 +5,9 @@ Each is looked up here and nowhere else, and each has a test of its own in
 """
 
 import contextlib
+import functools
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,3 +109,46 @@ def set_in_thread(settings: list[tuple[Any, Any]]) -> None:
             update = getattr(setting, "_update_thread_local_hook", None)
             if update is not None:
                 update(None if value is config.config_ext.unset else value)
+
+
+def wrap_function(module: str, name: str, wrap: Callable[[Any], Any]) -> bool:
+    """Puts `wrap(function)` in the place of a function of JAX, for all modules of JAX.
+
+    Those that hold it otherwise (as a default argument, within what decorates it) keep the old one.
+
+    Args:
+        module: Where it is defined, below `jax._src`.
+        name: Its name there.
+        wrap: Gives what is to be called instead.
+
+    Returns:
+        Whether this JAX has such a function.
+    """
+    try:
+        function = vars(importlib.import_module(f"jax._src.{module}"))[name]
+    except (ImportError, KeyError):
+        return False
+    instead = functools.wraps(function)(wrap(function))
+    for known, loaded in list(sys.modules.items()):
+        if known.startswith("jax.") and vars(loaded).get(name) is function:
+            setattr(loaded, name, instead)
+    return True
+
+
+def wrap_operation(module: str, name: str, wrap: Callable[[Any], Any]) -> bool:
+    """Puts `wrap(bind)` in the place of how an operation of JAX is asked for, wherever it is.
+
+    Args:
+        module: Where the primitive is defined, below `jax._src`.
+        name: Its name there.
+        wrap: Gives what is to be called instead, with the operands and the parameters.
+
+    Returns:
+        Whether this JAX has such an operation.
+    """
+    try:
+        primitive = vars(importlib.import_module(f"jax._src.{module}"))[name]
+        primitive.bind = wrap(primitive.bind)
+    except (ImportError, KeyError, AttributeError):
+        return False
+    return True

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpudist.xla import collectives, internals, jaxprs, placement, traces
+from tpudist.xla import collectives, internals, jaxprs, out_shardings, placement, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 # What replicas do at a meeting: named by the first, done with what all have brought.
@@ -66,6 +66,7 @@ class ReplicaEvaluation:
             collectives.run_over(_AXIS),
             internals.name_axis(_AXIS, self._mesh.num_replicas),
             internals.use_evaluation(self._evaluation),
+            out_shardings.honour_out_shardings(),
             # A function that JAX traces for itself (jax.checkpoint) may read Variables.
             traces.separate_caches(),
         ):
