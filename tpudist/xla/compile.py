@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from tpudist.xla import (
     axis_errors,
     axis_names,
-    callback_lowering,
-    collective_lowering,
+    callback_layouts,
+    collective_layouts,
     collectives,
     convolution_layouts,
     fft_layouts,
@@ -186,8 +186,8 @@ def _as_xla_takes_it(
     closed: jaxprs.ClosedJaxpr, stacked: Sequence[bool], mesh: ReplicaMesh
 ) -> jaxprs.ClosedJaxpr:
     """The same program, lowered around what JAX and XLA do not take; see `partitioner_bugs`."""
-    closed = collective_lowering.lower_collectives(closed, mesh)
-    closed = callback_lowering.lower_callbacks(closed)
+    closed = collective_layouts.lower_collectives(closed, mesh)
+    closed = callback_layouts.lower_callbacks(closed)
     closed = convolution_layouts.lay_out_convolutions(closed)
     closed = fft_layouts.lay_out_transforms(closed)
     return lookup_layouts.lay_out_lookups(closed, stacked)

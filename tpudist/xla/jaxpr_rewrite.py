@@ -71,7 +71,7 @@ class _Rewrite:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
         # In the mesh of its place, and anew each time: the variables are to be new ones.
         with eqn.ctx.manager:
-            made = jax.make_jaxpr(lambda *x: _computed(self.instead(eqn, *x)))(*shapes)
+            made = jax.make_jaxpr(lambda *x: _copy(self.instead(eqn, *x)))(*shapes)
         if made.consts:
             raise TypeError(f"{self.instead} makes constants, for which there is no place here.")
         traced = made.jaxpr
@@ -80,7 +80,7 @@ class _Rewrite:
         return [_rename(x, names, eqn.source_info) for x in traced.eqns]
 
 
-def _computed(results: Any) -> Any:
+def _copy(results: Any) -> Any:
     """Results each of which an equation computes: what is an operand, or twice there, is copied."""
     return jax.tree.map(jnp.copy, results)
 

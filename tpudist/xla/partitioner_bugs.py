@@ -168,7 +168,7 @@ BUGS = {
         "A sum of bfloat16 over a manual axis, beside an axis that is left to XLA (CPU only).",
         "Invalid binary instruction opcode copy",
         ("0.10.2", "0.12.0.1"),
-        "tpudist.xla.collective_lowering",
+        "tpudist.xla.collective_layouts",
         functools.partial(_add_16_bit_floats, (2, 2)),
     ),
     "beside an axis of one device": Bug(

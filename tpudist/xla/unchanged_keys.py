@@ -39,7 +39,7 @@ def keep_unchanged_keys(
         if (
             _source_of(jaxpr, key) is given
             and _is_replica_number(jaxpr, number)
-            and outvars[i].aval.shape == given.aval.shape
+            and outvars[i].aval == given.aval
         ):
             outvars[i] = jaxpr.invars[k]
             kept.append(i)
@@ -54,8 +54,9 @@ def _is_replica_number(jaxpr: core.Jaxpr, var: Any) -> bool:
     eqn = _equation_of(jaxpr, var)
     if eqn is not None and eqn.primitive.name == "convert_element_type":
         eqn = _equation_of(jaxpr, eqn.invars[0])
-    is_number = eqn is not None and eqn.primitive.name == "axis_index"
-    return is_number and eqn.params["axis_name"] in (REPLICA_AXIS, (REPLICA_AXIS,))
+    if eqn is None or eqn.primitive.name != "axis_index":
+        return False
+    return eqn.params["axis_name"] in (REPLICA_AXIS, (REPLICA_AXIS,))
 
 
 def _equation_of(jaxpr: core.Jaxpr, var: Any) -> core.JaxprEqn | None:

@@ -49,7 +49,7 @@ def test_a_print_that_can_have_no_value_is_refused(strategy):
     def step(x):
         return jax.lax.cond(x.sum() > 0, lambda: [jax.debug.print("here"), 1.0][1], lambda: 2.0)
 
-    with pytest.raises(ValueError, match=r"test_callback_lowering.py:\d+\).* Print a value of the"):
+    with pytest.raises(ValueError, match=r"test_callback_layouts.py:\d+\).* Print a value of the"):
         strategy.run(step, args=(X,))
 
 
