@@ -67,6 +67,32 @@ def test_optimizers_variables_and_boxes_are_known(strategy):
     assert (key.split, key.bytes_per_device) == ("[replica]", 8)
 
 
+@pytest.mark.parametrize(("impl", "num_bytes"), [("threefry2x32", 8), ("rbg", 16)])
+def test_keys_of_any_kind_have_their_bytes(impl, num_bytes):
+    keys = jax.random.split(jax.random.key(0, impl=impl), 3)
+    [array] = tpudist.describe_placement(keys).arrays
+    assert array.bytes_per_device == 3 * num_bytes
+
+
+def test_an_abstract_array_without_a_place_is_called_abstract():
+    shape = jax.ShapeDtypeStruct((3,), np.float32)
+    [array] = tpudist.describe_placement(shape).arrays
+    assert (array.split, array.bytes_per_device) == ("abstract, on no device", 12)
+
+
+def test_arrays_of_numpy_in_an_nnx_object_are_counted():
+    class Table(nnx.Module):
+        def __init__(self):
+            self.rows = nnx.Param(np.ones((4, 2), np.float32))
+            self.bare = nnx.data(np.ones(3, np.float32))
+            self.param_dtype = jnp.float32
+
+    table = tpudist.describe_placement({"model": Table()})
+    found = {x.name: (x.split, x.bytes_per_device) for x in table.arrays}
+    where = "in NumPy, on no device"
+    assert found == {"model.rows": (where, 32), "model.bare": (where, 12)}
+
+
 def test_a_large_model_is_one_screen():
     tree = {f"layer_{i:03}": np.ones(1000 - i, np.float32) for i in range(100)}
     table = tpudist.describe_placement(tree)

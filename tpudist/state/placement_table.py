@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from tpudist.state import nnx_contents
 from tpudist.state.variable_base import VariableBase
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import notebook_table
+from tpudist.xla import notebook_table, random_keys
 from tpudist.xla.estimate.sizes import format_bytes
 
 # Of a screen: the largest of them are shown, the others are summed up in one.
@@ -119,7 +120,8 @@ def _arrays_of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     for path, x in nnx.iter_graph(value):
         raw = x.get_raw_value() if isinstance(x, nnx.Variable) else x
         for inner, array in jax.tree_util.tree_flatten_with_path(raw)[0]:
-            if hasattr(array, "sharding") and id(array) not in seen:
+            is_array = hasattr(array, "sharding") or isinstance(array, np.ndarray)
+            if is_array and id(array) not in seen:
                 seen.add(id(array))
                 parts = [name, *map(str, path), jax.tree_util.keystr(inner, simple=True)]
                 yield ".".join(part for part in parts if part), array
@@ -128,21 +130,31 @@ def _arrays_of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _place(name: str, x: Any) -> PlacedArray:
     sharding = getattr(x, "sharding", None)
     part = sharding.shard_shape(tuple(x.shape)) if sharding is not None else x.shape
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # type: ignore[attr-defined]
-    size = jax.random.key_data(jax.random.key(0)).nbytes if is_key else x.dtype.itemsize
+    if sharding is not None:
+        split = _describe_sharding(sharding)
+    elif isinstance(x, np.ndarray | np.generic):
+        split = "in NumPy, on no device"
+    else:
+        split = "abstract, on no device"
     return PlacedArray(
         name,
         tuple(x.shape),
         str(x.dtype),
-        _describe_sharding(sharding),
-        math.prod(part) * size,
+        split,
+        math.prod(part) * _item_bytes(x),
         len(sharding.device_set) if sharding is not None else 0,
     )
 
 
+def _item_bytes(x: Any) -> int:
+    """The bytes of one element; of a key those of the numbers that it is."""
+    if not random_keys.is_key(x):
+        return x.dtype.itemsize
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), x.dtype))
+    return data.size * data.dtype.itemsize
+
+
 def _describe_sharding(sharding: Any) -> str:
-    if sharding is None:
-        return "in NumPy, on no device"
     kind = sharding.memory_kind or ""
     where = f", in {kind}" if kind.endswith("host") else ""
     if isinstance(sharding, jax.sharding.NamedSharding):

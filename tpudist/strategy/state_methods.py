@@ -15,7 +15,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.weak_identity import WeakIdentitySet
 from tpudist.state import nnx_creation
 from tpudist.state.variable_base import VariableBase
-from tpudist.xla import placement, traces
+from tpudist.xla import placement, random_keys, traces
 from tpudist.xla.abstract_placement import value_on
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -107,8 +107,7 @@ class StateMethods(StrategyBase):
 
         def place(value: Any, *, variable: Any) -> jax.sharding.Sharding:
             sharding = self._sharding_of(value, variable=variable)
-            is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-            stays = is_key or math.prod(value.shape) < MIN_ELSEWHERE
+            stays = random_keys.is_key(value) or math.prod(value.shape) < MIN_ELSEWHERE
             return sharding if stays else sharding.with_memory_kind(memory_kind)
 
         return place
@@ -122,7 +121,7 @@ class StateMethods(StrategyBase):
             )
             if annotated is not None:
                 return annotated
-        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if random_keys.is_key(value):
             return self.replica_mesh.replicated
         return NamedSharding(self.mesh, self.partition(tuple(value.shape), value.dtype))
 
