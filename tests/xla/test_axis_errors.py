@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 import tpudist
@@ -55,6 +56,35 @@ def test_a_model_whose_annotation_names_no_axis_is_refused_in_create():
     model = nn.Dense(4, kernel_init=init)
     with pytest.raises(ValueError, match=r"asks for P\('model', None\), but .*and no 'model'"):
         tpudist.MirroredStrategy().create(lambda: model.init(jax.random.key(0), X))
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {}])
+def test_a_logical_name_that_no_rule_has_is_refused_in_linen_as_in_nnx(axes):
+    """The one was mirrored in silence, whatever its author had meant to split."""
+    names, ones = ("nobody", "mlp"), nn.initializers.ones
+    dense = nn.Dense(4, kernel_init=nn.with_logical_partitioning(ones, names))
+
+    def make_linear():
+        return nnx.Linear(8, 4, kernel_init=nnx.with_partitioning(ones, names), rngs=nnx.Rngs(0))
+
+    strategy = tpudist.TPUStrategy(replica_axes=axes)
+    match = r"but the mesh has the axes 'replica'.* no 'nobody'. .*\(\('nobody', None\),\) leaves"
+    for init in (lambda: dense.init(jax.random.key(0), X), make_linear):
+        with pytest.raises(ValueError, match=match):
+            strategy.create(init)
+    rules = (("nobody", None),)
+    strategy = tpudist.TPUStrategy(replica_axes=axes, logical_axis_rules=rules)
+    kernel = strategy.create(lambda: dense.init(jax.random.key(0), X))["params"]["kernel"]
+    assert kernel.value.sharding.is_fully_replicated
+
+
+def test_a_box_may_bring_a_rule_for_its_name():
+    init = nn.with_logical_partitioning(
+        nn.initializers.ones, ("nobody", "mlp"), rules=(("nobody", "fsdp"),)
+    )
+    dense, strategy = nn.Dense(4, kernel_init=init), tpudist.TPUStrategy(replica_axes={"fsdp": 2})
+    kernel = strategy.create(lambda: dense.init(jax.random.key(0), X))["params"]["kernel"]
+    assert kernel.value.sharding.spec == PartitionSpec("fsdp", None)
 
 
 def test_other_errors_stay_as_they_are():

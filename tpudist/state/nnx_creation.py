@@ -145,23 +145,24 @@ def sharding_of_annotation(
         rules: What logical axis names mean on it, as pairs; a box may bring others.
 
     Raises:
-        ValueError: A box names a mesh axis that there is not.
+        ValueError: A box names a mesh axis that there is not, or a logical one without a rule.
     """
     if isinstance(holder, nnx.Variable):
         if not holder.get_metadata().get("out_sharding"):
             return None
         return nnx.get_named_sharding(holder, mesh).get_raw_value()
-    spec = holder.get_partition_spec()
+    spec = asked = holder.get_partition_spec()
+    known = set(mesh.axis_names)
     if isinstance(holder, linen.LogicallyPartitioned):
-        spec = logical_to_mesh(spec, holder.rules or rules)
-    names = {name for part in spec or () if part for name in np.atleast_1d(part)}
-    unknown = sorted(names - set(mesh.axis_names))
-    if unknown:
-        raise ValueError(
-            f"A parameter {holder.value.dtype}{list(holder.value.shape)} was made with "
-            f"{type(holder).__name__}{holder.names}, but the mesh has the axes "
-            f"{', '.join(map(repr, mesh.axis_names))}, and no {', '.join(map(repr, unknown))}. "
-            f"Give replicas that axis (TPUStrategy(replica_axes=...)), or annotate with "
-            f"nn.with_logical_partitioning, whose names logical_axis_rules map to axes."
-        )
+        spec = logical_to_mesh(asked, holder.rules or rules)
+        known = {name for name, _ in (*(holder.rules or ()), *rules)}
+    for wanted, names in ((asked, known), (spec, set(mesh.axis_names))):
+        axes = [name for part in wanted or () if part for name in np.atleast_1d(part)]
+        unknown = [name for name in axes if isinstance(name, str) and name not in names]
+        if unknown:
+            value = f"{holder.value.dtype}{list(holder.value.shape)}"
+            who = f"The {type(holder).__name__} annotation of a parameter {value}"
+            raise ValueError(
+                axis_errors.describe_missing_axis(mesh, who, spec=wanted, axis=str(unknown[0]))
+            )
     return jax.sharding.NamedSharding(mesh, spec)

@@ -8,6 +8,9 @@ import contextlib
 import re
 import traceback
 from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import Mesh
 
 from tpudist.xla.hlo.source_lines import users_line
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
@@ -39,19 +42,30 @@ def explain_axes(mesh: ReplicaMesh, name: str) -> Iterator[None]:
         raise ValueError(text) from error
 
 
+def describe_missing_axis(mesh: Mesh, who: str, *, spec: Any, axis: str) -> str:
+    """The refusal of a split by an axis that there is not, or by a name that no rule has.
+
+    Args:
+        mesh: Which axes there are.
+        who: Asks for it.
+        spec: What is asked for.
+        axis: That is missing.
+    """
+    axes = ", ".join(map(repr, mesh.axis_names))
+    return (
+        f"{who} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. "
+        f"Annotations of Linen's with_partitioning and sharding constraints name axes of the "
+        f"mesh: give replicas that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or "
+        f"annotate with logical names (nn.with_logical_partitioning, nnx.with_partitioning) "
+        f"that have a rule: logical_axis_rules=(({axis!r}, None),) leaves this one whole."
+    )
+
+
 def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
     said = str(error)
-    axes = ", ".join(map(repr, mesh.mesh.axis_names))
     who = f"'{name}' ({_line_of(error)})"
     if found := _NO_SUCH_AXIS.search(said):
-        axis, spec = found[1], found[2]
-        return (
-            f"{who} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. "
-            f"Annotations of Linen's with_partitioning and sharding constraints name axes of the "
-            f"mesh: give replicas that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or "
-            f"annotate with logical names (nn.with_logical_partitioning, nnx.with_partitioning) "
-            f"that have a rule: logical_axis_rules=(({axis!r}, None),) leaves this one whole."
-        )
+        return describe_missing_axis(mesh.mesh, who, spec=found[2], axis=found[1])
     spec = found[1] if (found := _SPEC.search(said)) else "a split"
     if found := _NOT_EXPLICIT.search(said):
         asked = f"{who} asks {found[1]} for out_sharding={spec}"
