@@ -177,6 +177,27 @@ def test_state_given_back_lies_where_it_lay():
     assert len(compiles()) == 1
 
 
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.bool_])
+def test_numpy_state_is_one_program(axes, dtype):
+    """Given as NumPy's, and from the second step on as what the first one gave."""
+    strategy = tpudist.TPUStrategy(replica_axes=axes)
+
+    def step(state, x):
+        total = tpudist.get_replica_context().all_reduce("sum", x.sum())
+        return jax.tree.map(lambda a: (a + total).astype(a.dtype), state)
+
+    compiles = NewCompiles()
+    state = {"a": np.ones((8, 4), dtype), "b": [np.zeros(3, dtype)]}
+    for batch in strategy.experimental_distribute_dataset([X[:8]] * 3):
+        state = strategy.run(step, args=(state, batch))
+    assert len(compiles()) == 1
+    wanted = state["a"].dtype.type(1)
+    for _ in range(3):
+        wanted = (wanted + X[:8].sum()).astype(wanted.dtype)
+    np.testing.assert_allclose(state["a"], wanted, rtol=1e-5)
+
+
 def test_batch_stats_are_averaged():
     strategy = tpudist.MirroredStrategy()
     state, _ = train(strategy, make_state(Model(norm=True)), make_step())

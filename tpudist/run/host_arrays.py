@@ -47,6 +47,18 @@ def place_numbers(arrays: list[Any], positions: Sequence[int], mesh: ReplicaMesh
             arrays[i] = jax.device_put(jnp.asarray(arrays[i]), mesh.replicated)
 
 
+def place_state(arrays: list[Any], positions: Sequence[int], mesh: ReplicaMesh) -> None:
+    """Makes arrays on the mesh of NumPy's that are state which the step gives back, in place.
+
+    They are as those that it gives back then, which the next call is made with: one program. Long
+    integers are left to `take`, which looks at them.
+    """
+    for i in positions:
+        x = arrays[i]
+        if type(x) is np.ndarray and (x.dtype.kind in "fcb" or x.itemsize <= 4):
+            arrays[i] = jax.device_put(jnp.asarray(arrays[i]), mesh.replicated)
+
+
 def _name_of(argument: Any, now: call_arguments.Call, function: str) -> str:
     names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
     found = [name for name, x in zip(names, now.leaves(), strict=True) if x is argument]

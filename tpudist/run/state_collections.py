@@ -151,7 +151,8 @@ def _remedy_of(collection: str) -> str:
     rule = f"RunOptions(aggregation={{'{collection}': 'mean'}})"
     if collection in ("params", "opt_state"):
         return (
-            f"Reduce the gradients before they are applied: jax.lax.pmean(grads, 'replica'), or "
+            f"Reduce the gradients, and what else the optimizer is given (a loss), before they are "
+            f"applied: jax.lax.pmean(grads, 'replica'), or "
             f"tpudist.get_replica_context().all_reduce('mean', grads). If each replica is to keep "
             f"its own, say so: RunOptions(aggregation={{'{collection}': 'none'}})."
         )

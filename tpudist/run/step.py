@@ -221,6 +221,7 @@ class Step:
                 arrays, [first + k for k in self._numbers_in_state], self.mesh
             )
         if not integers.HOST_TYPES.isdisjoint(map(type, arrays)):
+            host_arrays.place_state(arrays, self._positions_given_back(), self.mesh)
             arrays = host_arrays.take(arrays, now, self.function.name)
         if not plan.donated:
             return [], arrays
@@ -334,7 +335,9 @@ class Step:
             if self._storage is not None:
                 captured = self._storage.fetch(captured)
                 self._storage.take_in(now.binding)
-            values = captured + values
+            leaves, structure = jax.tree.flatten(captured + values)
+            host_arrays.place_state(leaves, self._positions_given_back(), self.mesh)
+            values = jax.tree.unflatten(structure, leaves)
         num_nnx = len(now.binding.variables) if now.binding is not None else 0
         plan = self._plan = StepPlan.of(
             values,
@@ -376,6 +379,12 @@ class Step:
             both = self._plan.take_donated(arrays), self._plan.take_kept(arrays)
             lowered = self._jitted.trace(*both).lower()  # type: ignore[union-attr]
             first_compile.try_elsewhere(lowered, self.mesh, doubts, self.function.name)
+
+    def _positions_given_back(self) -> list[int]:
+        """Positions among the flat inputs of state in plain pytrees that the step gives back."""
+        first = len(self.captured)
+        found = {k for traced in self.traced.values() for k in traced.returned.values()}
+        return [first + k for k in found]
 
     @property
     def compiler_options(self) -> dict[str, Any]:
