@@ -26,10 +26,11 @@ def warn_of_op_arguments(what: str, use_locking: bool, name: str | None) -> None
 class UndistributedBatchWarning(UserWarning):
     """Replicas add up what each of them has computed from the same array of the host.
 
-    Each replica is given the whole of a NumPy array, or of a `jax.Array` of one device, that is an
-    argument of `Strategy.run`: n replicas do the work of one n times, and a sum over them (an
-    optimizer's, `all_reduce`) is n times that of one, unless it is divided by n as a mean is. It is
-    given once for a function, with the line of the call, if all of this holds:
+    Each replica is given the whole of a NumPy array, or of a `jax.Array` of one device or that a
+    sharding splits by rows, that is an argument of `Strategy.run`: n replicas do the work of one n
+    times, and a sum over them (an optimizer's, `all_reduce`) is n times that of one, unless it is
+    divided by n as a mean is. It is given once for a function, with the line of the call, if all of
+    this holds:
 
     - the array has a dim 0 of more than one row;
     - no argument of the call is distributed, and the function captures no PerReplica;

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tpudist
 from tpudist import LocalMeanWarning, UndistributedBatchWarning
@@ -355,6 +356,35 @@ def test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call(
     )[::-1]
     wanted = "call(model" if in_function else "strategy.run(nnx_step"
     assert source[caught[0].lineno - first].lstrip().startswith(wanted)
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
+@pytest.mark.parametrize("whose", ["the strategy's mesh", "a mesh of one's own"])
+def test_a_batch_that_a_sharding_splits_by_rows_is_found(axes, whose):
+    """Its author means each replica to have its rows, and each is given all of them."""
+    strategy = tpudist.TPUStrategy(replica_axes=axes)
+    mesh, axis = strategy.mesh, "replica"
+    if whose == "a mesh of one's own":
+        mesh, axis = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"
+    batch = jax.device_put(X, NamedSharding(mesh, PartitionSpec(axis)))
+
+    def step(x):
+        return all_reduce(x.sum())
+
+    with pytest.warns(UndistributedBatchWarning, match=r"\(a sharding gives replicas no") as caught:
+        total = strategy.run(step, args=(batch,))
+    assert len(caught) == 1
+    replicas = strategy.num_replicas_in_sync
+    np.testing.assert_allclose(total, replicas * X.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp")])
+def test_an_array_that_is_the_same_on_each_replica_is_no_batch(spec):
+    """Parameters that are split inside of a replica, for one."""
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2})
+    sharding = NamedSharding(strategy.mesh, PartitionSpec(*spec))
+    array = jax.device_put(np.ones((4, 2), np.float32), sharding)
+    strategy.run(lambda x: all_reduce(x.sum()), args=(array,))
 
 
 def test_plain_parameters_are_no_batch():

@@ -16,6 +16,7 @@ from tpudist.run.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.xla import compile, compile_log, replica_agreement, replica_equality
 from tpudist.xla.hlo import source_lines
+from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.rows import local_means
 
 _MAX_NAMED = 3
@@ -141,15 +142,17 @@ def _find_undistributed(
     if where is None:
         return None
     found = [leaf for i, leaf in arrays if _find_equal_sum(program, proof, [i]) is not None]
+    arrays_on_devices = [call.leaves[i] for i in found if isinstance(call.leaves[i], jax.Array)]
+    is_split = any(len(x.sharding.device_set) > 1 for x in arrays_on_devices)
     n = call.strategy.num_replicas_in_sync
     message = (
         f"'{call.name}' was given {_name_arguments(call, found, labels())}, which "
         f"{'are' if len(found) > 1 else 'is'} not distributed, nor is any other argument. Each of "
         f"{n} replicas computes with the whole of it, and {n} times the same is added up"
         f"{f' (at {where})' if where else ''}: {n} times the work, and {n} times the sum unless "
-        f"it is divided. Distribute batches: strategy.experimental_distribute_dataset(dataset). To "
-        f"switch this off: warnings.filterwarnings('ignore', "
-        f"category=tpudist.UndistributedBatchWarning)."
+        f"it is divided. Distribute batches: strategy.experimental_distribute_dataset(dataset)"
+        f"{' (a sharding gives replicas no rows of their own)' if is_split else ''}. To switch "
+        f"this off: warnings.filterwarnings('ignore', category=tpudist.UndistributedBatchWarning)."
     )
     return Remark(UndistributedBatchWarning, message)
 
@@ -169,14 +172,37 @@ def _find_equal_sum(
 
 
 def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
-    """The inputs that are arrays of NumPy or of one device, and which argument each one is."""
-    arrays = set(call.kinds.arrays)
+    """The inputs that are arrays of the host, and which argument each one is.
+
+    Of NumPy, of one device, or of many that the user has laid out by rows: a `PerReplica` is none
+    of them.
+    """
+    arrays, mesh = set(call.kinds.arrays), call.strategy.replica_mesh
     for i, leaf in enumerate(call.inputs.leaves_of_arguments, first):
         x = call.leaves[leaf]
-        elsewhere = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1
-        is_host = leaf in arrays and (isinstance(x, np.ndarray) or elsewhere)
-        if is_host and x.ndim and x.shape[0] > 1:
+        if leaf not in arrays or not x.ndim or x.shape[0] <= 1:
+            continue
+        if isinstance(x, np.ndarray) or (
+            isinstance(x, jax.Array)
+            and (len(x.sharding.device_set) == 1 or _are_rows_split(mesh, x))
+        ):
             yield i, leaf
+
+
+def _are_rows_split(mesh: ReplicaMesh, array: jax.Array) -> bool:
+    """Whether the devices of one replica hold other rows of an array than those of another."""
+    if array.sharding.is_fully_replicated:
+        return False
+    parts = array.sharding.devices_indices_map(array.shape)
+    rows = {
+        frozenset(
+            (parts[device][0].start, parts[device][0].stop)
+            for device in mesh.devices_of(replica)
+            if device in parts
+        )
+        for replica in range(mesh.num_replicas)
+    }
+    return len(rows) > 1
 
 
 def _name_arguments(call: ReplicaCall, leaves: Sequence[int], labels: Sequence[str]) -> str:
