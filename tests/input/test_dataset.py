@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+import tpudist
 from processes import run_processes
 from tpudist import context
 from tpudist.input.dataset import DistributedDataset
@@ -399,6 +400,25 @@ def test_at_its_end_an_iterator_stays(prefetch):
             next(iterator)
         with pytest.raises(StopIteration):
             iterator.get_next()
+
+
+def test_typed_random_keys_in_a_batch_are_refused_with_what_to_give_instead():
+    keys = jax.random.split(jax.random.key(0), 8)
+    match = (
+        r"dataset\['k'\] has random keys, key<fry>\[8\], .*key_data\(data, impl='threefry2x32'\)"
+    )
+    with pytest.raises(TypeError, match=match):
+        list(DistributedDataset([{"k": keys}], _two()))
+    with pytest.raises(TypeError, match="The NumPy dataset has random keys"):
+        NumpyDataset(keys)
+    strategy = tpudist.MirroredStrategy()
+    [batch] = strategy.experimental_distribute_dataset([jax.random.key_data(keys)])
+    wrapped = strategy.run(
+        lambda data: jax.random.bits(jax.random.wrap_key_data(data, impl="threefry2x32")[0]),
+        args=(batch,),
+    )
+    found = [int(x) for x in strategy.experimental_local_results(wrapped)]
+    assert found == [int(jax.random.bits(key)) for key in keys]
 
 
 @pytest.mark.parametrize(

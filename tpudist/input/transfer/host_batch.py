@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.input.transfer import reused_memory
-from tpudist.xla import integers
+from tpudist.xla import integers, random_keys
 from tpudist.xla.settings import Setting
 
 PyTree = Any
@@ -116,6 +116,13 @@ def as_array(value: Any, what: str) -> np.ndarray:
         ValueError: It is ragged.
         TypeError: Its elements are not numbers.
     """
+    if random_keys.is_key(value):
+        raise TypeError(
+            f"{what} has random keys, {value.dtype}{list(value.shape)}, but batches are read in "
+            f"host memory, which holds numbers and booleans only. Give the numbers that they are, "
+            f"jax.random.key_data(keys), and make keys of them in the step: "
+            f"jax.random.wrap_key_data(data, impl={str(jax.random.key_impl(value))!r})."
+        )
     try:
         array = np.asarray(value)
     except ValueError as error:  # NumPy's own message names neither the leaf nor a remedy
