@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import tpudist
 
@@ -41,6 +41,30 @@ def test_a_constraint_on_the_replica_axis_is_refused(axes):
         strategy.run(
             lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("replica")), args=(X,)
         )
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {}])
+def test_a_named_sharding_on_the_replica_axis_is_refused_with_its_line(axes):
+    """JAX does so no earlier than when it lowers the program, and in words of its own."""
+    strategy = tpudist.TPUStrategy(replica_axes=axes)
+    sharding = NamedSharding(strategy.mesh, PartitionSpec(None, ("replica", *axes)))
+
+    def step(x):
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    match = r"'step' \(.*test_axis_errors.py:\d+\) constrains .*'replica': leave that axis out"
+    for function in (step, jax.jit(step)):
+        with pytest.raises(ValueError, match=match):
+            strategy.run(function, args=(X,))
+    nested = tpudist.function(lambda x: strategy.run(step, args=(x,)))
+    with strategy.scope(), pytest.raises(ValueError, match=match.replace("step", ".*")):
+        nested(X)
+
+
+def test_a_named_sharding_on_an_inner_axis_works(split):
+    sharding = NamedSharding(split.mesh, PartitionSpec("fsdp", ("tensor",)))
+    out = split.run(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding), args=(X,))
+    assert (out == 2).all()
 
 
 def test_a_constraint_on_an_axis_that_is_not_there_is_refused():

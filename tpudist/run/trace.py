@@ -29,7 +29,14 @@ from tpudist.run.traced_rows import TracedRows
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
-from tpudist.xla import compile, jaxprs, replica_agreement, replica_equality, unchanged_keys
+from tpudist.xla import (
+    axis_errors,
+    compile,
+    jaxprs,
+    replica_agreement,
+    replica_equality,
+    unchanged_keys,
+)
 
 
 def trace_step(
@@ -65,6 +72,7 @@ def trace_step(
     if found.incomplete:
         raise NewVariable(_make_starter(found, program, strategy, variables, name))
     program_checks.check_constants(program, name)
+    axis_errors.check_constraints(mesh, program.closed, name)
     if found.structure_change:
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
     causes = causes_of_variables(variables) + _causes_of_arguments(inputs, labels())

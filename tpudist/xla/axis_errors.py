@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from tpudist.xla import jaxprs, replica_equality
 from tpudist.xla.hlo.source_lines import users_line
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
@@ -40,6 +41,30 @@ def explain_axes(mesh: ReplicaMesh, name: str) -> Iterator[None]:
         if text is None:
             raise
         raise ValueError(text) from error
+
+
+def check_constraints(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr, name: str) -> None:
+    """Refuses constraints by the replica axis that JAX finds no earlier than when it lowers them.
+
+    Those by a `NamedSharding` are; of those by a `PartitionSpec` it says so while it traces.
+
+    Args:
+        mesh: On which it was traced.
+        closed: What was traced.
+        name: What the user calls it.
+
+    Raises:
+        ValueError: A value of one replica is to be split over all of them.
+    """
+    for eqn in jaxprs.walk(closed):
+        if eqn.primitive.name != "sharding_constraint":
+            continue
+        spec = getattr(eqn.params.get("sharding"), "spec", None) or ()
+        parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+        axes = {axis for part in parts for axis in part}
+        if axes & mesh.manual_axes:
+            who = f"'{name}' ({replica_equality.line_of(eqn) or 'an unknown line'})"
+            raise ValueError(f"{who} constrains a value to {spec}. {_without(REPLICA_AXIS, mesh)}")
 
 
 def describe_missing_axis(mesh: Mesh, who: str, *, spec: Any, axis: str) -> str:
