@@ -7,6 +7,7 @@ process is kept for the next program (starting one costs seconds) and ends with 
 
 import atexit
 import io
+import logging
 import os
 import re
 import tempfile
@@ -38,6 +39,7 @@ __all__ = [
     "try_elsewhere",
 ]
 
+_log = logging.getLogger("tpudist.compile")
 Progress = Callable[[str, float], None]
 
 _CHILD = "tpudist.xla.compiler.compiler_child"
@@ -149,7 +151,9 @@ def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
     environment = dict(_ENVIRONMENT)
     if _FORCED_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         environment["JAX_NUM_CPU_DEVICES"] = str(num_devices)
-    _ask(request, _bytecode(lowered), None, None, environment)
+    found, _ = _ask(request, _bytecode(lowered), None, None, environment)
+    if "error" in found:
+        _log.warning("it could not be compiled in another process: %s", found["message"])
 
 
 def _request(
