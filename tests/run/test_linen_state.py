@@ -198,6 +198,21 @@ def test_numpy_state_is_one_program(axes, dtype):
     np.testing.assert_allclose(state["a"], wanted, rtol=1e-5)
 
 
+def test_numpy_state_stays_the_callers():
+    """The program may run on when the call has returned, and the caller change what it gave."""
+    strategy = tpudist.MirroredStrategy()
+    state = np.zeros((256, 256), np.float32)
+
+    def step(state):
+        for _ in range(20):
+            state = jnp.tanh(state @ state)
+        return state + 1
+
+    out = strategy.run(step, args=(state,))
+    state += 100
+    np.testing.assert_array_equal(out, 1)
+
+
 def test_batch_stats_are_averaged():
     strategy = tpudist.MirroredStrategy()
     state, _ = train(strategy, make_state(Model(norm=True)), make_step())

@@ -45,6 +45,19 @@ def test_prints_without_values_do_too(strategy, capfd):
     assert printed == ["here"] * count + ["loop"] * 2 * count
 
 
+def test_a_print_without_values_sends_one_number_of_the_smallest_input(strategy):
+    def step(key, big, small):
+        jax.debug.print("here")
+        return big + small + jax.random.normal(key)
+
+    args = (jax.random.key(0), np.ones((64, 32), np.float32), np.ones((64, 1), np.float32))
+    text = strategy.lower(step, args=args).compile().as_text()
+    calls = [line for line in text.splitlines() if "callback" in line and "custom-call(" in line]
+    assert calls
+    assert all("f32[1,1]" in line or "f32[1]" in line for line in calls), calls
+    jax.block_until_ready(strategy.run(step, args=args))
+
+
 def test_a_print_that_can_have_no_value_is_refused(strategy):
     def step(x):
         return jax.lax.cond(x.sum() > 0, lambda: [jax.debug.print("here"), 1.0][1], lambda: 2.0)

@@ -11,6 +11,7 @@ from flax import nnx
 
 import tpudist
 from tpudist.xla import first_compile, known_operations, lookup_layouts
+from tpudist.xla.compiler import compiler_process
 from tpudist.xla.compiler.compiler_process import CompilerDied
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -47,6 +48,14 @@ def test_what_is_not_known_is_compiled_elsewhere_too(log, monkeypatch):
     assert re.search(r"'step' .* sort \(at \S*test_first_compile.py:\d+\) was not tried", said)
 
 
+def test_the_other_process_has_as_many_devices_as_the_program(log, monkeypatch):
+    """Also where XLA's own flag says otherwise, as in one of several processes."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setattr(known_operations, "KNOWN", frozenset())
+    make(fsdp=2).run(sine, args=(X,))
+    assert len(messages(log)) == 1  # and none that it could not
+
+
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 1}])
 def test_nothing_is_asked_where_a_replica_is_one_device(log, monkeypatch, axes):
     monkeypatch.setattr(known_operations, "KNOWN", frozenset())
@@ -58,13 +67,13 @@ def test_another_jaxlib_is_a_doubt_of_its_own(log, monkeypatch):
     monkeypatch.setattr(known_operations, "JAXLIBS", ("0.1",))
     strategy = make(fsdp=2)
     for _ in range(2):
-        strategy.run(len_of, args=(X,))
+        strategy.run(sine, args=(X,))
     assert len(messages(log)) == 1
     assert "operations were tried with 0.1" in messages(log)[0]
 
 
-def len_of(x):
-    return jnp.float32(len(x))
+def sine(x):
+    return jnp.sin(x)
 
 
 def test_what_ends_the_process_is_an_error_with_its_line(monkeypatch):
@@ -91,11 +100,19 @@ def test_what_ends_the_process_is_an_error_with_its_line(monkeypatch):
 
 def test_lowering_compiles_nothing(log, monkeypatch):
     monkeypatch.setattr(known_operations, "KNOWN", frozenset())
-    make(fsdp=2).lower(len_of, args=(X,))
+    make(fsdp=2).lower(sine, args=(X,))
     assert messages(log) == []
 
 
-def test_a_failure_that_ends_nothing_is_left_to_the_process_itself(monkeypatch):
+def test_a_failure_that_ends_nothing_is_said_and_left_to_the_process_itself(log, monkeypatch):
+    monkeypatch.setattr(known_operations, "KNOWN", frozenset())
+    refused = {"error": "JaxRuntimeError", "message": "no such thing"}, b""
+    monkeypatch.setattr(compiler_process, "_ask", lambda *args: refused)
+    np.testing.assert_allclose(make(fsdp=2).run(sine, args=(X,)), np.sin(X), rtol=1e-6)
+    assert "it could not be compiled in another process: no such thing" in messages(log)
+
+
+def test_what_is_computed_outside_of_replicas_is_no_doubt(monkeypatch):
     monkeypatch.setattr(known_operations, "KNOWN", frozenset())
     doubts = first_compile.find_doubts(jax.make_jaxpr(jnp.sin)(X), make(fsdp=2).replica_mesh)
     assert doubts == []  # outside of the replicas' mesh nothing is split

@@ -1,6 +1,6 @@
 """NumPy arrays among the inputs of a step: whole numbers that fit, and copies of small ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.run import call_arguments, call_description
-from tpudist.xla import integers
+from tpudist.xla import integers, placement
 from tpudist.xla.mesh import ReplicaMesh
 
 # An array of so many bytes is copied in a few microseconds.
@@ -47,16 +47,16 @@ def place_numbers(arrays: list[Any], positions: Sequence[int], mesh: ReplicaMesh
             arrays[i] = jax.device_put(jnp.asarray(arrays[i]), mesh.replicated)
 
 
-def place_state(arrays: list[Any], positions: Sequence[int], mesh: ReplicaMesh) -> None:
+def place_state(arrays: list[Any], positions: Iterable[int], mesh: ReplicaMesh) -> None:
     """Makes arrays on the mesh of NumPy's that are state which the step gives back, in place.
 
-    They are as those that it gives back then, which the next call is made with: one program. Long
-    integers are left to `take`, which looks at them.
+    They are as those that it gives back then, which the next call is made with: one program. They
+    share no memory with the caller's. Long integers are left to `take`, which looks at them.
     """
     for i in positions:
         x = arrays[i]
         if type(x) is np.ndarray and (x.dtype.kind in "fcb" or x.itemsize <= 4):
-            arrays[i] = jax.device_put(jnp.asarray(arrays[i]), mesh.replicated)
+            arrays[i] = placement.replicate(mesh, x.copy())
 
 
 def _name_of(argument: Any, now: call_arguments.Call, function: str) -> str:

@@ -21,6 +21,7 @@ RULES = {"params": None, "opt_state": None, "batch_stats": "mean"}
 """The aggregation of a collection that differs; None where it must not."""
 
 _MOST_NAMES = 10
+_RESULT = "result"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -87,12 +88,12 @@ def paths_of(result: Any) -> dict[int, str]:
     numbered = result.unflatten(range(result.num_leaves))
     paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
     # Containers that JAX does not know are leaves here, and what they hold has no path.
-    return {i: f"result{jax.tree_util.keystr(path)}" for path, i in paths if type(i) is int}
+    return {i: f"{_RESULT}{jax.tree_util.keystr(path)}" for path, i in paths if type(i) is int}
 
 
 def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str) -> str:
     """Says which of the user's rules are for collections that are nowhere; empty if none is."""
-    names = {x for label in labels for x in _NAME.findall(label)}
+    names = {x for label in labels for x in _NAME.findall(label)} - {_RESULT}
     unknown = [f"'{x}'" for x in rules if x not in names]
     if not unknown:
         return ""
@@ -100,7 +101,7 @@ def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str)
     return (
         f"RunOptions(aggregation=...) has a rule for {', '.join(unknown)}, but no argument or "
         f"result of '{name}' has a collection of that name: the rule does nothing. There are: "
-        f"{', '.join(there)}."
+        f"{', '.join(there) or 'none'}."
     )
 
 

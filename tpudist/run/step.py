@@ -93,6 +93,7 @@ class Step:
         self.written_variables: set[Any] = set()
         self.written_leaves: set[int] = set()
         self.traced: dict[Any, TracedStep] = {}
+        self._given_back: set[int] = set()  # inputs after the Variables, for all that is traced
         self._checked_rows: set[Any] = set()
         self.needs_care = False  # arguments that must be moved to the mesh at each call
         # The call under way, for the trace that it may start.
@@ -367,24 +368,15 @@ class Step:
             for compiled in filter(None, ready):
                 self._jitted = executables.Ahead(compiled, self._jitted)
         elif not self._lowering:
-            self._try_elsewhere(values, arrays)
+            program = self._trace(arrays[len(self.captured) :]).program.closed
+            both = plan.take_donated(arrays), plan.take_kept(arrays)
+            first_compile.try_program(program, self.mesh, self._jitted, both, self.function.name)
         return values
-
-    def _try_elsewhere(self, values: list[Any], arrays: list[Any]) -> None:
-        """Compiles a program that might end this process in another one first."""
-        assert self._plan is not None, "it was made with the program"
-        traced = self._trace(jax.tree.leaves(values)[len(self.captured) :])
-        doubts = first_compile.find_doubts(traced.program.closed, self.mesh)
-        if doubts:
-            both = self._plan.take_donated(arrays), self._plan.take_kept(arrays)
-            lowered = self._jitted.trace(*both).lower()  # type: ignore[union-attr]
-            first_compile.try_elsewhere(lowered, self.mesh, doubts, self.function.name)
 
     def _positions_given_back(self) -> list[int]:
         """Positions among the flat inputs of state in plain pytrees that the step gives back."""
         first = len(self.captured)
-        found = {k for traced in self.traced.values() for k in traced.returned.values()}
-        return [first + k for k in found]
+        return [first + k for k in self._given_back]
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -487,6 +479,7 @@ class Step:
                 lambda: call_description.names_of_leaves(now.fn, now.args, now.kwargs),
             )
         self.traced[key] = traced
+        self._given_back.update(traced.returned.values())
         known = set(self.captured)
         self.captured += [v for v in traced.variable_order if v not in known]
         self.written_variables |= traced.written_variables

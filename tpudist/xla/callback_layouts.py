@@ -9,6 +9,7 @@ XLA also fails over callbacks without operands, as in `jax.debug.print("here")`,
 manual, in replicas of one device too: they get an input of the program that they are in.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
-from tpudist.xla import jaxpr_rewrite, jaxprs
+from tpudist.xla import jaxpr_rewrite, jaxprs, random_keys
 from tpudist.xla.axis_constraint import axes_of
 from tpudist.xla.replica_equality import line_of
 
@@ -44,13 +45,14 @@ def _lacks_operands(eqn: core.JaxprEqn) -> bool:
 def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
     axes = axes_of(AxisType.Auto)
     if _lacks_operands(eqn):
+        operands = tuple(x for x in operands if not random_keys.is_key(x))
         if not operands:
             raise ValueError(
                 f"A {eqn.primitive.name} (at {line_of(eqn)}) is in a branch or loop that is given "
                 f"no values, and is given none: XLA fails over it in a replica function. Print a "
                 f"value of the step with it: jax.debug.print('here {{}}', x)."
             )
-        operands = operands[:1]
+        operands = (_some_number(operands),)
 
     def call(*operands: jax.Array) -> list[jax.Array]:
         if _lacks_operands(eqn):
@@ -78,8 +80,14 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
     )(*operands)
 
 
+def _some_number(operands: Sequence[jax.Array]) -> jax.Array:
+    """One number of the smallest operand: what is called with it is sent to the host."""
+    smallest = min(operands, key=lambda x: x.size)
+    return smallest[(slice(0, 1),) * smallest.ndim]
+
+
 def _sum_of_one(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What one device has, and the others zeros: its bits."""
+    """What the first device has, on all of them; the others have zeros."""
     if x.dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.int8), axes).astype(jnp.bool_)
     return jax.lax.psum(x, axes)

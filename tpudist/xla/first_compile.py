@@ -59,20 +59,25 @@ def _walk_with_lines(jaxpr: Any, called_at: str) -> Iterator[tuple[str, str]]:
             yield from _walk_with_lines(inner, where or line)
 
 
-def try_elsewhere(
-    lowered: jax.stages.Lowered, mesh: ReplicaMesh, doubts: Sequence[str], name: str
+def try_program(
+    closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh, jitted: Any, arguments: Sequence[Any], name: str
 ) -> None:
-    """Compiles a program in another process.
+    """Compiles a program in another process, if there are doubts about it.
 
     Args:
-        lowered: The program.
-        mesh: Of its replicas.
-        doubts: Why, as of `find_doubts`.
+        closed: What a replica computes.
+        mesh: Of the replicas.
+        jitted: The program of all of them.
+        arguments: What it will be called with.
         name: What the user calls the function.
 
     Raises:
         CompilerDied: XLA ended that process, as it would have ended this one.
     """
+    doubts = find_doubts(closed, mesh)
+    if not doubts:
+        return
+    lowered = jitted.trace(*arguments).lower()
     _log.info("compiling '%s' in another process first: %s", name, "; ".join(doubts))
     try:
         compiler_process.try_elsewhere(lowered, mesh.mesh.size)

@@ -10,6 +10,7 @@ from jax.extend import core
 
 from tpudist.xla import jaxprs
 from tpudist.xla.jaxpr_structure import Call, Cond, Scan, While
+from tpudist.xla.references import is_reference
 
 
 def rewrite(
@@ -21,7 +22,7 @@ def rewrite(
 
     Also those in loops, branches and calls. It gives as many results as the equation, of the same
     shapes and dtypes. Its operations carry the source line of the equation that they stand for.
-    For an equation without operands it is given the inputs of the program that the equation is in.
+    For an equation without operands it is given the arrays that the program it is in is given.
     """
     return _Rewrite(is_wanted, instead, {}).program(closed)
 
@@ -41,7 +42,8 @@ class _Rewrite:
 
     def _program(self, program: Any) -> Any:
         opened = jaxprs.open_jaxpr(program)
-        found = [self._equations(eqn, opened.invars) for eqn in opened.eqns]
+        inputs = [x for x in opened.invars if not is_reference(x)]
+        found = [self._equations(eqn, inputs) for eqn in opened.eqns]
         if all(new == [old] for new, old in zip(found, opened.eqns, strict=True)):
             return program
         opened = opened.replace(eqns=[eqn for new in found for eqn in new])

@@ -45,7 +45,7 @@ Progress = Callable[[str, float], None]
 _CHILD = "tpudist.xla.compiler.compiler_child"
 # "Ran out of memory on HBM, the total memory ..." or "... in memory space hbm. Used 20.1G of ...".
 _OUT_OF_HBM = ("CompileTimeHbmOom", "exceeds available HBM", "memory space hbm")
-_FORCED_DEVICES = "xla_force_host_platform_device_count"
+_FORCED_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", **topology.NO_TPU_HERE}
 
 
@@ -148,9 +148,10 @@ def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
         CompilerDied: XLA ended that process. Whatever else is wrong is left to be found here.
     """
     request = _request("cpu", list(range(num_devices)), lowered)
-    environment = dict(_ENVIRONMENT)
-    if _FORCED_DEVICES not in os.environ.get("XLA_FLAGS", ""):
-        environment["JAX_NUM_CPU_DEVICES"] = str(num_devices)
+    environment = _ENVIRONMENT | {
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "XLA_FLAGS": _FORCED_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")),  # JAX takes one
+    }
     found, _ = _ask(request, _bytecode(lowered), None, None, environment)
     if "error" in found:
         _log.warning("it could not be compiled in another process: %s", found["message"])
