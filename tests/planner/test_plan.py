@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.experimental import pallas
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -750,6 +751,21 @@ def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
     assert {x.network for x in plan.collectives} == {"ici"}
     assert Plan.from_json(plan.to_json()) == plan
     assert jax.default_backend() == "cpu"
+
+
+@pytest.mark.libtpu
+def test_numbers_in_state_are_planned_for_a_slice_as_arrays(tpu_cache):
+    """`step=0` of Flax's TrainState, which no described device can hold."""
+    linear = {"w": jnp.ones((WIDTH, WIDTH))}
+    state = TrainState.create(apply_fn=jnp.matmul, params=linear, tx=optax.sgd(0.1))
+
+    def step(state, x):
+        grads = jax.grad(lambda p: (state.apply_fn(x, p["w"]) ** 2).mean())(state.params)
+        return state.apply_gradients(grads=jax.lax.pmean(grads, "replica"))
+
+    x = jnp.ones((ROWS, WIDTH))
+    plan = sharded().plan(step, (state, x), topology="v5e:2x2", cache=tpu_cache)
+    assert plan.fits
 
 
 @pytest.mark.libtpu

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tpudist
+from compiles import NewCompiles
 from kept_programs import jax_keeps_programs
 from places import PROGRAMS
 from tpudist.planner import Plan, saved_plan
@@ -93,6 +94,29 @@ def test_a_plan_without_an_executable_is_compiled_to_be_saved_and_says_so(tmp_pa
     before = compile_log.backend_compiles().number
     np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
     assert compile_log.backend_compiles().number == before
+
+
+def _count(state):
+    return {name: value + 1 for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"n": 3, "w": 2.5},
+        {"n": np.arange(3), "w": np.ones(2)},
+        {"n": np.array(2), "w": np.float32(2.5)},
+    ],
+    ids=["python", "numpy", "numpy_scalars"],
+)
+def test_state_that_is_on_no_device_yet_runs_as_it_was_planned(tmp_path, state):
+    strategy().plan(_count, (state,), in_process=True, cache=False).save(tmp_path / "plan")
+    ours = strategy()
+    ours.load_plan(tmp_path / "plan", _count, (state,))
+    new_compiles = NewCompiles()
+    state = ours.run(_count, (ours.run(_count, (state,)),))
+    assert new_compiles() == []
+    assert float(state["w"].reshape(-1)[0]) in (4.5, 3.0)
 
 
 @pytest.mark.parametrize("in_process", [True, False])

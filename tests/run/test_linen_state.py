@@ -399,3 +399,13 @@ def test_a_rule_for_a_collection_that_is_nowhere_is_a_warning():
     match = r"rule for 'batch_stat', but no .* of 'step' .* There are: batch_stats\."
     with pytest.warns(UserWarning, match=match):
         strategy.run(step, args=({"batch_stats": jnp.zeros(2)},), options=options)
+
+
+def test_state_of_numpys_that_jax_would_cut_is_refused_by_name():
+    strategy = tpudist.MirroredStrategy()
+    with pytest.raises(ValueError, match=r"'state\['seen'\]' of '_add' holds the integer 1099"):
+        strategy.run(_add, ({"seen": np.array([2**40])},))
+
+
+def _add(state):
+    return {"seen": state["seen"] + 1}

@@ -11,6 +11,9 @@ from tpudist.run import call_arguments, call_description
 from tpudist.xla import integers, placement
 from tpudist.xla.mesh import ReplicaMesh
 
+TYPES = frozenset((np.ndarray, *np.sctypeDict.values()))
+"""Of inputs that NumPy has made."""
+
 # An array of so many bytes is copied in a few microseconds.
 _MAX_COPIED_BYTES = 1 << 16
 
@@ -37,26 +40,59 @@ def take(arrays: Sequence[Any], now: call_arguments.Call, function: str) -> list
     return taken
 
 
-def place_numbers(arrays: list[Any], positions: Sequence[int], mesh: ReplicaMesh) -> None:
+def place_numbers(
+    arrays: list[Any], positions: Iterable[int], mesh: ReplicaMesh, *, abstract: bool
+) -> None:
     """Makes arrays on the mesh of Python numbers in state, in place.
 
     They are as the arrays that the step gives back for them: it is the same program then.
+
+    Args:
+        arrays: The flat inputs.
+        positions: Which of them may be such numbers.
+        mesh: Where to.
+        abstract: Whether to give their shapes: the devices may be described only.
     """
     for i in positions:
         if call_arguments.is_number(arrays[i]):
-            arrays[i] = jax.device_put(jnp.asarray(arrays[i]), mesh.replicated)
+            if abstract:
+                made = jax.eval_shape(lambda x=arrays[i]: jnp.asarray(x))
+                arrays[i] = jax.ShapeDtypeStruct(
+                    (), made.dtype, weak_type=made.weak_type, sharding=mesh.replicated
+                )
+            else:
+                arrays[i] = jax.device_put(jnp.asarray(arrays[i]), mesh.replicated)
 
 
-def place_state(arrays: list[Any], positions: Iterable[int], mesh: ReplicaMesh) -> None:
+def place_state(
+    arrays: list[Any],
+    positions: Iterable[int],
+    mesh: ReplicaMesh,
+    now: call_arguments.Call,
+    function: str,
+) -> None:
     """Makes arrays on the mesh of NumPy's that are state which the step gives back, in place.
 
     They are as those that it gives back then, which the next call is made with: one program. They
-    share no memory with the caller's. Long integers are left to `take`, which looks at them.
+    share no memory with the caller's. What is lowered for without data is placed alike.
+
+    Args:
+        arrays: The flat inputs.
+        positions: Which of them are such state.
+        mesh: Where to.
+        now: The call.
+        function: What the function is called.
+
+    Raises:
+        ValueError: An integer does not fit.
     """
     for i in positions:
         x = arrays[i]
-        if type(x) is np.ndarray and (x.dtype.kind in "fcb" or x.itemsize <= 4):
+        if isinstance(x, np.ndarray | np.generic):
+            integers.check_fit(x, lambda x=x: _name_of(x, now, function))
             arrays[i] = placement.replicate(mesh, x.copy())
+        elif type(x) is jax.ShapeDtypeStruct and x.sharding is None:
+            arrays[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.replicated)
 
 
 def _name_of(argument: Any, now: call_arguments.Call, function: str) -> str:

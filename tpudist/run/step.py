@@ -41,7 +41,6 @@ from tpudist.xla import (
     compile_log,
     executables,
     first_compile,
-    integers,
     placement,
     traces,
 )
@@ -216,13 +215,10 @@ class Step:
         if arrays is None:
             assert not now.careful, now.kinds
             raise ArgumentsChanged
-        if self._numbers_in_state:
-            first = len(self.captured) + self.inputs.num_nnx
-            host_arrays.place_numbers(
-                arrays, [first + k for k in self._numbers_in_state], self.mesh
-            )
-        if not integers.HOST_TYPES.isdisjoint(map(type, arrays)):
-            host_arrays.place_state(arrays, self._positions_given_back(), self.mesh)
+        has_host_arrays = not host_arrays.TYPES.isdisjoint(map(type, arrays))
+        if has_host_arrays or self._numbers_in_state or self._lowering:
+            self._place_state(arrays, now)
+        if has_host_arrays:
             arrays = host_arrays.take(arrays, now, self.function.name)
         if not plan.donated:
             return [], arrays
@@ -337,7 +333,7 @@ class Step:
                 captured = self._storage.fetch(captured)
                 self._storage.take_in(now.binding)
             leaves, structure = jax.tree.flatten(captured + values)
-            host_arrays.place_state(leaves, self._positions_given_back(), self.mesh)
+            self._place_state(leaves, now)
             values = jax.tree.unflatten(structure, leaves)
         num_nnx = len(now.binding.variables) if now.binding is not None else 0
         plan = self._plan = StepPlan.of(
@@ -373,10 +369,14 @@ class Step:
             first_compile.try_program(program, self.mesh, self._jitted, both, self.function.name)
         return values
 
-    def _positions_given_back(self) -> list[int]:
-        """Positions among the flat inputs of state in plain pytrees that the step gives back."""
+    def _place_state(self, arrays: list[Any], now: call_arguments.Call) -> None:
+        """Puts on the mesh what is NumPy's or Python's among the flat inputs, and is state."""
         first = len(self.captured)
-        return [first + k for k in self._given_back]
+        if self._numbers_in_state:
+            numbers = [first + self.inputs.num_nnx + k for k in self._numbers_in_state]
+            host_arrays.place_numbers(arrays, numbers, self.mesh, abstract=self._lowering)
+        given_back = [first + k for k in self._given_back]
+        host_arrays.place_state(arrays, given_back, self.mesh, now, self.function.name)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
