@@ -28,6 +28,7 @@ SMALL = {
     "ppo_jax": {"num_steps": 4, "num_environments": 16},
     "resnet_linen": {"num_steps": 5, "batch_size": 32},
     "rnn_haiku": {"num_steps": 8},
+    "spirals_equinox": {"num_steps": 20, "width": 8},
     "vae_nnx": {"num_steps": 10, "width": 32},
 }
 # Replicas draw numbers of their own for their rows, so the losses of single steps are others.

@@ -163,32 +163,29 @@ def mnist_haiku(strategy: tpudist.Strategy) -> Case:
 
 def diffusion_equinox(strategy: tpudist.Strategy) -> Case:
     """Equinox' module as a pytree whose functions are no arrays; by hand they are left out."""
-    import equinox as eqx
-
     example = load("diffusion_equinox", "distributed")
     key = jax.random.key(1)
-    model = strategy.create(lambda: example.make_model(jax.random.key(0), 64))
-    opt_state = example.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    def step(state, images):
-        *state, loss = example.make_step(*state, images, key)
-        return tuple(state), loss
+    def step(model, opt_state, images):
+        return example.make_step(model, opt_state, images, key)
 
-    def step_by_hand(state, images):
-        params, opt_state = state
+    def loss_fn(model, images):
         own = jax.random.fold_in(key, jax.lax.axis_index("replica"))
-        loss, grads = jax.value_and_grad(
-            lambda params: example.batch_loss(eqx.combine(params, static), images, own)
-        )(params)
-        loss, grads = jax.lax.pmean((loss, grads), "replica")
-        updates, opt_state = example.optimizer.update(grads, opt_state)
-        return (optax.apply_updates(params, updates), opt_state), loss
+        return example.batch_loss(model, images, own)
 
     batch = (next(example.make_batches(320, 1)),)
-    ours = of_pytree(strategy, step, step, (model, opt_state), batch, only_ours=True).ours
-    by_hand = of_pytree(strategy, step_by_hand, step_by_hand, (params, opt_state), batch).by_hand
-    return Case(ours, by_hand)
+    return of_equinox(strategy, example, step, loss_fn, 64, batch)
+
+
+def spirals_equinox(strategy: tpudist.Strategy) -> Case:
+    """Equinox' recurrent network, in a `jax.lax.scan`."""
+    example = load("spirals_equinox", "distributed")
+
+    def loss_fn(model, points, labels):
+        return example.compute_loss(model, points, labels)[0]
+
+    batch = next(example.make_batches(640, 1))
+    return of_equinox(strategy, example, example.make_step, loss_fn, 64, batch)
 
 
 def mnist_jax(strategy: tpudist.Strategy) -> Case:
@@ -273,6 +270,7 @@ CASES = {
     "mnist_haiku": mnist_haiku,
     "rnn_haiku": rnn_haiku,
     "diffusion_equinox": diffusion_equinox,
+    "spirals_equinox": spirals_equinox,
     "mnist_jax": mnist_jax,
     "ppo_jax": ppo_jax,
 }
@@ -289,6 +287,32 @@ def of_pytree(strategy, step, step_by_hand, state, batch, only_ours: bool = Fals
     jitted = map_by_hand(strategy, step_by_hand, in_specs, P())
     state = jax.device_put(state, NamedSharding(strategy.mesh, P()))
     return Case(ours, Loop(lambda state: jitted(state, *split), state))
+
+
+def of_equinox(strategy, example, make_step, loss_fn, width, batch) -> Case:
+    """A module and the state of its optimizer; by hand its functions are left out."""
+    import equinox as eqx
+
+    model = strategy.create(lambda: example.make_model(jax.random.key(0), width))
+    opt_state = example.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def step(state, *batch):
+        model, opt_state, loss, *_ = make_step(*state, *batch)
+        return (model, opt_state), loss
+
+    def step_by_hand(state, *batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(
+            lambda params: loss_fn(eqx.combine(params, static), *batch)
+        )(params)
+        loss, grads = jax.lax.pmean((loss, grads), "replica")
+        updates, opt_state = example.optimizer.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    ours = of_pytree(strategy, step, step, (model, opt_state), batch, only_ours=True).ours
+    by_hand = of_pytree(strategy, step_by_hand, step_by_hand, (params, opt_state), batch).by_hand
+    return Case(ours, by_hand)
 
 
 def of_nnx(strategy, step, loss_fn, make_model, tx, batch, with_step: bool = False) -> Case:

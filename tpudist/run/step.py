@@ -216,8 +216,10 @@ class Step:
             assert not now.careful, now.kinds
             raise ArgumentsChanged
         has_host_arrays = not host_arrays.TYPES.isdisjoint(map(type, arrays))
-        if has_host_arrays or self._numbers_in_state or self._lowering:
+        if has_host_arrays or self._lowering:
             self._place_state(arrays, now)
+        elif self._numbers_in_state:
+            self._place_numbers(arrays)
         if has_host_arrays:
             arrays = host_arrays.take(arrays, now, self.function.name)
         if not plan.donated:
@@ -371,12 +373,15 @@ class Step:
 
     def _place_state(self, arrays: list[Any], now: call_arguments.Call) -> None:
         """Puts on the mesh what is NumPy's or Python's among the flat inputs, and is state."""
+        self._place_numbers(arrays)
         first = len(self.captured)
-        if self._numbers_in_state:
-            numbers = [first + self.inputs.num_nnx + k for k in self._numbers_in_state]
-            host_arrays.place_numbers(arrays, numbers, self.mesh, abstract=self._lowering)
         given_back = [first + k for k in self._given_back]
         host_arrays.place_state(arrays, given_back, self.mesh, now, self.function.name)
+
+    def _place_numbers(self, arrays: list[Any]) -> None:
+        first = len(self.captured) + self.inputs.num_nnx
+        positions = [first + k for k in self._numbers_in_state]
+        host_arrays.place_numbers(arrays, positions, self.mesh, abstract=self._lowering)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
