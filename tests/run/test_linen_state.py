@@ -407,5 +407,16 @@ def test_state_of_numpys_that_jax_would_cut_is_refused_by_name():
         strategy.run(_add, ({"seen": np.array([2**40])},))
 
 
+def test_an_argument_from_a_file_that_jax_would_cut_is_refused_by_name(tmp_path):
+    np.save(tmp_path / "x.npy", np.array([2**40]))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    with pytest.raises(ValueError, match="'x' of '_total' holds the integer 1099"):
+        tpudist.MirroredStrategy().run(_total, (mapped,))
+
+
+def _total(x):
+    return x.sum()
+
+
 def _add(state):
     return {"seen": state["seen"] + 1}

@@ -11,11 +11,13 @@ from tpudist.run import call_arguments, call_description
 from tpudist.xla import integers, placement
 from tpudist.xla.mesh import ReplicaMesh
 
-TYPES = frozenset((np.ndarray, *np.sctypeDict.values()))
-"""Of inputs that NumPy has made."""
-
 # An array of so many bytes is copied in a few microseconds.
 _MAX_COPIED_BYTES = 1 << 16
+
+
+def are_among(arrays: Sequence[Any]) -> bool:
+    """Whether any is NumPy's; asks each type once, as there may be hundreds of arrays."""
+    return any([issubclass(kind, integers.HOST_TYPES) for kind in {*map(type, arrays)}])
 
 
 def take(arrays: Sequence[Any], now: call_arguments.Call, function: str) -> list[Any]:
@@ -33,9 +35,9 @@ def take(arrays: Sequence[Any], now: call_arguments.Call, function: str) -> list
     """
     taken = list(arrays)
     for i, x in enumerate(arrays):
-        if type(x) in integers.HOST_TYPES:
+        if isinstance(x, integers.HOST_TYPES):
             integers.check_fit(x, lambda x=x: _name_of(x, now, function))
-            if type(x) is np.ndarray and x.nbytes <= _MAX_COPIED_BYTES:
+            if isinstance(x, np.ndarray) and x.nbytes <= _MAX_COPIED_BYTES:
                 taken[i] = x.copy()
     return taken
 
@@ -88,11 +90,11 @@ def place_state(
     """
     for i in positions:
         x = arrays[i]
-        if isinstance(x, np.ndarray | np.generic):
+        if isinstance(x, integers.HOST_TYPES):
             integers.check_fit(x, lambda x=x: _name_of(x, now, function))
             arrays[i] = placement.replicate(mesh, x.copy())
         elif type(x) is jax.ShapeDtypeStruct and x.sharding is None:
-            arrays[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.replicated)
+            arrays[i] = x.update(sharding=mesh.replicated)
 
 
 def _name_of(argument: Any, now: call_arguments.Call, function: str) -> str:

@@ -44,7 +44,7 @@ def run(
     name = getattr(fn, "__name__", type(fn).__name__)
     leaves, structure = call_arguments.Flattener().leaves(args, kwargs)
     for x in leaves:
-        if type(x) in integers.HOST_TYPES:
+        if isinstance(x, integers.HOST_TYPES):
             integers.check_fit(x, f"An argument of '{name}'")
     leaves = [_capture_part(frame, x) for x in leaves]
     kinds = call_arguments.Kinds.of(leaves)

@@ -215,7 +215,7 @@ class Step:
         if arrays is None:
             assert not now.careful, now.kinds
             raise ArgumentsChanged
-        has_host_arrays = not host_arrays.TYPES.isdisjoint(map(type, arrays))
+        has_host_arrays = host_arrays.are_among(arrays)
         if has_host_arrays or self._lowering:
             self._place_state(arrays, now)
         elif self._numbers_in_state:

@@ -13,8 +13,8 @@ import numpy as np
 
 from tpudist.xla.settings import Setting
 
-# What NumPy gives for integers of 64 bits: a look at the type is all that others cost.
-HOST_TYPES = frozenset((np.ndarray, np.int64, np.uint64, np.longlong, np.ulonglong))
+HOST_TYPES = (np.ndarray, np.generic)
+"""What NumPy gives, and what libraries derive of it, such as arrays in files."""
 
 
 def check_fit(value: Any, what: str | Callable[[], str]) -> None:

@@ -45,7 +45,7 @@ def shard(
         ValueError: The devices have no such memory.
     """
     for x in jax.tree.leaves(value):
-        if type(x) in integers.HOST_TYPES:
+        if isinstance(x, integers.HOST_TYPES):
             integers.check_fit(x, "A value to be replicated")
     if memory_kind is None:
         return jax.device_put(value, NamedSharding(mesh.mesh, spec))

@@ -90,7 +90,7 @@ class EagerRun:
         call_arguments.check_leaves(self.leaves, self.kinds, self.mesh.num_replicas, self.name)
         names = call_description.names_of_leaves(fn, args, kwargs)
         for x, name in zip(self.leaves, names, strict=True):
-            if type(x) in integers.HOST_TYPES:
+            if isinstance(x, integers.HOST_TYPES):
                 integers.check_fit(x, f"Argument '{name}' of '{self.name}'")
         objects = [self.leaves[i] for i in self.kinds.objects]
         self.binding = nnx_binding.Binding(objects) if objects else None
