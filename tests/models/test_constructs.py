@@ -22,6 +22,7 @@ AT_RISK = (
     "experts, by one-hot",
     "experts, by index",
     "lax.scan of layers, remat",
+    "lookups in cond and while_loop",
 )
 
 

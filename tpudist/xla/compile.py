@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from tpudist.xla import (
     axis_errors,
     axis_names,
+    branch_layouts,
     callback_layouts,
     collective_layouts,
     collectives,
@@ -190,7 +191,8 @@ def _as_xla_takes_it(
     closed = callback_layouts.lower_callbacks(closed)
     closed = convolution_layouts.lay_out_convolutions(closed)
     closed = fft_layouts.lay_out_transforms(closed)
-    return lookup_layouts.lay_out_lookups(closed, stacked)
+    closed = lookup_layouts.lay_out_lookups(closed, stacked)
+    return branch_layouts.lay_out_branches(closed)
 
 
 def large_constants(program: ReplicaProgram) -> list[jax.Array | np.ndarray]:

@@ -27,6 +27,18 @@ def rewrite(
     return _Rewrite(is_wanted, instead, {}).program(closed)
 
 
+def rewrite_branches(
+    closed: jaxprs.ClosedJaxpr,
+    is_wanted: Callable[[core.JaxprEqn], bool],
+    finish: Callable[..., Any],
+) -> jaxprs.ClosedJaxpr:
+    """A jaxpr in which each branch of the `cond`s that are wanted gives `finish(result)` instead.
+
+    Also those in loops, branches and calls; of one result each, whose shape and dtype stay.
+    """
+    return _BranchEnds(is_wanted, finish, {}).program(closed)
+
+
 @dataclasses.dataclass
 class _Rewrite:
     is_wanted: Callable[[core.JaxprEqn], bool]
@@ -53,11 +65,15 @@ class _Rewrite:
     def _equations(self, eqn: core.JaxprEqn, inputs: list[Any]) -> list[core.JaxprEqn]:
         if self.is_wanted(eqn):
             return self._instead_of(eqn, eqn.invars or inputs)
+        return [self._inside(eqn)]
+
+    def _inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
+        """The equation, with the programs in it rewritten."""
         if not isinstance(jaxprs.structure_of(eqn), Call | Cond | Scan | While):
-            return [eqn]
+            return eqn
         params = {name: self._parameter(value) for name, value in eqn.params.items()}
         changed = any(params[name] is not value for name, value in eqn.params.items())
-        return [eqn.replace(params=params)] if changed else [eqn]
+        return eqn.replace(params=params) if changed else eqn
 
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, core.Jaxpr | jaxprs.ClosedJaxpr):
@@ -80,6 +96,28 @@ class _Rewrite:
         names: dict[Any, Any] = dict(zip(traced.invars, operands, strict=True))
         names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
         return [_rename(x, names, eqn.source_info) for x in traced.eqns]
+
+
+class _BranchEnds(_Rewrite):
+    def _equations(self, eqn: core.JaxprEqn, inputs: list[Any]) -> list[core.JaxprEqn]:
+        new = self._inside(eqn)
+        if not isinstance(jaxprs.structure_of(new), Cond) or not self.is_wanted(new):
+            return [new]
+        branches = tuple(self._finish(x, new) for x in new.params["branches"])
+        return [new.replace(params=new.params | {"branches": branches})]
+
+    def _finish(self, branch: Any, eqn: core.JaxprEqn) -> Any:
+        opened = jaxprs.open_jaxpr(branch)
+        (last,) = opened.outvars
+        aval: Any = last.aval
+        weak = getattr(aval, "weak_type", False)
+        result = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+        with eqn.ctx.manager:
+            made = jax.make_jaxpr(self.instead)(result)
+        names = dict(zip(made.jaxpr.invars, opened.outvars, strict=True))
+        ends = [_rename(x, names, eqn.source_info) for x in made.jaxpr.eqns]
+        opened = opened.replace(eqns=[*opened.eqns, *ends], outvars=made.jaxpr.outvars)
+        return opened if isinstance(branch, core.Jaxpr) else branch.replace(jaxpr=opened)
 
 
 def _copy(results: Any) -> Any:

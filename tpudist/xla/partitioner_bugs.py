@@ -123,6 +123,19 @@ def _transform() -> object:
     return jax.jit(gradient)(jax.device_put(x, split)).block_until_ready()
 
 
+def _branch_in_two_ways() -> object:
+    mesh = _mesh(a=2)
+
+    def branch(*spec: str | None) -> Callable[[jax.Array], jax.Array]:
+        split = NamedSharding(mesh, PartitionSpec(*spec))
+        return lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), split)
+
+    def choose(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, branch("a"), branch(None, "a"), x)
+
+    return _compile(choose, mesh, ((4, 4), jnp.float32, ()))
+
+
 _LOOKUP = "Check failed: partition_group_list.num_replica_groups()"
 _COPIES = "a sum counts copies"
 BUGS = {
@@ -163,6 +176,13 @@ BUGS = {
         ("0.10.2", "0.12.0.1"),
         "tpudist.xla.fft_layouts",
         _transform,
+    ),
+    "branches": Bug(
+        "A `cond` of one result whose branches end with constraints that differ.",
+        "Inconsistent conditional sharding",
+        ("0.10.2", "0.12.0.1"),
+        "tpudist.xla.branch_layouts",
+        _branch_in_two_ways,
     ),
     "sum of 16-bit floats": Bug(
         "A sum of bfloat16 over a manual axis, beside an axis that is left to XLA (CPU only).",
