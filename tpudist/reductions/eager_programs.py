@@ -5,8 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
-from tpudist.xla import compile, replica_equality
+from tpudist.xla import (
+    compile,
+    compile_log,
+    process_agreement,
+    program_digest,
+    replica_equality,
+)
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.packing import Packing
 
@@ -16,6 +23,29 @@ _current: contextvars.ContextVar[ReplicaMesh | None] = contextvars.ContextVar("m
 def current() -> ReplicaMesh | None:
     """The replicas for which a program is being traced here, if one is."""
     return _current.get()
+
+
+def agree(mesh: ReplicaMesh, what: str, value: jax.Array, *how: Any) -> None:
+    """Lets all processes come to the same reduction, before its program runs first.
+
+    Args:
+        mesh: The replicas.
+        what: Which one, for people: "Strategy.reduce".
+        value: What is reduced. In a trace nothing is asked: the whole program is agreed on.
+        how: What else the program depends on.
+
+    Raises:
+        ProcessesDifferError: They do not.
+    """
+    if mesh.num_processes == 1 or isinstance(value, Tracer):
+        return
+    kind = compile_log.describe(value)
+
+    def intend() -> process_agreement.Intention:
+        facts = {"the value": kind, "how": program_digest.write_value(how)}
+        return process_agreement.Intention(what, facts)
+
+    process_agreement.agree_once(mesh, (what, kind, how), intend)
 
 
 def run(
@@ -45,20 +75,31 @@ def run(
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         token = _current.set(mesh)
         try:
-            program = compile.trace(function, mesh, shapes, [True] * len(arrays))
+            replicas = compile.trace(function, mesh, shapes, [True] * len(arrays))
         finally:
             _current.reset(token)
-        proof = replica_equality.prove(program.closed, ["the value of each replica"] * len(arrays))
+        proof = replica_equality.prove(replicas.closed, ["the value of each replica"] * len(arrays))
         if any(proof.differs):
             raise ValueError(
                 f"{type(owner).__name__} gave a result that may differ between replicas: it "
                 f"depends on {next(filter(None, proof.causes))}. Compute it from all of "
                 f"`per_replica_value.values`, or combine with a built-in CrossDeviceOps."
             )
-        body = compile.spread(program, mesh, [False] * len(program.closed.out_avals))
+        count_run = process_agreement.agree(
+            mesh,
+            process_agreement.Intention(
+                f"{getattr(function, '__name__', 'a reduction')} of {type(owner).__name__}",
+                {f"value {i}": compile_log.describe(x) for i, x in enumerate(shapes)},
+                program_digest.write_program(replicas.closed),
+            ),
+        )
+        body = compile.spread(replicas, mesh, [False] * len(replicas.closed.out_avals))
         compiler_options = packing.compiler_options(mesh.platform) if packing else None
-        programs[key] = jax.jit(body, compiler_options=compiler_options or None)
-    results = programs[key](*arrays)
+        programs[key] = jax.jit(body, compiler_options=compiler_options or None), count_run
+    program, count_run = programs[key]
+    results = program(*arrays)
+    if count_run is not None:
+        count_run()
     if mesh.platform == "cpu":
         jax.block_until_ready(results)  # many in flight starve each other: see xla/runtime.py
     return results

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
+from tpudist.reductions import eager_programs
 from tpudist.values import gathered_rows, indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.xla import placement
@@ -59,6 +60,7 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
         if not is_on_every_replica(mesh, value):
             return value if isinstance(value, jax.Array) else jnp.asarray(value)
         dim = _check_dim(value.shape, axis)
+        eager_programs.agree(mesh, "Strategy.gather", value, dim)
         return _gather_equal(dim, mesh.num_replicas, mesh.replicated)(value)
     dim = _check_dim(value.shape, axis)
     if isinstance(value, LocalPart):
@@ -70,6 +72,7 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
                 f"gather along axis {axis} needs parts of equal shape in the other dims, but the "
                 f"replicas hold {rows} real rows along dim {other}. Gather along that dim."
             )
+    eager_programs.agree(mesh, "Strategy.gather", value.array, dim, tuple(extents.items()))
     return _gather(dim, tuple(extents.items()), mesh.replicated)(value.array)
 
 

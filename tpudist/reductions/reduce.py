@@ -49,6 +49,7 @@ def reduce(
         real = placement.stack_counts(mesh, value.rows)  # type: ignore[arg-type]
     if strategy.cross_device_ops is not None and n > 1:
         return _reduce_by_choice(strategy, op, array, axis, real, options)
+    eager_programs.agree(mesh, "Strategy.reduce", array, op, axis, real is not None)
     return _reduce_stacked(op, axis, mesh.replicated)(array, real)
 
 

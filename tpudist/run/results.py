@@ -96,6 +96,7 @@ class TracedStep:
         partial: For partial batches: what was learnt of them.
         remarks: What the user is to be warned of.
         returned: Outputs that are state given back; see `returned_state`.
+        count_run: Counts a run, once other processes are known to run the same; see `first_run`.
     """
 
     program: compile.ReplicaProgram
@@ -108,6 +109,7 @@ class TracedStep:
     partial: "PartialBatch | None" = None
     remarks: tuple["Remark", ...] = ()
     returned: dict[int, int] = dataclasses.field(default_factory=dict)
+    count_run: Callable[[], None] | None = None
 
     @property
     def variables(self) -> set[Variable]:

@@ -21,6 +21,7 @@ from tpudist.options import RunOptions
 from tpudist.run import (
     call_arguments,
     call_description,
+    first_run,
     host_arrays,
     inputs,
     remarks,
@@ -100,6 +101,9 @@ class Step:
         self._jitted: Callable | None = None
         self._plan: StepPlan | None = None  # there is one where there is a `jit`
         self._lowering = False  # nothing is moved then: not all of it may be within reach
+        # Traced, but not agreed on with other processes: `jit` does not ask again for what was
+        # lowered before.
+        self._only_lowered: list[TracedStep] = []
 
     def __call__(self, now: call_arguments.Call) -> Any:
         """Makes the call: what the function returned, merged over the replicas."""
@@ -116,6 +120,8 @@ class Step:
         now = self._current_call()
         if now.rows:
             self.check_rows(now)
+        if self._only_lowered:
+            self._agree_on_lowered(now)
         self._throttle.before_step(donated, kept)
         num_compiles = self._compiles.number
         assert self._plan is not None, "the inputs are made by it"
@@ -127,6 +133,8 @@ class Step:
                     raise
                 # An argument is no array, or is not on the mesh.
                 raise ArgumentsChanged from error
+            if outcome.traced.count_run is not None:
+                outcome.traced.count_run()
             self.finish(written, now.binding, None if written else outcome.any_array())
         return outcome, self._compiles.number != num_compiles
 
@@ -440,6 +448,7 @@ class Step:
             and traced.written_leaves <= self.written_leaves
         ) or len(values) != len(self.captured) + len(self.inputs.stacked):
             raise PlanOutdated
+        self._agree(traced)
         plan = self._plan
         assert plan is not None
 
@@ -449,6 +458,23 @@ class Step:
         # What is aggregated at the end of the step asks the strategy in charge how.
         with context.enter(context.Mode(context.ContextKind.SCOPE, self.owner.strategy)):
             return traced.emit(self.mesh, self.captured, values, plan.state, place_outputs)
+
+    def _agree(self, traced: TracedStep) -> None:
+        """Lets the other processes know what is about to run first; raises if theirs differs."""
+        if traced.count_run is not None or self.mesh.num_processes == 1:
+            return
+        if self._lowering:
+            self._only_lowered.append(traced)
+            return
+        now = self._current_call()
+        closed = traced.program.closed
+        traced.count_run = first_run.agree_on_program(self.mesh, self.function.name, now, closed)
+
+    def _agree_on_lowered(self, now: call_arguments.Call) -> None:
+        traced = self._trace(jax.tree.leaves(self._values(now))[len(self.captured) :])
+        if traced in self._only_lowered:
+            self._only_lowered.remove(traced)
+            self._agree(traced)
 
     def _trace(self, rest: Sequence[Any]) -> TracedStep:
         """The traced step for the shapes of what is fed beside Variables; traces at most once."""

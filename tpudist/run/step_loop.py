@@ -16,7 +16,7 @@ from tpudist.run.inputs import sharding_to_keep
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
 from tpudist.run.results import Outcome
 from tpudist.run.step import Step
-from tpudist.xla import compile_log
+from tpudist.xla import compile_log, process_agreement
 
 
 class StepSequence:
@@ -27,6 +27,7 @@ class StepSequence:
         self._step, self._num_steps = step, num_steps
         self._jitted: Callable | None = None
         self._made_for: Any = None
+        self._count_run: Callable[[], None] | None = None
 
     def __call__(self, calls: Sequence[Call], own: list[list[Any]]) -> list[Any]:
         """Makes the calls: what the function returned in each, merged over the replicas.
@@ -68,12 +69,17 @@ class StepSequence:
         state = [position for _, _, position in plan.state]
         constant = sorted(set(range(len(shared))) - set(state))
         if self._jitted is None or self._made_for is not plan:
+            what = f"Strategy.run of '{step.function.name}', {self._num_steps} times in one program"
+            intention = process_agreement.Intention(what)
+            self._count_run = process_agreement.agree(step.mesh, intention)
             self._jitted = self._program(state, constant, [shared[i] for i in state])
             self._made_for = plan
         step.wait_for_slot(values)
         carry, constants = [shared[i] for i in state], [shared[i] for i in constant]
         with InterruptHold() if state else NO_HOLD:
             written, outcomes = self._jitted(carry, constants, own)
+            if self._count_run is not None:
+                self._count_run()
             step.finish(written, first.binding, None if written else outcomes[0].any_array())
         return outcomes
 

@@ -11,7 +11,7 @@ from flax import linen, nnx
 from flax.linen.spmd import logical_to_mesh
 
 from tpudist.state import nnx_contents
-from tpudist.xla import axis_errors, axis_names
+from tpudist.xla import axis_errors, axis_names, process_agreement, program_digest
 from tpudist.xla.mesh import ReplicaMesh
 
 # Leaves of what is made: objects of NNX, and the boxes of Linen, which say how arrays are split.
@@ -47,6 +47,8 @@ class Creation:
     Nothing has been computed yet.
     """
 
+    _name: str
+    _mesh: ReplicaMesh
     _structure: _Structure
     _abstract: Any
     _program: Callable[..., Any]
@@ -57,8 +59,24 @@ class Creation:
         return self._program.lower(self._arguments)  # type: ignore[attr-defined]
 
     def run(self) -> Any:
-        """What `init` returns, every array made where it belongs, never whole on one device."""
+        """What `init` returns, every array made where it belongs, never whole on one device.
+
+        Raises:
+            ProcessesDifferError: Another process makes something else, as from another seed.
+        """
+        if process_agreement.is_needed(self._mesh):
+            process_agreement.agree(self._mesh, self._intention())
         return self._structure.fill(*self._program(self._arguments))
+
+    def _intention(self) -> process_agreement.Intention:
+        found = jax.tree_util.tree_flatten_with_path(self._arguments)[0]
+        facts = {
+            f"argument {jax.tree_util.keystr(path)}": program_digest.write_value(x)
+            for path, x in found
+        }
+        traced = self._program.trace(self._arguments)  # type: ignore[attr-defined]
+        program = program_digest.write_program(traced.jaxpr)
+        return process_agreement.Intention(f"Strategy.create of '{self._name}'", facts, program)
 
     def make_abstract(self) -> Any:
         """What `init` returns, with `jax.ShapeDtypeStruct`s that know their shardings."""
@@ -92,7 +110,8 @@ def plan_creation(
         return axis_names.call_for_all(mesh, arrays, state_in)
 
     found: list[_Structure] = []
-    with axis_errors.explain_axes(mesh, getattr(init, "__name__", type(init).__name__)):
+    name = getattr(init, "__name__", type(init).__name__)
+    with axis_errors.explain_axes(mesh, name):
         state, values = jax.eval_shape(arrays_of_all, state_in)
     flat, treedef = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     shardings, abstract = [], []
@@ -111,7 +130,7 @@ def plan_creation(
     places = treedef.unflatten(shardings), [where for where, _ in of_boxes]
     program = jax.jit(arrays_of_all, out_shardings=places)
     shapes = treedef.unflatten(abstract), [placed for _, placed in of_boxes]
-    return Creation(structure, shapes, program, state_in)
+    return Creation(name, mesh, structure, shapes, program, state_in)
 
 
 def _take_apart(made: Any) -> tuple[_Structure, Any, list[Any]]:

@@ -185,6 +185,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
 
     def start_with(self, value: jax.Array) -> None:
         """Gives a new variable its initial value, and makes it one of its strategy's."""
+        mesh = self.strategy.replica_mesh
+        value = placement.value_of_chief(mesh, f"Variable '{self.name}'", value)
         self._value = self.strategy._place_variable(self, value)
         self.strategy._register_variable(self)
 

@@ -1,6 +1,5 @@
 """Values of the host, one for each replica, as one PerReplica that all processes agree on."""
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import placement, random_keys
-from tpudist.xla.coordination import Channel
+from tpudist.xla import placement, process_agreement, random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -41,12 +39,11 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
     if mesh.num_processes == 1:
         structure, columns = _columns(make_trees())
         return structure.unflatten([stack_parts(mesh, column) for column in columns])
-    channel = _channel(mesh.processes)
     try:
         structure, columns = _columns(make_trees())
         arrays = [[_number(x) for x in column] for column in columns]
     except Exception as error:
-        channel.exchange(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        _exchange_descriptions(mesh, {"error": f"{type(error).__name__}: {error}"})
         raise
     made = [
         {i: _describe(x) for i, x in zip(mesh.local_replicas, column, strict=True)}
@@ -56,7 +53,7 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
     paths = jax.tree_util.tree_flatten_with_path(structure.unflatten(range(len(made))))[0]
     names = [jax.tree_util.keystr(path) for path, _ in paths]
     said = {"structure": names, "made": made}
-    answers = [json.loads(x) for x in channel.exchange(json.dumps(said))]
+    answers = _exchange_descriptions(mesh, said)
     _check_answers(mesh, answers)
     stacked = []
     for k, column in enumerate(arrays):
@@ -71,9 +68,10 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
     return structure.unflatten(stacked)
 
 
-@functools.lru_cache(maxsize=64)
-def _channel(processes: tuple[int, ...]) -> Channel:
-    return Channel(f"values/{','.join(map(str, processes))}", processes)
+def _exchange_descriptions(mesh: ReplicaMesh, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What all processes say of the values that they have made."""
+    what = process_agreement.Intention("values for each replica")
+    return [json.loads(x) for x in process_agreement.exchange(mesh, what, json.dumps(said))]
 
 
 def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> None:

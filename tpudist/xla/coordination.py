@@ -5,6 +5,7 @@ Every wait has a name and an end: who is missing is part of the error.
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,11 @@ import jax
 
 from tpudist.xla import internals
 
+_log = logging.getLogger("tpudist")
+
 TIMEOUT_S = 600.0
+REPORT_S = 10.0
+"""After which a wait is first told of; then after twice that time, and so on."""
 _SLICE_S = 0.5  # how long one wait in C++ lasts, which neither Ctrl-C nor a closing thread ends
 
 
@@ -40,6 +45,7 @@ class Channel:
         self,
         text: str,
         *,
+        purpose: str = "",
         timeout_s: float = TIMEOUT_S,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[str]:
@@ -47,6 +53,7 @@ class Channel:
 
         Args:
             text: That of this process.
+            purpose: What for, as it is told: "to agree on the program 'train'".
             timeout_s: How long to wait for the others.
             cancelled: Asked about twice a second whether to give up.
 
@@ -60,11 +67,14 @@ class Channel:
             return [text]
         client, index = _client(), jax.process_index()
         folder = f"tpudist/{self._name}/{number}"
-        deadline = time.monotonic() + timeout_s
+        place = purpose or f"at '{self._name}', round {number}"
+        start = time.monotonic()
+        next_report_s = REPORT_S
 
         def wait_for(key: str, missing: Callable[[], str]) -> str:
+            nonlocal next_report_s
             while True:
-                left_s = deadline - time.monotonic()
+                waited_s = time.monotonic() - start
                 try:
                     return client.blocking_key_value_get(key, max(1, int(1000 * _SLICE_S)))
                 except Exception as error:  # the type varies; the text says what happened
@@ -75,15 +85,25 @@ class Channel:
                 # Only after a try: who has left may have come to this round first.
                 if gone := self._processes_that_left(client):
                     raise RuntimeError(
-                        f"Process {index} waits at '{self._name}', round {number}, but process "
-                        f"{gone} has left and comes to no more rounds. All processes must do the "
-                        f"same things in the same order: see why it left, perhaps by an error."
+                        f"Process {index} waits {place}, but process {gone} has left and comes to "
+                        f"no more rounds. All processes must do the same things in the same order: "
+                        f"see why it left, perhaps by an error."
                     )
-                if left_s <= 0:
+                if waited_s >= timeout_s:
                     raise RuntimeError(
-                        f"Process {index} waited {timeout_s:g} s at '{self._name}', round "
-                        f"{number}, for {missing()}. All processes must do the same things in the "
-                        f"same order: see what the others are doing, or whether they ended."
+                        f"Process {index} waited {timeout_s:g} s {place}, for {missing()}. All "
+                        f"processes must do the same things in the same order: see what the others "
+                        f"are doing, or whether they ended."
+                    )
+                if waited_s >= next_report_s:
+                    next_report_s *= 2
+                    _log.warning(
+                        "Process %d waits %s for %s: %.0f s of %g.",
+                        index,
+                        place,
+                        missing(),
+                        waited_s,
+                        timeout_s,
                     )
 
         # The first process gathers and answers: 2 n texts are read in all. If each read those of

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpudist.xla import integers
+from tpudist.xla import integers, process_agreement, program_digest, random_keys
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 
 PyTree = Any
@@ -33,7 +33,7 @@ def shard(
 ) -> PyTree:
     """Puts every leaf of `value` on the mesh, split as `spec` says.
 
-    In several processes all must hold the same value; JAX checks that they do.
+    In several processes all must hold the same value, and agree that they do.
 
     Args:
         mesh: Where to.
@@ -43,15 +43,41 @@ def shard(
 
     Raises:
         ValueError: The devices have no such memory.
+        ProcessesDifferError: The processes place different values, or do something else.
     """
-    for x in jax.tree.leaves(value):
+    leaves = jax.tree.leaves(value)
+    for x in leaves:
         if isinstance(x, integers.HOST_TYPES):
             integers.check_fit(x, "A value to be replicated")
-    if memory_kind is None:
-        return jax.device_put(value, NamedSharding(mesh.mesh, spec))
-    return jax.device_put(
-        value, NamedSharding(mesh.mesh, spec, memory_kind=check_memory_kind(mesh, memory_kind))
-    )
+    sharding = NamedSharding(mesh.mesh, spec)
+    if memory_kind is not None:
+        sharding = sharding.with_memory_kind(check_memory_kind(mesh, memory_kind))
+    if not process_agreement.is_needed(mesh) or not any(map(_is_local, leaves)):
+        return jax.device_put(value, sharding)
+    # Later values of this kind JAX compares itself, but for those that are on the mesh already.
+    kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    process_agreement.agree_once(mesh, (spec, kinds), lambda: _describe_values(value, spec))
+    try:
+        return jax.device_put(value, sharding)
+    except AssertionError:  # JAX's, in all processes: their values differ
+        process_agreement.agree(mesh, _describe_values(value, spec))
+        raise
+
+
+def _is_local(value: Any) -> bool:
+    """Whether a value may be this process's alone: all the others must hold the same."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or program_digest.is_readable(value)
+
+
+def _describe_values(value: PyTree, spec: PartitionSpec) -> process_agreement.Intention:
+    found = jax.tree_util.tree_flatten_with_path(value)[0]
+    facts = {
+        f"the value{jax.tree_util.keystr(path)}": program_digest.write_value(x) for path, x in found
+    }
+    how = f"split as {tuple(spec)}" if any(spec) else "whole"
+    return process_agreement.Intention(f"{len(found)} value(s) to all devices, {how}", facts)
 
 
 def memory_kinds(mesh: ReplicaMesh) -> tuple[str, ...]:
@@ -313,6 +339,35 @@ def _inner_mesh(mesh: ReplicaMesh, replica: int) -> Mesh:
         names,
         axis_types=(AxisType.Auto,) * len(names),
     )
+
+
+def value_of_chief(mesh: ReplicaMesh, what: str, value: jax.Array) -> jax.Array:
+    """What the first process of the mesh holds as `value`: of one shape and dtype on all.
+
+    Args:
+        mesh: The replicas.
+        what: Of which it is the value, for people.
+        value: This process's own.
+
+    Raises:
+        ProcessesDifferError: The others hold another shape or dtype, or do something else.
+    """
+    if not process_agreement.is_needed(mesh) or not _is_local(value):
+        return value
+    facts = {"its type": f"{value.dtype}[{','.join(map(str, value.shape))}]"}
+    intention = process_agreement.Intention(what, facts)
+    said = process_agreement.exchange(mesh, intention, program_digest.write_value(value))
+    if len(set(said)) == 1:
+        return value
+    is_key = random_keys.is_key(value)
+    value = program_digest.addressable_copy(value)
+    local = np.asarray(jax.random.key_data(value) if is_key else value)
+    devices = NamedSharding(mesh.mesh, PartitionSpec(mesh.mesh.axis_names))
+    shape = (mesh.mesh.size, *local.shape)
+    every = jax.make_array_from_callback(shape, devices, lambda _: local[None])
+    first = jax.jit(lambda x: x[0], out_shardings=mesh.replicated)(every)
+    chiefs = jax.numpy.asarray(first.addressable_shards[0].data)
+    return jax.random.wrap_key_data(chiefs, impl=jax.random.key_impl(value)) if is_key else chiefs
 
 
 def _spec(array: jax.Array) -> PartitionSpec:

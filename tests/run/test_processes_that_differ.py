@@ -1,0 +1,144 @@
+"""Processes of one run that are about to do different things: an error on each, and no number."""
+
+import pytest
+
+from processes import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+# Each is tried in both processes, of which `me` is the number; what it says is the test's to judge.
+PROGRAM = """
+    import time
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import tpudist
+    from flax import nnx
+    from processes import report
+
+    tpudist.emulate()
+    strategy = tpudist.MultiWorkerMirroredStrategy()
+    me = jax.process_index()
+
+    def total(x):
+        return tpudist.get_replica_context().all_reduce("sum", x)
+
+    def double(x):
+        return tpudist.get_replica_context().all_reduce("sum", 2 * x)
+
+    def make(seed):
+        return lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
+
+    def parts(shape, dtype=np.float32):
+        make = lambda _: np.ones(shape, dtype)
+        return strategy.experimental_distribute_values_from_function(make)
+
+    def scaled(by):
+        def scale(x):
+            return total(x * by)
+        return scale
+
+    def order():
+        one = parts((2,))
+        for function in (total, double) if me else (double, total):
+            strategy.run(function, (one,))
+
+    table = np.arange(8.0, dtype=np.float32) + me
+    CASES = {
+        "seed": lambda: strategy.create(make(me)),
+        "initial array": lambda: strategy.create(lambda: jnp.asarray(table)),
+        "argument of create": lambda: strategy.create(lambda x: x * 2, jnp.asarray(table)),
+        "order": order,
+        "shape": lambda: strategy.run(lambda: total(jnp.ones(2 + me))),
+        "dtype": lambda: strategy.run(lambda: total(jnp.ones(4, (np.float32, np.int32)[me]))),
+        "one makes values": lambda: parts((2,)) if me else strategy.run(lambda: total(1.0)),
+        "captured number": lambda: strategy.run(scaled(1.0 + me), (parts((2,)),)),
+        "captured array": lambda: strategy.run(scaled(jnp.ones(()) * me), (parts((3, 1)),)),
+        "captured numpy": lambda: strategy.run(scaled(table), (parts((8,)),)),
+        "plain array": lambda: strategy.run(lambda x: x * 2, (table,)),
+        "plain jax array": lambda: strategy.run(lambda x: x * 3, (jnp.asarray(table),)),
+        "python number": lambda: strategy.run(lambda x: x * 4, (me,)),
+        "string": lambda: strategy.run(lambda x: jnp.ones(len(x)), ("ab"[me],)),
+        "structure": lambda: strategy.run(lambda x: x["a"], ({"a": 1.0, "b" if me else "c": 2.0},)),
+        "branch": lambda: strategy.run(double if me else total, (parts((5,)),)),
+        "reduce": lambda: strategy.reduce(("sum", "mean")[me], parts((6,)), axis=None),
+        "gather": lambda: strategy.gather(parts((2, 3)), axis=me),
+        "reduce or run": lambda: me and strategy.reduce("sum", parts((7,)), axis=None)
+        or strategy.run(total, (parts((7,)),)),
+        "replicate": lambda: strategy.replicate(table),
+        "replicate, shape": lambda: strategy.replicate(np.ones(2 + me, np.float32)),
+        "variable, shape": lambda: tpudist.Variable(jnp.ones(2 + me)),
+        "times": lambda: strategy.run_steps(total, iter([parts((9,))] * 8), 2 + me),
+    }
+    told = {}
+    for name, case in CASES.items():
+        start = time.monotonic()
+        try:
+            with strategy.scope():
+                told[name] = [f"no error: {case()}", 0]
+        except Exception as error:
+            told[name] = [f"{type(error).__name__}: {error}", time.monotonic() - start]
+    # Nothing is lost: both go on, and are right.
+    with strategy.scope():
+        start = tpudist.Variable(jnp.arange(3.0) + 10 * me, name="start")  # the chief's counts
+    ones = parts((4,))
+    lowered = strategy.lower(double, args=(ones,)) if me else None
+    results = [strategy.run(double, (ones,)) for _ in range(3)]
+    told["after"] = [float(results[-1][0]), start.numpy().tolist()]
+    report(told)
+"""
+
+
+@pytest.fixture(scope="module")
+def told():
+    return [
+        finished.result for finished in run_processes(PROGRAM, devices_per_process=2, timeout_s=100)
+    ]
+
+
+# What the error names, beside both processes.
+NAMED = {
+    "seed": "Strategy.create of '<lambda>', in what it computes",
+    "initial array": "Strategy.create of '<lambda>', in what it computes",
+    "argument of create": "argument [0]",
+    "order": "Strategy.run of 'double' (program.py:",
+    "shape": "float32[2]",
+    "dtype": "int32[4]",
+    "one makes values": "values for each replica",
+    "captured number": "program.py:",
+    "captured array": "in what it computes",
+    "captured numpy": "in what it computes",
+    "plain array": "the value",
+    "plain jax array": "argument 'x'",
+    "python number": "argument 'x'",
+    "string": "argument 'x'",
+    "structure": "argument 'x['c']'",
+    "branch": "Strategy.run of 'total'",
+    "reduce": "in how",
+    "gather": "in how",
+    "reduce or run": "Strategy.reduce",
+    "replicate": "the value",
+    "replicate, shape": "the value",
+    "variable, shape": "its type",
+    "times": "3 times in one program",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_differs_is_an_error_of_all_processes_that_names_it(told, name):
+    for index, found in enumerate(told):
+        error, seconds = found[name]
+        assert error.startswith("ProcessesDifferError"), error
+        assert NAMED[name] in error
+        assert all(f"Process {i}" in error for i in (0, 1)), error
+        assert f"{index} (this one)" in error
+        assert seconds < 5
+
+
+def test_all_cases_are_named(told):
+    assert {*told[0]} - {"after"} == {*NAMED}
+
+
+def test_after_an_error_the_processes_go_on_together(told):
+    """And a program that one of them has lowered before is agreed on like others."""
+    assert [x["after"] for x in told] == [[2.0 * 4, [0.0, 1.0, 2.0]]] * 2

@@ -1,0 +1,67 @@
+"""What the processes of a run agree on before a step's program runs for the first time."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.run import call_arguments, call_description
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import compile_log, process_agreement, program_digest
+from tpudist.xla.jaxprs import ClosedJaxpr
+from tpudist.xla.mesh import ReplicaMesh
+
+
+def agree_on_program(
+    mesh: ReplicaMesh, name: str, now: call_arguments.Call, closed: ClosedJaxpr, how: str = ""
+) -> Callable[[], None] | None:
+    """Returns when all processes are about to run this program; see `process_agreement`.
+
+    Args:
+        mesh: On which it runs.
+        name: Of the function.
+        now: The first call. What it was given for all replicas is compared by value.
+        closed: What each replica computes.
+        how: More words on it, such as "16 steps in one program".
+
+    Returns:
+        To be called at each run; None in one process.
+
+    Raises:
+        ProcessesDifferError: Others run another program, or were given other values.
+    """
+    if not process_agreement.is_needed(mesh):
+        return None
+    return process_agreement.agree(
+        mesh,
+        process_agreement.Intention(
+            f"Strategy.run of '{name}'{_place_of(now.fn)}{f', {how}' if how else ''}",
+            _describe_arguments(now),
+            program_digest.write_program(closed),
+        ),
+    )
+
+
+def _place_of(fn: Callable[..., Any]) -> str:
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return ""
+    return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def _describe_arguments(now: call_arguments.Call) -> dict[str, str]:
+    names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
+    return {
+        f"argument '{name}'": _describe(leaf)
+        for name, leaf in zip(names, now.leaves(), strict=True)
+    }
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, PerReplica):  # whose parts, and numbers of real rows, are each one's own
+        return f"{compile_log.describe(leaf)} per replica"
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex | str):
+        return program_digest.write_value(leaf)
+    return f"a {type(leaf).__name__}"
