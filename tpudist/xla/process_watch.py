@@ -30,8 +30,13 @@ from tpudist.xla.run_order import RunOrder
 _log = logging.getLogger("tpudist")
 
 INTERVAL_S = 0.5
-SILENT_S = 30.0
-"""After which a process that tells nothing is taken for dead or stopped."""
+WARN_S = 30.0
+"""After which it is said that a process tells nothing."""
+SILENT_S = 90.0
+"""After which such a process is taken for dead or stopped: a bit less than JAX's own 100 s.
+
+Not much less, since a long computation in C that does not let other threads run is silent, too.
+"""
 GRACE_S = 2.0
 """Between the exception that is raised in a process that is to end, and its end."""
 EXIT_USER_ERROR = 1
@@ -232,6 +237,7 @@ class _Judge:
         self._heard: dict[int, tuple[float, float]] = {}
         self._last = time.monotonic()
         self._ended_since = self._failed_since = math.inf
+        self._warned: set[int] = set()
 
     def judge(self, reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
         """What all are to be told: why they are to end, or that they have ended; or None."""
@@ -247,6 +253,11 @@ class _Judge:
             return {"message": _ALL_ENDED, "exit_code": 0}
         if silent and silent[1] > SILENT_S:
             return _describe_silence(*silent, reports)
+        if silent and silent[1] > WARN_S and silent[0] not in self._warned:
+            self._warned.add(silent[0])
+            _log.warning(
+                "Process %d has told nothing for %.0f s; at %g s all end.", *silent, SILENT_S
+            )
         return None
 
     def _explain_failure(
@@ -295,7 +306,7 @@ def _describe_silence(
 ) -> dict[str, Any]:
     return {
         "message": f"Process {index} has told nothing for {seconds:.0f} s: it was killed or "
-        f"stopped, or its host or network has failed. {_last_of(reports[index])} Start all "
+        f"stopped, or its host or network has failed. {_last_of(reports[index])}Start all "
         f"processes again, from the last checkpoint.",
         "exit_code": EXIT_PEER_LOST,
         "failed": index,
@@ -322,7 +333,7 @@ def _compare(i: int, one: Mapping[str, Any], j: int, other: Mapping[str, Any]) -
             if few < many:
                 return (
                     f"Process {k} has ended after {few} call(s) of what the processes do together, "
-                    f"and process {m} has begun {many}. {_last_of(going)} {_RULE} Loops must be of "
+                    f"and process {m} has begun {many}. {_last_of(going)}{_RULE} Loops must be of "
                     f"the same length: those over distributed datasets are."
                 )
     return ""
@@ -340,7 +351,7 @@ def _last_of(report: Mapping[str, Any]) -> str:
         for order in report["orders"].values()
         if order["runs"]
     ]
-    return f"Its last: {', '.join(told)}." if told else ""
+    return f"Its last: {', '.join(told)}. " if told else ""
 
 
 def _raise_in_main_thread(kind: type[RuntimeError], message: str) -> None:
