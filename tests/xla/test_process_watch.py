@@ -82,13 +82,25 @@ CASES = {
     "SIGKILL of process 1": (
         LOOP.format("if me and i == 40: os.kill(os.getpid(), 9)"),
         75,
-        "Process 1 has told nothing for 2 s",
+        "Process 1 has ended without a word",
+        "",
+    ),
+    "SIGKILL of process 0": (
+        LOOP.format("if not me and i == 40: os.kill(os.getpid(), 9)"),
+        75,
+        "",
+        "Process 0 has ended without a word",
+    ),
+    "os._exit of process 1": (
+        "time.sleep(1)\nif me: os._exit(75)\ntime.sleep(60)",
+        75,
+        "Process 1 has ended without a word",
         "",
     ),
 }
 
 
-QUICK = ("another order", "an exception in process 1")
+QUICK = ("another order", "an exception in process 1", "SIGKILL of process 0")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,12 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def coordinator_host() -> str:
+    """The host of the first process, as the others reach it; empty in one process."""
+    address = distributed.global_state.coordinator_address or ""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
     """The `compiler_options` that `jax.jit` was given for a program, which it shows nowhere."""
     try:

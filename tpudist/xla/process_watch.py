@@ -25,6 +25,7 @@ import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
 from tpudist.xla import internals, run_order
+from tpudist.xla.process_lines import Lines
 from tpudist.xla.run_order import RunOrder
 
 _log = logging.getLogger("tpudist")
@@ -74,6 +75,7 @@ class Watch:
         self._ended_together = threading.Event()
         self._closing = threading.Event()
         self._judge = _Judge(self._count)
+        self._lines = Lines(self._index, self._on_lost)
         self._interval_s = INTERVAL_S + self._count / _REPORTS_PER_S
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self._threads = [
@@ -124,13 +126,48 @@ class Watch:
         reports = {int(key.rsplit("/", 1)[-1]): json.loads(text) for key, text in found}
         verdict = self._judge.judge(reports)
         if verdict is not None:
-            for i in range(self._count):
-                key = f"tpudist/watch/verdict/{i}"
-                self._client.key_value_set(key, json.dumps(verdict), allow_overwrite=True)
+            self._pronounce(verdict)
+
+    def _pronounce(self, verdict: Mapping[str, Any]) -> None:
+        for i in range(self._count):
+            key = f"tpudist/watch/verdict/{i}"
+            self._client.key_value_set(key, json.dumps(verdict), allow_overwrite=True)
 
     # Listening.
 
+    def _open_lines(self) -> None:
+        """So that a killed process is noticed at once; without them, when it is silent."""
+        host, key = internals.coordinator_host(), "tpudist/watch/lines"
+        try:
+            if self._index:
+                where = self._client.blocking_key_value_get(key, 20 * _WAIT_MS)
+                self._lines.connect(host, where)
+            else:
+                self._client.key_value_set(key, self._lines.listen(host), True)
+        except Exception as error:  # of the network, or the service; the type varies
+            _log.info("Process %d has no line to the others: %s", self._index, error)
+
+    def _on_lost(self, index: int) -> None:
+        """Another process was killed: all are told, unless they end already."""
+        if self.message or self._closing.is_set() or self._has_left():
+            return
+        verdict = {
+            "message": f"Process {index} has ended without a word: it was killed (by SIGKILL, for "
+            f"want of memory), or has left by os._exit. Start all processes again, from the last "
+            f"checkpoint.",
+            "exit_code": EXIT_PEER_LOST,
+            "failed": index,
+        }
+        if self._index:  # it was the first one: JAX is about to abort this one
+            _write(f"tpudist, process {self._index}: {verdict['message']}")
+            _exit(EXIT_PEER_LOST)
+        try:
+            self._pronounce(verdict)
+        except Exception:  # this process ends, too; the type varies
+            pass
+
     def _listen(self) -> None:
+        self._open_lines()
         key = f"tpudist/watch/verdict/{self._index}"
         while not self._closing.is_set():
             try:
@@ -168,6 +205,7 @@ class Watch:
     def _close(self) -> None:
         """Ends the threads: of one that is in C++ when Python ends, the process would abort."""
         self._closing.set()
+        self._lines.close()
         for thread in self._threads:
             thread.join(3 * _WAIT_MS / 1000)
 
