@@ -188,11 +188,15 @@ def endless():
 source = {source}
 options = tpudist.InputOptions({fetch}, experimental_per_replica_buffer_size={size})
 iterator = iter(strategy.experimental_distribute_dataset(source, options))
-try:
+
+def loop():  # in a `try` itself, CPython would not cover the jump back of a loop that ends in `if`
     for i in itertools.count():
         next(iterator)
         if i == 0:
             print("waiting", flush=True)
+
+try:
+    loop()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
     raise
