@@ -1,6 +1,6 @@
 """Errors that programs catch by name: what is raised of `tf.errors`, and tpudist's own."""
 
-__all__ = ["OutOfRangeError", "ProcessFailedError", "ProcessesDifferError"]
+__all__ = ["OutOfRangeError", "ProcessFailedError", "ProcessesDifferError", "StartupError"]
 
 
 class OutOfRangeError(StopIteration):
@@ -25,4 +25,11 @@ class ProcessesDifferError(RuntimeError):
     Raised on each of them: their collectives would combine what does not belong together, without
     an error, or wait for ever. Says which processes differ, in what, and where. tf.distribute has
     none; its collectives fail where shapes or dtypes differ.
+    """
+
+
+class StartupError(RuntimeError):
+    """The processes of a run do not come together: one is missing, or does not fit.
+
+    Or the address of the first one cannot be used. Says which, where, and for how long was waited.
     """

@@ -67,7 +67,15 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "guide",
-    ["from_pmap", "from_jit", "batch_norm", "mixed_precision", "model_parallelism", "debugging"],
+    [
+        "from_pmap",
+        "from_jit",
+        "batch_norm",
+        "mixed_precision",
+        "model_parallelism",
+        "debugging",
+        "determinism",
+    ],
 )
 def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
     """Each asserts what the text around it says."""

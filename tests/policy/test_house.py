@@ -43,8 +43,9 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     assert found["circles of rooms"] == []
     assert found["circles of modules"] == []
     # 28, and `protobuf_wire`: of no concept of tpudist's, and read by rooms that do not know each
-    # other (topologies in `cluster_resolver`, examples in `input`).
-    assert found["rooms (entries at the top)"] <= 29
+    # other (topologies in `cluster_resolver`, examples in `input`). And `supervisor`: processes
+    # seen from outside, which must work though nothing of a run does.
+    assert found["rooms (entries at the top)"] <= 30
     assert found["floors"] <= 13
     assert found["arrows between rooms"] < 140
 

@@ -249,6 +249,7 @@ OF_OTHERS = {
     "_raw_value": "state/nnx_binding.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": "xla/compiler/child.py",  # os._exit, which is public in spite of its name
+    "_current_frames": "xla/process_watch.py",  # sys._current_frames, likewise
     "_replace": None,  # as are those of named tuples
     "_fields": None,
     "_asdict": None,

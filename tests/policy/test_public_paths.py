@@ -17,7 +17,12 @@ PATHS = {
     "tpudist.compat.v1": ("distribute",),
     "tpudist.compat.v1.distribute": ("MirroredStrategy", "experimental"),
     "tpudist.compat.v1.distribute.experimental": ("TPUStrategy",),
-    "tpudist.errors": ("OutOfRangeError", "ProcessFailedError", "ProcessesDifferError"),
+    "tpudist.errors": (
+        "OutOfRangeError",
+        "ProcessFailedError",
+        "ProcessesDifferError",
+        "StartupError",
+    ),
     "tpudist.experimental": ("PreemptionCheckpointHandler", "partitioners"),
     "tpudist.input": ("explain", "from_files", "from_records"),
     "tpudist.models": ("ConvNet", "MLP", "Transformer", "TransformerConfig", "next_token_nats"),

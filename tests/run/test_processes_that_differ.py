@@ -15,16 +15,7 @@ PROGRAM = """
     import tpudist
     from flax import nnx
     from processes import report
-
-    tpudist.emulate()
-    strategy = tpudist.MultiWorkerMirroredStrategy()
-    me = jax.process_index()
-
-    def total(x):
-        return tpudist.get_replica_context().all_reduce("sum", x)
-
-    def double(x):
-        return tpudist.get_replica_context().all_reduce("sum", 2 * x)
+    from worker_setup import double, me, strategy, total
 
     def make(seed):
         return lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
@@ -65,6 +56,7 @@ PROGRAM = """
         "gather": lambda: strategy.gather(parts((2, 3)), axis=me),
         "reduce or run": lambda: me and strategy.reduce("sum", parts((7,)), axis=None)
         or strategy.run(total, (parts((7,)),)),
+        "named variable": lambda: tpudist.Variable(jnp.ones(2), name=f"of {me}"),
         "replicate": lambda: strategy.replicate(table),
         "replicate, shape": lambda: strategy.replicate(np.ones(2 + me, np.float32)),
         "variable, shape": lambda: tpudist.Variable(jnp.ones(2 + me)),
@@ -79,12 +71,17 @@ PROGRAM = """
         except Exception as error:
             told[name] = [f"{type(error).__name__}: {error}", time.monotonic() - start]
     # Nothing is lost: both go on, and are right.
+    if me:
+        tpudist.Variable(1.0)  # this one's own, under the default strategy: it takes a number
     with strategy.scope():
+        unnamed = tpudist.Variable(jnp.ones(2) * (me + 1))
+        large = tpudist.Variable(jnp.ones((2**22 + 1,)) * (me + 1))  # above 16 MiB
         start = tpudist.Variable(jnp.arange(3.0) + 10 * me, name="start")  # the chief's counts
     ones = parts((4,))
     lowered = strategy.lower(double, args=(ones,)) if me else None
     results = [strategy.run(double, (ones,)) for _ in range(3)]
     told["after"] = [float(results[-1][0]), start.numpy().tolist()]
+    told["after"] += [unnamed.numpy().tolist(), float(large.numpy().max())]
     report(told)
 """
 
@@ -101,7 +98,7 @@ NAMED = {
     "seed": "Strategy.create of '<lambda>', in what it computes",
     "initial array": "Strategy.create of '<lambda>', in what it computes",
     "argument of create": "argument [0]",
-    "order": "Strategy.run of 'double' (program.py:",
+    "order": "Strategy.run of 'double' (worker_setup.py:",
     "shape": "float32[2]",
     "dtype": "int32[4]",
     "one makes values": "values for each replica",
@@ -117,6 +114,7 @@ NAMED = {
     "reduce": "in how",
     "gather": "in how",
     "reduce or run": "Strategy.reduce",
+    "named variable": "Variable 'of 1'",
     "replicate": "the value",
     "replicate, shape": "the value",
     "variable, shape": "its type",
@@ -141,4 +139,4 @@ def test_all_cases_are_named(told):
 
 def test_after_an_error_the_processes_go_on_together(told):
     """And a program that one of them has lowered before is agreed on like others."""
-    assert [x["after"] for x in told] == [[2.0 * 4, [0.0, 1.0, 2.0]]] * 2
+    assert [x["after"] for x in told] == [[2.0 * 4, [0.0, 1.0, 2.0], [1.0, 1.0], 1.0]] * 2

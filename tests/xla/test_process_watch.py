@@ -12,20 +12,9 @@ PROGRAM = """
     import os
     import sys
     import time
-    import jax
     import numpy as np
-    import tpudist
     from processes import say
-
-    tpudist.emulate()
-    strategy = tpudist.MultiWorkerMirroredStrategy()
-    me = jax.process_index()
-
-    def total(x):
-        return tpudist.get_replica_context().all_reduce("sum", x)
-
-    def double(x):
-        return tpudist.get_replica_context().all_reduce("sum", 2 * x)
+    from worker_setup import double, me, strategy, total
 
     ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(3, np.float32))
 
@@ -119,6 +108,8 @@ def test_all_end_within_seconds_and_say_why(name):
     for one, words in zip(finished, said, strict=True):
         assert words in one.stderr
         assert one.exit_code == exit_code or not words
+    if name in QUICK[:2]:  # the others are shown where they were
+        assert any("was at:\n  File" in one.stderr for one in finished)
     assert seconds < 20  # about 3; on a busy machine as well
 
 

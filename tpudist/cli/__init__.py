@@ -7,30 +7,38 @@ something else.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import os
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
 
-from tpudist.cli import plan_command, topologies_command
+from tpudist.cli import launch_command, plan_command, topologies_command
 from tpudist.cli.console import say
 from tpudist.cli.errors import WrongUse
 from tpudist.xla.settings import Setting
 
 WRONG_USE = 2
 INTERRUPTED = 130
-COMMANDS = {"plan": plan_command, "topologies": topologies_command}
+COMMANDS = {"plan": plan_command, "topologies": topologies_command, "launch": launch_command}
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
+    args = sys.argv[1:] if args is None else list(args)
+    if args[:1] == ["launch"]:  # its processes are to use what this host has
+        return _run(read(args))
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
         Setting.PLATFORMS.set("cpu")
-    options = read(args)
+    return _run(read(args))
+
+
+def _run(options: Any) -> int:
     command = next(c for c in COMMANDS.values() if isinstance(options, c.Options))
     try:
         return command.run(options)
@@ -44,13 +52,19 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def read(args: Sequence[str] | None = None) -> Any:
     """The options of the subcommand that a command line names; ends the process if it is wrong."""
-    return tyro.cli(
+    args = sys.argv[1:] if args is None else list(args)
+    own: list[str] = []
+    if args[:1] == ["launch"]:
+        first, own = launch_command.split(args[1:])
+        args = ["launch", *first]
+    options = tyro.cli(
         _subcommands(),
         args=args,
         prog="tpudist",
-        description="Plans training steps for TPU slices that nobody has rented.",
+        description="Plans training steps for TPU slices that nobody has rented, and starts runs.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs),
     )
+    return dataclasses.replace(options, arguments=tuple(own)) if own else options
 
 
 def _subcommands() -> Any:

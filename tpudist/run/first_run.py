@@ -15,7 +15,7 @@ from tpudist.xla.mesh import ReplicaMesh
 
 
 def agree_on_program(
-    mesh: ReplicaMesh, name: str, now: call_arguments.Call, closed: ClosedJaxpr, how: str = ""
+    mesh: ReplicaMesh, name: str, now: call_arguments.Call, closed: ClosedJaxpr
 ) -> Callable[[], None] | None:
     """Returns when all processes are about to run this program; see `process_agreement`.
 
@@ -24,7 +24,6 @@ def agree_on_program(
         name: Of the function.
         now: The first call. What it was given for all replicas is compared by value.
         closed: What each replica computes.
-        how: More words on it, such as "16 steps in one program".
 
     Returns:
         To be called at each run; None in one process.
@@ -37,7 +36,7 @@ def agree_on_program(
     return process_agreement.agree(
         mesh,
         process_agreement.Intention(
-            f"Strategy.run of '{name}'{_place_of(now.fn)}{f', {how}' if how else ''}",
+            f"Strategy.run of '{name}'{_place_of(now.fn)}",
             _describe_arguments(now),
             program_digest.write_program(closed),
         ),

@@ -185,8 +185,9 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
 
     def start_with(self, value: jax.Array) -> None:
         """Gives a new variable its initial value, and makes it one of its strategy's."""
-        mesh = self.strategy.replica_mesh
-        value = placement.value_of_chief(mesh, f"Variable '{self.name}'", value)
+        # A name that was not given counts the Variables of this process: others may have more.
+        what = f"Variable '{self.name}'" if self.is_named else "a Variable without a name"
+        value = placement.value_of_chief(self.strategy.replica_mesh, what, value)
         self._value = self.strategy._place_variable(self, value)
         self.strategy._register_variable(self)
 

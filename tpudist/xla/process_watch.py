@@ -12,7 +12,6 @@ import ctypes
 import functools
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -24,31 +23,24 @@ from typing import Any
 import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
-from tpudist.xla import internals, run_order
+from tpudist.xla import internals
+from tpudist.xla.process_judge import (
+    ALL_ENDED,
+    EXIT_PEER_LOST,
+    EXIT_USER_ERROR,
+    HOLD_S,
+    INTERVAL_S,
+    Judge,
+)
 from tpudist.xla.process_lines import Lines
 from tpudist.xla.run_order import RunOrder
 
 _log = logging.getLogger("tpudist")
 
-INTERVAL_S = 0.5
-WARN_S = 30.0
-"""After which it is said that a process tells nothing."""
-SILENT_S = 90.0
-"""After which such a process is taken for dead or stopped: a bit less than JAX's own 100 s.
-
-Not much less, since a long computation in C that does not let other threads run is silent, too.
-"""
 GRACE_S = 2.0
 """Between the exception that is raised in a process that is to end, and its end."""
-EXIT_USER_ERROR = 1
-EXIT_PEER_LOST = 75
-"""Exit code where another process or the network has failed: start again from a checkpoint."""
 _REPORTS_PER_S = 1000  # which process 0 reads
-_FIRST_REPORT_S = 10.0  # within which each process that makes a strategy has told something
 _WAIT_MS = 1000
-_ALL_ENDED = "all ended"
-_COLLECTIVE_ERROR = "JaxRuntimeError"
-_HOLD_S = 2.0  # before a failed collective is told of: another process may be the cause, and silent
 
 
 @functools.cache
@@ -74,7 +66,7 @@ class Watch:
         self._state, self._why = "running", ""
         self._ended_together = threading.Event()
         self._closing = threading.Event()
-        self._judge = _Judge(self._count)
+        self._judge = Judge(self._count)
         self._lines = Lines(self._index, self._on_lost)
         self._interval_s = INTERVAL_S + self._count / _REPORTS_PER_S
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
@@ -184,7 +176,7 @@ class Watch:
                     "exit_code": EXIT_PEER_LOST,
                     "failed": 0,
                 }
-            if verdict["message"] == _ALL_ENDED:
+            if verdict["message"] == ALL_ENDED:
                 self._ended_together.set()
                 return
             self._end(verdict)
@@ -197,6 +189,7 @@ class Watch:
             _write(f"tpudist, process {self._index}: {message}")
         self._exit_code, self.message = verdict["exit_code"], message
         if self._state == "running":
+            _write(f"Process {self._index} was at:\n{_stack_of_main_thread()}")
             differ = "failed" not in verdict
             _raise_in_main_thread(ProcessesDifferError if differ else ProcessFailedError, message)
         time.sleep(GRACE_S)
@@ -252,7 +245,7 @@ class Watch:
             waited_s = time.monotonic() - start
             if self.message:
                 break
-            if self._state == "failed" and waited_s > _HOLD_S + 3 * self._interval_s + GRACE_S:
+            if self._state == "failed" and waited_s > HOLD_S + 3 * self._interval_s + GRACE_S:
                 break
             if waited_s > next_report_s:
                 next_report_s *= 2
@@ -267,131 +260,6 @@ class Watch:
         self._leave()
 
 
-class _Judge:
-    """Compares what processes tell."""
-
-    def __init__(self, count: int):
-        self._count = count
-        self._heard: dict[int, tuple[float, float]] = {}
-        self._last = time.monotonic()
-        self._ended_since = self._failed_since = math.inf
-        self._warned: set[int] = set()
-
-    def judge(self, reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
-        """What all are to be told: why they are to end, or that they have ended; or None."""
-        silent = self._find_silent(reports)
-        failed = [i for i, report in reports.items() if report["state"] == "failed"]
-        if failed and (verdict := self._explain_failure(failed[0], reports)):
-            return verdict
-        for index, report in reports.items():
-            for other in range(index):
-                if other in reports and (why := _compare(other, reports[other], index, report)):
-                    return {"message": why, "exit_code": EXIT_USER_ERROR}
-        if self._have_ended(reports):
-            return {"message": _ALL_ENDED, "exit_code": 0}
-        if silent and silent[1] > SILENT_S:
-            return _describe_silence(*silent, reports)
-        if silent and silent[1] > WARN_S and silent[0] not in self._warned:
-            self._warned.add(silent[0])
-            _log.warning(
-                "Process %d has told nothing for %.0f s; at %g s all end.", *silent, SILENT_S
-            )
-        return None
-
-    def _explain_failure(
-        self, index: int, reports: Mapping[int, Mapping[str, Any]]
-    ) -> dict[str, Any] | None:
-        """Why a process has failed: for a while it is not said if another one may be the cause."""
-        why = reports[index]["why"]
-        if _COLLECTIVE_ERROR in why:
-            self._failed_since = min(self._failed_since, time.monotonic())
-            silent = self._find_silent(reports)
-            if silent and silent[1] >= _HOLD_S:
-                return _describe_silence(*silent, reports)
-            if time.monotonic() - self._failed_since < _HOLD_S + 2 * INTERVAL_S:
-                return None
-        return {
-            "message": f"Process {index} has failed, so that this one cannot go on:\n{why}",
-            "exit_code": EXIT_USER_ERROR,
-            "failed": index,
-        }
-
-    def _have_ended(self, reports: Mapping[int, Mapping[str, Any]]) -> bool:
-        if not all(x["state"] == "ended" for x in reports.values()):
-            self._ended_since = math.inf
-            return False
-        self._ended_since = min(self._ended_since, time.monotonic())
-        # Those that have never told anything do nothing together with others.
-        is_long_ago = time.monotonic() - self._ended_since > _FIRST_REPORT_S
-        return len(reports) == self._count or is_long_ago
-
-    def _find_silent(self, reports: Mapping[int, Mapping[str, Any]]) -> tuple[int, float] | None:
-        """The running process that has told nothing for longest, and for how many seconds."""
-        now = time.monotonic()
-        if now - self._last > SILENT_S / 4:  # this process itself could not listen
-            self._heard.clear()
-        self._last = now
-        for index, report in reports.items():
-            if self._heard.get(index, (None, now))[0] != report["beat"]:
-                self._heard[index] = report["beat"], now
-        running = [i for i, report in reports.items() if report["state"] == "running"]
-        silences = [(i, now - self._heard[i][1]) for i in running]
-        return max(silences, key=lambda x: x[1], default=None)
-
-
-def _describe_silence(
-    index: int, seconds: float, reports: Mapping[int, Mapping[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "message": f"Process {index} has told nothing for {seconds:.0f} s: it was killed or "
-        f"stopped, or its host or network has failed. {_last_of(reports[index])}Start all "
-        f"processes again, from the last checkpoint.",
-        "exit_code": EXIT_PEER_LOST,
-        "failed": index,
-    }
-
-
-def _compare(i: int, one: Mapping[str, Any], j: int, other: Mapping[str, Any]) -> str:
-    """In what two processes differ; empty if in nothing that is known yet."""
-    for name in one["orders"].keys() & other["orders"].keys():
-        a, b = one["orders"][name], other["orders"][name]
-        names = {**a["names"]}, {**b["names"]}
-        found = run_order.first_difference(a["runs"], b["runs"])
-        if found is not None:
-            position, x, y = found
-            return (
-                f"The processes do different things at call {position + 1} of what they do "
-                f"together. Process {i}: {names[0][str(x)]}; Process {j}: {names[1][str(y)]}. "
-                f"{_RULE}"
-            )
-        for (k, ended), (m, going) in (((i, one), (j, other)), ((j, other), (i, one))):
-            if ended["state"] != "ended":
-                continue
-            few, many = (run_order.length(x["orders"][name]["runs"]) for x in (ended, going))
-            if few < many:
-                return (
-                    f"Process {k} has ended after {few} call(s) of what the processes do together, "
-                    f"and process {m} has begun {many}. {_last_of(going)}{_RULE} Loops must be of "
-                    f"the same length: those over distributed datasets are."
-                )
-    return ""
-
-
-_RULE = (
-    "They would wait for each other for ever, or compute with each other's numbers. All processes "
-    "of a run must do the same things in the same order."
-)
-
-
-def _last_of(report: Mapping[str, Any]) -> str:
-    told = [
-        f"{order['names'][str(order['runs'][-1][0])]} (call {run_order.length(order['runs'])})"
-        for order in report["orders"].values()
-        if order["runs"]
-    ]
-    return f"Its last: {', '.join(told)}. " if told else ""
-
-
 def _raise_in_main_thread(kind: type[RuntimeError], message: str) -> None:
     """At its next line of Python; what waits in C++ goes on to wait."""
 
@@ -402,6 +270,12 @@ def _raise_in_main_thread(kind: type[RuntimeError], message: str) -> None:
     error = type(kind.__name__, (kind,), members)
     main = threading.main_thread().ident
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main or 0), ctypes.py_object(error))
+
+
+def _stack_of_main_thread() -> str:
+    """Where it is, the users' lines and those of libraries; of one in C++, what called that."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)[-12:]) if frame else "  (an unknown place)\n"
 
 
 def _write(text: str) -> None:

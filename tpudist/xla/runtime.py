@@ -22,6 +22,7 @@ import jax
 from jax.core import Tracer
 
 from tpudist.options import MutualTLS
+from tpudist.xla import rendezvous
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
@@ -109,6 +110,7 @@ def connect(
     Raises:
         RuntimeError: JAX already started its devices without the other processes, or certificates
             are asked for, and this JAX cannot use them or has connected already.
+        StartupError: The processes do not come together; see `rendezvous`.
         FileNotFoundError: A certificate or key is not there.
     """
     if jax.distributed.is_initialized():
@@ -119,13 +121,17 @@ def connect(
             f"Process {process_id} of {num_processes} was to join {coordinator_address}, but JAX "
             f"has already started its devices alone. Make the strategy before the first array."
         )
+    arguments = _arguments_of(mutual_tls)
+    # Who knows each other by certificates would have to be asked for them there as well.
+    if mutual_tls is None and not _mutual_tls_variables():
+        rendezvous.meet(coordinator_address, num_processes, process_id)
     jax.distributed.initialize(
         coordinator_address,
         num_processes=num_processes,
         process_id=process_id,
         # The default is to listen on every interface, without authentication.
         coordinator_bind_address=coordinator_address,
-        **_arguments_of(mutual_tls),
+        **arguments,
     )
 
 
@@ -143,11 +149,16 @@ def check_not_connected(mutual_tls: MutualTLS | None) -> None:
         )
 
 
-def _arguments_of(mutual_tls: MutualTLS | None) -> dict[str, Any]:
-    """Those of `jax.distributed.initialize` that ask for mutual TLS."""
-    variables = sorted(
+def _mutual_tls_variables() -> list[str]:
+    """Those of JAX's own that ask for mutual TLS."""
+    return sorted(
         name for name, value in os.environ.items() if name.startswith("JAX_MTLS_") and value
     )
+
+
+def _arguments_of(mutual_tls: MutualTLS | None) -> dict[str, Any]:
+    """Those of `jax.distributed.initialize` that ask for mutual TLS."""
+    variables = _mutual_tls_variables()
     if mutual_tls is None and not variables:
         return {}
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:

@@ -1,0 +1,231 @@
+"""`tpudist launch`: real processes of a small program, and what becomes of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+from tpudist.supervisor import launch
+
+COMMAND = [sys.executable, "-m", "tpudist", "launch"]
+
+
+def start(tmp_path, program, *options, args=()):
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PLACE": str(tmp_path)}
+    return subprocess.Popen(
+        [*COMMAND, *options, str(script), *args],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(tmp_path, program, *options, args=()):
+    process = start(tmp_path, program, *options, args=args)
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout.splitlines(), stderr
+
+
+def is_running(number):
+    try:
+        status = Path(f"/proc/{number}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_each_process_has_its_place_and_its_label(tmp_path):
+    program = (
+        "import os, sys\n"
+        "print(os.environ['TF_CONFIG'], os.environ['TPUDIST_EMULATE'], sys.argv[1:])"
+    )
+    code, lines, _ = run(
+        tmp_path, program, "-n", "3", "--devices-per-process", "2", args=["--n", "7", "-x"]
+    )
+    assert code == 0
+    assert sorted(x[:4] for x in lines) == ["[0] ", "[1] ", "[2] "]
+    for line in lines:
+        place, end = json.JSONDecoder().raw_decode(line[4:])
+        assert place["task"] == {"type": "worker", "index": int(line[1])}
+        assert len(set(place["cluster"]["worker"])) == 3
+        assert line[4 + end :] == " 2 ['--n', '7', '-x']"
+
+
+def test_an_error_of_the_program_is_not_tried_again(tmp_path):
+    program = (
+        "import json, os, sys, time\nif '\"index\": 1' in os.environ['TF_CONFIG']: sys.exit(3)"
+    )
+    code, lines, _ = run(tmp_path, program, "-n", "2", "--restarts", "5")
+    assert code == 3
+    assert lines == [
+        "[tpudist] process 1 has ended with exit code 3: an error of the program, which would come "
+        "again."
+    ]
+
+
+# Fails as often as the file is long, by the exit code or signal that is its argument.
+FLAKY = """
+import os, sys
+if '"index": 1' in os.environ["TF_CONFIG"]:
+    file = os.path.join(os.environ["PLACE"], "times")
+    with open(file, "a") as f: f.write("x")
+    if os.path.getsize(file) <= 2:
+        code = int(sys.argv[1])
+        if code < 0: os.kill(os.getpid(), -code)
+        sys.exit(code)
+print("well")
+"""
+
+
+@pytest.mark.parametrize("code", ["75", "-9", "143"])
+def test_what_was_lost_or_killed_starts_again(tmp_path, code):
+    found, lines, _ = run(tmp_path, FLAKY, "-n", "2", "--restarts", "2", args=[code])
+    assert found == 0
+    assert [x for x in lines if "tpudist" in x] == [
+        f"[tpudist] process 1 has ended with exit code {code}: all start again ({k} restart(s) "
+        f"left)."
+        for k in (2, 1)
+    ]
+    assert lines[-2:] == ["[0] well", "[1] well"] or lines[-2:] == ["[1] well", "[0] well"]
+
+
+def test_the_budget_has_an_end(tmp_path):
+    code, lines, _ = run(tmp_path, FLAKY, "-n", "2", "--restarts", "1", args=["75"])
+    assert code == launch.EXIT_GAVE_UP
+    assert lines[-1] == "[tpudist] process 1 has ended with exit code 75: given up."
+    (tmp_path / "times").unlink()
+    assert run(tmp_path, FLAKY, "-n", "2", args=["75"])[0] == 75
+    (tmp_path / "times").unlink()
+    assert run(tmp_path, FLAKY, "-n", "2", args=["-9"])[0] == 128 + 9
+
+
+# Starts a child of its own, and says the numbers of both.
+PARENTS = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if "deaf" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+name = os.path.join(os.environ["PLACE"], f"of {os.getpid()}")
+with open(name + ".new", "w") as f: f.write(f"{os.getpid()} {child.pid}")
+os.rename(name + ".new", name)
+if "fail" in sys.argv and '"index": 0' in os.environ["TF_CONFIG"]: sys.exit(1)
+time.sleep(600)
+"""
+
+
+def numbers_in(tmp_path):
+    files = [x for x in tmp_path.glob("of *") if x.suffix != ".new"]
+    return [int(x) for file in files for x in file.read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all_and_nothing_is_left(tmp_path, number):
+    process = start(tmp_path, PARENTS, "-n", "2")
+    wait_until(lambda: len(numbers_in(tmp_path)) == 4)
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
+
+
+def test_a_second_signal_does_not_wait_for_who_does_not_hear(tmp_path):
+    process = start(tmp_path, PARENTS, "-n", "2", args=["deaf"])
+    wait_until(lambda: len(numbers_in(tmp_path)) == 4)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=20)
+    assert "process 0 does not end, and is killed." in stdout
+    wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
+
+
+def test_who_does_not_end_after_another_has_failed_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "END_S", 0.5)
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    script, lines = tmp_path / "program.py", []
+    script.write_text(PARENTS)
+    command = [sys.executable, str(script), "fail"]
+    run = launch.Launch(command, 2, None, 0, lambda index, line: lines.append(line))
+    assert run.run() == 1
+    assert lines[0] == "process 1 does not end, and is killed."
+    wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
+
+
+def test_the_processes_die_with_their_supervisor(tmp_path):
+    process = start(tmp_path, PARENTS, "-n", "2")
+    wait_until(lambda: len(numbers_in(tmp_path)) == 4)
+    workers = [int(x.name[3:]) for x in tmp_path.glob("of *")]
+    children = set(numbers_in(tmp_path)) - set(workers)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(map(is_running, workers)), timeout_s=2)
+    for child in children:  # which the kernel leaves: what a worker starts is its own to watch
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-n", "0", "x.py"], "--num-processes 0: there must be one at least."),
+        (["--devices-per-process", "0", "x.py"], "--devices-per-process 0: there must be one"),
+        (["--restarts", "-1", "x.py"], "--restarts -1: a number of at least 0"),
+        (["nothing.py"], "nothing.py: there is no such file in"),
+        (["no-such-program"], "no-such-program: there is no such program. A Python file must"),
+    ],
+)
+def test_wrong_use_is_said_in_a_line(args, said):
+    done = subprocess.run(
+        [*COMMAND, *args],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+PROGRAM = """
+import jax, os, sys
+import numpy as np
+import tpudist
+strategy = tpudist.MultiWorkerMirroredStrategy()
+def step(x): return tpudist.get_replica_context().all_reduce("sum", x)
+ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(1, np.float32))
+file = os.path.join(os.environ["PLACE"], "killed")
+for i in range(20):
+    total = strategy.run(step, (ones,))
+    float(np.asarray(total.addressable_data(0))[0])
+    if i == 10 and jax.process_index() == int(sys.argv[1]) and not os.path.exists(file):
+        open(file, "w").close()
+        os.kill(os.getpid(), 9)
+print("sum", float(np.asarray(total.addressable_data(0))[0]))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["0", "1"])
+def test_a_run_whose_process_is_killed_ends_well(tmp_path, killed):
+    code, lines, _ = run(
+        tmp_path, PROGRAM, "-n", "2", "--devices-per-process", "2", "--restarts", "1", args=[killed]
+    )
+    assert code == 0, lines
+    assert f"Process {killed} has ended without a word" in "\n".join(lines)
+    assert {"[0] sum 4.0", "[1] sum 4.0"} <= set(lines)

@@ -1,0 +1,75 @@
+"""`tpudist launch`: a program as several processes on this host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from tpudist.cli import console
+from tpudist.cli.errors import WrongUse
+from tpudist.supervisor.launch import Launch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Runs a program as several processes on this host: tpudist launch -n 2 train.py --steps 10."""
+
+    script: tyro.conf.Positional[str]
+    """A Python file, or another program; what follows are its arguments."""
+    arguments: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Of the program."""
+    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    """How many; each finds its place in TF_CONFIG."""
+    devices_per_process: int | None = None
+    """Emulated devices of each process; without it, the devices of this host."""
+    restarts: int = 0
+    """How often all are started again, after one was killed or has lost another one."""
+
+
+def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command line up to the program, and the program's own arguments."""
+    i = 0
+    while i < len(args) and args[i].startswith("-"):
+        takes_value = args[i] not in ("-h", "--help") and "=" not in args[i]
+        i += 2 if takes_value and args[i] != "--" else 1
+    return list(args[: i + 1]), list(args[i + 1 :])
+
+
+def run(options: Options) -> int:
+    """Runs the program; returns the exit code."""
+    for name in ("num_processes", "devices_per_process"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise WrongUse(f"--{name.replace('_', '-')} {value}: there must be one at least.")
+    if options.restarts < 0:
+        raise WrongUse(f"--restarts {options.restarts}: a number of at least 0 is needed.")
+    command = [*_program(options.script), *options.arguments]
+    lock = threading.Lock()
+    width = len(str(options.num_processes - 1))
+
+    def write(index: int | None, line: str) -> None:
+        label = "tpudist" if index is None else f"{index:>{width}}"
+        with lock:
+            console.write(f"[{label}] {line}")
+
+    launch = Launch(
+        command, options.num_processes, options.devices_per_process, options.restarts, write
+    )
+    return launch.run()
+
+
+def _program(script: str) -> list[str]:
+    if script.endswith(".py"):
+        if not os.path.isfile(script):
+            raise WrongUse(f"{script}: there is no such file in {os.getcwd()}.")
+        return [sys.executable, script]
+    if shutil.which(script) is None:
+        raise WrongUse(f"{script}: there is no such program. A Python file must end in .py.")
+    return [script]
