@@ -25,6 +25,7 @@ import tpudist
 from benchmarks import (
     calls,
     checkpoint,
+    determinism,
     emulation,
     examples,
     input,
@@ -51,6 +52,7 @@ Suite = Literal[
     "published",
     "scale",
     "examples",
+    "determinism",
 ]
 
 
@@ -64,7 +66,7 @@ class Config:
     v5e:2x4 (needs libtpu, takes minutes);
     loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
     published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
-    programs of examples/."""
+    programs of examples/; what `deterministic=8` costs."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -76,7 +78,7 @@ class Config:
     devices: tuple[int, ...] = (8, 16)
     """Its numbers of devices."""
     example_steps: int = 100
-    """How often each step of the examples suite is timed."""
+    """How often each step of the examples and determinism suites is timed."""
     checkpoint_megabytes: int = 500
     """Size of the state that the checkpoint suite saves and restores."""
     tensorflow_python: Path | None = None
@@ -129,6 +131,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return published.figures(config.published)
     if suite == "examples":
         return examples.figures(config.example_steps)
+    if suite == "determinism":
+        return determinism.figures(config.example_steps)
     if suite == "scale":
         return scale.figures()
     return [

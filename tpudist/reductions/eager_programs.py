@@ -75,10 +75,10 @@ def run(
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         token = _current.set(mesh)
         try:
-            replicas = compile.trace(function, mesh, shapes, [True] * len(arrays))
+            traced = compile.trace(function, mesh, shapes, [True] * len(arrays))
         finally:
             _current.reset(token)
-        proof = replica_equality.prove(replicas.closed, ["the value of each replica"] * len(arrays))
+        proof = replica_equality.prove(traced.closed, ["the value of each replica"] * len(arrays))
         if any(proof.differs):
             raise ValueError(
                 f"{type(owner).__name__} gave a result that may differ between replicas: it "
@@ -90,10 +90,10 @@ def run(
             process_agreement.Intention(
                 f"{getattr(function, '__name__', 'a reduction')} of {type(owner).__name__}",
                 {f"value {i}": compile_log.describe(x) for i, x in enumerate(shapes)},
-                program_digest.write_program(replicas.closed),
+                program_digest.write_program(traced.closed),
             ),
         )
-        body = compile.spread(replicas, mesh, [False] * len(replicas.closed.out_avals))
+        body = compile.spread(traced, mesh, [False] * len(traced.closed.out_avals))
         compiler_options = packing.compiler_options(mesh.platform) if packing else None
         programs[key] = jax.jit(body, compiler_options=compiler_options or None), count_run
     program, count_run = programs[key]

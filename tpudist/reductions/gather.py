@@ -38,7 +38,9 @@ def is_on_every_replica(mesh: ReplicaMesh, value: Any) -> bool:
     """
     frame = context.current().frame
     if frame is None or not is_traced(value):
-        return isinstance(value, jax.Array) and mesh_of_mirrored(value) == mesh.mesh
+        if not isinstance(value, jax.Array):
+            return False
+        return mesh_of_mirrored(value, of_several=mesh.block is None) == mesh.mesh
     if mesh.num_replicas > 1 and not frame.is_equal_result(value):
         raise ValueError(
             f"gather or experimental_local_results was given {value.aval.str_short()} that a "

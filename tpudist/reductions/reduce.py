@@ -47,7 +47,7 @@ def reduce(
     if value.is_padded:
         array, axis = _rows_first(value, axis)
         real = placement.stack_counts(mesh, value.rows)  # type: ignore[arg-type]
-    if strategy.cross_device_ops is not None and n > 1:
+    if n > 1 and (strategy.cross_device_ops is not None or mesh.block is not None):
         return _reduce_by_choice(strategy, op, array, axis, real, options)
     eager_programs.agree(mesh, "Strategy.reduce", array, op, axis, real is not None)
     return _reduce_stacked(op, axis, mesh.replicated)(array, real)
@@ -109,13 +109,13 @@ def _reduce_by_choice(
     real: Any,
     options: CommunicationOptions | None,
 ) -> jax.Array:
-    """As `_reduce_stacked`, by the strategy's cross-device ops."""
+    """As `_reduce_stacked`, by the strategy's cross-device ops, or in the order that it keeps."""
 
     def function(x, *real):
         with context.enter(context.Mode(context.ContextKind.SCOPE, strategy)):
             return [_reduce_part(op, x, axis, real[0] if real else None, options)]
 
-    ops = strategy.cross_device_ops
+    ops = strategy.cross_device_ops or strategy
     arrays = [stacked] if real is None else [stacked, real]
     key = strategy.replica_mesh, op, axis, options
     return eager_programs.run(ops, key, function, strategy.replica_mesh, arrays)[0]

@@ -24,6 +24,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         axis_name: str | None = None,
+        deterministic: int | None = None,
     ):
         """On `devices`: JAX devices or names such as `gpu:0`.
 
@@ -32,12 +33,21 @@ class MirroredStrategy(Strategy):
             cross_device_ops: How values are combined over the replicas; by default as XLA chooses.
             axis_name: Another name of the replica axis, beside "replica", for functions and models
                 that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            deterministic: A number of replicas, a power of two, whatever the number of devices that
+                divides it: each has as many replicas, one after another, and sums are added in one
+                order. So a run gives the same bits on every such mesh, at a price in time; see
+                docs/determinism.md. By default one replica per device, summed as XLA chooses. Not
+                in tf.distribute.
 
         Raises:
             ValueError: A device that does not exist, is named twice or belongs to another process;
                 or `cross_device_ops` are of another type, or not for these devices.
         """
-        super().__init__(make_mesh(as_devices(devices, local=True), axis_name=axis_name))
+        super().__init__(
+            make_mesh(
+                as_devices(devices, local=True), axis_name=axis_name, deterministic=deterministic
+            )
+        )
         if cross_device_ops is None:
             return
         if not isinstance(cross_device_ops, CrossDeviceOps):

@@ -28,6 +28,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         mutual_tls: MutualTLS | None = None,
         axis_name: str | None = None,
+        deterministic: int | None = None,
     ):
         """Connects the workers.
 
@@ -40,6 +41,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             mutual_tls: Certificates by which the workers know each other; not in tf.distribute.
             axis_name: Another name of the replica axis, beside "replica", for functions and models
                 that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            deterministic: A number of replicas, a power of two, whatever the number of devices that
+                divides it: each has as many replicas, one after another, and sums are added in one
+                order. So a run gives the same bits on every such mesh, at a price in time; see
+                docs/determinism.md. By default one replica per device, summed as XLA chooses. Not
+                in tf.distribute.
 
         Raises:
             ValueError: An argument of another type, or a cluster without this task in it.
@@ -69,7 +75,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         if len(workers) > 1 and not jax.distributed.is_initialized():
             place = self._cluster_resolver.process_index()
             runtime.connect(workers[0], len(workers), place, mutual_tls)
-        super().__init__(make_mesh(as_devices(None), axis_name=axis_name))
+        super().__init__(
+            make_mesh(as_devices(None), axis_name=axis_name, deterministic=deterministic)
+        )
         self.communication_options = communication_options
         self.adapt_to_devices()
 

@@ -52,6 +52,7 @@ class TPUStrategy(Strategy):
         compiler_options: Mapping[str, Any] | None = None,
         devices: Sequence[jax.Device | str] | None = None,
         axis_name: str | None = None,
+        deterministic: int | None = None,
     ):
         """On all devices of the run, or on `devices`.
 
@@ -78,6 +79,11 @@ class TPUStrategy(Strategy):
             devices: JAX devices or names such as `tpu:0`.
             axis_name: Another name of the replica axis, beside "replica", for functions and models
                 that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            deterministic: A number of replicas, a power of two, whatever the number of devices that
+                divides it: each has as many replicas, one after another, and sums are added in one
+                order. So a run gives the same bits on every such mesh, at a price in time; see
+                docs/determinism.md. By default one replica per device, summed as XLA chooses. Not
+                in tf.distribute.
 
         Raises:
             ValueError: The devices do not split into such replicas, a rule names an axis that the
@@ -93,10 +99,12 @@ class TPUStrategy(Strategy):
         self.device_assignment = experimental_device_assignment
         self._is_spmd = bool(experimental_spmd_xla_partitioning)
         if experimental_device_assignment is None:
-            mesh = make_mesh(as_devices(devices), replica_axes, axis_name=axis_name)
+            mesh = make_mesh(
+                as_devices(devices), replica_axes, axis_name=axis_name, deterministic=deterministic
+            )
         elif replica_axes is None:
             mesh = _mesh_of_assignment(
-                experimental_device_assignment, as_devices(devices), axis_name
+                experimental_device_assignment, as_devices(devices), axis_name, deterministic
             )
         else:
             raise ValueError(
@@ -214,7 +222,10 @@ class TPUStrategy(Strategy):
 
 
 def _mesh_of_assignment(
-    assignment: DeviceAssignment, devices: Sequence[jax.Device], axis_name: str | None
+    assignment: DeviceAssignment,
+    devices: Sequence[jax.Device],
+    axis_name: str | None,
+    deterministic: int | None,
 ) -> ReplicaMesh:
     """The mesh of an assignment's replicas, in its order."""
     if not isinstance(assignment, DeviceAssignment):
@@ -240,4 +251,6 @@ def _mesh_of_assignment(
         for at in replica
     ]
     axes = logical_devices.prime_axes(assignment.num_cores_per_replica)
-    return make_mesh(assigned, axes, in_order=True, axis_name=axis_name)
+    return make_mesh(
+        assigned, axes, in_order=True, axis_name=axis_name, deterministic=deterministic
+    )

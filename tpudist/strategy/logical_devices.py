@@ -188,7 +188,7 @@ def check_device(mesh: ReplicaMesh, logical_device_id: int) -> None:
 
 def devices_at(mesh: ReplicaMesh, logical_device_id: int) -> tuple[jax.Device, ...]:
     """The logical device of that number in each replica."""
-    return tuple(mesh.mesh.devices.reshape(mesh.num_replicas, -1)[:, logical_device_id])
+    return tuple(mesh.replica_devices[:, logical_device_id])
 
 
 # The strategy and the number of the innermost `choose` block.
@@ -233,7 +233,7 @@ def worker_devices(strategy: StrategyBase) -> tuple[jax.Device, ...]:
 
 def num_replicas_per_host(mesh: ReplicaMesh) -> int:
     """The largest number of replicas that have a device on the same host."""
-    replicas = mesh.mesh.devices.reshape(mesh.num_replicas, -1)
+    replicas = mesh.replica_devices
     hosts = collections.Counter(
         host for replica in replicas for host in {d.process_index for d in replica}
     )

@@ -142,13 +142,12 @@ class StateMethods(StrategyBase):
             if self.storage is not None:
                 return self.storage.place(value)
             if variable.on_read:
-                stacked = value.ndim == len(variable.shape) + 1
-                parts = (
-                    value
-                    if stacked
-                    else jax.numpy.broadcast_to(value[None], (mesh.num_replicas, *variable.shape))
-                )
-                return jax.device_put(_host_if_needed(mesh, parts), mesh.stacked)
+                value = _host_if_needed(mesh, value)  # first: what the chief holds is on one device
+                if value.ndim == len(variable.shape):
+                    arrays = np if isinstance(value, np.ndarray) else jax.numpy
+                    shape = (mesh.num_replicas, *variable.shape)
+                    value = arrays.broadcast_to(value[None], shape)
+                return jax.device_put(value, mesh.stacked)
             spec = variable.spec  # that of another one, beside which it was made
             if spec is None:
                 spec = self.partition(variable.shape, variable.dtype)

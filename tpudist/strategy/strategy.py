@@ -89,8 +89,10 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         return context.resolve_twin(self).replica_mesh.num_replicas
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        return f"{type(self).__name__}({axes} on {self.replica_mesh.platform})"
+        mesh = self.replica_mesh
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.mesh.shape.items())
+        how = f", deterministic={mesh.deterministic}" if mesh.deterministic else ""
+        return f"{type(self).__name__}({axes} on {mesh.platform}{how})"
 
     def _repr_html_(self) -> str:
         return strategy_table.write_html(self)

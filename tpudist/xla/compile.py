@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpudist.xla import (
     axis_errors,
@@ -26,7 +27,9 @@ from tpudist.xla import (
     collectives,
     convolution_layouts,
     fft_layouts,
+    internals,
     jaxprs,
+    logical_replicas,
     lookup_layouts,
     out_shardings,
     replica_equality,
@@ -35,6 +38,7 @@ from tpudist.xla.mesh import ReplicaMesh
 
 # Constants above this are refused: they would be copied into the program and never change again.
 MAX_CONSTANT_BYTES = 1 << 20
+_NO_MESH = AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,10 @@ def trace(
     Raises:
         ValueError: It captures an array of a mesh with Explicit axes.
     """
+    if mesh.block is not None:
+        local = [_shape_of_part(x, s) for x, s in zip(inputs, stacked, strict=True)]
+        with axis_errors.explain_axes(mesh, name):
+            return ReplicaProgram(_trace_one(function, mesh, local), tuple(stacked))
     found = []
 
     def body(*values):
@@ -127,9 +135,20 @@ def spread(
         evaluate = core.jaxpr_as_fun(_as_xla_takes_it(closed, program.stacked, mesh))
 
     def body(*values):
+        if mesh.block is not None:
+            return body_of_several(mesh.block, *values)
         local = [_part(x) if s else x for x, s in zip(values, program.stacked, strict=True)]
         outputs = finish(evaluate(*local))
         return [x[None] if s else x for x, s in zip(outputs, stack_outputs, strict=True)]
+
+    def body_of_several(block, *values):
+        shapes = [_shape_of_part(x, s) for x, s in zip(values, program.stacked, strict=True)]
+        one = _trace_one(lambda *local: finish(evaluate(*local)), mesh, shapes)
+        outputs, varying = logical_replicas.evaluate(one, block, values, program.stacked)
+        return [
+            _as_output(x, varies, s, block.size)
+            for x, varies, s in zip(outputs, varying, stack_outputs, strict=True)
+        ]
 
     return jax.shard_map(
         body,
@@ -221,6 +240,33 @@ def shape_of(value: Any) -> jax.ShapeDtypeStruct:
     aval: Any = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def _trace_one(
+    function: Callable[..., Any], mesh: ReplicaMesh, local: Sequence[jax.ShapeDtypeStruct]
+) -> jaxprs.ClosedJaxpr:
+    """The program of one of several replicas that share devices: they have an axis, and no mesh."""
+    with (
+        jax.sharding.use_abstract_mesh(_NO_MESH),
+        internals.name_axis(mesh.replica_axis, mesh.num_replicas),
+        axis_names.name_replicas(mesh),
+        out_shardings.honour_out_shardings(),
+    ):
+        traced = jax.make_jaxpr(function)(*local)
+    return axis_names.use_replica_axis(mesh, traced)
+
+
+def _shape_of_part(x: Any, is_stacked: bool) -> jax.ShapeDtypeStruct:
+    whole = shape_of(x)
+    shape = whole.shape[1:] if is_stacked else whole.shape
+    return jax.ShapeDtypeStruct(shape, whole.dtype, weak_type=whole.weak_type)
+
+
+def _as_output(x: Any, varies: bool, is_stacked: bool, size: int) -> jax.Array:
+    """A result as it leaves a device: each replica's, or one that is equal on all."""
+    if is_stacked:
+        return x if varies else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+    return x[0] if varies else jnp.asarray(x)
 
 
 def _part(stacked: jax.Array) -> jax.Array:

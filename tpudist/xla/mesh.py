@@ -15,6 +15,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tpudist.xla.ordered_sums import Block
+
 REPLICA_AXIS = "replica"
 # Axes inside a replica that split its batch, beside whatever else they split, coarsest first:
 # stages take the batch apart before other axes do, and experts exchange rows of neighbours.
@@ -29,22 +31,41 @@ class ReplicaMesh:
         mesh: The mesh.
         replica_axis: Its axis of replicas.
         axis_name: Another name of that axis, which replica functions may use.
+        deterministic: How many replicas there are whatever the number of devices, each of which has
+            as many, in order; None for as many as that axis counts.
     """
 
     mesh: Mesh
     replica_axis: str = REPLICA_AXIS
     axis_name: str | None = None
+    deterministic: int | None = None
 
     def __post_init__(self):
-        """Refuses a name that cannot be one of the replica axis."""
+        """Refuses a name that cannot be one of the replica axis, and replicas that do not fit."""
         _check_axis_name(self.axis_name, self.inner_axes)
+        if self.deterministic is not None:
+            _check_deterministic(self.deterministic, self.mesh, self.inner_axes)
         if self.axis_name == self.replica_axis:
             object.__setattr__(self, "axis_name", None)
 
     @functools.cached_property
     def num_replicas(self) -> int:
         """Number of replicas, over all processes."""
-        return self.mesh.shape[self.replica_axis]
+        return self.deterministic or self.mesh.shape[self.replica_axis]
+
+    @functools.cached_property
+    def block(self) -> Block | None:
+        """How replicas share devices, where their number does not depend on that of devices."""
+        if self.deterministic is None:
+            return None
+        num_devices = self.mesh.shape[self.replica_axis]
+        return Block(self.replica_axis, num_devices, self.deterministic // num_devices)
+
+    @functools.cached_property
+    def replica_devices(self) -> np.ndarray:
+        """The devices `[num_replicas, devices_per_replica]`; several replicas may have the same."""
+        groups = self.mesh.devices.reshape(self.mesh.shape[self.replica_axis], -1)
+        return np.repeat(groups, self.num_replicas // len(groups), axis=0)
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
@@ -58,12 +79,12 @@ class ReplicaMesh:
 
     def devices_of(self, replica: int) -> list[jax.Device]:
         """The devices of one replica."""
-        return list(self.mesh.devices.reshape(self.num_replicas, -1)[replica])
+        return list(self.replica_devices[replica])
 
     @property
     def devices_per_replica(self) -> int:
         """Number of devices that one replica spans."""
-        return self.mesh.size // self.num_replicas
+        return self.mesh.size // self.mesh.shape[self.replica_axis]
 
     @property
     def manual_axes(self) -> frozenset[str]:
@@ -80,7 +101,7 @@ class ReplicaMesh:
     def local_replicas(self) -> tuple[int, ...]:
         """The replicas that have a device in this process, in order."""
         me = jax.process_index()
-        rows = self.mesh.devices.reshape(self.num_replicas, -1)
+        rows = self.replica_devices
         return tuple(i for i, row in enumerate(rows) if any(d.process_index == me for d in row))
 
     @functools.cached_property
@@ -114,17 +135,23 @@ class ReplicaMesh:
         return NamedSharding(self.mesh, PartitionSpec(self.replica_axis))
 
 
-def mesh_of_mirrored(array: jax.Array) -> Mesh | None:
+def mesh_of_mirrored(array: jax.Array, *, of_several: bool = True) -> Mesh | None:
     """The mesh of several replicas on which `array` is equal on every one; None if there is none.
 
     An array that belongs to a mesh and is not split over its replicas is equal on them.
+
+    Args:
+        array: Any array.
+        of_several: Whether a mesh with one place for replicas has one replica, and so does not
+            count; not so where replicas share devices (`ReplicaMesh.block`).
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or REPLICA_AXIS not in sharding.mesh.shape:
         return None
     split = {name for names in sharding.spec if names for name in np.atleast_1d(names)}
-    several = sharding.mesh.shape[REPLICA_AXIS] > 1
-    return sharding.mesh if several and REPLICA_AXIS not in split else None  # type: ignore
+    if sharding.mesh.shape[REPLICA_AXIS] == 1:
+        return None if of_several else sharding.mesh  # type: ignore
+    return sharding.mesh if REPLICA_AXIS not in split else None  # type: ignore
 
 
 def make_mesh(
@@ -133,6 +160,7 @@ def make_mesh(
     *,
     in_order: bool = False,
     axis_name: str | None = None,
+    deterministic: int | None = None,
 ) -> ReplicaMesh:
     """A mesh of as many replicas as `devices` allow, each of `inner_axes` devices.
 
@@ -146,6 +174,8 @@ def make_mesh(
             Their order is that of the mesh, but for `stage`, which comes first.
         in_order: Whether to take the devices as they come, replica by replica, instead.
         axis_name: Another name of the replica axis, which replica functions may use.
+        deterministic: A number of replicas that does not depend on that of devices; see
+            `ReplicaMesh`.
 
     Raises:
         ValueError: No devices, repeated devices, a bad axis, a number of devices that does not
@@ -164,7 +194,30 @@ def make_mesh(
     grid = _arrange_row_by_row(devices, shape) if in_order else _arrange(devices, axes)
     # Explicit axes, JAX's default, break ordinary models; mixed meshes lose shardings.
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-    return ReplicaMesh(mesh, axis_name=axis_name)
+    return ReplicaMesh(mesh, axis_name=axis_name, deterministic=deterministic)
+
+
+def _check_deterministic(replicas: int, mesh: Mesh, inner_axes: Sequence[str]) -> None:
+    asked = f"deterministic={replicas!r} was asked for"
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"{asked}. It is a number of replicas: 1, 2, 4, 8 ...")
+    if replicas & (replicas - 1):
+        fits = 1 << replicas.bit_length()
+        raise ValueError(
+            f"{asked}. Sums are added in pairs, and pairs of those, so it is a power of two: "
+            f"{fits // 2} or {fits}."
+        )
+    if any(mesh.shape[axis] > 1 for axis in inner_axes):
+        axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in inner_axes)
+        raise ValueError(
+            f"{asked}, with replicas that span devices ({axes}). How XLA sums inside such a "
+            f"replica is its own choice, and may be another on another mesh. Leave one of them out."
+        )
+    if replicas % mesh.size:
+        raise ValueError(
+            f"{asked} on {mesh.size} device(s), which cannot have as many each. Use a number of "
+            f"devices that divides it: 1, 2, 4 ... up to {replicas}; or another number of replicas."
+        )
 
 
 def _check_axis_name(name: str | None, inner_axes: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ process can see all of an array.
 """
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -164,7 +165,11 @@ def mesh_of(array: jax.Array) -> ReplicaMesh:
     """The mesh of replicas that holds a stacked array."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding), sharding
-    return ReplicaMesh(sharding.mesh)  # type: ignore[arg-type]
+    mesh = ReplicaMesh(sharding.mesh)  # type: ignore[arg-type]
+    replicas = array.shape[0]
+    return (
+        mesh if replicas == mesh.num_replicas else dataclasses.replace(mesh, deterministic=replicas)
+    )
 
 
 def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> jax.Array:
@@ -198,7 +203,7 @@ def from_local(
 
     def part(index: Any) -> np.ndarray:
         where = positions.index(index[0].start)
-        return local[(slice(where, where + 1), *index[1:])]
+        return local[(slice(where, where + index[0].stop - index[0].start), *index[1:])]
 
     return jax.make_array_from_callback(shape, sharding, part)
 
@@ -264,7 +269,7 @@ def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array
     if len(devices) == 1:
         shard = by_device[devices[0]]
         # A replicated stacked array (every device holds all of it) is also a stacked array.
-        return shard[0] if shard.shape[0] == 1 else shard[replica]
+        return shard[replica % shard.shape[0]]
     spec = _spec(stacked)
     position = 0 if spec and spec[0] is not None else replica
     return jax.make_array_from_single_device_arrays(
@@ -323,9 +328,14 @@ def replace_component(
     with jax.set_mesh(_NO_MESH):
         inner = NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*_spec(stacked)[1:]))
         part = jax.device_put(value, inner)
-        parts = {shard.device: shard.data[None] for shard in part.addressable_shards}
         # Copies: a step may overwrite the new array in place while somebody holds the old one.
         old = {shard.device: shard.data.copy() for shard in stacked.addressable_shards}
+        parts = {}
+        for shard in part.addressable_shards:
+            parts[shard.device] = shard.data[None]
+            if mesh.block is not None:  # others have theirs on this device
+                at = replica % mesh.block.size
+                parts[shard.device] = old[shard.device].at[at].set(shard.data)
         return jax.make_array_from_single_device_arrays(
             stacked.shape, stacked.sharding, list((old | parts).values())
         )
@@ -352,15 +362,17 @@ def value_of_chief(mesh: ReplicaMesh, what: str, value: jax.Array) -> jax.Array:
     Raises:
         ProcessesDifferError: The others hold another shape or dtype, or do something else.
     """
-    if not process_agreement.is_needed(mesh) or not _is_local(value):
+    if not process_agreement.is_needed(mesh):
         return value
+    if not (value.is_fully_addressable or value.is_fully_replicated):
+        return value  # in parts, which are each process's own
+    value = program_digest.addressable_copy(value)  # of any size: it is done once
     facts = {"its type": f"{value.dtype}[{','.join(map(str, value.shape))}]"}
     intention = process_agreement.Intention(what, facts)
     said = process_agreement.exchange(mesh, intention, program_digest.write_value(value))
     if len(set(said)) == 1:
         return value
     is_key = random_keys.is_key(value)
-    value = program_digest.addressable_copy(value)
     local = np.asarray(jax.random.key_data(value) if is_key else value)
     devices = NamedSharding(mesh.mesh, PartitionSpec(mesh.mesh.axis_names))
     shape = (mesh.mesh.size, *local.shape)
