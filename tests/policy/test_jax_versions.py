@@ -87,6 +87,15 @@ def methods_of_the_coordination_service():
         assert callable(getattr(_jax.DistributedRuntimeClient, name))
 
 
+def preemption_service():
+    from jax._src import distributed
+    from jaxlib import _jax
+
+    assert distributed.global_state.preemption_sync_manager is None  # one process
+    assert callable(_jax.PreemptionSyncManager.reached_sync_point)
+    assert internals.count_preemption_polls()() == 0
+
+
 def compiler_options():
     options = {"xla_cpu_enable_fast_math": True}
     lowered = jax.jit(lambda x: x, compiler_options=options).lower(1.0)
@@ -197,6 +206,10 @@ def out_shardings_of_jax():
 # What it is, who opens it (under tpudist/), and the test.
 DOORS = {
     "jax._src.distributed.global_state.client": ("xla/internals.py", coordination_service),
+    "jax._src.distributed.global_state.preemption_sync_manager": (
+        "xla/internals.py",
+        preemption_service,
+    ),
     "jaxlib._jax.DistributedRuntimeClient": (
         "xla/coordination.py",
         methods_of_the_coordination_service,
@@ -248,7 +261,7 @@ OF_OTHERS = {
     "_update_thread_local_hook": "xla/internals.py",
     "_raw_value": "state/nnx_binding.py",
     "_register_atexit": "checkpoint/one_save.py",
-    "_exit": "xla/compiler/child.py",  # os._exit, which is public in spite of its name
+    "_exit": None,  # os._exit, which is public in spite of its name
     "_current_frames": "xla/process_watch.py",  # sys._current_frames, likewise
     "_replace": None,  # as are those of named tuples
     "_fields": None,

@@ -56,6 +56,14 @@ class Finished:
     exit_code: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Where a process runs: a command that runs another one there, and its address."""
+
+    prefix: Sequence[str] = ()
+    address: str = "127.0.0.1"
+
+
 def report(value: Any) -> None:
     """Called by the program: hands `value`, which JSON must be able to say, to the test.
 
@@ -113,6 +121,7 @@ def start_processes(
     devices_per_process: int = 4,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    hosts: Sequence[Host] = (),
     python: str = sys.executable,
 ) -> Iterator[Running]:
     """Starts `program` once per process of a new cluster; none is left running after the block.
@@ -128,12 +137,14 @@ def start_processes(
         devices_per_process: Of each.
         args: Command line arguments.
         env: More environment variables, for all processes.
+        hosts: Of each process; by default all are on this one.
         python: The interpreter.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = _as_file(program, Path(folder))
         command = [python, str(file), *args]
-        workers = _start(command, num_processes, devices_per_process, Path(folder), env or {})
+        hosts = hosts or [Host()] * num_processes
+        workers = _start(command, hosts, devices_per_process, Path(folder), env or {})
         try:
             yield Running(workers)
         finally:
@@ -228,14 +239,15 @@ def _as_file(program: str | Path, folder: Path) -> Path:
 
 def _start(
     command: Sequence[str],
-    num_processes: int,
+    hosts: Sequence[Host],
     devices_per_process: int,
     folder: Path,
     more_env: Mapping[str, str],
 ) -> list[_Worker]:
-    addresses = [f"127.0.0.1:{port}" for port in _free_ports(num_processes)]
+    ports = _free_ports(len(hosts))
+    addresses = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
     workers = []
-    for index in range(num_processes):
+    for index, host in enumerate(hosts):
         own = folder / str(index)
         own.mkdir()
         task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
@@ -251,7 +263,7 @@ def _start(
         }
         with (own / "stdout").open("wb") as stdout, (own / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
-                command,
+                [*host.prefix, *command],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

@@ -42,7 +42,7 @@ def test_the_end_of_the_first_process_is_seen_by_the_others(first, lost):
     deadline = time.monotonic() + 10
     while not first._sockets and time.monotonic() < deadline:
         time.sleep(0.01)
-    first._closing = True  # it does not look itself
+    first._closing.set()  # it does not look itself
     first._sockets[0].shutdown(socket.SHUT_RDWR)
     assert lost.get(timeout=10) == 0
 

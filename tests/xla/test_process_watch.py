@@ -1,5 +1,6 @@
 """Processes that part: each ends within seconds, with a message that names who and what."""
 
+import signal
 import time
 
 import pytest
@@ -89,6 +90,102 @@ CASES = {
 }
 
 
+SLEEP = LOOP.format("").replace("400", "4000")
+AHEAD = "if me == {}: time.sleep(100)\nrun()\nrun()"
+
+
+def start_loop(more, **options):
+    program = "\n".join([*(line[4:] for line in PROGRAM.splitlines()), *more.splitlines()])
+    return start_processes(program, devices_per_process=2, **options)
+
+
+def wait_until_ready(running):
+    for index in (0, 1):
+        running.wait_until_said(index, "ready")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_is_stopped_is_named_and_all_others_end(index):
+    """As its kernel says so, after 20 s; of another host it would take longer."""
+    with start_loop(SLEEP) as running:
+        wait_until_ready(running)
+        running.signal(index, signal.SIGSTOP)
+        start, other = time.monotonic(), running.workers[1 - index]
+        assert other.process.wait(60) == 75
+        assert 15 < time.monotonic() - start < 40
+        running.signal(index, signal.SIGCONT)  # and it learns that the others have gone
+        finished = running.wait(60, exit_codes=(75, -6))
+    said = finished[1 - index].stderr
+    assert f"Process {index} (pid {running.workers[index].process.pid} on " in said
+    assert "has told nothing for 4 s: it is stopped, by SIGSTOP or Ctrl-Z. At 20 s" in said
+    assert "Start all processes again" in said
+    assert "tpudist, process" in finished[index].stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_for_a_while_goes_on():
+    with start_loop(LOOP.format("")) as running:
+        wait_until_ready(running)
+        running.signal(1, signal.SIGSTOP)
+        time.sleep(6)
+        running.signal(1, signal.SIGCONT)
+        finished = running.wait(60)
+    assert "Process 1 (pid" in finished[0].stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_does_not_come_is_named_with_its_stack(index):
+    with start_loop(AHEAD.format(index), env={"TPUDIST_HANG_TIMEOUT_S": "8"}) as running:
+        wait_until_ready(running)
+        start = time.monotonic()
+        finished = running.wait(60, exit_codes=(75,))
+        assert time.monotonic() - start < 25
+    assert f"Process {1 - index} has waited 4 s for process {index} (pid" in finished[0].stderr
+    assert "to begin Strategy.run of 'total' (worker_setup.py:" in finished[0].stderr
+    assert "time.sleep(100)" in finished[0].stderr
+    for each in finished:
+        assert "Thread 0x" in each.stderr  # all of them
+        assert "Start all processes again" in each.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_sigterm_ends_a_program_that_does_not_ask_for_it(index):
+    """JAX's own handler would only take note of it."""
+    with start_loop(SLEEP) as running:
+        wait_until_ready(running)
+        start = time.monotonic()
+        running.signal(index, signal.SIGTERM)
+        finished = running.wait(60, exit_codes=(143,))
+        assert time.monotonic() - start < 20
+    assert "SIGTERM. This program does not ask for it" in finished[index].stderr
+    assert f"Process {index} has failed" in finished[1 - index].stderr
+
+
+@pytest.mark.slow
+def test_sigterm_goes_to_jax_where_the_program_asks_it():
+    loop = """
+from jax.experimental import multihost_utils
+for i in range(2000):
+    run()
+    time.sleep(0.02)
+    if i == 5:
+        say("asking")
+    if multihost_utils.reached_preemption_sync_point(i):
+        print("at the point", flush=True)
+        break
+else:
+    raise ValueError("never")
+"""
+    with start_loop(loop) as running:
+        running.wait_until_said(1, "asking")
+        running.signal(1, signal.SIGTERM)
+        finished = running.wait(60)
+    assert all("at the point" in one.stdout for one in finished)
+
+
 QUICK = ("another order", "an exception in process 1", "SIGKILL of process 0")
 
 
@@ -98,10 +195,8 @@ QUICK = ("another order", "an exception in process 1", "SIGKILL of process 0")
 )
 def test_all_end_within_seconds_and_say_why(name):
     more, exit_code, *said = CASES[name]
-    program = "\n".join([*(line[4:] for line in PROGRAM.splitlines()), *more.splitlines()])
-    with start_processes(program, devices_per_process=2) as running:
-        for index in (0, 1):
-            running.wait_until_said(index, "ready")
+    with start_loop(more) as running:
+        wait_until_ready(running)
         start = time.monotonic()
         finished = running.wait(60, exit_codes=(exit_code, -9))
         seconds = time.monotonic() - start

@@ -17,6 +17,7 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.options import warn_if_given
 from tpudist.preemption import termination
 from tpudist.preemption.agreed_boundary import Agreement
+from tpudist.preemption.last_resort import LastResort, Pace
 from tpudist.preemption.notice import close_with
 from tpudist.preemption.notice_listener import NoticeListener
 from tpudist.preemption.termination import URGENT, TerminationConfig
@@ -38,7 +39,9 @@ class PreemptionCheckpointHandler:
     blocks. Boundaries are each `next` of a distributed iterator, before it takes an element,
     whatever loop that is in; and the calls of `run` and `save_checkpoint_if_preempted`. Code
     between `next` and the step belongs to the step, so what is saved continues exactly. Elements
-    that a program takes ahead, before the step that uses the ones before, are lost.
+    that a program takes ahead, before the step that uses the ones before, are lost. A program that
+    comes to no boundary ends without saving: after 10 s if it has come to none before, else after
+    a minute or four times its longest step.
 
         handler = tpudist.experimental.PreemptionCheckpointHandler(None, manager)
         for batch in batches:  # restored with the rest
@@ -92,12 +95,13 @@ class PreemptionCheckpointHandler:
             self._agreement.notice, self._config.watcher, self._config.grace_after
         )
         self._agreements = [self._agreement]
-        self._close = close_with(self, _make_close(self._listening, self._agreements))
+        self._pace = Pace()
+        last_resort = LastResort(self._agreement.notice, self._pace)
+        self._close = close_with(self, _make_close(self._listening, self._agreements, last_resort))
         self._is_over = self._is_handling = False
         self._polls_before = step_boundaries.num_polls()
-        self._end_s = self._saving_s = self._step_s = 0.0
+        self._end_s = self._saving_s = 0.0
         self._in_grace_after: str | None = None
-        self._num_boundaries, self._last_boundary_s = 0, time.monotonic()
         step_boundaries.register(self._at_boundary)
 
     @property
@@ -153,12 +157,12 @@ class PreemptionCheckpointHandler:
         if self._is_over or self._is_handling:
             return
         self._listening.check()
-        self._measure()
+        self._pace.reach_boundary()
         if self._in_grace_after is not None and self._grace_is_over():
             self._agreement.notice.give("the period of grace is over")
         if not self._agreement.reach_boundary():
             return
-        self._is_handling = True  # saving may come to boundaries itself
+        self._is_handling = self._pace.is_saving = True  # saving may come to boundaries itself
         try:
             notice = self._agreement.notice
             assert notice.content is not None
@@ -170,17 +174,11 @@ class PreemptionCheckpointHandler:
             self._saving_s = time.monotonic() - start
             if self._in_grace_after is None and notice.content.grace_s > 0:
                 self._begin_grace()
-                self._last_boundary_s = time.monotonic()  # saving is no part of a step
+                self._pace.restart()  # saving is no part of a step
                 return
         finally:
             self._is_handling = False
         self._exit()
-
-    def _measure(self) -> None:
-        now = time.monotonic()
-        self._num_boundaries += 1
-        self._step_s += (now - self._last_boundary_s - self._step_s) / self._num_boundaries
-        self._last_boundary_s = now
 
     def _begin_grace(self) -> None:
         notice = self._agreement.notice
@@ -197,7 +195,7 @@ class PreemptionCheckpointHandler:
     def _grace_is_over(self) -> bool:
         if self._in_grace_after not in URGENT and set(URGENT) & set(self._listening.heard):
             return True
-        reserve_s = _STEPS_OF_RESERVE * self._step_s + 2 * self._saving_s
+        reserve_s = _STEPS_OF_RESERVE * self._pace.mean_s + 2 * self._saving_s
         return time.monotonic() > self._end_s - reserve_s
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
@@ -234,10 +232,13 @@ class PreemptionCheckpointHandler:
         return answer == "True"
 
 
-def _make_close(listening: NoticeListener, agreements: list[Agreement]) -> Callable[[bool], None]:
+def _make_close(
+    listening: NoticeListener, agreements: list[Agreement], last_resort: LastResort
+) -> Callable[[bool], None]:
     """What closes the parts of a handler, without the handler."""
 
     def close(process_ends: bool) -> None:
+        last_resort.close()
         listening.close(process_ends)
         for agreement in agreements:
             agreement.close()

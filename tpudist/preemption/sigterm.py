@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from tpudist.xla.preemption_service import SigtermHandler
+
 _all: "weakref.WeakSet[SigtermListener]" = weakref.WeakSet()
 
 
@@ -59,6 +61,8 @@ class SigtermListener:
         if listens:
             self._on_signal()
         previous = self._previous_handler()
+        if listens and isinstance(previous, SigtermHandler):
+            return  # it ends those that do not listen
         if callable(previous):
             try:
                 previous(number, frame)

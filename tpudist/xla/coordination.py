@@ -17,7 +17,7 @@ from tpudist.xla import internals
 _log = logging.getLogger("tpudist")
 
 TIMEOUT_S = 600.0
-REPORT_S = 10.0
+REPORT_S = 4.0
 """After which a wait is first told of; then after twice that time, and so on."""
 _SLICE_S = 0.5  # how long one wait in C++ lasts, which neither Ctrl-C nor a closing thread ends
 

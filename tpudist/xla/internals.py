@@ -29,6 +29,30 @@ def coordinator_host() -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def count_preemption_polls() -> Callable[[], int]:
+    """Counts from now on how often this process asks JAX whether it is to end.
+
+    Returns:
+        What gives the count; for ever 0 where JAX has no such service.
+    """
+    state, polls = distributed.global_state, 0
+    manager = getattr(state, "preemption_sync_manager", None)
+    if manager is None:
+        return lambda: 0
+
+    class Counting:
+        def reached_sync_point(self, step_id: int) -> bool:
+            nonlocal polls
+            polls += 1
+            return manager.reached_sync_point(step_id)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(manager, name)
+
+    state.preemption_sync_manager = Counting()
+    return lambda: polls
+
+
 def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
     """The `compiler_options` that `jax.jit` was given for a program, which it shows nowhere."""
     try:

@@ -1,19 +1,26 @@
 """A connection of each process to the first one, which the kernel closes when either is killed.
 
 The death of a process is known at once so, whatever its threads were doing, and that of the first
-process before JAX, which loses its service then, aborts the others. Nothing is sent but who
-connects, and that a process ends well.
+process before JAX, which loses its service then, aborts the others. That of a host, and the loss
+of the network, the kernels find out: they answer each other though a process may be stopped or
+busy. Nothing is sent but who connects, that the first process is there, and that one ends well.
 """
 
 import contextlib
 import hmac
 import ipaddress
+import math
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 
+LINK_S = 15.0
+"""After which a connection is given up whose other end does not answer, in the kernel."""
 _WELL = b"E"
+_THERE = b"."
+_BEAT_S = 0.5
 _CONNECT_S = 10.0
 _GREETING = 64  # bytes: who connects, and the secret
 
@@ -32,7 +39,8 @@ class Lines:
         self._sockets: list[socket.socket] = []
         self._listener: socket.socket | None = None
         self._secret = ""
-        self._closing = False
+        self._closing = threading.Event()
+        self._heard_s = math.inf  # of the first process
 
     def listen(self, host: str) -> str:
         """Where the others are to connect to, as text, of the first process.
@@ -44,6 +52,7 @@ class Lines:
         family = socket.AF_INET6 if _is_v6(host) else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         _start(self._accept)
+        _start(self._beat)
         return f"{self._listener.getsockname()[1]} {self._secret}"
 
     def connect(self, host: str, where: str) -> None:
@@ -54,14 +63,19 @@ class Lines:
         """
         port, secret = where.split()
         line = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-        line.settimeout(None)
+        _watch_link(line)
         line.sendall(f"{self._index} {secret}".encode().ljust(_GREETING))
         self._sockets.append(line)
+        self._heard_s = time.monotonic()
         _start(self._wait_for_end, line, 0)
+
+    def silence_s(self) -> float:
+        """For how long the first process has not said that it is there; 0 without a connection."""
+        return max(0.0, time.monotonic() - self._heard_s)
 
     def close(self) -> None:
         """Says that this process ends well."""
-        self._closing = True
+        self._closing.set()
         for line in self._sockets:
             with contextlib.suppress(OSError):
                 line.sendall(_WELL)
@@ -73,7 +87,7 @@ class Lines:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while not self._closing:
+        while not self._closing.is_set():
             try:
                 line, _ = self._listener.accept()
             except OSError:  # this process closes, or who connects has gone
@@ -85,7 +99,7 @@ class Lines:
         try:
             line.settimeout(_CONNECT_S)
             greeting = line.recv(_GREETING, socket.MSG_WAITALL).decode(errors="replace")
-            line.settimeout(None)
+            _watch_link(line)
         except OSError:
             greeting = ""
         index, _, secret = greeting.strip().partition(" ")
@@ -98,11 +112,33 @@ class Lines:
     def _wait_for_end(self, line: socket.socket, index: int) -> None:
         with line:
             try:
-                found = line.recv(1)
-            except OSError:  # reset by a host that knows no such connection any more
+                while (found := line.recv(1)) == _THERE:
+                    self._heard_s = time.monotonic()
+            except OSError:  # reset by a host that knows no such connection any more, or no answer
                 found = b""
-        if found != _WELL and not self._closing:
+        if found != _WELL and not self._closing.is_set():
             self._lost(index)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(_BEAT_S):
+            for line in list(self._sockets):
+                with contextlib.suppress(OSError):  # full, as of a stopped process; or closed
+                    line.send(_THERE, socket.MSG_DONTWAIT)
+
+
+def _watch_link(line: socket.socket) -> None:
+    """Has the kernel give up a connection after `LINK_S` without an answer of the other one."""
+    line.settimeout(None)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": LINK_S / 3,  # seconds
+        "TCP_KEEPINTVL": LINK_S / 6,
+        "TCP_KEEPCNT": 4,
+        "TCP_USER_TIMEOUT": LINK_S * 1000,  # of what was sent, in ms
+    }
+    for name, value in options.items():
+        if (number := getattr(socket, name, None)) is not None:  # not every system has all
+            line.setsockopt(socket.IPPROTO_TCP, number, int(value))
 
 
 def _is_v6(host: str) -> bool:

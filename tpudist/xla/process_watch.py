@@ -9,6 +9,7 @@ return. Nothing is added to a step but a count.
 
 import atexit
 import ctypes
+import faulthandler
 import functools
 import json
 import logging
@@ -23,14 +24,17 @@ from typing import Any
 import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
-from tpudist.xla import internals
+from tpudist.xla import internals, preemption_service, process_state, run_order
 from tpudist.xla.process_judge import (
     ALL_ENDED,
     EXIT_PEER_LOST,
     EXIT_USER_ERROR,
     HOLD_S,
     INTERVAL_S,
+    START_AGAIN,
+    WARN_S,
     Judge,
+    describe_silence,
 )
 from tpudist.xla.process_lines import Lines
 from tpudist.xla.run_order import RunOrder
@@ -63,10 +67,13 @@ class Watch:
         self._client, self._index = internals.coordination_client(), jax.process_index()
         self._count = jax.process_count()
         self._orders: dict[str, tuple[RunOrder, Callable[[int], str]]] = {}
-        self._state, self._why = "running", ""
+        self._state, self._why, self._failure_code = "running", "", EXIT_USER_ERROR
+        self._place, self._place_of_first = process_state.here(), ""
+        self._lengths, self._moved_s = {}, time.monotonic()
+        self._next_warning_s = WARN_S
         self._ended_together = threading.Event()
         self._closing = threading.Event()
-        self._judge = Judge(self._count)
+        self._judge = Judge(self._count)  # also where another one judges: a wrong setting is said
         self._lines = Lines(self._index, self._on_lost)
         self._interval_s = INTERVAL_S + self._count / _REPORTS_PER_S
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
@@ -76,6 +83,7 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
+        preemption_service.SigtermHandler(self._on_sigterm)
         atexit.register(self._at_exit)
 
     def follow(self, name: str, order: RunOrder, describe: Callable[[int], str]) -> None:
@@ -106,7 +114,20 @@ class Watch:
         for name, (order, describe) in list(self._orders.items()):
             runs = order.last_runs()
             orders[name] = {"runs": runs, "names": {x: describe(x) for x in {r[0] for r in runs}}}
-        return {"state": self._state, "why": self._why, "orders": orders, "beat": time.time()}
+        report = {
+            "state": self._state,
+            "why": self._why,
+            "exit_code": self._failure_code,
+            "orders": orders,
+            "beat": time.time(),
+            "place": self._place,
+        }
+        lengths = {name: run_order.length(x["runs"]) for name, x in orders.items()}
+        if lengths != self._lengths:
+            self._lengths, self._moved_s = lengths, time.monotonic()
+        elif time.monotonic() - self._moved_s > WARN_S / 2:  # others may want to know why
+            report["at"] = _stack_of_main_thread()
+        return report
 
     def _send(self, report: dict[str, Any]) -> None:
         """And where all meet, what follows from the reports of all."""
@@ -132,10 +153,12 @@ class Watch:
         host, key = internals.coordinator_host(), "tpudist/watch/lines"
         try:
             if self._index:
-                where = self._client.blocking_key_value_get(key, 20 * _WAIT_MS)
+                text = self._client.blocking_key_value_get(key, 20 * _WAIT_MS)
+                where, self._place_of_first = json.loads(text)
                 self._lines.connect(host, where)
             else:
-                self._client.key_value_set(key, self._lines.listen(host), True)
+                where = self._lines.listen(host)
+                self._client.key_value_set(key, json.dumps([where, self._place]), True)
         except Exception as error:  # of the network, or the service; the type varies
             _log.info("Process %d has no line to the others: %s", self._index, error)
 
@@ -145,8 +168,8 @@ class Watch:
             return
         verdict = {
             "message": f"Process {index} has ended without a word: it was killed (by SIGKILL, for "
-            f"want of memory), or has left by os._exit. Start all processes again, from the last "
-            f"checkpoint.",
+            f"want of memory), or has left by os._exit, or its host or network has failed. "
+            f"{START_AGAIN}",
             "exit_code": EXIT_PEER_LOST,
             "failed": index,
         }
@@ -166,13 +189,16 @@ class Watch:
                 verdict = json.loads(self._client.blocking_key_value_get(key, _WAIT_MS))
             except Exception as error:  # the type varies; the text says what happened
                 if "DEADLINE_EXCEEDED" in str(error):
+                    if verdict := self._judge_first():
+                        self._end(verdict)
+                        return
                     continue
                 if self._closing.wait(self._interval_s) or self._has_left():
                     return
                 verdict = {
                     "message": f"Process 0, where the processes of this run meet, cannot be "
                     f"reached any more ({str(error).splitlines()[0][:200]}). It was killed, or the "
-                    f"network has failed. Start all processes again, from the last checkpoint.",
+                    f"network has failed. {START_AGAIN}",
                     "exit_code": EXIT_PEER_LOST,
                     "failed": 0,
                 }
@@ -182,17 +208,37 @@ class Watch:
             self._end(verdict)
             return
 
+    def _judge_first(self) -> dict[str, Any] | None:
+        """Of the first process, which cannot say itself that it is silent: why to end, or None."""
+        waited_s = self._lines.silence_s()
+        if waited_s <= WARN_S:
+            self._next_warning_s = WARN_S
+            return None
+        silence = describe_silence(0, waited_s, self._place_of_first)
+        if waited_s > silence.limit_s:
+            message = f"{silence.text} {START_AGAIN}"
+            return {"message": message, "exit_code": EXIT_PEER_LOST, "failed": 0, "silent": True}
+        if waited_s > self._next_warning_s:
+            self._next_warning_s = 2 * waited_s
+            _log.warning("%s", silence.warning)
+        return None
+
     def _end(self, verdict: Mapping[str, Any]) -> None:
         """Raises in the main thread, which may not be able to; then the process ends."""
         message = verdict["message"]
-        if verdict.get("failed") != self._index:  # that one's own traceback has been shown
+        # The traceback of an exception of this process has been shown.
+        if verdict.get("failed") != self._index or self._state != "failed":
             _write(f"tpudist, process {self._index}: {message}")
         self._exit_code, self.message = verdict["exit_code"], message
         if self._state == "running":
             _write(f"Process {self._index} was at:\n{_stack_of_main_thread()}")
+            if verdict.get("all_threads"):
+                _write_all_threads()
             differ = "failed" not in verdict
             _raise_in_main_thread(ProcessesDifferError if differ else ProcessFailedError, message)
         time.sleep(GRACE_S)
+        if verdict.get("silent"):  # who would have to listen to what is said at the end
+            _exit(self._exit_code)
         self._leave()
 
     def _close(self) -> None:
@@ -233,6 +279,17 @@ class Watch:
             self._why = "".join(traceback.format_exception(kind, error, where))[-6000:]
             self._state = "failed"
 
+    def _on_sigterm(self) -> None:
+        """This process ends now: by `SystemExit`, of which the others would know nothing."""
+        if self._state == "running" and not self.message:
+            _write(
+                f"tpudist, process {self._index}: SIGTERM. This program does not ask for it, so it "
+                f"ends here; with PreemptionCheckpointHandler it would save its state first."
+            )
+            self._why = "SIGTERM: it was asked to end."
+            self._failure_code = preemption_service.EXIT_CODE
+            self._state = "failed"
+
     def _at_exit(self) -> None:
         """Waits until all have ended, or it is told why they cannot: JAX would wait for minutes."""
         if self._has_left():
@@ -240,7 +297,7 @@ class Watch:
             return
         if self._state == "running":
             self._state = "ended"
-        start, next_report_s = time.monotonic(), 10.0
+        start, next_report_s = time.monotonic(), 5.0
         while not self._ended_together.wait(0.02):
             waited_s = time.monotonic() - start
             if self.message:
@@ -276,6 +333,13 @@ def _stack_of_main_thread() -> str:
     """Where it is, the users' lines and those of libraries; of one in C++, what called that."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)[-12:]) if frame else "  (an unknown place)\n"
+
+
+def _write_all_threads() -> None:
+    try:
+        faulthandler.dump_traceback(2, all_threads=True)  # stderr, wherever Python writes
+    except Exception:  # closed, or no file: there is nobody to tell then
+        pass
 
 
 def _write(text: str) -> None:
