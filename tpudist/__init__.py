@@ -48,6 +48,7 @@ from tpudist.strategy.strategy import Strategy
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
 from tpudist.xla.compile_log import CompileRecord, compile_log
+from tpudist.xla.goodput import record_goodput
 from tpudist.xla.rows.row_kernels import rowwise
 from tpudist.xla.runtime import emulate
 
@@ -107,6 +108,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "planner",
+    "record_goodput",
     "rows_of_microbatches",
     "rowwise",
     "run_functions_eagerly",

@@ -47,7 +47,8 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     # seen from outside, which must work though nothing of a run does.
     assert found["rooms (entries at the top)"] <= 30
     assert found["floors"] <= 13
-    assert found["arrows between rooms"] < 140
+    # One more than the house was planned with: `supervisor` reads what `xla/goodput.py` notes.
+    assert found["arrows between rooms"] <= 140
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports():

@@ -23,6 +23,7 @@ from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import Saver, finish_other
 from tpudist.checkpoint.steps_on_disk import History
 from tpudist.options import warn_if_given
+from tpudist.xla import goodput
 from tpudist.xla.coordination import TIMEOUT_S, Channel
 
 _names = itertools.count()
@@ -212,7 +213,7 @@ class CheckpointManager:
         self._require_open()
         if check_interval and not force and not self._interval.is_over(self._agree_on_latest):
             return None
-        with self._lock:
+        with self._lock, goodput.phase(goodput.Phase.CHECKPOINT):
             self.wait()
             # Whatever is wrong with the objects is said before anything is changed on the disk.
             step = self._number(checkpoint_number)
@@ -228,7 +229,9 @@ class CheckpointManager:
             self._interval.begin()
             if not self._asynchronous:
                 self.wait()
-            return str(self._files.step(step))
+            path = str(self._files.step(step))
+            goodput.note_calls("save", path=path)
+            return path
 
     def check(self) -> None:
         """Raises what went wrong in a save that has ended since; returns at once.
@@ -244,7 +247,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: It failed.
         """
-        self._saver.wait()
+        with goodput.phase(goodput.Phase.CHECKPOINT):
+            self._saver.wait()
 
     def close(self) -> None:
         """Waits for the save that goes on; then nothing more can be saved.
@@ -358,6 +362,12 @@ class CheckpointManager:
                 the objects, and then the error lists all that does not. Nothing is restored then.
         """
         context.require_cross_replica("CheckpointManager.restore")
+        with goodput.phase(goodput.Phase.CHECKPOINT):
+            return self._restore(step, only, exclude, rename, cast, verify)
+
+    def _restore(
+        self, step: int | None, only: Any, exclude: Any, rename: Any, cast: bool, verify: bool
+    ) -> RestoreReport:
         self._wait_for_all()
         found = self._find_entries()
         parts = {"only": only, "exclude": exclude, "rename": rename, "cast": cast}
@@ -370,7 +380,8 @@ class CheckpointManager:
             if jax.process_count() > 1 or path.exists():
                 raise
             # The program that trains has removed it meanwhile, and has newer ones.
-            return self.restore(step, verify=verify, **parts)
+            return self._restore(step, verify=verify, **parts)
+        goodput.note("restore", path=str(path))
         self.notes = notes
         self.restored = dataclasses.replace(report, skipped=skipped)
         return self.restored

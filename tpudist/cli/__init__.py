@@ -17,14 +17,19 @@ from typing import Annotated, Any
 
 import tyro
 
-from tpudist.cli import launch_command, plan_command, topologies_command
+from tpudist.cli import doctor_command, launch_command, plan_command, topologies_command
 from tpudist.cli.console import say
 from tpudist.cli.errors import WrongUse
 from tpudist.xla.settings import Setting
 
 WRONG_USE = 2
 INTERRUPTED = 130
-COMMANDS = {"plan": plan_command, "topologies": topologies_command, "launch": launch_command}
+COMMANDS = {
+    "plan": plan_command,
+    "topologies": topologies_command,
+    "launch": launch_command,
+    "doctor": doctor_command,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

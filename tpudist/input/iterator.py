@@ -10,6 +10,7 @@ from tpudist.input import iterator_state
 from tpudist.input.iterator_state import Position
 from tpudist.input.optional import Optional
 from tpudist.input.transfer import feed_ahead
+from tpudist.xla import goodput
 
 if TYPE_CHECKING:
     from tpudist.input.dataset import DistributedDataset
@@ -59,7 +60,8 @@ class DistributedIterator(Iterator[PyTree]):
             element, self._position = self._given_back.pop()
             return element
         begun_s = time.perf_counter()
-        element, source = next(self._elements)
+        with goodput.phase(goodput.Phase.INPUT):
+            element, source = next(self._elements)
         self._waited_s += time.perf_counter() - begun_s
         pass_number, step, _ = self._position
         self._position = Position(pass_number, step + 1, source)

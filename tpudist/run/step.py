@@ -42,6 +42,7 @@ from tpudist.xla import (
     compile_log,
     executables,
     first_compile,
+    goodput,
     placement,
     traces,
 )
@@ -127,6 +128,7 @@ class Step:
         assert self._plan is not None, "the inputs are made by it"
         with InterruptHold() if self._plan.state else NO_HOLD:
             try:
+                goodput.begin_call()
                 written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
             except (TypeError, ValueError) as error:
                 if now.careful:

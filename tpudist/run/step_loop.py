@@ -16,7 +16,7 @@ from tpudist.run.inputs import sharding_to_keep
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
 from tpudist.run.results import Outcome
 from tpudist.run.step import Step
-from tpudist.xla import compile_log, process_agreement
+from tpudist.xla import compile_log, goodput, process_agreement
 
 
 class StepSequence:
@@ -77,6 +77,7 @@ class StepSequence:
         step.wait_for_slot(values)
         carry, constants = [shared[i] for i in state], [shared[i] for i in constant]
         with InterruptHold() if state else NO_HOLD:
+            goodput.begin_call()
             written, outcomes = self._jitted(carry, constants, own)
             if self._count_run is not None:
                 self._count_run()

@@ -32,7 +32,7 @@ from tpudist.strategy.state_methods import StateMethods
 from tpudist.values import stacked_values
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import integers, placement, process_agreement, traces
+from tpudist.xla import goodput, integers, placement, process_agreement, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -61,6 +61,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         super().__init__()
         self.replica_mesh = replica_mesh
         process_agreement.watch(replica_mesh)
+        goodput.record_if_asked()
         _ = self.variable_home  # which refuses hooks that contradict each other
         self.extended = StrategyExtended(self)
         self._replicator = Replicator(self)

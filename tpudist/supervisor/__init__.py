@@ -1,1 +1,1 @@
-"""Processes of a run that are started on this host, watched, started again, and ended."""
+"""Processes of a run: started on this host, watched, started again, ended; and explained."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from tpudist.xla import notebook_table
+from tpudist.xla import goodput, notebook_table
 
 _log = logging.getLogger("tpudist.compile")
 
@@ -72,6 +72,9 @@ def record_compile(function: str, cause: str, seconds: float, number: int) -> No
     """
     with _records_lock:
         _records.append(CompileRecord(function, cause, seconds))
+    if recorder := goodput.current_recorder():
+        recorder.move(seconds, goodput.Phase.COMPILE)
+        recorder.note("compile", function=function, cause=cause, seconds=seconds, number=number)
     level = logging.INFO if number < _MANY_COMPILES else logging.WARNING
     _log.log(level, "compiled %s in %.2f s (time %d): %s", function, seconds, number, cause)
 

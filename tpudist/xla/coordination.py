@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tpudist.xla import internals
+from tpudist.xla import goodput, internals
 
 _log = logging.getLogger("tpudist")
 
@@ -62,9 +62,15 @@ class Channel:
             Cancelled: As asked for.
         """
         number, self._round = self._round, self._round + 1
-        processes = self._members
-        if len(processes) == 1:
+        if len(self._members) == 1:
             return [text]
+        with goodput.phase(goodput.Phase.WAIT):
+            return self._exchange(number, text, purpose, timeout_s, cancelled)
+
+    def _exchange(
+        self, number: int, text: str, purpose: str, timeout_s: float, cancelled: Callable[[], bool]
+    ) -> list[str]:
+        processes = self._members
         client, index = _client(), jax.process_index()
         folder = f"tpudist/{self._name}/{number}"
         place = purpose or f"at '{self._name}', round {number}"

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
-from tpudist.xla import internals, preemption_service, process_state, run_order
+from tpudist.xla import goodput, internals, preemption_service, process_state, run_order
 from tpudist.xla.process_judge import (
     ALL_ENDED,
     EXIT_PEER_LOST,
@@ -230,6 +230,8 @@ class Watch:
         if verdict.get("failed") != self._index or self._state != "failed":
             _write(f"tpudist, process {self._index}: {message}")
         self._exit_code, self.message = verdict["exit_code"], message
+        goodput.flush()
+        goodput.note("verdict", message=message)
         if self._state == "running":
             _write(f"Process {self._index} was at:\n{_stack_of_main_thread()}")
             if verdict.get("all_threads"):
@@ -297,6 +299,14 @@ class Watch:
             return
         if self._state == "running":
             self._state = "ended"
+        with goodput.phase(goodput.Phase.WAIT):
+            self._wait_for_the_others()
+        if self._ended_together.is_set():
+            self._close()
+            return
+        self._leave()
+
+    def _wait_for_the_others(self) -> None:
         start, next_report_s = time.monotonic(), 5.0
         while not self._ended_together.wait(0.02):
             waited_s = time.monotonic() - start
@@ -311,10 +321,6 @@ class Watch:
                     self._index,
                     waited_s,
                 )
-        if self._ended_together.is_set():
-            self._close()
-            return
-        self._leave()
 
 
 def _raise_in_main_thread(kind: type[RuntimeError], message: str) -> None:
@@ -351,6 +357,7 @@ def _write(text: str) -> None:
 
 
 def _exit(code: int) -> None:
+    goodput.flush()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

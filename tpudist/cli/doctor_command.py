@@ -1,0 +1,102 @@
+"""`tpudist doctor`: what the time of a run went to, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import tyro
+from rich.table import Table
+from rich.text import Text
+
+from tpudist.cli.console import show
+from tpudist.cli.errors import WrongUse
+from tpudist.supervisor.diagnosis import LOST, REPLAYED, WAITED, Diagnosis, diagnose
+from tpudist.supervisor.run_history import NoLedger, read_run
+from tpudist.xla.goodput import Phase
+
+ROWS = (
+    Phase.STEP.value,
+    WAITED,
+    Phase.INPUT.value,
+    Phase.COMPILE.value,
+    Phase.CHECKPOINT.value,
+    Phase.WAIT.value,
+    Phase.STARTUP.value,
+    LOST,
+    REPLAYED,
+)
+_SHOWN = 8
+_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """Says what the time of a run went to, and why: tpudist doctor runs/latest."""
+
+    run: tyro.conf.Positional[str]
+    """Its folder, where tpudist.record_goodput or TPUDIST_GOODPUT has noted it."""
+
+
+def run(options: Options) -> int:
+    """Prints the shares and the causes; returns the exit code."""
+    try:
+        diagnosis = diagnose(read_run(options.run))
+    except NoLedger as error:
+        raise WrongUse(str(error)) from error
+    show(_table(diagnosis), *_causes(diagnosis))
+    return 0
+
+
+def _table(diagnosis: Diagnosis) -> Table:
+    table = Table(
+        title=f"{diagnosis.wall_s:.1f} s, {_share(diagnosis):.0%} of it new steps",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        pad_edge=False,
+    )
+    table.add_column("", no_wrap=True)
+    processes = list(diagnosis.seconds)
+    if len(processes) <= _COLUMNS:
+        for process in processes:
+            table.add_column(f"process {process}", justify="right", no_wrap=True)
+    else:
+        for name in ("median", "most", "of process"):
+            table.add_column(name, justify="right", no_wrap=True)
+    for name in ROWS:
+        found = {i: spent.get(name, 0.0) for i, spent in diagnosis.seconds.items()}
+        if not any(found.values()):
+            continue
+        cells = [_cell(found[i], diagnosis.seconds[i]) for i in processes]
+        if len(processes) > _COLUMNS:
+            order = sorted(processes, key=lambda i: found[i])
+            middle, most = order[len(order) // 2], order[-1]
+            cells = [cells[processes.index(middle)], cells[processes.index(most)], str(most)]
+        table.add_row(name, *cells)
+    return table
+
+
+def _cell(seconds: float, spent: Mapping[str, float]) -> str:
+    total = sum(spent.values()) or 1.0
+    return f"{seconds:.1f} s {seconds / total:4.0%}" if seconds else ""
+
+
+def _share(diagnosis: Diagnosis) -> float:
+    """Of the process with the least: one that others wait for seems to be in steps itself."""
+    return min(
+        spent.get(Phase.STEP.value, 0.0) / (sum(spent.values()) or 1.0)
+        for spent in diagnosis.seconds.values()
+    )
+
+
+def _causes(diagnosis: Diagnosis) -> list[Text]:
+    if not diagnosis.causes:
+        return [Text("\nNothing has held it up.")]
+    causes = diagnosis.causes[:_SHOWN]
+    return [
+        Text("\nWhat has held it up, the longest first:"),
+        *(Text(f"{i + 1}. {c.seconds:.1f} s: {c.text}") for i, c in enumerate(causes)),
+    ]

@@ -1,0 +1,266 @@
+"""Notes what the main thread of a process spends its time with, in a file of JSON lines.
+
+At each moment it is in one phase: the innermost that is open, else the start of the program, or
+after the first step the steps. So the phases add up to the time of the process. A thread writes
+what they took once a second, so that of a process that is killed a second is missing at most.
+"""
+
+import atexit
+import collections
+import enum
+import json
+import os
+import socket
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FOLDER = "goodput"
+"""The name of the folder in a run's, with a file for each start of each process."""
+INTERVAL_S = 1.0
+GAP_S = 0.2
+"""A pause between two calls that is noted by itself, if it is far above the usual one as well."""
+VARIABLE = "TPUDIST_GOODPUT"
+_GAP_FACTOR = 4.0
+_REMEMBERED = 32  # calls, of which the pauses are known
+_ALL_CALLS = 64  # of which all beginnings are noted; of those after, as many in each octave
+
+
+class Phase(enum.Enum):
+    """What time is spent with."""
+
+    STARTUP = "start"
+    COMPILE = "compile"
+    INPUT = "input"
+    STEP = "step"
+    CHECKPOINT = "checkpoint"
+    WAIT = "wait for others"
+
+
+class _Recorder:
+    """That of this process."""
+
+    def __init__(self, file: Path, process: int, num_processes: int):
+        self._file = file.open("x", buffering=1)
+        self._thread_id = threading.get_ident()
+        self._stack = [Phase.STARTUP]
+        self._lock = threading.Lock()
+        self._seconds: dict[Phase, float] = dict.fromkeys(Phase, 0.0)
+        began = _time_of_start()
+        self._seconds[Phase.STARTUP] = time.time() - began
+        self._last = time.perf_counter()
+        self._written: dict[Phase, float] = dict.fromkeys(Phase, 0.0)
+        self._begins: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
+        self._pauses: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
+        self._noted_to = 0
+        self.calls = 0
+        self._closing = threading.Event()
+        self.note(
+            "start",
+            process=process,
+            processes=num_processes,
+            began=began,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+        self._write()
+        self._thread = threading.Thread(target=self._write_often, name="goodput", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread whose time is noted."""
+        return threading.get_ident() == self._thread_id
+
+    def enter(self, phase: Phase) -> None:
+        """Time counts for `phase` from here on."""
+        self._count()
+        self._stack.append(phase)
+
+    def leave(self) -> None:
+        """Time counts for the phase before, from here on."""
+        self._count()
+        self._stack.pop()
+
+    def move(self, seconds: float, phase: Phase) -> None:
+        """The last so many seconds of this phase were of another one, as it turns out."""
+        self._count()
+        with self._lock:
+            for known in (self._stack[-1], Phase.STARTUP):  # the first step begins in the start
+                there = min(seconds, self._seconds[known])
+                self._seconds[known] -= there
+                self._seconds[phase] += there
+                seconds -= there
+
+    def begin_call(self) -> None:
+        """A program of all replicas is about to be dispatched."""
+        if self._stack[0] is Phase.STARTUP:
+            self._count()
+            self._stack[0] = Phase.STEP
+        now = time.time()
+        pause = now - self._begins[-1][1] if self._begins else 0.0
+        self._begins.append((self.calls, now))
+        self.calls += 1
+        if pause > GAP_S and self._pauses:
+            if pause > _GAP_FACTOR * statistics.median(self._pauses):
+                self._note_begins()
+        self._pauses.append(pause)
+        call = self.calls - 1
+        if call % stride_of(call) < 2:
+            self.note("call", call=call, began=now)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Writes a line."""
+        line = json.dumps({"kind": kind, "time": time.time(), **facts})
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line + "\n")
+
+    def close(self) -> None:
+        """The program ends."""
+        self._closing.set()
+        self._thread.join(2 * INTERVAL_S)
+        self._write()
+        self.note("end")
+        with self._lock:
+            self._file.close()
+
+    def flush(self) -> None:
+        """Writes what is known until now."""
+        self._write()
+
+    def _note_begins(self) -> None:
+        """Of calls that others may have begun at other times."""
+        new = [x for x in self._begins if x[0] >= self._noted_to]
+        self._noted_to = self.calls
+        self.note("gap", begins=new)
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        with self._lock:
+            self._seconds[self._stack[-1]] += now - self._last
+            self._last = now
+
+    def _write_often(self) -> None:
+        while not self._closing.wait(INTERVAL_S):
+            self._write()
+
+    def _write(self) -> None:
+        self._count()
+        with self._lock:
+            seconds = dict(self._seconds)
+        spent = {x.value: round(seconds[x] - self._written[x], 6) for x in Phase}
+        self._written = seconds
+        self.note(
+            "time",
+            seconds={name: s for name, s in spent.items() if s},
+            calls=self.calls,
+        )
+
+
+def stride_of(call: int) -> int:
+    """Of how many calls around this one the beginning of one, and of the next, is noted."""
+    return 1 << max(0, (call // _ALL_CALLS).bit_length() - 1)
+
+
+_recorder: _Recorder | None = None
+
+
+@atexit.register  # before all that waits at the end of a program, which is called before it
+def _close() -> None:
+    if _recorder is not None:
+        _recorder.close()
+
+
+def current_recorder() -> _Recorder | None:
+    """That of this process, for its main thread; None where nothing is noted."""
+    return _recorder if _recorder is not None and _recorder.is_here else None
+
+
+class phase:
+    """In the `with` block time counts for a phase, where it is noted at all."""
+
+    __slots__ = ("_phase", "_recorder")
+
+    def __init__(self, phase: Phase):
+        """Of which phase."""
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        """Begins it."""
+        self._recorder = current_recorder()
+        if self._recorder is not None:
+            self._recorder.enter(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        """Ends it."""
+        if self._recorder is not None:
+            self._recorder.leave()
+
+
+def begin_call() -> None:
+    """Notes that a program of all replicas is about to be dispatched."""
+    if _recorder is not None and _recorder.is_here:
+        _recorder.begin_call()
+
+
+def note(kind: str, **facts: Any) -> None:
+    """Notes an event, in any thread."""
+    if _recorder is not None:
+        _recorder.note(kind, **facts)
+
+
+def note_calls(kind: str, **facts: Any) -> None:
+    """Notes an event, and how many calls of programs came before it."""
+    if _recorder is not None:
+        _recorder.note(kind, calls=_recorder.calls, **facts)
+
+
+def flush() -> None:
+    """Writes what is known until now, in any thread."""
+    if _recorder is not None:
+        _recorder.flush()
+
+
+def record_if_asked() -> None:
+    """Begins where the variable `TPUDIST_GOODPUT` names a folder."""
+    if folder := os.environ.get(VARIABLE):
+        record_goodput(folder)
+
+
+def record_goodput(folder: str | os.PathLike[str]) -> None:
+    """Notes from now on what the time of this process goes to, for `tpudist doctor folder`.
+
+    Each process writes a file of its own in `folder/goodput`, a new one whenever it is started, of
+    a few hundred bytes per second. It notes the time of the thread that calls this, and of several
+    processes after their strategy was made, which connects them. A second call does nothing. The
+    variable `TPUDIST_GOODPUT=folder` does the same where a strategy is made.
+
+    Args:
+        folder: Of the run; all processes and all starts of it have the same.
+
+    Raises:
+        OSError: Nothing can be written there.
+    """
+    process, num_processes = jax.process_index(), jax.process_count()
+    global _recorder
+    if _recorder is not None:
+        return
+    where = Path(folder) / FOLDER
+    where.mkdir(parents=True, exist_ok=True)
+    attempt = len(list(where.glob(f"process-{process}-*.jsonl")))
+    _recorder = _Recorder(where / f"process-{process}-{attempt:04}.jsonl", process, num_processes)
+
+
+def _time_of_start() -> float:
+    """When this process was started, in seconds since 1970; on other systems than Linux, now."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time()
