@@ -26,7 +26,6 @@ from flax import nnx
 import tpudist
 from tpudist.models import ConvNet, ConvNetConfig, Transformer, TransformerConfig, next_token_nats
 from tpudist.models.convnet import label_nats
-from tpudist.preemption.termination import EXIT_CODE
 from tpudist.training import generate, interrupt, loop, report, steps
 from tpudist.training.command import arguments, folder
 from tpudist.training.command.compilation_cache import enable_compilation_cache
@@ -41,13 +40,14 @@ from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.saves import Saves
 from tpudist.training.show import metrics, summary
 from tpudist.training.show.display import Display, clock, make_display
+from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
 NUM_EMULATED = 8
 EXIT_CODES = {
     "finished": 0,
     "diverged": 1,
     "interrupted": interrupt.EXIT_CODE,
-    "preempted": EXIT_CODE,
+    "preempted": EXIT_PREEMPTED,
 }
 BATCH_SIZES = {"text": 16, "digits": 128}
 

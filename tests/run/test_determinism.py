@@ -162,6 +162,7 @@ def talk(strategy):
         me = jax.lax.axis_index(AXIS)
         own, same = x * (1 + me), jnp.arange(8.0)
         ring = [(i, (i + 3) % 8) for i in range(8)]
+        line = [(i, i + 1) for i in range(7)]  # the first one gets nothing
         groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
         context = tpudist.get_replica_context()
         return {
@@ -177,6 +178,7 @@ def talk(strategy):
             "gathered equal": jax.lax.all_gather(same, AXIS, axis=1),
             "scattered": jax.lax.psum_scatter(jnp.outer(same, own[0]), AXIS),
             "permuted": jax.lax.ppermute(own, AXIS, ring),
+            "shifted": jax.lax.ppermute({"a": own, "b": same.astype(int)}, AXIS, line),
             "to all": jax.lax.all_to_all(jnp.outer(same, own[0]), AXIS, 0, 1),
             "of groups": jax.lax.psum(own, AXIS, axis_index_groups=groups),
             "broadcast": jax.lax.psum(jnp.where(me == 5, own, 0), AXIS),
@@ -325,3 +327,37 @@ def test_a_collective_that_some_replicas_do_not_reach_is_refused_with_its_line(f
     with pytest.raises(ValueError, match="in a branch or loop") as caught:
         strategy.run(lambda x: function(x), args=(batch,))
     assert "test_determinism.py" in str(caught.value)
+
+
+class BySum(tpudist.CrossDeviceOps):
+    """Adds as the compiler likes."""
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        return jax.lax.psum(per_replica_value.array, AXIS)
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        return [jax.lax.psum(x.array, AXIS) for x, _ in value_destination_pairs]
+
+
+@pytest.mark.parametrize(
+    "make", [tpudist.ReductionToOneDevice, tpudist.HierarchicalCopyAllReduce, BySum]
+)
+def test_cross_device_ops_give_the_same_bits_on_every_mesh(make):
+    parts = RNG.normal(size=(8, 1000)).astype(np.float32)
+    found = set()
+    for count in MESHES:
+        ops = make()
+        strategy = MirroredStrategy(jax.devices()[:count], ops, deterministic=8)
+        value = strategy.experimental_distribute_values_from_function(
+            lambda context: parts[context.replica_id_in_sync_group]
+        )
+        with strategy.scope():
+            equal = ops.reduce(ReduceOp.SUM, strategy.replicate(np.ones(3, np.float32)), value)
+            assert np.asarray(equal).tolist() == [8.0] * 3  # of as many replicas, not devices
+            results = [
+                strategy.reduce("sum", value, axis=None),
+                strategy.extended.reduce_to("sum", value, value),
+                ops.reduce(ReduceOp.SUM, value, value),
+            ]
+        found.add(tuple(np.asarray(x).tobytes() for x in results))
+    assert len(found) == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from places import ROOT
+from tpudist.cli import launch_command
 from tpudist.supervisor import launch
 
 COMMAND = [sys.executable, "-m", "tpudist", "launch"]
@@ -229,3 +230,20 @@ def test_a_run_whose_process_is_killed_ends_well(tmp_path, killed):
     assert code == 0, lines
     assert f"Process {killed} has ended without a word" in "\n".join(lines)
     assert {"[0] sum 4.0", "[1] sum 4.0"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("-n 2 a.py -x", "-n 2 a.py"),
+        ("-n2 a.py -n 3", "-n2 a.py"),
+        ("--num-processes=2 --restarts 1 a.py", "--num-processes=2 --restarts 1 a.py"),
+        ("-- a.py --help", "-- a.py"),
+        ("--help", "--help"),
+        ("a.py", "a.py"),
+    ],
+)
+def test_what_follows_the_program_is_its_own(line, first):
+    words = line.split()
+    number = len(first.split())
+    assert launch_command.split(words) == (words[:number], words[number:])

@@ -95,3 +95,28 @@ def test_a_timeout_that_is_no_time_is_refused(monkeypatch, text):
     monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="which is no number of seconds above 0"):
         process_judge.hang_timeout()
+
+
+def test_one_that_a_debugger_holds_does_not_hide_others(clock, warnings, monkeypatch):
+    states = {"a": process_state.State.DEBUGGED, "b": process_state.State.STOPPED}
+    monkeypatch.setattr(process_state, "find", lambda place: states[place.split(" ")[0]])
+
+    def reports(i):
+        held, stopped = report(0, place="a 1 host"), report(min(i, 8), place="b 2 host")
+        return {0: report(i), 1: held, 2: stopped}
+
+    seconds, verdict = run(Judge(3), clock, 60, reports)
+    assert verdict["failed"] == 2
+    assert 20 < seconds < 30
+
+
+def test_one_that_is_silent_does_not_hide_one_that_is_behind(clock, warnings, monkeypatch):
+    monkeypatch.setattr(process_state, "find", lambda place: process_state.State.DEBUGGED)
+    monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", "30")
+
+    def reports(i):
+        return {0: report(i, 5), 1: report(0, 5), 2: report(i, 4)}
+
+    seconds, verdict = run(Judge(3), clock, 60, reports)
+    assert verdict["failed"] == 2
+    assert 30 < seconds < 32

@@ -86,10 +86,11 @@ def test_other_versions_are_an_error(address, monkeypatch):
 def test_a_process_that_goes_again_is_waited_for(address):
     host, port = address.split(":")
     said = b'{"index": 1, "count": 3, "who": "x"}\n'
+    odd = said.replace(b"1", b"[1]")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         meeting = pool.submit(come, address, [(0, 2, 0), (1, 2, 1.0)])
         time.sleep(0.3)
-        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, said[:10]):
+        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", odd, b"x" * 5000, said[:10]):
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(text)
         assert meeting.result() == ["met", "met"]

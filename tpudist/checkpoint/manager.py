@@ -241,14 +241,14 @@ class CheckpointManager:
         """
         self._saver.check()
 
+    @goodput.count_as(goodput.Phase.CHECKPOINT)
     def wait(self) -> None:
         """Waits until the save that goes on has ended, in all processes.
 
         Raises:
             CheckpointError: It failed.
         """
-        with goodput.phase(goodput.Phase.CHECKPOINT):
-            self._saver.wait()
+        self._saver.wait()
 
     def close(self) -> None:
         """Waits for the save that goes on; then nothing more can be saved.
@@ -327,6 +327,7 @@ class CheckpointManager:
             return None
         return self.restore().path
 
+    @goodput.count_as(goodput.Phase.CHECKPOINT)
     def restore(
         self,
         step: int | None = None,
@@ -362,12 +363,6 @@ class CheckpointManager:
                 the objects, and then the error lists all that does not. Nothing is restored then.
         """
         context.require_cross_replica("CheckpointManager.restore")
-        with goodput.phase(goodput.Phase.CHECKPOINT):
-            return self._restore(step, only, exclude, rename, cast, verify)
-
-    def _restore(
-        self, step: int | None, only: Any, exclude: Any, rename: Any, cast: bool, verify: bool
-    ) -> RestoreReport:
         self._wait_for_all()
         found = self._find_entries()
         parts = {"only": only, "exclude": exclude, "rename": rename, "cast": cast}
@@ -380,7 +375,7 @@ class CheckpointManager:
             if jax.process_count() > 1 or path.exists():
                 raise
             # The program that trains has removed it meanwhile, and has newer ones.
-            return self._restore(step, verify=verify, **parts)
+            return self.restore(step, verify=verify, **parts)
         goodput.note("restore", path=str(path))
         self.notes = notes
         self.restored = dataclasses.replace(report, skipped=skipped)

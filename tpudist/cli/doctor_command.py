@@ -9,7 +9,7 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
-from tpudist.cli.console import show
+from tpudist.cli.console import make_table, show
 from tpudist.cli.errors import WrongUse
 from tpudist.supervisor.diagnosis import LOST, REPLAYED, WAITED, Diagnosis, diagnose
 from tpudist.supervisor.run_history import NoLedger, read_run
@@ -49,15 +49,8 @@ def run(options: Options) -> int:
 
 
 def _table(diagnosis: Diagnosis) -> Table:
-    table = Table(
-        title=f"{diagnosis.wall_s:.1f} s, {_share(diagnosis):.0%} of it new steps",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-        pad_edge=False,
-    )
+    title = f"{diagnosis.wall_s:.1f} s, {_share(diagnosis):.0%} of it new steps"
+    table = make_table(title=title, title_justify="left", title_style="bold")
     table.add_column("", no_wrap=True)
     processes = list(diagnosis.seconds)
     if len(processes) <= _COLUMNS:

@@ -37,8 +37,11 @@ def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """The command line up to the program, and the program's own arguments."""
     i = 0
     while i < len(args) and args[i].startswith("-"):
-        takes_value = args[i] not in ("-h", "--help") and "=" not in args[i]
-        i += 2 if takes_value and args[i] != "--" else 1
+        has_value = "=" in args[i] or (
+            not args[i].startswith("--") and len(args[i]) > 2
+        )  # as in -n2
+        takes_value = not has_value and args[i] not in ("-h", "--help", "--")
+        i += 2 if takes_value else 1
     return list(args[: i + 1]), list(args[i + 1 :])
 
 

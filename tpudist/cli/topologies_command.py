@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from tpudist.cli.console import show
+from tpudist.cli.console import make_table, show
 from tpudist.cli.errors import WrongUse
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, AnnouncedChip, Chip
 
@@ -47,7 +47,7 @@ def run(options: Options) -> int:
 
 
 def _table(chips: list[Chip]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = make_table()
     table.add_column("chip", style="bold", no_wrap=True)
     table.add_column("largest slice", no_wrap=True)
     for name in ("HBM GiB", "GB/s", "bf16 TFLOP/s", "ICI GB/s", "DCN GB/s"):
@@ -68,7 +68,7 @@ def _table(chips: list[Chip]) -> Table:
 
 
 def _table_of_announced(chips: list[AnnouncedChip]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = make_table()
     table.add_column("chip", style="bold", no_wrap=True)
     for name in ("chips", "HBM GiB", "GB/s", "bf16 TFLOP/s", "fp8 TFLOP/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -85,14 +85,8 @@ def _table_of_announced(chips: list[AnnouncedChip]) -> Table:
 
 
 def _sources(chip: Chip | AnnouncedChip) -> Table:
-    table = Table(
-        title=f"\n{chip.generation}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
-        show_header=False,
-        pad_edge=False,
+    table = make_table(
+        title=f"\n{chip.generation}", title_justify="left", title_style="bold", show_header=False
     )
     for name, source in chip.sources.items():
         value = getattr(chip, name, "")

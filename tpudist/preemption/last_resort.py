@@ -6,7 +6,7 @@ import threading
 import time
 
 from tpudist.preemption.notice import Notice
-from tpudist.preemption.termination import EXIT_CODE
+from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
 WITHOUT_STEPS_S = 10.0
 """How long a program may take that has not come to a boundary yet: it has nothing to lose."""
@@ -90,11 +90,11 @@ class LastResort:
             sys.stderr.write(
                 f"{self._notice.content}. For {waited_s:.0f} s the program has come to no boundary "
                 f"between steps, where it would save its state: it ends here, with exit code "
-                f"{EXIT_CODE}. Boundaries are each 'next' of a distributed iterator in "
+                f"{EXIT_PREEMPTED}. Boundaries are each 'next' of a distributed iterator in "
                 f"the main thread, and save_checkpoint_if_preempted().\n"
             )
             sys.stderr.flush()
             sys.stdout.flush()
         except Exception:  # closed: there is nobody to tell
             pass
-        os._exit(EXIT_CODE)
+        os._exit(EXIT_PREEMPTED)

@@ -10,9 +10,7 @@ import jax
 
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.preemption import gce
-
-EXIT_CODE = 143
-"""128 plus the number of SIGTERM: what a supervisor takes for a process that was asked to end."""
+from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
 SIGTERM = "SIGTERM"
 WATCHER_FN = "termination_watcher_fn"
@@ -119,7 +117,7 @@ def fill_defaults(
     has_long_notice = config.grace_period is None and jax.local_devices()[0].platform == "gpu"
     return Termination(
         watcher=watcher,
-        exit_fn=config.exit_fn or (lambda: sys.exit(EXIT_CODE)),
+        exit_fn=config.exit_fn or (lambda: sys.exit(EXIT_PREEMPTED)),
         grace_s={gce.MAINTENANCE: gce.GPU_GRACE_S} if has_long_notice else {},
         usual_grace_s=float(config.grace_period or 0.0),
         save_fn=config.save_fn,

@@ -17,7 +17,7 @@ from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.values import gathered_rows
 from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica
 from tpudist.xla import collectives, placement, traces
-from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_mirrored
+from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.packing import Packing
 
 PyTree = Any
@@ -213,7 +213,7 @@ class CrossDeviceOps:
 
     def _run(self, what: str, op: ReduceOp, pairs, options, implementation) -> list[jax.Array]:
         """Combines concrete values, by a small program on their mesh."""
-        mesh = placement.mesh_of(pairs[0][0].array)
+        mesh = _mesh_in_charge(placement.mesh_of(pairs[0][0].array))
         options = communication_options.check_options(options, f"{what}(options", mesh.platform)
         if mesh.num_replicas == 1:
             return [placement.component(mesh, x.array, 0) for x, _ in pairs]
@@ -250,9 +250,18 @@ def _reduce_equal(op: ReduceOp, x: jax.Array) -> jax.Array:
     if traces.is_traced(x):
         n = context.current().strategy.num_replicas_in_sync
     else:
-        mesh = mesh_of_mirrored(x)
-        n = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
+        mesh = mesh_of_mirrored(x, of_several=False)
+        n = 1 if mesh is None else _mesh_in_charge(ReplicaMesh(mesh)).num_replicas
     return x * jax.numpy.asarray(n, x.dtype) if op is ReduceOp.SUM and n > 1 else x
+
+
+def _mesh_in_charge(mesh: ReplicaMesh) -> ReplicaMesh:
+    """That of the strategy in charge, if it is on this mesh: it may have several replicas a device.
+
+    An array does not tell: it is on the same devices in the same way.
+    """
+    own = context.current().strategy.replica_mesh
+    return own if own.mesh == mesh.mesh else mesh
 
 
 def _arrays(ops: Any, results: Any, count: int) -> list[jax.Array]:

@@ -44,14 +44,18 @@ class Diagnosis:
     causes: Sequence[Cause]
 
 
-def diagnose(run: Mapping[int, Sequence[Start]]) -> Diagnosis:
+Run = Sequence[Mapping[int, Start]]
+
+
+def diagnose(run: Run) -> Diagnosis:
     """Explains a run, as `read_run` gives it."""
-    began = min(starts[0].began for starts in run.values())
-    ended = max(starts[-1].ended for starts in run.values())
-    deaths = _find_deaths(run)
-    seconds = {i: _seconds_of(starts, deaths) for i, starts in run.items()}
-    late = _find_lateness(run)
-    waits = {i: sum(x for j, x in late.items() if j != i) for i in run}
+    every = [start for starts in run for start in starts.values()]
+    wall_s = max(x.ended for x in every) - min(x.began for x in every)
+    processes = sorted({x.process for x in every})
+    deaths = [_find_death(starts) for starts in run]
+    seconds = {i: _seconds_of(i, run, deaths) for i in processes}
+    late = _find_lateness(run, processes)
+    waits = {i: sum(x for j, x in late.items() if j != i) for i in processes}
     for i, spent in seconds.items():
         waited = min(waits[i], spent.get("step", 0.0))
         if waited:
@@ -65,26 +69,25 @@ def diagnose(run: Mapping[int, Sequence[Start]]) -> Diagnosis:
         *_late(late),
     ]
     causes = sorted((x for x in causes if x.seconds > _LEAST_S), key=lambda x: -x.seconds)
-    return Diagnosis(ended - began, seconds, late, causes)
+    return Diagnosis(wall_s, seconds, late, causes)
 
 
-def _find_deaths(run: Mapping[int, Sequence[Start]]) -> list[float]:
-    """For each start of the run that did not end well, when the first process ended."""
-    numbers = range(max(len(starts) for starts in run.values()))
-    each = [[s[k] for s in run.values() if len(s) > k] for k in numbers]
-    return [
-        min((x.ended for x in of_start if not x.ended_well), default=math.inf) for of_start in each
-    ]
+def _find_death(starts: Mapping[int, Start]) -> float:
+    """When the first process ended that did not end well; never, if there is none."""
+    return min((x.ended for x in starts.values() if not x.ended_well), default=math.inf)
 
 
-def _seconds_of(starts: Sequence[Start], deaths: Sequence[float]) -> dict[str, float]:
+def _seconds_of(process: int, run: Run, deaths: Sequence[float]) -> dict[str, float]:
     """Of one process; what came to nothing, and what was done a second time, apart."""
     total: dict[str, float] = {}
-    for number, start in enumerate(starts):
+    before: Start | None = None
+    for starts, death in zip(run, deaths, strict=True):
+        if process not in starts:
+            continue
+        start = starts[process]
         spent = dict(start.seconds)
-        lost_s = min(max(0.0, start.ended - deaths[number]), spent.get("step", 0.0))
-        if number:
-            before = starts[number - 1]
+        lost_s = min(max(0.0, start.ended - death), spent.get("step", 0.0))
+        if before is not None:
             spent[LOST] = max(0.0, start.began - before.ended)
             again = min(_replay_s(before, start), spent.get("step", 0.0) - lost_s)
             if again > 0:
@@ -95,6 +98,7 @@ def _seconds_of(starts: Sequence[Start], deaths: Sequence[float]) -> dict[str, f
             spent[LOST] = spent.get(LOST, 0.0) + lost_s
         for name, value in spent.items():
             total[name] = total.get(name, 0.0) + value
+        before = start
     return total
 
 
@@ -109,20 +113,20 @@ def _replay_s(before: Start, start: Start) -> float:
     return start.seconds.get("step", 0.0) * again / start.num_calls
 
 
-def _restarts(run: Mapping[int, Sequence[Start]], deaths: Sequence[float]) -> list[Cause]:
+def _restarts(run: Run, deaths: Sequence[float]) -> list[Cause]:
     """Processes that did not come to their end, with all that was done again for it."""
     found = []
-    for number in range(1, len(deaths)):
-        pairs = [(s[number - 1], s[number]) for s in run.values() if len(s) > number]
-        first = min((e for e, _ in pairs), key=lambda x: (x.ended_well, x.ended))
+    for before, after, death in zip(run, run[1:], deaths, strict=False):
+        pairs = [(before[i], after[i]) for i in before.keys() & after.keys()]
         spent = max(
-            max(0.0, began.began - min(ended.ended, deaths[number - 1]))
+            max(0.0, began.began - min(ended.ended, death))
             + _replay_s(ended, began)
             + began.seconds.get("start", 0.0)
             + began.seconds.get("compile", 0.0)
             for ended, began in pairs
         )
-        said = [line["message"] for ended, _ in pairs for line in ended.of_kind("verdict")]
+        first = min(before.values(), key=lambda x: (x.ended_well, x.ended))
+        said = [x["message"] for start in before.values() for x in start.of_kind("verdict")]
         why = said[0].splitlines()[0] if said else f"process {first.process} has ended"
         found.append(Cause(spent, f"all were started again: {why}"))
     return found
@@ -133,18 +137,18 @@ def _inputs(seconds: Mapping[int, Mapping[str, float]]) -> list[Cause]:
     return [Cause(seconds[worst].get("input", 0.0), f"process {worst} waited for its input")]
 
 
-def _compiles(run: Mapping[int, Sequence[Start]]) -> list[Cause]:
+def _compiles(run: Run) -> list[Cause]:
     """Programs that were compiled again; the first time is no loss."""
+    of_each: dict[tuple[str, int], tuple[float, int, str]] = {}
+    for start in (x for starts in run for x in starts.values()):
+        for line in start.of_kind("compile"):
+            if line["number"] > 1:
+                key = line["function"], start.process
+                spent, times, _ = of_each.get(key, (0.0, 0, ""))
+                of_each[key] = spent + line["seconds"], times + 1, line["cause"]
     found: dict[str, tuple[float, int, str]] = {}
-    for starts in run.values():
-        own: dict[str, tuple[float, int, str]] = {}
-        for start in starts:
-            for line in start.of_kind("compile"):
-                if line["number"] > 1:
-                    spent, times, _ = own.get(line["function"], (0.0, 0, ""))
-                    own[line["function"]] = spent + line["seconds"], times + 1, line["cause"]
-        for name, each in own.items():
-            found[name] = max(found.get(name, (0.0, 0, "")), each)
+    for (name, _), each in of_each.items():
+        found[name] = max(found.get(name, (0.0, 0, "")), each)
     return [
         Cause(spent, f"'{name}' was compiled again, {times} time(s): {cause}")
         for name, (spent, times, cause) in found.items()
@@ -169,25 +173,25 @@ def _late(late: Mapping[int, float]) -> list[Cause]:
     ]
 
 
-def _find_lateness(run: Mapping[int, Sequence[Start]]) -> dict[int, float]:
+def _find_lateness(run: Run, processes: Sequence[int]) -> dict[int, float]:
     """For how long others waited for each process to begin a call that they had begun.
 
     Of long runs not every call is known: those between are taken to be as the median of those that
     are, and long pauses, which are known all, count by themselves.
     """
-    late = dict.fromkeys(run, 0.0)
-    if len(run) < 2:
-        return late
-    for attempt in range(min(len(starts) for starts in run.values())):
-        begins = {i: _begins_of(starts[attempt]) for i, starts in run.items()}
+    late = dict.fromkeys(processes, 0.0)
+    for starts in run:
+        if len(starts) < 2:
+            continue
+        begins = {i: _begins_of(start) for i, start in starts.items()}
         common = set.intersection(*(set(x) for x in begins.values()))
         waits: dict[int, dict[int, list[float]]] = {}  # by stride and process
         for call in sorted(common):
             if call + 1 not in common:
                 continue
             last, waited_s = _wait_at(call, begins)
-            of_stride = waits.setdefault(stride_of(call), {i: [] for i in run})
-            for i in run:
+            of_stride = waits.setdefault(stride_of(call), {i: [] for i in starts})
+            for i in starts:
                 of_stride[i].append(waited_s if i == last else 0.0)
         for stride, of_stride in waits.items():
             for i, found in of_stride.items():

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tpudist.supervisor.worker_process import WorkerProcess
+from tpudist.xla import runtime
+from tpudist.xla.preemption_service import EXIT_PREEMPTED
+from tpudist.xla.process_judge import EXIT_PEER_LOST
 
-EXIT_PEER_LOST = 75
 EXIT_GAVE_UP = 70
-EXIT_PREEMPTED = 143
 INTERRUPTED = 130
 END_S = 15.0
 """How long the other processes may take to end by themselves, when one has failed."""
@@ -85,7 +86,7 @@ class Launch:
             "TPUDIST_EMULATE": str(devices),
             "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
             "JAX_NUM_CPU_DEVICES": str(devices),
-            "NPROC": str(max(32, 4 * (devices or 0))),  # see xla/runtime.py
+            "NPROC": str(runtime.num_threads(devices or 0)),
         }
         for index in range(self.num_processes):
             task = {"cluster": cluster, "task": {"type": "worker", "index": index}}

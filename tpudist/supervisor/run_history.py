@@ -43,25 +43,29 @@ class Start:
         return max((x["calls"] for x in self.of_kind("time")), default=0)
 
 
-def read_run(folder: str | Path) -> dict[int, list[Start]]:
-    """The starts of each process of a run, in order.
+def read_run(folder: str | Path) -> list[dict[int, Start]]:
+    """For each time that a run was started, what its processes have noted, in order.
+
+    A process that ends before it notes anything is not among them: what belongs together is found
+    by when it began.
 
     Raises:
         NoLedger: There is none.
     """
     where = Path(folder) / FOLDER
     files = sorted(where.glob("process-*-*.jsonl"))
-    starts: dict[int, list[Start]] = {}
-    for file in files:
-        start = _read(file)
-        if start is not None:
-            starts.setdefault(start.process, []).append(start)
+    starts = sorted(filter(None, map(_read, files)), key=lambda x: x.began)
     if not starts:
         raise NoLedger(
             f"{where} has no notes of processes. A run writes them with "
             f"tpudist.record_goodput({str(folder)!r}), or the variable TPUDIST_GOODPUT={folder}."
         )
-    return {i: sorted(starts[i], key=lambda x: x.began) for i in sorted(starts)}
+    run: list[dict[int, Start]] = [{}]
+    for start in starts:
+        if start.process in run[-1]:
+            run.append({})
+        run[-1][start.process] = start
+    return [dict(sorted(x.items())) for x in run]
 
 
 def _read(file: Path) -> Start | None:

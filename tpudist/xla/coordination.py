@@ -41,6 +41,7 @@ class Channel:
         self._processes = processes
         self._round = 0
 
+    @goodput.count_as(goodput.Phase.WAIT)
     def exchange(
         self,
         text: str,
@@ -62,15 +63,9 @@ class Channel:
             Cancelled: As asked for.
         """
         number, self._round = self._round, self._round + 1
-        if len(self._members) == 1:
-            return [text]
-        with goodput.phase(goodput.Phase.WAIT):
-            return self._exchange(number, text, purpose, timeout_s, cancelled)
-
-    def _exchange(
-        self, number: int, text: str, purpose: str, timeout_s: float, cancelled: Callable[[], bool]
-    ) -> list[str]:
         processes = self._members
+        if len(processes) == 1:
+            return [text]
         client, index = _client(), jax.process_index()
         folder = f"tpudist/{self._name}/{number}"
         place = purpose or f"at '{self._name}', round {number}"

@@ -8,14 +8,17 @@ what they took once a second, so that of a process that is killed a second is mi
 import atexit
 import collections
 import enum
+import functools
+import itertools
 import json
 import os
 import socket
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -28,6 +31,10 @@ VARIABLE = "TPUDIST_GOODPUT"
 _GAP_FACTOR = 4.0
 _REMEMBERED = 32  # calls, of which the pauses are known
 _ALL_CALLS = 64  # of which all beginnings are noted; of those after, as many in each octave
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Phase(enum.Enum):
@@ -47,7 +54,7 @@ class _Recorder:
     def __init__(self, file: Path, process: int, num_processes: int):
         self._file = file.open("x", buffering=1)
         self._thread_id = threading.get_ident()
-        self._stack = [Phase.STARTUP]
+        self._stack, self._entered = [Phase.STARTUP], []
         self._lock = threading.Lock()
         self._seconds: dict[Phase, float] = dict.fromkeys(Phase, 0.0)
         began = _time_of_start()
@@ -57,6 +64,7 @@ class _Recorder:
         self._begins: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
         self._pauses: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._noted_to = 0
+        self._inner: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
         self.calls = 0
         self._closing = threading.Event()
         self.note(
@@ -80,18 +88,24 @@ class _Recorder:
         """Time counts for `phase` from here on."""
         self._count()
         self._stack.append(phase)
+        self._entered.append(self._last)
 
     def leave(self) -> None:
         """Time counts for the phase before, from here on."""
         self._count()
         self._stack.pop()
+        if len(self._stack) == 1:
+            self._inner.append((self._last, self._last - self._entered[0]))
+        self._entered.pop()
 
     def move(self, seconds: float, phase: Phase) -> None:
-        """The last so many seconds of this phase were of another one, as it turns out."""
+        """The last so many seconds were of a phase, as it turns out, but for phases inside."""
         self._count()
+        began = self._last - seconds
+        seconds -= sum(inner for ended, inner in self._inner if ended > began)
         with self._lock:
             for known in (self._stack[-1], Phase.STARTUP):  # the first step begins in the start
-                there = min(seconds, self._seconds[known])
+                there = max(0.0, min(seconds, self._seconds[known]))
                 self._seconds[known] -= there
                 self._seconds[phase] += there
                 seconds -= there
@@ -152,14 +166,10 @@ class _Recorder:
     def _write(self) -> None:
         self._count()
         with self._lock:
-            seconds = dict(self._seconds)
-        spent = {x.value: round(seconds[x] - self._written[x], 6) for x in Phase}
-        self._written = seconds
-        self.note(
-            "time",
-            seconds={name: s for name, s in spent.items() if s},
-            calls=self.calls,
-        )
+            spent = {x.value: round(self._seconds[x] - self._written[x], 6) for x in Phase}
+            self._written = dict(self._seconds)
+        seconds = {name: s for name, s in spent.items() if s}
+        self.note("time", seconds=seconds, calls=self.calls)
 
 
 def stride_of(call: int) -> int:
@@ -200,6 +210,20 @@ class phase:
         """Ends it."""
         if self._recorder is not None:
             self._recorder.leave()
+
+
+def count_as(of: Phase) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Has the time of each call of a function count for a phase, where it is noted at all."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with phase(of):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def begin_call() -> None:
@@ -246,14 +270,17 @@ def record_goodput(folder: str | os.PathLike[str]) -> None:
     Raises:
         OSError: Nothing can be written there.
     """
-    process, num_processes = jax.process_index(), jax.process_count()
     global _recorder
     if _recorder is not None:
         return
+    process, num_processes = jax.process_index(), jax.process_count()
     where = Path(folder) / FOLDER
     where.mkdir(parents=True, exist_ok=True)
-    attempt = len(list(where.glob(f"process-{process}-*.jsonl")))
-    _recorder = _Recorder(where / f"process-{process}-{attempt:04}.jsonl", process, num_processes)
+    for number in itertools.count():
+        file = where / f"process-{process}-{number:04}.jsonl"
+        if not file.exists():
+            _recorder = _Recorder(file, process, num_processes)
+            return
 
 
 def _time_of_start() -> float:

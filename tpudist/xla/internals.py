@@ -29,28 +29,28 @@ def coordinator_host() -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def count_preemption_polls() -> Callable[[], int]:
-    """Counts from now on how often this process asks JAX whether it is to end.
+def call_at_preemption_poll(callback: Callable[[], None]) -> bool:
+    """Calls a function before this process asks JAX for the first time whether it is to end.
 
     Returns:
-        What gives the count; for ever 0 where JAX has no such service.
+        Whether there is such a service.
     """
-    state, polls = distributed.global_state, 0
+    state = distributed.global_state
     manager = getattr(state, "preemption_sync_manager", None)
     if manager is None:
-        return lambda: 0
+        return False
 
-    class Counting:
+    class Manager:
         def reached_sync_point(self, step_id: int) -> bool:
-            nonlocal polls
-            polls += 1
+            callback()
+            state.preemption_sync_manager = manager
             return manager.reached_sync_point(step_id)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(manager, name)
 
-    state.preemption_sync_manager = Counting()
-    return lambda: polls
+    state.preemption_sync_manager = Manager()
+    return True
 
 
 def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:

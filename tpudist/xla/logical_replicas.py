@@ -7,8 +7,6 @@ changes (`ordered_sums`), and another loop goes on from there. What does not dep
 is computed once. So a program gives the same bits on every mesh.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from tpudist.xla import jaxprs, ordered_sums
-from tpudist.xla.jaxpr_structure import Call, Cond, Scan, While
+from tpudist.xla import flat_program, jaxprs, ordered_sums
+from tpudist.xla.flat_program import (
+    AXES,
+    FlatProgram,
+    Operation,
+    find_needed,
+    is_collective,
+    make_error,
+    split_into_rounds,
+)
+from tpudist.xla.jaxpr_structure import Cond, Scan, While
 from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.ordered_sums import Block
-from tpudist.xla.references import Access, access_of, is_reference
-from tpudist.xla.replica_equality import line_of
 
-# The parameters of collectives that name axes.
-_AXES = ("axes", "axis_name", "axis")
 # An axis of `jax.vmap`, for collectives that are computed from the parts of all replicas.
 _OF_ALL = "replicas of all devices"
 _REDUCTIONS = ("psum", "pmin", "pmax")
@@ -54,167 +57,23 @@ def evaluate(
     return evaluation.run(program, flags, values), [flags[i] for i in program.outputs]
 
 
-def _cannot(eqn: core.JaxprEqn, what: str) -> ValueError:
-    line = line_of(eqn)
-    return ValueError(
-        f"With deterministic=... replicas share a device and meet at each collective, which is not "
-        f"possible here{f' ({line})' if line else ''}: {what}"
-    )
-
-
-# What a program does, one operation after the other, with a number for each value.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """An operation on values, by their numbers.
-
-    Attributes:
-        eqn: What it does.
-        inputs: Of what.
-        outputs: What it gives.
-        communicates: Whether replicas say something to each other in it.
-        adds: Whether it stands for what is added to a reference: for a sum, that is.
-    """
-
-    eqn: core.JaxprEqn
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    communicates: bool
-    adds: bool = False
-
-
-@dataclasses.dataclass
-class _Flat:
-    """A program without calls that communicate, and without references.
-
-    Attributes:
-        constants: Values by their numbers.
-        inputs: The numbers of its inputs.
-        steps: What it does, in order.
-        outputs: The numbers of its outputs.
-        count: How many numbers there are.
-    """
-
-    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
-    inputs: tuple[int, ...] = ()
-    steps: list[_Step] = dataclasses.field(default_factory=list)
-    outputs: tuple[int, ...] = ()
-    count: int = 0
-
-    def new(self) -> int:
-        self.count += 1
-        return self.count - 1
-
-
-@dataclasses.dataclass
-class _Flattening:
-    flat: _Flat
-    cells: dict[int, int]  # what each reference holds
-
-    def program(self, closed: Any, inputs: Sequence[int]) -> list[int]:
-        jaxpr = jaxprs.open_jaxpr(closed)
-        known: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for variable, value in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True):
-            known[variable] = self._constant(value)
-        for eqn in jaxpr.eqns:
-            given = [self._number(x, known) for x in eqn.invars]
-            for variable, number in zip(eqn.outvars, self._equation(eqn, given), strict=True):
-                known[variable] = number
-        return [self._number(x, known) for x in jaxpr.outvars]
-
-    def _number(self, atom: Any, known: Mapping[Any, int]) -> int:
-        return self._constant(atom.val) if isinstance(atom, core.Literal) else known[atom]
-
-    def _constant(self, value: Any) -> int:
-        number = self.flat.new()
-        self.flat.constants[number] = value
-        return number
-
-    def _equation(self, eqn: core.JaxprEqn, given: list[int]) -> Sequence[int]:
-        made = [x for x in eqn.outvars if is_reference(x)]
-        if made or any(number in self.cells for number in given):
-            return self._reference(eqn, given)
-        communicates = _communicates(eqn)
-        if communicates and isinstance(jaxprs.structure_of(eqn), Call):
-            return self.program(_callee(eqn), given)
-        outputs = tuple(self.flat.new() for _ in eqn.outvars)
-        self.flat.steps.append(_Step(eqn, tuple(given), outputs, communicates))
-        return outputs
-
-    def _reference(self, eqn: core.JaxprEqn, given: list[int]) -> Sequence[int]:
-        """What is done to a reference, as what it holds from then on."""
-        access = access_of(eqn)
-        if access is Access.MAKE:
-            cell = self.flat.new()
-            self.cells[cell] = given[0]
-            return [cell]
-        if access is None:
-            if isinstance(jaxprs.structure_of(eqn), Call):
-                return self.program(_callee(eqn), given)
-            raise _cannot(eqn, f"a Variable or reference is changed inside of {eqn.primitive}.")
-        if len(given) > (1 if access in (Access.READ, Access.END) else 2):
-            raise _cannot(eqn, "a part of a Variable or reference is read or changed.")
-        cell = given[0]
-        before = self.cells[cell]
-        if access is Access.WRITE:
-            self.cells[cell] = given[1]
-        elif access is Access.ADD:
-            self.cells[cell] = self.flat.new()
-            step = _Step(eqn, (before, given[1]), (self.cells[cell],), False, adds=True)
-            self.flat.steps.append(step)
-            return []
-        return [before]
-
-
-def _callee(eqn: core.JaxprEqn) -> Any:
-    """The program that a call runs, with its constants."""
-    body = jaxprs.structure_of(eqn).body  # type: ignore[union-attr]
-    for program in jaxprs.programs_of(tuple(eqn.params.values())):
-        if jaxprs.open_jaxpr(program) is body:
-            return program
-    return jaxprs.expand(eqn)
-
-
-def _communicates(eqn: core.JaxprEqn) -> bool:
-    if _is_collective(eqn):
-        return True
-    structure = jaxprs.structure_of(eqn)
-    return structure is not None and any(map(_holds_collective, structure.bodies))
-
-
-@functools.lru_cache(maxsize=4096)
-def _holds_collective(jaxpr: core.Jaxpr) -> bool:
-    return any(map(_communicates, jaxpr.eqns))
-
-
-def _is_collective(eqn: core.JaxprEqn) -> bool:
-    return any(_names_replicas(eqn.params.get(name)) for name in _AXES)
-
-
-def _names_replicas(axes: Any) -> bool:
-    return axes == REPLICA_AXIS or (isinstance(axes, tuple) and REPLICA_AXIS in axes)
-
-
 class _Evaluation:
     """Evaluates programs for the replicas of one device."""
 
     def __init__(self, block: Block):
         self._block = block
-        self._known: dict[int, tuple[Any, _Flat]] = {}  # with the program, lest its id be another's
+        # With the program, lest its id become another's.
+        self._known: dict[int, tuple[Any, FlatProgram]] = {}
 
-    def flatten(self, closed: Any) -> _Flat:
+    def flatten(self, closed: Any) -> FlatProgram:
         """What a program does."""
         if id(closed) not in self._known:
-            flat = _Flat()
-            flat.inputs = tuple(flat.new() for _ in jaxprs.open_jaxpr(closed).invars)
-            flat.outputs = tuple(_Flattening(flat, {}).program(closed, flat.inputs))
-            self._known[id(closed)] = closed, flat
+            self._known[id(closed)] = closed, flat_program.flatten(closed)
         return self._known[id(closed)][1]
 
     # Which values are each replica's own.
 
-    def find_varying(self, program: _Flat, varying: Sequence[bool]) -> list[bool]:
+    def find_varying(self, program: FlatProgram, varying: Sequence[bool]) -> list[bool]:
         """For each value, whether it may be another on each replica of a device."""
         flags = [False] * program.count
         for number, flag in zip(program.inputs, varying, strict=True):
@@ -226,7 +85,7 @@ class _Evaluation:
                 flags[number] = flag
         return flags
 
-    def _outputs_that_vary(self, step: _Step, flags: Sequence[bool]) -> list[bool]:
+    def _outputs_that_vary(self, step: Operation, flags: Sequence[bool]) -> list[bool]:
         given, count = [flags[i] for i in step.inputs], len(step.outputs)
         if not step.communicates:
             return [any(given) or bool(step.eqn.effects)] * count
@@ -238,15 +97,15 @@ class _Evaluation:
             return self._find_in_while(step.eqn, structure, given)
         if isinstance(structure, Cond):
             if given[0]:
-                raise _cannot(
+                raise make_error(
                     step.eqn, "each replica takes a branch of its own, and one communicates."
                 )
             found = [
                 self._results_that_vary(x, given[1:]) for x in _programs_of(step.eqn, "branches")
             ]
             return [any(x) for x in zip(*found, strict=True)]
-        if not _is_collective(step.eqn):
-            raise _cannot(step.eqn, f"a collective is inside of '{step.eqn.primitive}'.")
+        if not is_collective(step.eqn):
+            raise make_error(step.eqn, f"a collective is inside of '{step.eqn.primitive}'.")
         return [not _gives_the_same(step.eqn)] * count
 
     def _results_that_vary(self, closed: Any, varying: Sequence[bool]) -> list[bool]:
@@ -280,16 +139,18 @@ class _Evaluation:
                 break
             carry = after
         if self._results_that_vary(cond, [*given[:first], *carry])[0]:
-            raise _cannot(eqn, "each replica makes its own number of turns, and one communicates.")
+            raise make_error(
+                eqn, "each replica makes its own number of turns, and one communicates."
+            )
         return carry
 
     # The values.
 
-    def run(self, program: _Flat, flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    def run(self, program: FlatProgram, flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
         """The outputs of a program; those that vary with a leading dim of this device's."""
         env = dict(program.constants) | dict(zip(program.inputs, values, strict=True))
-        rounds = _split_into_rounds(program)
-        needed = _find_needed(program, rounds)
+        rounds = split_into_rounds(program)
+        needed = find_needed(program, rounds)
         for steps, later in zip(rounds, needed, strict=True):
             varying = [x for x in steps if not x.communicates and _varies(x, flags)]
             for step in steps:
@@ -302,7 +163,7 @@ class _Evaluation:
         return [env[i] for i in program.outputs]
 
     def _run_per_replica(
-        self, steps: list[_Step], flags: Sequence[bool], env: dict[int, Any], later: set[int]
+        self, steps: list[Operation], flags: Sequence[bool], env: dict[int, Any], later: set[int]
     ) -> None:
         """A loop over the replicas, in which each does these steps."""
         if not steps:
@@ -320,11 +181,13 @@ class _Evaluation:
 
         env |= zip(wanted, _map(one, self._block.size, [env[i] for i in given]), strict=True)
 
-    def _communicate(self, steps: list[_Step], flags: Sequence[bool], env: dict[int, Any]) -> None:
-        reductions: dict[str, list[_Step]] = {}
+    def _communicate(
+        self, steps: list[Operation], flags: Sequence[bool], env: dict[int, Any]
+    ) -> None:
+        reductions: dict[str, list[Operation]] = {}
         for step in steps:
             name = step.eqn.primitive.name
-            if name in _REDUCTIONS and _gives_the_same(step.eqn) and _is_collective(step.eqn):
+            if name in _REDUCTIONS and _gives_the_same(step.eqn) and is_collective(step.eqn):
                 reductions.setdefault(name, []).append(step)
                 continue
             given = [env[i] for i in step.inputs]
@@ -337,7 +200,7 @@ class _Evaluation:
             env |= zip((i for _, i in pairs), lax.optimization_barrier(results), strict=True)
 
     def _one_by_one(
-        self, step: _Step, flags: Sequence[bool], given: list[Any], varying: list[bool]
+        self, step: Operation, flags: Sequence[bool], given: list[Any], varying: list[bool]
     ) -> Sequence[Any]:
         eqn, wanted = step.eqn, [flags[i] for i in step.outputs]
         structure = jaxprs.structure_of(eqn)
@@ -352,7 +215,9 @@ class _Evaluation:
         parts = [self._stack(x, o) for x, o in zip(given, varying, strict=True)]
         if eqn.primitive.name == "all_gather" and _gives_the_same(eqn):
             return [_join(self._block.gather(x), eqn) for x in parts]
-        params = {k: _rename(v) if k in _AXES else v for k, v in eqn.params.items()}
+        if eqn.primitive.name == "ppermute":
+            return [ordered_sums.permute(self._block, x, eqn.params["perm"]) for x in parts]
+        params = {k: _rename(v) if k in AXES else v for k, v in eqn.params.items()}
         groups = params.get("axis_index_groups")
         if groups:
             params["axis_index_groups"] = None
@@ -481,39 +346,14 @@ def _gives_the_same(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in known and not eqn.params.get("axis_index_groups")
 
 
-def _varies(step: _Step, flags: Sequence[bool]) -> bool:
+def _varies(step: Operation, flags: Sequence[bool]) -> bool:
     """Whether each replica takes a step by itself: also for what it does beside its results."""
     return bool(step.eqn.effects) or any(flags[i] for i in (*step.inputs, *step.outputs))
 
 
-def _split_into_rounds(program: _Flat) -> list[list[_Step]]:
-    """The steps up to each meeting of the replicas, and those after the last one.
-
-    A step is in the first round in which it can be: what does not wait for a collective is computed
-    before it, and collectives that do not wait for each other are of one meeting.
-    """
-    rounds: list[list[_Step]] = [[]]
-    ready = [0] * program.count
-    for step in program.steps:
-        at = max((ready[i] for i in step.inputs), default=0)
-        while len(rounds) <= at + step.communicates:
-            rounds.append([])
-        rounds[at].append(step)
-        for i in step.outputs:
-            ready[i] = at + step.communicates
-    return rounds
-
-
-def _find_needed(program: _Flat, rounds: list[list[_Step]]) -> list[set[int]]:
-    """For each round, the values that its meeting, later rounds or the caller need."""
-    needed, later = [], set(program.outputs)
-    for steps in reversed(rounds):
-        needed.append(later | {i for x in steps if x.communicates for i in x.inputs})
-        later = later | {i for x in steps for i in x.inputs}
-    return needed[::-1]
-
-
-def _bind(step: _Step, values: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+def _bind(
+    step: Operation, values: Sequence[Any], params: Mapping[str, Any] | None = None
+) -> list[Any]:
     """What an operation gives for these operands."""
     if step.adds:
         return [values[0] + values[1]]

@@ -121,6 +121,22 @@ def _add_scattered(block: Block, flat: jax.Array) -> jax.Array:
     return lax.all_gather(add_pairs(parts), block.axis, axis=0, tiled=True)[: flat.size]
 
 
+def permute(block: Block, stacked: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """To each replica of this device what another one sends it, or zeros.
+
+    Args:
+        block: The replicas.
+        stacked: The parts of this device, `[size, ...]`.
+        pairs: Who sends, and who receives that; some may do neither.
+    """
+    senders = dict.fromkeys(range(block.num_replicas), block.num_replicas)  # beyond all: zeros
+    senders |= {receiver: sender for sender, receiver in pairs}
+    order = jnp.asarray(list(senders.values()))
+    return block.local_part(
+        jnp.take(block.gather(stacked), order, axis=0, mode="fill", fill_value=0)
+    )
+
+
 def evaluate_for_all(
     block: Block,
     bind: Callable[..., Sequence[Any]],

@@ -2,7 +2,7 @@
 
 `jax.distributed.initialize` installs a handler that notes SIGTERM for
 `multihost_utils.reached_preemption_sync_point`, and does nothing else: a program that does not
-call that function could not be ended by SIGTERM at all. One that does goes on as JAX has it.
+call that function could not be ended by SIGTERM at all. One that does gets JAX's handler back.
 """
 
 import ctypes
@@ -13,13 +13,14 @@ from typing import Any
 
 from tpudist.xla import internals
 
-EXIT_CODE = 143
-"""128 plus the number of SIGTERM."""
+EXIT_PREEMPTED = 143
+"""128 plus the number of SIGTERM: what a supervisor takes for a process that was asked to end."""
+_MAX_BYTES = 1024  # more than any system's `struct sigaction` has
 _log = logging.getLogger("tpudist")
 
 
 class SigtermHandler:
-    """Ends the program, or passes SIGTERM on to JAX's service where that is asked for it."""
+    """Ends the program, unless it asks JAX's service: then SIGTERM is JAX's as before."""
 
     def __init__(self, on_end: Callable[[], None]):
         """Takes over SIGTERM, in the main thread and where no handler of Python's is there.
@@ -28,10 +29,15 @@ class SigtermHandler:
             on_end: Called in the main thread before the program ends.
         """
         self._on_end = on_end
+        # Somebody else ends the program, or does not want it to end; or there is no service.
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return  # somebody else ends the program, or does not want it to end
-        self._note = _handler_in_c()
-        self._polls = internals.count_preemption_polls()
+            return
+        if not internals.call_at_preemption_poll(self._give_back):
+            return
+        self._before = ctypes.create_string_buffer(_MAX_BYTES)
+        if ctypes.CDLL(None).sigaction(int(signal.SIGTERM), None, self._before):
+            _log.info("SIGTERM is JAX's: its handler cannot be read.")
+            return
         try:
             signal.signal(signal.SIGTERM, self)
         except ValueError:  # another thread than the main one
@@ -39,19 +45,10 @@ class SigtermHandler:
 
     def __call__(self, number: int, frame: Any) -> None:
         """The handler, as `signal.signal` calls it."""
-        if self._polls() and self._note is not None:
-            self._note(number)
-            return
         self._on_end()
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(EXIT_PREEMPTED)
 
-
-def _handler_in_c() -> Callable[[int], Any] | None:
-    """The function that C calls now at SIGTERM; None where there is none."""
-    found = ctypes.create_string_buffer(512)  # larger than any `struct sigaction`
-    if ctypes.CDLL(None).sigaction(int(signal.SIGTERM), None, found):
-        return None
-    address = ctypes.c_void_p.from_buffer(found).value  # its first member, on Linux and on macOS
-    if address in (None, 0, 1):  # SIG_DFL, SIG_IGN
-        return None
-    return ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+    def _give_back(self) -> None:
+        """Puts JAX's handler back as it was, which Python does not know; what it is need not be."""
+        if signal.getsignal(signal.SIGTERM) is self:
+            ctypes.CDLL(None).sigaction(int(signal.SIGTERM), self._before, None)

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tpudist.xla import process_state, run_order
@@ -66,10 +66,9 @@ class Judge:
 
     def judge(self, reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
         """What all are to be told: why they are to end, or that they have ended; or None."""
-        silent = self._find_silent(reports)
-        behind = self._find_behind(reports)
+        silences = self._find_silences(reports)
         failed = [i for i, report in reports.items() if report["state"] == "failed"]
-        if failed and (verdict := self._explain_failure(failed[0], reports)):
+        if failed and (verdict := self._explain_failure(failed[0], reports, silences)):
             return verdict
         for index, report in reports.items():
             for other in range(index):
@@ -77,14 +76,17 @@ class Judge:
                     return {"message": why, "exit_code": EXIT_USER_ERROR}
         if self._have_ended(reports):
             return {"message": ALL_ENDED, "exit_code": 0}
-        if silent and silent[1] > WARN_S:
-            index, waited_s = silent
+        for index, waited_s in silences:
+            if waited_s <= WARN_S:
+                break
             silence = describe_silence(index, waited_s, reports[index]["place"])
             if waited_s > silence.limit_s:
                 last = _last_of(reports[index])
                 return _peer_lost(index, f"{silence.text} {last}{START_AGAIN}")
             self._warn(waited_s, silence.warning)
-        elif behind and behind[1] > WARN_S:
+        silent = {index for index, waited_s in silences if waited_s > WARN_S}
+        behind = self._find_behind(reports, silent)
+        if behind and behind[1] > WARN_S:
             index, waited_s = behind
             what = f"{_describe_lag(index, waited_s, reports)}{_where(reports[index])}"
             if waited_s > self._hang_s:
@@ -103,16 +105,19 @@ class Judge:
             _log.warning("%s", text)
 
     def _explain_failure(
-        self, index: int, reports: Mapping[int, Mapping[str, Any]]
+        self,
+        index: int,
+        reports: Mapping[int, Mapping[str, Any]],
+        silences: Sequence[tuple[int, float]],
     ) -> dict[str, Any] | None:
         """Why a process has failed: for a while it is not said if another one may be the cause."""
         why = reports[index]["why"]
         if _COLLECTIVE_ERROR in why:
             self._failed_since = min(self._failed_since, time.monotonic())
-            silent = self._find_silent(reports)
-            if silent and silent[1] >= HOLD_S:
-                silence = describe_silence(*silent, reports[silent[0]]["place"])
-                return _peer_lost(silent[0], f"{silence.text} {START_AGAIN}")
+            if silences and silences[0][1] >= HOLD_S:
+                silent, waited_s = silences[0]
+                silence = describe_silence(silent, waited_s, reports[silent]["place"])
+                return _peer_lost(silent, f"{silence.text} {START_AGAIN}")
             if time.monotonic() - self._failed_since < HOLD_S + 2 * INTERVAL_S:
                 return None
         return {
@@ -130,8 +135,8 @@ class Judge:
         is_long_ago = time.monotonic() - self._ended_since > _FIRST_REPORT_S
         return len(reports) == self._count or is_long_ago
 
-    def _find_silent(self, reports: Mapping[int, Mapping[str, Any]]) -> tuple[int, float] | None:
-        """The running process that has told nothing for longest, and for how many seconds."""
+    def _find_silences(self, reports: Mapping[int, Mapping[str, Any]]) -> list[tuple[int, float]]:
+        """For how many seconds each running process has told nothing, the longest first."""
         now = time.monotonic()
         if now - self._last > SILENT_S / 4:  # this process itself could not listen
             self._heard.clear()
@@ -141,10 +146,12 @@ class Judge:
                 self._heard[index] = report["beat"], now
         running = [i for i, report in reports.items() if report["state"] == "running"]
         silences = [(i, now - self._heard[i][1]) for i in running]
-        return max(silences, key=lambda x: x[1], default=None)
+        return sorted(silences, key=lambda x: -x[1])
 
-    def _find_behind(self, reports: Mapping[int, Mapping[str, Any]]) -> tuple[int, float] | None:
-        """Who has not begun for longest what others have, and for how many seconds."""
+    def _find_behind(
+        self, reports: Mapping[int, Mapping[str, Any]], silent: Collection[int]
+    ) -> tuple[int, float] | None:
+        """Who, of those not silent, has not begun for longest what others have; for how long."""
         now = time.monotonic()
         lengths = {
             i: {name: run_order.length(x["runs"]) for name, x in report["orders"].items()}
@@ -158,10 +165,8 @@ class Judge:
             )
             if not is_behind or self._moved.get(i, (None, now))[0] != mine:
                 self._moved[i] = mine, now
-        running = [i for i, report in reports.items() if report["state"] == "running"]
-        return max(
-            ((i, now - self._moved[i][1]) for i in running), key=lambda x: x[1], default=None
-        )
+        heard = [i for i, x in reports.items() if x["state"] == "running" and i not in silent]
+        return max(((i, now - self._moved[i][1]) for i in heard), key=lambda x: x[1], default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -289,7 +289,7 @@ class Watch:
                 f"ends here; with PreemptionCheckpointHandler it would save its state first."
             )
             self._why = "SIGTERM: it was asked to end."
-            self._failure_code = preemption_service.EXIT_CODE
+            self._failure_code = preemption_service.EXIT_PREEMPTED
             self._state = "failed"
 
     def _at_exit(self) -> None:
@@ -299,13 +299,13 @@ class Watch:
             return
         if self._state == "running":
             self._state = "ended"
-        with goodput.phase(goodput.Phase.WAIT):
-            self._wait_for_the_others()
+        self._wait_for_the_others()
         if self._ended_together.is_set():
             self._close()
             return
         self._leave()
 
+    @goodput.count_as(goodput.Phase.WAIT)
     def _wait_for_the_others(self) -> None:
         start, next_report_s = time.monotonic(), 5.0
         while not self._ended_together.wait(0.02):

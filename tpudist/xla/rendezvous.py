@@ -170,7 +170,8 @@ class _Guests:
                 said = dict(json.loads(self._texts[line]))
             except (ValueError, TypeError):
                 said = {}
-            if not {"index", "count", "who"} <= said.keys():  # not of ours
+            numbers = said.get("index"), said.get("count")
+            if not all(type(x) is int for x in numbers) or "who" not in said:  # not of ours
                 del self._texts[line]
                 return False
             self._welcome(line, said)

@@ -57,7 +57,7 @@ def emulate(num_devices: int | None = None) -> None:
         RuntimeError: JAX already started with other devices.
     """
     num_devices = _parse_num_devices(num_devices)
-    os.environ["NPROC"] = str(max(32, 4 * num_devices, int(os.environ.get("NPROC", "0") or 0)))
+    os.environ["NPROC"] = str(max(num_threads(num_devices), int(os.environ.get("NPROC", "0") or 0)))
     if not has_backend():
         # Not started here: several emulated processes must connect first.
         Setting.PLATFORMS.set("cpu")
@@ -71,6 +71,11 @@ def emulate(num_devices: int | None = None) -> None:
             f"once. Call tpudist.emulate({num_devices}) before the first array is made, or start "
             f"Python with {ENVIRONMENT_VARIABLE}={num_devices} and call tpudist.emulate()."
         )
+
+
+def num_threads(num_devices: int) -> int:
+    """Of the pool of emulated devices, for `NPROC`: enough for the steps in flight; see above."""
+    return max(32, 4 * num_devices)
 
 
 def _parse_num_devices(num_devices: int | None) -> int:
