@@ -1,4 +1,4 @@
-"""What `tf.distribute` keeps under `experimental`."""
+"""What `tf.distribute` keeps under `experimental`, and what is new here."""
 
 import typing
 
@@ -8,7 +8,13 @@ from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_syste
 from tpudist.cluster_resolver.tpu_topology import Topology
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.options import ValueContext
-from tpudist.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+from tpudist.preemption import (
+    PreemptionCheckpointHandler,
+    PreemptionWatcher,
+    Survivor,
+    TerminationConfig,
+    survive,
+)
 from tpudist.reductions.communication_options import (
     CollectiveHints,
     CommunicationImplementation,
@@ -33,6 +39,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
+    "Survivor",
     "TPUStrategy",
     "TPUSystemMetadata",
     "TerminationConfig",
@@ -40,6 +47,7 @@ __all__ = [
     "ValueContext",
     "initialize_tpu_system",
     "partitioners",
+    "survive",
 ]
 
 

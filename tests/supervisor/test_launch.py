@@ -185,7 +185,7 @@ def test_the_processes_die_with_their_supervisor(tmp_path):
     [
         (["-n", "0", "x.py"], "--num-processes 0: there must be one at least."),
         (["--devices-per-process", "0", "x.py"], "--devices-per-process 0: there must be one"),
-        (["--restarts", "-1", "x.py"], "--restarts -1: a number of at least 0"),
+        (["--restarts", "-1", "x.py"], "--restarts -1: at least 0"),
         (["nothing.py"], "nothing.py: there is no such file in"),
         (["no-such-program"], "no-such-program: there is no such program. A Python file must"),
     ],

@@ -1,7 +1,6 @@
 """CheckpointManager: saves a state every so often, and finds the newest one that is whole."""
 
 import dataclasses
-import itertools
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,10 @@ from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import Saver, finish_other
 from tpudist.checkpoint.steps_on_disk import History
 from tpudist.options import warn_if_given
-from tpudist.xla import goodput
+from tpudist.xla import generations, goodput
 from tpudist.xla.coordination import TIMEOUT_S, Channel
 
-_names = itertools.count()
+_names = generations.Numbers()
 
 
 class CheckpointManager:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from tpudist.checkpoint import not_finite, restore_match
+from tpudist.checkpoint import entry_values, not_finite, restore_match
 from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry, Path, join_path
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_contents
@@ -93,27 +93,27 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
     Raises:
         CheckpointError: The step does not fit the objects.
     """
-    from tpudist.checkpoint import arrays  # Orbax takes a while to import
+    from tpudist.checkpoint.arrays import read_arrays  # Orbax takes a while to import
 
     item, leaves, aliases = _describe(path)
     match = restore_match.match(found, leaves, aliases, str(path), **how)
     wanted: dict[Path, Any] = {}
     for entry, name in match.pairs:
         if entry.kind in (ARRAY, KEY) and 0 not in entry.shape:
-            wanted.setdefault(tuple(leaves[name]["path"]), arrays.target(entry))
-    values = arrays.read_arrays(item, wanted)
+            wanted.setdefault(tuple(leaves[name]["path"]), entry_values.target(entry))
+    values = read_arrays(item, wanted)
     used: set[str] = set()
     for entry, name in match.pairs:
         leaf = leaves[name]
         if entry.kind in (VALUE, STATE):
             entry.write(leaf["value"])
         elif 0 in entry.shape:
-            entry.write(arrays.empty(entry))
+            entry.write(entry_values.empty(entry))
         else:
             # What was one array when it was saved may be two now, which are donated by themselves.
             again = name in used
             used.add(name)
-            entry.write(arrays.place(entry, values[tuple(leaf["path"])], again=again))
+            entry.write(entry_values.place(entry, values[tuple(leaf["path"])], again=again))
     found.finish()
     return RestoreReport(
         step,

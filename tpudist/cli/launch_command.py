@@ -30,7 +30,11 @@ class Options:
     devices_per_process: int | None = None
     """Emulated devices of each process; without it, the devices of this host."""
     restarts: int = 0
-    """How often all are started again, after one was killed or has lost another one."""
+    """How often all are started again, after one was killed or has lost another one; of a program
+    that survives, how many processes are started in the place of lost ones."""
+    spares: int = 0
+    """Processes more that wait until one is lost, of a program that survives that
+    (tpudist.experimental.survive)."""
 
 
 def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -51,8 +55,9 @@ def run(options: Options) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise WrongUse(f"--{name.replace('_', '-')} {value}: there must be one at least.")
-    if options.restarts < 0:
-        raise WrongUse(f"--restarts {options.restarts}: a number of at least 0 is needed.")
+    for name in ("restarts", "spares"):
+        if getattr(options, name) < 0:
+            raise WrongUse(f"--{name} {getattr(options, name)}: at least 0 is needed.")
     command = [*_program(options.script), *options.arguments]
     lock = threading.Lock()
     width = len(str(options.num_processes - 1))
@@ -63,7 +68,12 @@ def run(options: Options) -> int:
             console.write(f"[{label}] {line}")
 
     launch = Launch(
-        command, options.num_processes, options.devices_per_process, options.restarts, write
+        command,
+        options.num_processes,
+        options.devices_per_process,
+        options.restarts,
+        write,
+        options.spares,
     )
     return launch.run()
 

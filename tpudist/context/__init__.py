@@ -10,6 +10,7 @@ from tpudist.context.stack import (
     depth,
     enter,
     experimental_set_strategy,
+    forget_default_mode,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -41,5 +42,6 @@ __all__ = [
     "num_parts",
     "require_cross_replica",
     "require_scope_or_default",
+    "forget_default_mode",
     "set_default_mode_factory",
 ]

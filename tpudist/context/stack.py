@@ -88,6 +88,12 @@ def default_mode() -> Mode:
     return _default_mode
 
 
+def forget_default_mode() -> None:
+    """Has the default mode made anew: its devices are no more."""
+    global _default_mode
+    _default_mode = None
+
+
 def current() -> Mode:
     """The innermost mode of this thread."""
     stack = _stack.get()

@@ -24,11 +24,13 @@ from tpudist.input.iterator_state import Position
 from tpudist.input.sources import iterable
 from tpudist.input.transfer import feed_ahead
 from tpudist.options import AutoShardPolicy, PartialBatch
+from tpudist.xla import generations
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
 # Of the datasets that these processes share.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+generations.at_end(_numbers.clear)
 
 
 class DistributedDataset:

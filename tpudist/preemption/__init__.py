@@ -1,7 +1,15 @@
 """Runs that are asked to end: all processes save the same step, and exit for a supervisor."""
 
 from tpudist.preemption.handler import PreemptionCheckpointHandler
+from tpudist.preemption.survival import survive
+from tpudist.preemption.survivor import Survivor
 from tpudist.preemption.termination import TerminationConfig
 from tpudist.preemption.watcher import PreemptionWatcher
 
-__all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
+__all__ = [
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "Survivor",
+    "TerminationConfig",
+    "survive",
+]

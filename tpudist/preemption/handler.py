@@ -1,7 +1,6 @@
 """PreemptionCheckpointHandler: all processes save the same step and exit when one is to end."""
 
 import contextlib
-import itertools
 import logging
 import os
 import time
@@ -21,6 +20,7 @@ from tpudist.preemption.last_resort import LastResort, Pace
 from tpudist.preemption.notice import close_with
 from tpudist.preemption.notice_listener import NoticeListener
 from tpudist.preemption.termination import URGENT, TerminationConfig
+from tpudist.xla import generations
 from tpudist.xla.coordination import Channel
 
 RUN_CALLS = "checkpointed_runs"
@@ -28,7 +28,7 @@ RUN_CALLS = "checkpointed_runs"
 
 _STEPS_OF_RESERVE = 6  # of the time that is left, as in TensorFlow
 _log = logging.getLogger("tpudist.preemption")
-_numbers = itertools.count()
+_numbers = generations.Numbers()
 
 
 class PreemptionCheckpointHandler:

@@ -1,6 +1,5 @@
 """PreemptionWatcher: the notice alone, for programs that save and end in a way of their own."""
 
-import itertools
 import logging
 import time
 
@@ -9,10 +8,11 @@ import jax
 from tpudist.preemption import gce
 from tpudist.preemption.notice import Notice, close_with
 from tpudist.preemption.notice_listener import NoticeListener
+from tpudist.xla import generations
 
 _PAUSE_S = 0.1
 _log = logging.getLogger("tpudist.preemption")
-_numbers = itertools.count()
+_numbers = generations.Numbers()
 
 
 class PreemptionWatcher:

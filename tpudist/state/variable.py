@@ -7,7 +7,6 @@ act on the trace (`trace_frame.ReplicaFrame`); the new values are written back w
 been dispatched.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, Self, cast
@@ -25,10 +24,10 @@ from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.component import Component
 from tpudist.values.per_replica import DistributedValues, LocalPart, local_part
-from tpudist.xla import placement
+from tpudist.xla import generations, placement
 from tpudist.xla.traces import is_traced, run_eagerly
 
-_names = itertools.count()
+_names = generations.Numbers()
 _SUM = VariableAggregation.SUM
 
 

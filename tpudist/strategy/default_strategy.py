@@ -8,6 +8,7 @@ from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.strategy.strategy import Strategy
+from tpudist.xla import generations
 from tpudist.xla import mesh as meshes
 
 
@@ -40,3 +41,4 @@ def _default_mode() -> context.Mode:
 def install() -> None:
     """Puts it in force; it is made when it is first asked for."""
     context.set_default_mode_factory(_default_mode)
+    generations.at_end(context.forget_default_mode)

@@ -8,14 +8,17 @@ was asked to end and saved (143), goes on from its checkpoint when it is started
 import contextlib
 import dataclasses
 import json
+import math
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tpudist.supervisor.membership import Membership
 from tpudist.supervisor.worker_process import WorkerProcess
-from tpudist.xla import runtime
+from tpudist.xla import generations, runtime
 from tpudist.xla.preemption_service import EXIT_PREEMPTED
 from tpudist.xla.process_judge import EXIT_PEER_LOST
 
@@ -26,6 +29,8 @@ END_S = 15.0
 GRACE_S = 30.0
 """How long all may take to save, when this process is asked to end."""
 _POLL_S = 0.02
+_PATIENCE_S = 3.0
+_HOST = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +41,9 @@ class Launch:
         command: The program and its arguments, of each process.
         num_processes: How many.
         devices_per_process: Emulated ones of each; None for what there is.
-        restarts: How often all may be started again.
+        restarts: How often all may be started again, or one in the place of one that was lost.
         write: Called with each line that a process prints, and its number; None is this one.
+        spares: How many more are started that wait until one is lost.
     """
 
     command: Sequence[str]
@@ -45,15 +51,20 @@ class Launch:
     devices_per_process: int | None
     restarts: int
     write: Callable[[int | None, str], None]
+    spares: int = 0
 
     def run(self) -> int:
         """Runs until all have ended well, or cannot go on; the exit code for this process."""
-        with _signals() as asked:
-            code = 0
-            for attempt in range(self.restarts + 1):
-                codes = self._run_once(asked)
+        left = self.restarts
+        with _signals() as asked, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
+            while True:
+                attempt = _Attempt(self, left, cache)
+                codes, left = attempt.run(asked), attempt.restarts_left
                 if asked:
                     return INTERRUPTED if asked[0] == signal.SIGINT else EXIT_PREEMPTED
+                if attempt.gave_up:
+                    self.write(None, attempt.gave_up)
+                    return EXIT_GAVE_UP
                 if not any(codes.values()):
                     return 0
                 first, code = next((i, x) for i, x in codes.items() if x)
@@ -61,59 +72,147 @@ class Launch:
                 if not may_restart(code):
                     self.write(None, f"{told}: an error of the program, which would come again.")
                     return code if code > 0 else 1
-                left = self.restarts - attempt
-                if left:
-                    self.write(None, f"{told}: all start again ({left} restart(s) left).")
-                else:
+                if not left:
                     self.write(None, f"{told}: given up.")
-            return EXIT_GAVE_UP if self.restarts else code if code > 0 else 128 - code
+                    return EXIT_GAVE_UP if self.restarts else code if code > 0 else 128 - code
+                self.write(None, f"{told}: all start again ({left} restart(s) left).")
+                left -= 1
 
-    def _run_once(self, asked: list[int]) -> dict[int, int]:
-        """The exit codes, in the order in which the processes have ended."""
-        workers: list[WorkerProcess] = []
+
+class _Attempt:
+    """All processes, from their start to their end.
+
+    Attributes:
+        restarts_left: How many more may be started.
+        gave_up: Why those that are left cannot go on; empty where that is not so.
+    """
+
+    def __init__(self, launch: Launch, restarts_left: int, cache: str):
+        self.restarts_left, self.gave_up = restarts_left, ""
+        self._launch, self._cache = launch, cache
+        self._workers: list[WorkerProcess] = []
+        self._codes: dict[int, int] = {}
+        self._waits_since_s = math.inf
+
+    def run(self, asked: list[int]) -> dict[int, int]:
+        """The exit codes, in the order in which the processes have ended; not of those replaced."""
+        launch = self._launch
+        self._membership = Membership(
+            _HOST, launch.num_processes, lambda line: launch.write(None, line)
+        )
         try:
-            for env in self._environments():
-                workers.append(WorkerProcess(len(workers), self.command, env, self.write))
-            return self._wait(workers, asked)
+            ports = _free_ports(launch.num_processes)
+            self._cluster = {"worker": [f"{_HOST}:{port}" for port in ports]}
+            for _ in range(launch.num_processes + launch.spares):
+                self._start()
+            self._wait(asked)
         finally:
-            for worker in workers:
+            for worker in self._workers:
                 worker.kill()
+            self._membership.close()
+        return self._codes
 
-    def _environments(self) -> Iterator[dict[str, str]]:
-        cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(self.num_processes)]}
-        devices = self.devices_per_process
-        emulated = {
-            "TPUDIST_EMULATE": str(devices),
-            "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "NPROC": str(runtime.num_threads(devices or 0)),
+    def _start(self) -> None:
+        index = len(self._workers)
+        task = {"cluster": self._cluster, "task": {"type": "worker", "index": index}}
+        env = {
+            "TF_CONFIG": json.dumps(task),
+            generations.SUPERVISOR: f"{self._membership.address} {index}",
+            generations.COMPILE_CACHE: self._cache,
         }
-        for index in range(self.num_processes):
-            task = {"cluster": cluster, "task": {"type": "worker", "index": index}}
-            yield {"TF_CONFIG": json.dumps(task)} | (emulated if devices else {})
+        if devices := self._launch.devices_per_process:
+            env |= {
+                "TPUDIST_EMULATE": str(devices),
+                "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
+                "JAX_NUM_CPU_DEVICES": str(devices),
+                "NPROC": str(runtime.num_threads(devices)),
+            }
+        self._workers.append(WorkerProcess(index, self._launch.command, env, self._launch.write))
 
-    def _wait(self, workers: Sequence[WorkerProcess], asked: list[int]) -> dict[int, int]:
-        codes: dict[int, int] = {}
-        deadline, forwarded = float("inf"), False
-        while len(codes) < len(workers):
-            for worker in workers:
+    def _wait(self, asked: list[int]) -> None:
+        deadline, forwarded = math.inf, False
+        seen: set[int] = set()
+        while len(seen) < len(self._workers) and not self.gave_up:
+            for worker in list(self._workers):
                 code = worker.exit_code
-                if code is not None and worker.index not in codes:
-                    codes[worker.index] = code
-                    if code:
-                        deadline = min(deadline, time.monotonic() + END_S)
+                if code is None or worker.index in seen:
+                    continue
+                seen.add(worker.index)
+                if not asked and self._others_go_on(worker.index, code):
+                    continue
+                self._codes[worker.index] = code
+                if code:
+                    deadline = min(deadline, time.monotonic() + END_S)
+            if self._membership.is_done:
+                deadline = min(deadline, time.monotonic() + END_S)
+            self._look_whether_they_can_go_on()
             if asked and not forwarded:
                 forwarded = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-                for worker in workers:
-                    worker.send(signal.Signals(asked[0]))
+                if asked[0] == signal.SIGTERM and self._membership.is_used:
+                    self._membership.end_all()
+                else:
+                    for worker in self._workers:
+                        worker.send(signal.Signals(asked[0]))
             if time.monotonic() > deadline or len(asked) > 1:
-                for worker in workers:
+                for worker in self._workers:
                     if worker.exit_code is None:
-                        self.write(None, f"process {worker.index} does not end, and is killed.")
+                        self._launch.write(
+                            None, f"process {worker.index} does not end, and is killed."
+                        )
                         worker.kill()
             time.sleep(_POLL_S)
-        return codes
+
+    def _others_go_on(self, index: int, code: int) -> bool:
+        """Whether the program survives that a process has ended; starts another in its place."""
+        membership = self._membership
+        if not membership.is_used or membership.is_done or code == 0:
+            return False
+        told = f"process {index} {_describe(code)}"
+        if not may_restart(code):
+            if membership.is_member(index) or index < self._launch.num_processes:
+                return False
+            self._launch.write(None, f"{told} before it had joined the others, who go on.")
+            return True
+        if all(worker.exit_code is not None for worker in self._workers):
+            return False
+        if self.restarts_left:
+            self._start()
+            self._launch.write(
+                None,
+                f"{told}: the others go on, and process {len(self._workers) - 1} is started "
+                f"({self.restarts_left} restart(s) left).",
+            )
+            self.restarts_left -= 1
+        else:
+            self._launch.write(None, f"{told}: the others go on.")
+        return True
+
+    def _look_whether_they_can_go_on(self) -> None:
+        membership = self._membership
+        self.gave_up = membership.gave_up
+        count = membership.waits_for_others()
+        is_starting = any(
+            worker.exit_code is None and not membership.is_member(worker.index)
+            for worker in self._workers
+        )
+        if not count or is_starting or membership.ends_all:
+            self._waits_since_s = math.inf
+            return
+        self._waits_since_s = min(self._waits_since_s, time.monotonic())
+        if time.monotonic() - self._waits_since_s > _PATIENCE_S:
+            self.gave_up = (
+                f"{count} process(es) are left, which is not a number with which the program goes "
+                f"on (survive(processes=...)), and no restart is left: given up."
+            )
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"has ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed ({signal.Signals(-code).name})"
+    return f"was killed (signal {-code})"
 
 
 def may_restart(exit_code: int) -> bool:

@@ -40,6 +40,7 @@ class Channel:
         self._name = name
         self._processes = processes
         self._round = 0
+        self._client: Any = None
 
     @goodput.count_as(goodput.Phase.WAIT)
     def exchange(
@@ -66,7 +67,7 @@ class Channel:
         processes = self._members
         if len(processes) == 1:
             return [text]
-        client, index = _client(), jax.process_index()
+        client, index = self._require_client(), jax.process_index()
         folder = f"tpudist/{self._name}/{number}"
         place = purpose or f"at '{self._name}', round {number}"
         start = time.monotonic()
@@ -124,6 +125,18 @@ class Channel:
         if number:  # all have come to this round, so all have read the one before
             client.key_value_delete(f"tpudist/{self._name}/{number - 1}/")
         return texts
+
+    def _require_client(self) -> Any:
+        """That of the generation in which the first round was, which has no other afterwards."""
+        client = internals.coordination_client()
+        assert client is not None, "several processes without a coordination service"
+        if self._client not in (None, client):
+            raise RuntimeError(
+                f"'{self._name}' was used with processes that have gone on without it. Make what "
+                f"uses it (strategy, dataset, checkpoint manager) anew in each generation."
+            )
+        self._client = client
+        return client
 
     def leave(self) -> None:
         """Says that this process comes to no more rounds, so that nobody waits for it."""
@@ -214,9 +227,3 @@ class Board:
         if client is None:
             raise ConnectionError("This process has left the others.")
         return client
-
-
-def _client() -> Any:
-    client = internals.coordination_client()
-    assert client is not None, "several processes without a coordination service"
-    return client

@@ -84,6 +84,12 @@ class _Recorder:
         """Whether this is the thread whose time is noted."""
         return threading.get_ident() == self._thread_id
 
+    def follow_thread(self) -> None:
+        """The time of this thread is noted from here on."""
+        self._count()
+        self._thread_id = threading.get_ident()
+        self._stack, self._entered = [Phase.STARTUP], []
+
     def enter(self, phase: Phase) -> None:
         """Time counts for `phase` from here on."""
         self._count()
@@ -242,6 +248,12 @@ def note_calls(kind: str, **facts: Any) -> None:
     """Notes an event, and how many calls of programs came before it."""
     if _recorder is not None:
         _recorder.note(kind, calls=_recorder.calls, **facts)
+
+
+def follow_thread() -> None:
+    """Notes the time of this thread from here on, in the place of another one."""
+    if _recorder is not None:
+        _recorder.follow_thread()
 
 
 def flush() -> None:

@@ -5,6 +5,7 @@ Each is looked up here and nowhere else, and each has a test of its own in
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import jax
 from jax._src import config, core, distributed, mesh
+from jax.extend import backend
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def coordination_client() -> Any:
@@ -27,6 +30,82 @@ def coordinator_host() -> str:
     """The host of the first process, as the others reach it; empty in one process."""
     address = distributed.global_state.coordinator_address or ""
     return address.rpartition(":")[0].strip("[]")
+
+
+_FOR_EVER_S = 10_000_000
+"""A time without a heartbeat after which JAX would abort the process: others look after that."""
+
+
+def start_coordination_service(address: str, num_processes: int) -> Any:
+    """Starts a coordination service for processes that another one looks after.
+
+    It ends with the object, and aborts all processes that are connected to it then.
+
+    Args:
+        address: `host:port` where it listens, and nowhere else.
+        num_processes: How many will join.
+    """
+    return _jax.get_distributed_runtime_service(
+        address,
+        num_processes,
+        heartbeat_timeout=_FOR_EVER_S,
+        shutdown_timeout=1,
+    )
+
+
+def connect_coordination_service(
+    address: str, num_processes: int, process_id: int
+) -> Callable[[], None]:
+    """Connects to a service; returns when all processes have, be it never.
+
+    There is no end to it, since JAX would abort the process then.
+
+    Args:
+        address: Of the service.
+        num_processes: How many connect.
+        process_id: Which of them this is.
+
+    Returns:
+        To be called in a process that belongs to no others, which belongs to these from then on.
+
+    Raises:
+        jax.errors.JaxRuntimeError: There is no service.
+    """
+    client = _jax.get_distributed_runtime_client(
+        address,
+        process_id,
+        init_timeout=_FOR_EVER_S,
+        heartbeat_timeout=_FOR_EVER_S,
+        use_compression=True,
+        shutdown_on_destruction=False,  # that would wait for those who have died
+    )
+    client.connect()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # without end: so would its own end
+
+    def belong() -> None:
+        state = distributed.global_state
+        state.client, state.coordinator_address = client, address
+        state.process_id, state.num_processes = process_id, num_processes
+
+    return belong
+
+
+def leave_runtime(keep: bool) -> None:
+    """Forgets the other processes and all devices, so that others can be joined, with new ones.
+
+    Arrays and programs that were there before can be used no more.
+
+    Args:
+        keep: Whether something still waits in the old runtime, which is never destroyed then: that
+            would wait for it.
+    """
+    state = distributed.global_state
+    if keep:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend.get_backend()))
+    state.client, state.preemption_sync_manager = None, None
+    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+    jax.clear_caches()
+    backend.clear_backends()
 
 
 def call_at_preemption_poll(callback: Callable[[], None]) -> bool:

@@ -17,7 +17,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import jax
 
 from tpudist.errors import ProcessesDifferError
-from tpudist.xla import coordination, internals, process_watch, replica_equality, run_order
+from tpudist.xla import (
+    coordination,
+    generations,
+    internals,
+    process_watch,
+    replica_equality,
+    run_order,
+)
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.program_digest import ProgramText
 from tpudist.xla.run_order import RunOrder
@@ -98,7 +105,7 @@ def watch(mesh: ReplicaMesh) -> None:
         _agreement_of(mesh.processes)
 
 
-@functools.cache
+@generations.cache
 def _agreement_of(processes: tuple[int, ...]) -> "_Agreement":
     return _Agreement(processes)
 

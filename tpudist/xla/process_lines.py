@@ -49,7 +49,7 @@ class Lines:
             OSError: This host has no such address.
         """
         self._secret = secrets.token_hex(16)
-        family = socket.AF_INET6 if _is_v6(host) else socket.AF_INET
+        family = socket.AF_INET6 if is_v6(host) else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         _start(self._accept)
         _start(self._beat)
@@ -63,7 +63,7 @@ class Lines:
         """
         port, secret = where.split()
         line = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-        _watch_link(line)
+        watch_link(line)
         line.sendall(f"{self._index} {secret}".encode().ljust(_GREETING))
         self._sockets.append(line)
         self._heard_s = time.monotonic()
@@ -99,7 +99,7 @@ class Lines:
         try:
             line.settimeout(_CONNECT_S)
             greeting = line.recv(_GREETING, socket.MSG_WAITALL).decode(errors="replace")
-            _watch_link(line)
+            watch_link(line)
         except OSError:
             greeting = ""
         index, _, secret = greeting.strip().partition(" ")
@@ -126,7 +126,7 @@ class Lines:
                     line.send(_THERE, socket.MSG_DONTWAIT)
 
 
-def _watch_link(line: socket.socket) -> None:
+def watch_link(line: socket.socket) -> None:
     """Has the kernel give up a connection after `LINK_S` without an answer of the other one."""
     line.settimeout(None)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -141,7 +141,8 @@ def _watch_link(line: socket.socket) -> None:
             line.setsockopt(socket.IPPROTO_TCP, number, int(value))
 
 
-def _is_v6(host: str) -> bool:
+def is_v6(host: str) -> bool:
+    """Whether it is a numeric address of IPv6."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).version == 6
     return False

@@ -33,6 +33,12 @@ def describe(place: str) -> str:
     return f"pid {pid} on {host}"
 
 
+def pid_here(place: str) -> int | None:
+    """The pid of the process at a place; None on another host."""
+    namespace, pid, _ = place.split(" ", 2)
+    return int(pid) if namespace == _namespace() else None
+
+
 def find(place: str) -> State | None:
     """How the process at a place is; None if only another host knows."""
     namespace, pid, _ = place.split(" ", 2)

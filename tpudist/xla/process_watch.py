@@ -8,7 +8,6 @@ return. Nothing is added to a step but a count.
 """
 
 import atexit
-import ctypes
 import faulthandler
 import functools
 import json
@@ -24,7 +23,14 @@ from typing import Any
 import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
-from tpudist.xla import goodput, internals, preemption_service, process_state, run_order
+from tpudist.xla import (
+    generations,
+    goodput,
+    internals,
+    preemption_service,
+    process_state,
+    run_order,
+)
 from tpudist.xla.process_judge import (
     ALL_ENDED,
     EXIT_PEER_LOST,
@@ -51,6 +57,13 @@ _WAIT_MS = 1000
 def watch() -> "Watch":
     """That of this process; the first call starts it. All processes must call it."""
     return Watch()
+
+
+@generations.at_end
+def _end_watch() -> None:
+    if watch.cache_info().currsize:
+        watch().abandon()
+        watch.cache_clear()
 
 
 class Watch:
@@ -96,6 +109,13 @@ class Watch:
         """
         self._orders[name] = order, describe
 
+    def abandon(self) -> None:
+        """Watches no more: the processes of the run are others now."""
+        self._closing.set()
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+
     # Telling.
 
     def _report_often(self) -> None:
@@ -126,7 +146,7 @@ class Watch:
         if lengths != self._lengths:
             self._lengths, self._moved_s = lengths, time.monotonic()
         elif time.monotonic() - self._moved_s > WARN_S / 2:  # others may want to know why
-            report["at"] = _stack_of_main_thread()
+            report["at"] = _stack_of_program()
         return report
 
     def _send(self, report: dict[str, Any]) -> None:
@@ -138,8 +158,14 @@ class Watch:
         found = self._client.key_value_dir_get("tpudist/watch/report/")
         reports = {int(key.rsplit("/", 1)[-1]): json.loads(text) for key, text in found}
         verdict = self._judge.judge(reports)
-        if verdict is not None:
+        if verdict is not None and not self._ask_supervisor(verdict):
             self._pronounce(verdict)
+
+    def _ask_supervisor(self, verdict: Mapping[str, Any]) -> bool:
+        """Lets a supervisor end the process that all wait for; the others go on without it."""
+        if verdict["exit_code"] != EXIT_PEER_LOST:
+            return False
+        return generations.report_lost(verdict["failed"], verdict["message"])
 
     def _pronounce(self, verdict: Mapping[str, Any]) -> None:
         for i in range(self._count):
@@ -182,14 +208,16 @@ class Watch:
             pass
 
     def _listen(self) -> None:
-        self._open_lines()
+        if not generations.is_supervised():  # a supervisor notices it, and all are to go on
+            self._open_lines()
         key = f"tpudist/watch/verdict/{self._index}"
         while not self._closing.is_set():
             try:
                 verdict = json.loads(self._client.blocking_key_value_get(key, _WAIT_MS))
             except Exception as error:  # the type varies; the text says what happened
                 if "DEADLINE_EXCEEDED" in str(error):
-                    if verdict := self._judge_first():
+                    verdict = self._judge_first()
+                    if verdict and not self._ask_supervisor(verdict):
                         self._end(verdict)
                         return
                     continue
@@ -233,11 +261,11 @@ class Watch:
         goodput.flush()
         goodput.note("verdict", message=message)
         if self._state == "running":
-            _write(f"Process {self._index} was at:\n{_stack_of_main_thread()}")
+            _write(f"Process {self._index} was at:\n{_stack_of_program()}")
             if verdict.get("all_threads"):
                 _write_all_threads()
             differ = "failed" not in verdict
-            _raise_in_main_thread(ProcessesDifferError if differ else ProcessFailedError, message)
+            _raise_in_program(ProcessesDifferError if differ else ProcessFailedError, message)
         time.sleep(GRACE_S)
         if verdict.get("silent"):  # who would have to listen to what is said at the end
             _exit(self._exit_code)
@@ -323,7 +351,7 @@ class Watch:
                 )
 
 
-def _raise_in_main_thread(kind: type[RuntimeError], message: str) -> None:
+def _raise_in_program(kind: type[RuntimeError], message: str) -> None:
     """At its next line of Python; what waits in C++ goes on to wait."""
 
     def __str__(self: RuntimeError) -> str:  # the class alone is given, without arguments
@@ -331,13 +359,12 @@ def _raise_in_main_thread(kind: type[RuntimeError], message: str) -> None:
 
     members = {"__str__": __str__, "__module__": kind.__module__}
     error = type(kind.__name__, (kind,), members)
-    main = threading.main_thread().ident
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main or 0), ctypes.py_object(error))
+    generations.raise_in(generations.program_thread(), error)
 
 
-def _stack_of_main_thread() -> str:
+def _stack_of_program() -> str:
     """Where it is, the users' lines and those of libraries; of one in C++, what called that."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(generations.program_thread().ident or 0)
     return "".join(traceback.format_stack(frame)[-12:]) if frame else "  (an unknown place)\n"
 
 

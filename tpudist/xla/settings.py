@@ -23,6 +23,7 @@ class Setting(enum.Enum):
     ENABLE_X64 = "jax_enable_x64", False
     ENABLE_COMPILATION_CACHE = "jax_enable_compilation_cache", True
     COMPILATION_CACHE_DIR = "jax_compilation_cache_dir", None
+    MIN_CACHED_COMPILE_TIME = "jax_persistent_cache_min_compile_time_secs", 1.0
     USE_SHARDY_PARTITIONER = "jax_use_shardy_partitioner", True
     DISABLE_MOST_OPTIMIZATIONS = "jax_disable_most_optimizations", False
     COMPILER_ENABLE_REMAT_PASS = "jax_compiler_enable_remat_pass", True
