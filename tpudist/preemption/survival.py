@@ -256,7 +256,9 @@ class _Process:
             commit = self._state.commit if self._state else -1
             self._send(ready=self._order, commit=commit)
         elif "go" in order and order["go"] == self._order:
-            threading.Thread(target=self._join, args=(order,), daemon=True).start()
+            joining = threading.Thread(target=self._join, args=(order,), daemon=True)
+            generations.forget(joining)
+            joining.start()
 
     # The way from one generation to the next.
 
@@ -271,11 +273,11 @@ class _Process:
         if thread.is_alive():
             generations.raise_in(thread, GenerationEnded)
             thread.join(_UNWIND_S)
-        is_left_behind = thread.is_alive()
         assert generation.copies is not None
         self._state = generation.copies.end(_COPY_S)
-        goodput.note("generation", number=generation.number, left_behind=is_left_behind)
-        generations.leave(is_left_behind)
+        left_behind = [x for x in (thread, generation.copies.thread) if x.is_alive()]
+        goodput.note("generation", number=generation.number, left_behind=bool(left_behind))
+        generations.leave(left_behind)
 
     def _join(self, order: Mapping[str, Any]) -> None:
         """In a thread, since it may wait for one that dies now; then there is a newer order."""

@@ -39,14 +39,15 @@ class Copies:
 
     Attributes:
         newest: None if there is none yet.
+        thread: What finishes them.
     """
 
     def __init__(self, newest: StateCopy | None):
         """Begins with one that is known."""
         self.newest = newest
         self._waiting: queue.SimpleQueue[StateCopy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._finish, name="tpudist copies", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._finish, name="tpudist copies", daemon=True)
+        self.thread.start()
 
     def begin(self, commit: int, state: Checkpoint) -> None:
         """Copies a state; the arrays may be overwritten as soon as this returns."""
@@ -71,7 +72,7 @@ class Copies:
     def end(self, wait_s: float) -> StateCopy | None:
         """The newest, after a moment for those that are on their way; no more come."""
         self._waiting.put(None)
-        self._thread.join(wait_s)
+        self.thread.join(wait_s)
         return self.newest
 
     def _finish(self) -> None:

@@ -69,6 +69,9 @@ class Launch:
                     return 0
                 first, code = next((i, x) for i, x in codes.items() if x)
                 told = f"process {first} has ended with exit code {code}"
+                if attempt.has_survived:
+                    self.write(None, f"{told}, after tpudist.experimental.survive.")
+                    return code if code > 0 else 128 - code
                 if not may_restart(code):
                     self.write(None, f"{told}: an error of the program, which would come again.")
                     return code if code > 0 else 1
@@ -111,6 +114,11 @@ class _Attempt:
                 worker.kill()
             self._membership.close()
         return self._codes
+
+    @property
+    def has_survived(self) -> bool:
+        """Whether the program has ended in all processes that it was to survive in."""
+        return self._membership.is_done
 
     def _start(self) -> None:
         index = len(self._workers)
@@ -166,8 +174,10 @@ class _Attempt:
     def _others_go_on(self, index: int, code: int) -> bool:
         """Whether the program survives that a process has ended; starts another in its place."""
         membership = self._membership
-        if not membership.is_used or membership.is_done or code == 0:
+        if not membership.is_used or code == 0:
             return False
+        if membership.is_done:  # it may have been started for a run that has ended since
+            return not membership.has_finished(index)
         told = f"process {index} {_describe(code)}"
         if not may_restart(code):
             if membership.is_member(index) or index < self._launch.num_processes:

@@ -118,6 +118,11 @@ class Membership:
         with self._lock:
             return index in self._came
 
+    def has_finished(self, index: int) -> bool:
+        """Whether the program has ended in the process that was started as number `index`."""
+        with self._lock:
+            return any(x.index == index and x.has_finished for x in self._present)
+
     def waits_for_others(self) -> int | None:
         """How many processes wait for others to come, without whom they cannot go on; or None."""
         with self._lock:

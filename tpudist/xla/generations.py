@@ -5,11 +5,13 @@ runs in a thread, which is left behind when a process has died that it waits for
 started in the next generation. What belongs to a generation is forgotten at its end.
 """
 
+import atexit
 import ctypes
 import functools
 import itertools
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from tpudist.xla import internals
@@ -108,15 +110,42 @@ def run_program(thread: threading.Thread) -> None:
     thread.start()
 
 
-def leave(is_left_behind: bool) -> None:
+def leave(left_behind: Collection[threading.Thread]) -> None:
     """Ends the generation.
 
     Args:
-        is_left_behind: Whether its thread still waits for others, and is never waited for.
+        left_behind: Threads that still wait for others, in C++, and are never waited for.
     """
     for call in _at_end:
         call()
-    internals.leave_runtime(keep=is_left_behind)
+    for thread in left_behind:
+        forget(thread)
+    internals.leave_runtime(keep=bool(left_behind))
+
+
+def forget(thread: threading.Thread) -> None:
+    """Nobody waits for a thread any more, which may wait in C++ for what does not come."""
+    _left_behind.append(thread)
+
+
+@atexit.register
+def _park_threads() -> None:
+    """Lets threads that were left behind never return from C++ while Python ends: it would abort.
+
+    They wait for processes that end now too, would return to Python with an error, and be ended
+    by it in the midst of C++.
+    """
+    waiting = [x for x in _left_behind if x.is_alive()]
+    if waiting and hasattr(signal, "pthread_kill"):
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal(_PARK, ctypes.cast(libc.pause, ctypes.c_void_p))
+        for thread in waiting:
+            signal.pthread_kill(thread.ident or 0, _PARK)
+
+
+_left_behind: list[threading.Thread] = []
+_PARK = getattr(signal, "SIGRTMAX", 64) - 3
 
 
 def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
