@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,22 @@ def is_running(pid: int) -> bool:
 class Run:
     """A run that goes on."""
 
-    def __init__(self, folder: Path, *options: str, env: Mapping[str, str] | None = None):
-        """Starts it: STEPS, FAULT and so on are in `env`."""
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        output: str = "output",
+    ):
+        """Starts it: STEPS, FAULT and so on are in `env`; `prefix` runs it on another host."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.output_file = folder / "output"
+        self.output_file = folder / output
         more = {"OUT": str(folder), "PYTHONPATH": str(ROOT), "STEPS": "60", **(env or {})}
         with self.output_file.open("wb") as output:
             self.process = subprocess.Popen(
-                [*COMMAND, *options, str(PROGRAMS / "survival_program.py")],
+                [*prefix, *COMMAND, *options, str(PROGRAMS / "survival_program.py")],
                 env=os.environ | more,
                 stdout=output,
                 stderr=subprocess.STDOUT,

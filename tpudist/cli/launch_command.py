@@ -14,6 +14,7 @@ import tyro
 
 from tpudist.cli import console
 from tpudist.cli.errors import WrongUse
+from tpudist.cli.launch_hosts import find_hosts
 from tpudist.supervisor.launch import Launch
 
 
@@ -26,12 +27,20 @@ class Options:
     arguments: tyro.conf.Positional[tuple[str, ...]] = ()
     """Of the program."""
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """How many; each finds its place in TF_CONFIG."""
+    """How many, on each host; each finds its place in TF_CONFIG."""
     devices_per_process: int | None = None
     """Emulated devices of each process; without it, the devices of this host."""
     restarts: int = 0
     """How often all are started again, after one was killed or has lost another one; of a program
     that survives, how many processes are started in the place of lost ones."""
+    hosts: str | None = None
+    """Names of several hosts, separated by commas: the same command is to be started on each. By
+    default those of a Slurm step or a TPU slice, or this one."""
+    host_index: int | None = None
+    """Which of them is this one, from 0; by default the one that has an address of this host."""
+    port: int | None = None
+    """Of the first host, where the hosts meet, and the first of as many as there are processes;
+    8470 by default."""
     spares: int = 0
     """Processes more that wait until one is lost, of a program that survives that
     (tpudist.experimental.survive)."""
@@ -74,6 +83,7 @@ def run(options: Options) -> int:
         options.restarts,
         write,
         options.spares,
+        find_hosts(options.hosts, options.host_index, options.port),
     )
     return launch.run()
 

@@ -14,7 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tpudist.planner import as_json, private_files
+from tpudist.planner import as_json
+from tpudist.xla.compiler import private_files
 from tpudist.xla.compiler.compiler_process import CompiledProgram
 
 _log = logging.getLogger("tpudist")

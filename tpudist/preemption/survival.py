@@ -5,6 +5,7 @@ runs the program is left where it is, JAX starts anew in the same process, and t
 again in another thread, with the newest state that a process has in memory.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -97,14 +98,14 @@ def survive(
 class _Generation(Link):
     """One set of processes, as this one sees it."""
 
-    def __init__(self, number: int, send: Callable[..., None]):
+    def __init__(self, number: int, put: Callable[[Any], None]):
         self.number = number
         self.is_over = False
         self.ends_all = False
         self.thread: threading.Thread | None = None
         self.copies: Copies | None = None
         self.error: BaseException | None = None
-        self._send = send
+        self._put = put
         self._pausing = False
         self._last: int | None = None
         self._changed = threading.Condition()
@@ -113,7 +114,7 @@ class _Generation(Link):
         if self._pausing:
             with self._changed:
                 if self._last is None:
-                    self._send(paused=self.number, commit=commit)
+                    self._put(_Outgoing({"paused": self.number, "commit": commit}))
                 while self._last is None and self._pausing and not self.is_over:
                     self._changed.wait(0.2)  # so that this thread can be ended
         return self._last is not None and commit >= self._last
@@ -150,6 +151,13 @@ class _ProgramEnded:
     result: Any = None
     commit: int = 0
     error: BaseException | None = None
+
+
+@dataclasses.dataclass
+class _Outgoing:
+    """What the main thread is to send: the program's may be interrupted in the midst of it."""
+
+    message: Mapping[str, Any]
 
 
 class _Signal:
@@ -207,6 +215,8 @@ class _Process:
                     self._begin(event)
                 elif isinstance(event, _ProgramEnded):
                     self._on_program_ended(event)
+                elif isinstance(event, _Outgoing):
+                    self._send(**event.message)
                 elif isinstance(event, _Signal):
                     self._send(leaving=True)
                 else:
@@ -306,11 +316,11 @@ class _Process:
         task["task"] = {"type": "worker", "index": order["rank"]}
         os.environ["TF_CONFIG"] = json.dumps(task)
         self._state = joined.state
-        generation = _Generation(joined.number, self._send)
+        generation = _Generation(joined.number, self._events.put)
         generation.copies = Copies(joined.state)
         survivor = Survivor(joined.number, generation.copies, self._every, generation)
         generation.thread = threading.Thread(
-            target=self._run_program,
+            target=self._run_thread,
             args=(generation, survivor),
             name=f"tpudist program {joined.number}",
             daemon=True,
@@ -319,6 +329,10 @@ class _Process:
         self._send(began=joined.number)
         generations.run_program(generation.thread)
 
+    def _run_thread(self, generation: _Generation, survivor: Survivor) -> None:
+        with contextlib.suppress(GenerationEnded):  # raised while it has ended by itself
+            self._run_program(generation, survivor)
+
     def _run_program(self, generation: _Generation, survivor: Survivor) -> None:
         ended = _ProgramEnded(generation)
         try:
@@ -326,7 +340,7 @@ class _Process:
             ended.result = self._train(survivor)
             ended.commit = survivor.num_commits
         except GenerationEnded:
-            self._send(stopped=generation.number)
+            self._events.put(_Outgoing({"stopped": generation.number}))
             return
         except BaseException as error:  # the main thread raises it
             ended.error = error

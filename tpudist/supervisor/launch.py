@@ -10,13 +10,14 @@ import dataclasses
 import json
 import math
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tpudist.supervisor.hosts import Hosts
 from tpudist.supervisor.membership import Membership
+from tpudist.supervisor.remote_membership import RemoteMembership
 from tpudist.supervisor.worker_process import WorkerProcess
 from tpudist.xla import generations, runtime
 from tpudist.xla.preemption_service import EXIT_PREEMPTED
@@ -30,7 +31,8 @@ GRACE_S = 30.0
 """How long all may take to save, when this process is asked to end."""
 _POLL_S = 0.02
 _PATIENCE_S = 3.0
-_HOST = "127.0.0.1"
+STOPPED_S = 3.0
+"""After which a process that its kernel says is stopped is ended, of a program that survives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +41,12 @@ class Launch:
 
     Attributes:
         command: The program and its arguments, of each process.
-        num_processes: How many.
+        num_processes: How many, on each host.
         devices_per_process: Emulated ones of each; None for what there is.
         restarts: How often all may be started again, or one in the place of one that was lost.
         write: Called with each line that a process prints, and its number; None is this one.
-        spares: How many more are started that wait until one is lost.
+        spares: How many more are started on each host, that wait until one is lost.
+        hosts: Of the run.
     """
 
     command: Sequence[str]
@@ -52,6 +55,7 @@ class Launch:
     restarts: int
     write: Callable[[int | None, str], None]
     spares: int = 0
+    hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
     def run(self) -> int:
         """Runs until all have ended well, or cannot go on; the exit code for this process."""
@@ -96,16 +100,15 @@ class _Attempt:
         self._workers: list[WorkerProcess] = []
         self._codes: dict[int, int] = {}
         self._waits_since_s = math.inf
+        self._numbers = launch.hosts.numbers(launch.num_processes)
+        self._stopped_since_s: dict[int, float] = {}
 
     def run(self, asked: list[int]) -> dict[int, int]:
         """The exit codes, in the order in which the processes have ended; not of those replaced."""
         launch = self._launch
-        self._membership = Membership(
-            _HOST, launch.num_processes, lambda line: launch.write(None, line)
-        )
+        self._membership = self._join_others()
         try:
-            ports = _free_ports(launch.num_processes)
-            self._cluster = {"worker": [f"{_HOST}:{port}" for port in ports]}
+            self._cluster = {"worker": launch.hosts.processes(launch.num_processes)}
             for _ in range(launch.num_processes + launch.spares):
                 self._start()
             self._wait(asked)
@@ -115,13 +118,26 @@ class _Attempt:
             self._membership.close()
         return self._codes
 
+    def _join_others(self) -> Membership | RemoteMembership:
+        launch, hosts = self._launch, self._launch.hosts
+        host, secret = hosts.names[0], hosts.secret()
+
+        def write(line: str) -> None:
+            launch.write(None, line)
+
+        if hosts.is_first:
+            count = launch.num_processes * len(hosts.names)
+            return Membership(host, count, write, port=hosts.port, secret=secret)
+        assert secret is not None, "there are several hosts"
+        return RemoteMembership(host, hosts.port, secret, write)
+
     @property
     def has_survived(self) -> bool:
         """Whether the program has ended in all processes that it was to survive in."""
         return self._membership.is_done
 
     def _start(self) -> None:
-        index = len(self._workers)
+        index = next(self._numbers)
         task = {"cluster": self._cluster, "task": {"type": "worker", "index": index}}
         env = {
             "TF_CONFIG": json.dumps(task),
@@ -154,6 +170,7 @@ class _Attempt:
             if self._membership.is_done:
                 deadline = min(deadline, time.monotonic() + END_S)
             self._look_whether_they_can_go_on()
+            self._end_stopped_ones()
             if asked and not forwarded:
                 forwarded = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -180,23 +197,41 @@ class _Attempt:
             return not membership.has_finished(index)
         told = f"process {index} {_describe(code)}"
         if not may_restart(code):
-            if membership.is_member(index) or index < self._launch.num_processes:
+            if membership.is_member(index) or not self._is_spare(index):
                 return False
             self._launch.write(None, f"{told} before it had joined the others, who go on.")
             return True
-        if all(worker.exit_code is not None for worker in self._workers):
+        others_are_elsewhere = len(self._launch.hosts.names) > 1 and self.restarts_left > 0
+        if all(x.exit_code is not None for x in self._workers) and not others_are_elsewhere:
             return False
         if self.restarts_left:
             self._start()
             self._launch.write(
                 None,
-                f"{told}: the others go on, and process {len(self._workers) - 1} is started "
+                f"{told}: the others go on, and process {self._workers[-1].index} is started "
                 f"({self.restarts_left} restart(s) left).",
             )
             self.restarts_left -= 1
         else:
             self._launch.write(None, f"{told}: the others go on.")
         return True
+
+    def _is_spare(self, index: int) -> bool:
+        return index >= self._launch.num_processes * len(self._launch.hosts.names)
+
+    def _end_stopped_ones(self) -> None:
+        """Of a program that survives: the others do not wait for a process that is stopped."""
+        now = time.monotonic()
+        for worker in self._workers if self._membership.is_used else ():
+            if not worker.is_stopped or not self._membership.is_member(worker.index):
+                self._stopped_since_s.pop(worker.index, None)
+            elif now - self._stopped_since_s.setdefault(worker.index, now) > STOPPED_S:
+                self._launch.write(
+                    None,
+                    f"process {worker.index} is stopped, by SIGSTOP or Ctrl-Z, for {STOPPED_S:g} "
+                    f"s, and is killed: the others do not wait for it.",
+                )
+                worker.kill()
 
     def _look_whether_they_can_go_on(self) -> None:
         membership = self._membership
@@ -242,12 +277,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; all are held until the last is found, so that they differ."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -19,11 +19,12 @@ from typing import Any
 
 from tpudist.xla import internals, json_lines, process_state
 from tpudist.xla.json_lines import JsonLines, Listener
+from tpudist.xla.process_lines import is_v6
 
 MAX_WITHOUT_PROGRESS = 8
 """After how many generations in which no state was committed the run is given up."""
-STOPPED_S = 3.0
-"""After which a process that its kernel says is stopped is ended: the others go on without it."""
+SUPERVISORS_S = 20.0
+"""How long this host waits at the end until other hosts know of it."""
 LATE_S = 3.0
 """After which a spare takes the place of a process that has not come when the run starts."""
 _LOOK_S = 0.5
@@ -53,7 +54,6 @@ class Member:
     has_stopped: bool = False
     has_finished: bool = False
     is_leaving: bool = False
-    stopped_since: float = math.inf
 
     def send(self, **message: Any) -> None:
         """Sends a message, if it is there still."""
@@ -73,7 +73,15 @@ class Membership:
         gave_up: Why there is no other generation; empty while there may be.
     """
 
-    def __init__(self, host: str, count: int, tell: Callable[[str], None], *, port: int = 0):
+    def __init__(
+        self,
+        host: str,
+        count: int,
+        tell: Callable[[str], None],
+        *,
+        port: int = 0,
+        secret: str | None = None,
+    ):
         """Listens for processes.
 
         Args:
@@ -81,6 +89,7 @@ class Membership:
             count: With how many the run begins, and is to go on where that many are there.
             tell: Called with each line about what becomes of them.
             port: Where it listens; 0 for any that is free.
+            secret: What those know who may connect; by default a new one.
 
         Raises:
             OSError: The address is another host's, or the port is taken.
@@ -92,6 +101,7 @@ class Membership:
         self._generation = 0
         self._services: list[tuple[Any, list[Member]]] = []
         self._phase = "gathering"
+        self._num_supervisors = 0
         self._came: set[int] = set()
         self._best_commit, self._without_progress = -1, 0
         self._changed_s = time.monotonic()
@@ -100,13 +110,16 @@ class Membership:
         self.ends_all = False
         self.gave_up = ""
         self._closing = threading.Event()
-        secret = json_lines.make_secret()
+        secret = secret or json_lines.make_secret()
         self._listener = Listener(host, secret, self._serve, port=port)
         self.address = f"{host} {self._listener.port} {secret}"
         threading.Thread(target=self._look_often, name="tpudist membership", daemon=True).start()
 
     def close(self) -> None:
         """Ends all connections."""
+        deadline = time.monotonic() + SUPERVISORS_S
+        while self.is_used and self._num_supervisors and time.monotonic() < deadline:
+            time.sleep(0.02)  # for them to know how it has ended
         self._closing.set()
         self._listener.close()
         with self._lock:
@@ -140,6 +153,8 @@ class Membership:
 
     def _serve(self, line: JsonLines) -> None:
         hello = line.read()
+        if hello is not None and "supervisor" in hello:
+            self._answer_supervisor(line)
         if hello is None or "hello" not in hello:
             return
         member = Member(
@@ -160,6 +175,25 @@ class Membership:
         with self._lock:
             if member in self._members:
                 self._on_gone(member)
+
+    def _answer_supervisor(self, line: JsonLines) -> None:
+        """Says to the supervisor of another host what is known, as often as it asks."""
+        with self._lock:
+            self._num_supervisors += 1
+        with contextlib.suppress(OSError):
+            for question in line:
+                if question["end_all"] and not self.ends_all:
+                    self.end_all()
+                with self._lock:
+                    line.send(
+                        is_used=self.is_used,
+                        is_done=self.is_done,
+                        gave_up=self.gave_up,
+                        came=sorted(self._came),
+                        finished=[x.index for x in self._present if x.has_finished],
+                    )
+        with self._lock:
+            self._num_supervisors -= 1
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         if "ready" in message:
@@ -357,27 +391,13 @@ class Membership:
         for member in self._members:
             member.send(done=True)
 
-    # Processes that are stopped.
-
     def _look_often(self) -> None:
         while not self._closing.wait(_LOOK_S):
-            now = time.monotonic()
             with self._lock:
                 self._begin_if_all_came()
-                for member in list(self._members):
-                    if process_state.find(member.place) is not process_state.State.STOPPED:
-                        member.stopped_since = math.inf
-                        continue
-                    member.stopped_since = min(member.stopped_since, now)
-                    waited_s = now - member.stopped_since
-                    if waited_s > STOPPED_S:
-                        self._end(
-                            member,
-                            f"It is stopped, by SIGSTOP or Ctrl-Z, for {waited_s:.0f} s, and "
-                            f"the others do not wait for it.",
-                        )
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as found:
+    family = socket.AF_INET6 if is_v6(host) else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as found:
         return found.getsockname()[1]

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from tpudist.xla import process_state
+
 # Asks Linux to kill the process when the one that has started it dies, and becomes the program.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -66,6 +68,12 @@ class WorkerProcess:
     def exit_code(self) -> int | None:
         """None while it runs; the negative number of the signal that has ended it."""
         return self._process.poll()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its kernel says that it is stopped, by SIGSTOP or Ctrl-Z."""
+        place = process_state.here(self._process.pid)
+        return process_state.find(place) is process_state.State.STOPPED
 
     def send(self, number: signal.Signals) -> None:
         """Sends it a signal, if it runs still."""

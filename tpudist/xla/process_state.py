@@ -22,9 +22,9 @@ class State(enum.Enum):
     RUNNING = "running"
 
 
-def here() -> str:
-    """Where this process is: its host, its pid, and in which namespace that is its pid."""
-    return f"{_namespace()} {os.getpid()} {socket.gethostname()}"
+def here(pid: int | None = None) -> str:
+    """Where a process of this host is, by default this one: with the namespace of its pid."""
+    return f"{_namespace()} {pid or os.getpid()} {socket.gethostname()}"
 
 
 def describe(place: str) -> str:

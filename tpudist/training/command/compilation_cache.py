@@ -6,8 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from tpudist.planner import private_files
-from tpudist.xla.compiler import processor
+from tpudist.xla.compiler import private_files, processor
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")

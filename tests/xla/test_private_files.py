@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from tpudist.planner import answer_cache, private_files
+from tpudist.planner import answer_cache
 from tpudist.training.command import compilation_cache
+from tpudist.xla.compiler import private_files
 
 OURS = ("plan.json", "*.gz")
 

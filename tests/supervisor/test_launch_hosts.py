@@ -1,0 +1,126 @@
+"""`tpudist launch` on several hosts: which they are, and what becomes of a run when one is lost."""
+
+import signal
+
+import pytest
+
+import networks
+from survival_runs import Run
+from tpudist.cli import launch_hosts
+from tpudist.cli.errors import WrongUse
+from tpudist.supervisor.hosts import Hosts
+
+SLURM = {"SLURM_STEP_NODELIST": "n[1-3]", "SLURM_NODEID": "2", "SLURM_PROCID": "2"}
+TPU = {"TPU_WORKER_HOSTNAMES": "t-0,t-1", "TPU_WORKER_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "hosts"),
+    [
+        ({}, Hosts()),
+        (SLURM, Hosts(["n1", "n2", "n3"], 2, 8470)),
+        (SLURM | {"SLURM_STEP_NODELIST": "n1"}, Hosts()),
+        (TPU, Hosts(["t-0", "t-1"], 1, 8470)),
+        (TPU | {"TPU_WORKER_HOSTNAMES": "t-0"}, Hosts()),
+    ],
+)
+def test_hosts_are_those_of_the_scheduler(env, hosts, monkeypatch):
+    for name in {**SLURM, **TPU}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert launch_hosts.find_hosts(None, None, None) == hosts
+
+
+def test_several_tasks_on_a_node_are_refused(monkeypatch):
+    for name, value in (SLURM | {"SLURM_STEP_NUM_TASKS": "6"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WrongUse, match="srun --ntasks-per-node=1 tpudist launch"):
+        launch_hosts.find_hosts(None, None, None)
+
+
+def test_this_host_is_found_by_its_address():
+    found = launch_hosts.find_hosts("198.51.100.1, 127.0.0.1", None, 7000)
+    assert found == Hosts(["198.51.100.1", "127.0.0.1"], 1, 7000)
+    assert found.processes(2) == [
+        "198.51.100.1:7001",
+        "198.51.100.1:7002",
+        "127.0.0.1:7001",
+        "127.0.0.1:7002",
+    ]
+    numbers = found.numbers(2)
+    assert [next(numbers) for _ in range(4)] == [2, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("names", "index", "said"),
+    [
+        ("198.51.100.1,198.51.100.2", None, "none has an address of this host. Give --host-index"),
+        ("127.0.0.1,localhost", None, "127.0.0.1 and localhost has an address of this host"),
+        ("a,a", None, "each host once is needed"),
+        ("a,b", 2, "there are 2 hosts, from 0 on"),
+    ],
+)
+def test_hosts_that_are_not_clear_are_refused(names, index, said):
+    with pytest.raises(WrongUse, match=said):
+        launch_hosts.find_hosts(names, index, None)
+
+
+def test_the_secret_of_several_hosts_is_the_same_on_each(monkeypatch):
+    first, second = Hosts(["a", "b"], 0, 1), Hosts(["a", "b"], 1, 1)
+    anybodys = first.secret()
+    assert anybodys == second.secret()
+    monkeypatch.setenv("TPUDIST_SECRET", "x")
+    assert anybodys != first.secret() == second.secret()
+    assert Hosts().secret() is None
+
+
+@pytest.fixture
+def two_hosts():
+    if why := networks.why_not():
+        pytest.skip(why)
+    with networks.make_two_hosts() as made:
+        yield made
+
+
+def start(hosts, folder, *options):
+    names = ",".join(host.address for host in hosts.hosts)
+    words = ("--hosts", names, "-n", "1", "--devices-per-process", "2", *options)
+    env = {"PAUSE_S": "0.1"}
+    return [
+        Run(folder, *words, env=env, prefix=host.prefix, output=f"output{i}")
+        for i, host in enumerate(hosts.hosts)
+    ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_hosts, tmp_path):
+    first, second = start(two_hosts, tmp_path, "--restarts", "1")
+    with first, second:
+        first.wait_for_step(10, of_all=True)
+        first.signal(1, signal.SIGKILL)
+        seen = first.wait()
+        other = second.wait()
+    assert (seen.code, other.code) == (0, 0), seen.output + other.output
+    assert "process 1 was killed (SIGKILL): the others go on, and process 3 is started" in (
+        other.output
+    )
+    assert sorted(seen.losses()) == list(range(1, 61))
+    assert {x["processes"] for x in seen.lines} == {1, 2}
+    assert "Traceback" not in seen.output + other.output
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_host_whose_network_is_lost_is_done_without(two_hosts, tmp_path):
+    first, second = start(two_hosts, tmp_path)
+    with first, second:
+        first.wait_for_step(10, of_all=True)
+        two_hosts.unplug()
+        seen = first.wait()
+        other = second.wait()
+    assert seen.code == 0, seen.output
+    assert sorted(seen.losses()) == list(range(1, 61))
+    assert other.code in (70, 75), other.output
+    assert "the supervisor of this run has gone, or cannot be reached" in other.output

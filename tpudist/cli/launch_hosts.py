@@ -1,0 +1,63 @@
+"""On which hosts `tpudist launch` runs: as the command line says, or the scheduler."""
+
+import os
+from collections.abc import Mapping
+
+from tpudist.cli.errors import WrongUse
+from tpudist.cluster_resolver.slurm import expand_hostlist
+from tpudist.supervisor.hosts import PORT, Hosts, find_this_host
+
+
+def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
+    """The hosts of the run: one unless several are named, here or by Slurm or a TPU slice.
+
+    Args:
+        names: Separated by commas; the first is where they meet.
+        index: Which of them is this one; by default the one whose address is this host's.
+        port: Of the first; see `Hosts`.
+
+    Raises:
+        WrongUse: None of them is this host, or several are.
+    """
+    if names is None:
+        found = _hosts_of_slurm(os.environ) or _hosts_of_tpu(os.environ)
+        if found is None:
+            return Hosts()
+        return Hosts(found[0], found[1], port or PORT)
+    hosts = [name.strip() for name in names.split(",") if name.strip()]
+    if len(set(hosts)) < len(hosts) or not hosts:
+        raise WrongUse(f"--hosts {names}: each host once is needed, as in --hosts node1,node2.")
+    if index is None:
+        here = find_this_host(hosts)
+        if len(here) != 1:
+            which = " and ".join(hosts[i] for i in here) or "none"
+            raise WrongUse(
+                f"--hosts {names}: of these, {which} has an address of this host. Give "
+                f"--host-index, from 0."
+            )
+        index = here[0]
+    if not 0 <= index < len(hosts):
+        raise WrongUse(f"--host-index {index}: there are {len(hosts)} hosts, from 0 on.")
+    return Hosts(hosts, index, port or PORT) if len(hosts) > 1 else Hosts()
+
+
+def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if nodes is None or "SLURM_NODEID" not in env or "SLURM_PROCID" not in env:
+        return None
+    hosts = expand_hostlist(nodes)
+    if len(hosts) < 2:
+        return None
+    if int(env.get("SLURM_STEP_NUM_TASKS", len(hosts))) != len(hosts):
+        raise WrongUse(
+            f"Slurm starts {env['SLURM_STEP_NUM_TASKS']} tasks on {len(hosts)} nodes, and tpudist "
+            f"launch is to be one on each: srun --ntasks-per-node=1 tpudist launch -n ..."
+        )
+    return hosts, int(env["SLURM_NODEID"])
+
+
+def _hosts_of_tpu(env: Mapping[str, str]) -> tuple[list[str], int] | None:
+    hosts = [x for x in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if x]
+    if len(hosts) < 2 or not env.get("TPU_WORKER_ID", "").isdigit():
+        return None
+    return hosts, int(env["TPU_WORKER_ID"])
