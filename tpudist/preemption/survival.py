@@ -102,6 +102,7 @@ class _Generation(Link):
         self.number = number
         self.is_over = False
         self.ends_all = False
+        self.has_unwound = False
         self.thread: threading.Thread | None = None
         self.copies: Copies | None = None
         self.error: BaseException | None = None
@@ -281,7 +282,8 @@ class _Process:
         thread = generation.thread
         assert thread is not None
         if thread.is_alive():
-            generations.raise_in(thread, GenerationEnded)
+            if not generation.has_unwound:
+                generations.raise_in(thread, GenerationEnded)
             thread.join(_UNWIND_S)
         assert generation.copies is not None
         self._state = generation.copies.end(_COPY_S)
@@ -340,6 +342,7 @@ class _Process:
             ended.result = self._train(survivor)
             ended.commit = survivor.num_commits
         except GenerationEnded:
+            generation.has_unwound = True
             self._events.put(_Outgoing({"stopped": generation.number}))
             return
         except BaseException as error:  # the main thread raises it
