@@ -82,15 +82,9 @@ class Launch:
     def _environments(self) -> Iterator[dict[str, str]]:
         cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(self.num_processes)]}
         devices = self.devices_per_process
-        emulated = {
-            "TPUDIST_EMULATE": str(devices),
-            "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "NPROC": str(runtime.num_threads(devices or 0)),
-        }
         for index in range(self.num_processes):
             task = {"cluster": cluster, "task": {"type": "worker", "index": index}}
-            yield {"TF_CONFIG": json.dumps(task)} | (emulated if devices else {})
+            yield {"TF_CONFIG": json.dumps(task)} | (emulation(devices) if devices else {})
 
     def _wait(self, workers: Sequence[WorkerProcess], asked: list[int]) -> dict[int, int]:
         codes: dict[int, int] = {}
@@ -114,6 +108,16 @@ class Launch:
                         worker.kill()
             time.sleep(_POLL_S)
         return codes
+
+
+def emulation(num_devices: int) -> dict[str, str]:
+    """The environment of a process of emulated devices."""
+    return {
+        "TPUDIST_EMULATE": str(num_devices),
+        "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "NPROC": str(runtime.num_threads(num_devices)),
+    }
 
 
 def may_restart(exit_code: int) -> bool:
