@@ -195,7 +195,7 @@ def test_without_the_compiler_the_error_says_what_to_install(capsys, monkeypatch
     assert "needs libtpu, the TPU compiler, which is not installed" in refusal(capsys)
 
 
-@pytest.mark.parametrize("args", [[], ["plan"], ["doctor"], ["plan", "--topology", "v5e-8", "-x"]])
+@pytest.mark.parametrize("args", [[], ["plan"], ["launch"], ["plan", "--topology", "v5e-8", "-x"]])
 def test_what_cannot_be_read_is_wrong_use(args, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(args)

@@ -35,7 +35,7 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
     args = sys.argv[1:] if args is None else list(args)
-    if args[:1] == ["launch"]:  # its processes are to use what this host has
+    if args[:1] in (["launch"], ["doctor"]):  # their processes are to use what this host has
         return _run(read(args))
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it

@@ -1,4 +1,4 @@
-"""`tpudist doctor`: what the time of a run went to, and why."""
+"""`tpudist doctor`: whether this machine can run, and what the time of a run went to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
-from tpudist.cli.console import make_table, show
+from tpudist.cli import examination_table
+from tpudist.cli.console import make_table, show, write
 from tpudist.cli.errors import WrongUse
 from tpudist.supervisor.diagnosis import LOST, REPLAYED, WAITED, Diagnosis, diagnose
+from tpudist.supervisor.examination import examine, is_well
 from tpudist.supervisor.run_history import NoLedger, read_run
+from tpudist.xla import runtime
 from tpudist.xla.goodput import Phase
 
 ROWS = (
@@ -32,20 +35,53 @@ _COLUMNS = 8
 
 @dataclass(frozen=True)
 class Options:
-    """Says what the time of a run went to, and why: tpudist doctor runs/latest."""
+    """Checks this machine, or says what the time of a run went to: tpudist doctor [runs/latest]."""
 
-    run: tyro.conf.Positional[str]
-    """Its folder, where tpudist.record_goodput or TPUDIST_GOODPUT has noted it."""
+    run: tyro.conf.Positional[str | None] = None
+    """The folder of a run, where tpudist.record_goodput or TPUDIST_GOODPUT has noted it. Without
+    one, this machine is checked."""
+    emulate: int | None = None
+    """Checks with so many emulated CPU devices, as TPUDIST_EMULATE does, in place of the host's."""
+    processes: int = 1
+    """Has so many local processes of emulated devices meet, too; two devices each, or --emulate."""
+    timeout_s: float = 60.0
+    """How long devices, and processes, may take to start and compute."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Prints what the checks have found as JSON."""
 
 
 def run(options: Options) -> int:
-    """Prints the shares and the causes; returns the exit code."""
+    """Prints the checks, or the shares and the causes of a run; returns the exit code."""
+    if options.run is None:
+        return _examine(options)
+    if options != Options(run=options.run):
+        raise WrongUse("The options are for checks of this machine. Leave them out, or the folder.")
     try:
         diagnosis = diagnose(read_run(options.run))
     except NoLedger as error:
         raise WrongUse(str(error)) from error
     show(_table(diagnosis), *_causes(diagnosis))
     return 0
+
+
+def _examine(options: Options) -> int:
+    for name in ("emulate", "processes", "timeout_s"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise WrongUse(f"--{name.replace('_', '-')} {value}: it must be 1 at least.")
+    try:
+        num_emulated = runtime.emulation_asked_for() if options.emulate is None else options.emulate
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
+    answers = examine(num_emulated, options.processes, options.timeout_s)
+    if options.json:
+        write(examination_table.to_json(answers))
+    else:
+        show(*examination_table.draw_answers(answers))
+        details = examination_table.format_details(answers)
+        if details:
+            write(details)
+    return 0 if is_well(answers) else 1
 
 
 def _table(diagnosis: Diagnosis) -> Table:

@@ -145,12 +145,7 @@ class _Attempt:
             generations.COMPILE_CACHE: self._cache,
         }
         if devices := self._launch.devices_per_process:
-            env |= {
-                "TPUDIST_EMULATE": str(devices),
-                "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
-                "JAX_NUM_CPU_DEVICES": str(devices),
-                "NPROC": str(runtime.num_threads(devices)),
-            }
+            env |= emulation(devices)
         self._workers.append(WorkerProcess(index, self._launch.command, env, self._launch.write))
 
     def _wait(self, asked: list[int]) -> None:
@@ -258,6 +253,16 @@ def _describe(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"was killed ({signal.Signals(-code).name})"
     return f"was killed (signal {-code})"
+
+
+def emulation(num_devices: int) -> dict[str, str]:
+    """The environment of a process of emulated devices."""
+    return {
+        "TPUDIST_EMULATE": str(num_devices),
+        "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "NPROC": str(runtime.num_threads(num_devices)),
+    }
 
 
 def may_restart(exit_code: int) -> bool:

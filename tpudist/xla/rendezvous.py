@@ -46,7 +46,7 @@ def meet(address: str, num_processes: int, index: int, timeout_s: float = TIMEOU
             the number of another one, counts otherwise, or has other versions. In all processes
             that have come.
     """
-    host, port = _parse(address)
+    host, port = parse_address(address)
     if not 0 <= index < num_processes:
         raise ValueError(
             f"Process {index} of {num_processes} was to be started. Of {num_processes} processes "
@@ -59,7 +59,12 @@ def meet(address: str, num_processes: int, index: int, timeout_s: float = TIMEOU
         _receive(host, port, num_processes, patience)
 
 
-def _parse(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
+    """The host and the port of `host:port`.
+
+    Raises:
+        ValueError: It has another form.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ValueError(
@@ -67,6 +72,15 @@ def _parse(address: str) -> tuple[str, int]:
             f"to 65535, such as '10.0.0.1:8476'."
         )
     return host.strip("[]"), int(port)
+
+
+def problem_of_address(host: str, port: int) -> str:
+    """Why the first process could not listen there now; "" if it could."""
+    try:
+        _listen(host, port).close()
+    except StartupError as error:
+        return str(error)
+    return ""
 
 
 class _Patience:

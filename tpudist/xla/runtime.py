@@ -78,6 +78,15 @@ def num_threads(num_devices: int) -> int:
     return max(32, 4 * num_devices)
 
 
+def emulation_asked_for() -> int | None:
+    """How many emulated devices the environment asks for; None if it does not.
+
+    Raises:
+        ValueError: What it asks for is no number of devices.
+    """
+    return _parse_num_devices(None) if os.environ.get(ENVIRONMENT_VARIABLE) else None
+
+
 def _parse_num_devices(num_devices: int | None) -> int:
     origin = "tpudist.emulate"
     asked: object = num_devices

@@ -13,6 +13,21 @@ from typing import Any
 
 import jax
 
+# What JAX reads from the environment without a setting of that name (jax 0.10 to 0.12).
+_VARIABLES = """
+JAX_COORDINATOR_ADDRESS JAX_COORDINATOR_BIND_ADDRESS JAX_COORDINATOR_PORT JAX_DUMP_IR_MODES
+JAX_DUMP_IR_TO JAX_FORCE_TPU_INIT JAX_LOCAL_DEVICE_IDS JAX_PARTITION_INDEX JAX_PLATFORM_NAME
+JAX_SLICE_INDEX
+""".split()
+# Parts of the names of settings that JAX makes when they are first used.
+_LATER = ("MOSAIC", "MTLS", "PALLAS", "TRITON")
+
+
+def is_variable_of_jax(name: str) -> bool:
+    """Whether this JAX reads an environment variable `JAX_...`, as far as can be said."""
+    is_setting = name.lower() in jax.config.values
+    return is_setting or name in _VARIABLES or any(x in name for x in _LATER)
+
 
 class Setting(enum.Enum):
     """A setting of JAX that tpudist reads or sets: its name, and what holds where it is gone."""

@@ -1,0 +1,54 @@
+"""What the doctor has found of this machine, as a table or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tpudist.cli.console import make_table
+from tpudist.supervisor.checks import Answer, Verdict
+from tpudist.supervisor.examination import is_well
+
+_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAIL: "bold red"}
+
+
+def draw_answers(answers: Sequence[Answer]) -> list[Any]:
+    """A row for each answer, then what is to be done."""
+    table = make_table()
+    for name in ("", "what was asked"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("what was found", overflow="fold")
+    for x in answers:
+        verdict = Text(x.verdict.value, style=_STYLES[x.verdict])
+        table.add_row(verdict, x.asked, Text(x.found))
+    counts = {v: sum(x.verdict is v for x in answers) for v in Verdict}
+    closing = f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARNING]} with a warning."
+    return [table, *_remedies(answers), Text(closing)]
+
+
+def format_details(answers: Sequence[Answer]) -> str:
+    """What was printed by what has failed, with its lines whole; "" if nothing was."""
+    return "\n".join(f"\n{x.asked}:\n{x.details.rstrip()}" for x in answers if x.details)
+
+
+def to_json(answers: Sequence[Answer]) -> str:
+    """The same for programs."""
+    rows = [dataclasses.asdict(x) | {"verdict": x.verdict.value} for x in answers]
+    return json.dumps({"ok": is_well(answers), "checks": rows}, indent=2)
+
+
+def _remedies(answers: Sequence[Answer]) -> list[Table | Text]:
+    bad = [x for x in answers if x.remedy]
+    if not bad:
+        return []
+    table = make_table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for x in sorted(bad, key=lambda x: x.verdict is not Verdict.FAIL):
+        table.add_row(x.asked, Text(x.remedy))
+    return [Text("\nWhat to do:"), table]

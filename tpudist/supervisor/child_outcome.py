@@ -1,0 +1,61 @@
+"""What becomes of a command that may hang: its lines, and its stack where it had to be ended."""
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tpudist.supervisor.worker_process import WorkerProcess
+
+_GRACE_S = 2.0  # to print its stack, which takes milliseconds
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class ChildOutcome:
+    """How a command has ended.
+
+    Attributes:
+        exit_code: As the system says; the negative number of a signal that has ended it.
+        hung: Whether it had to be ended.
+        lines: What it has printed, and its stack if it had to be ended.
+    """
+
+    exit_code: int | None
+    hung: bool
+    lines: Sequence[str]
+
+    def last_lines(self, most: int = 40) -> str:
+        """The end of what it has printed."""
+        return "\n".join(self.lines[-most:])
+
+
+def run_to_end(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> ChildOutcome:
+    """Runs a command for so long at most, and ends it with all that it has started.
+
+    A Python that does not end gets SIGABRT first, at which it prints the stacks of its threads,
+    even in the midst of C code (`faulthandler`).
+
+    Raises:
+        OSError: There is no such program.
+    """
+    lines: list[str] = []
+    more = {"PYTHONFAULTHANDLER": "1", **env}
+    child = WorkerProcess(0, command, more, lambda _, line: lines.append(line))
+    try:
+        hung = not _ends_within(child, timeout_s)
+        if hung:
+            child.send(signal.SIGABRT)
+            _ends_within(child, _GRACE_S)
+    finally:
+        child.kill()
+    return ChildOutcome(child.exit_code, hung, tuple(lines))
+
+
+def _ends_within(child: WorkerProcess, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while child.exit_code is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
