@@ -29,6 +29,7 @@ from benchmarks import (
     emulation,
     examples,
     input,
+    processes,
     programs,
     published,
     scale,
@@ -53,6 +54,7 @@ Suite = Literal[
     "scale",
     "examples",
     "determinism",
+    "processes",
 ]
 
 
@@ -66,7 +68,8 @@ class Config:
     v5e:2x4 (needs libtpu, takes minutes);
     loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
     published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
-    programs of examples/; what `deterministic=8` costs."""
+    programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
+    and with a state that is kept for survivors."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -78,7 +81,7 @@ class Config:
     devices: tuple[int, ...] = (8, 16)
     """Its numbers of devices."""
     example_steps: int = 100
-    """How often each step of the examples and determinism suites is timed."""
+    """How often each step of the examples, determinism and processes suites is timed."""
     checkpoint_megabytes: int = 500
     """Size of the state that the checkpoint suite saves and restores."""
     tensorflow_python: Path | None = None
@@ -133,6 +136,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return examples.figures(config.example_steps)
     if suite == "determinism":
         return determinism.figures(config.example_steps)
+    if suite == "processes":
+        return processes.figures(config.example_steps)
     if suite == "scale":
         return scale.figures()
     return [
