@@ -124,7 +124,7 @@ def _outside(importer: str, imported: str, at_top: bool) -> str | None:
             places = f"only {', '.join(allowed)} may" if allowed else "nobody may"
             return f"{importer} imports {imported}: {places}."
     for library in ONLY_WHEN_USED:
-        if _covers(library, imported) and at_top and importer != "pytest_plugin":
+        if _covers(library, imported) and at_top and _room(importer) != "pytest_plugin":
             return f"{importer} imports {imported} at the top: only where it is used."
     return None
 

@@ -40,7 +40,7 @@ NO_PARTICIPLES = {
 
 # Names that stay, each for a reason.
 ALLOWED = {
-    "pytest_plugin.emulated_devices": "a fixture, named by what a test is given",
+    "pytest_plugin.__init__.emulated_devices": "a fixture, named by what a test is given",
     "cluster_resolver.tpu_topology.Topology.serialized": "tf.tpu.experimental.Topology has it",
     "xla.internals.call_at_preemption_poll.Manager.reached_sync_point": "JAX calls it so",
     "models.transformer.Transformer.hidden": "the hidden states, as the field calls them",

@@ -13,18 +13,30 @@ of `jax.devices()` are then emulated; a test may ask for them by the fixture `em
 Not an entry point of pytest's: those are imported in every project of an environment, and importing
 JAX takes seconds. With the plugin but without a number nothing happens.
 
+The fixture `tpudist_pod` starts a program of yours as several real processes, and lets faults
+happen to them.
+
 `--tpudist-update-ledger` writes the ledgers of `tpudist.testing.assert_collectives` anew.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tpudist.pytest_plugin import isolated_hosts
+from tpudist.pytest_plugin.fault import Fault, draw_faults
+from tpudist.pytest_plugin.pod import Ended, Pod, PodError
+
 if TYPE_CHECKING:
     import jax
+
+__all__ = ["Ended", "Fault", "Pod", "PodError", "draw_faults", "emulated_devices", "tpudist_pod"]
 
 OPTION = "--tpudist-devices"
 SETTING = "tpudist_devices"
@@ -84,6 +96,35 @@ def emulated_devices(request: pytest.FixtureRequest) -> list[jax.Device]:
     import jax
 
     return jax.local_devices()
+
+
+@pytest.fixture
+def tpudist_pod() -> Iterator[Callable[..., Pod]]:
+    """Starts a program as several processes: `tpudist_pod("train.py", num_processes=2)`.
+
+    Takes what `Pod` takes; with `separate_hosts=True` the processes are on two hosts with a cable
+    that can be unplugged (network namespaces: Linux, and root; the test is skipped elsewhere).
+
+        def test_it_says_why(tpudist_pod):
+            faults = [Fault("raise", process=1, at_call=3)]
+            with tpudist_pod("train.py", "--steps", "50", faults=faults) as pod:
+                ended = pod.wait(timeout_s=60)
+            assert [x.exit_code for x in ended] == [1, 1]
+
+    Nothing is left running after the block, nor after the test.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(program: Any, *args: str, separate_hosts: bool = False, **options: Any) -> Pod:
+            if separate_hosts:
+                if why := isolated_hosts.why_not():
+                    pytest.skip(f"tpudist_pod(separate_hosts=True): {why}")
+                options["hosts"] = stack.enter_context(isolated_hosts.make_isolated_hosts())
+            pod = Pod(program, *args, **options)
+            stack.callback(functools.partial(pod.__exit__, None, None, None))
+            return pod
+
+        yield start
 
 
 def _num_devices(config: pytest.Config) -> int | None:

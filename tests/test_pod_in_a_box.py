@@ -1,0 +1,204 @@
+"""A user's own program under faults, by the fixture `tpudist_pod`."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from test_pytest_plugin import run_pytest
+from tpudist.pytest_plugin import Fault, Pod, PodError, draw_faults, isolated_hosts
+
+pytestmark = [pytest.mark.multiprocess]
+
+# As somebody writes it who has never heard of the fixture.
+PROGRAM = """
+import sys
+import time
+import numpy as np
+import tpudist
+
+tpudist.emulate()
+strategy = tpudist.MultiWorkerMirroredStrategy()
+ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(3, np.float32))
+
+def total(x):
+    return tpudist.get_replica_context().all_reduce("sum", x)
+
+for step in range(int(sys.argv[1])):
+    result = strategy.run(total, (ones,))
+    print("step", step, result.addressable_data(0)[0], flush=True)
+    time.sleep(0.02)
+print("done", strategy.num_replicas_in_sync)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+def codes(ended):
+    return [x.exit_code for x in ended]
+
+
+def test_processes_with_different_numbers_of_devices_run_the_program(tpudist_pod, program):
+    with tpudist_pod(program, "5", num_processes=3, devices_per_process=[3, 2, 1]) as pod:
+        ended = pod.wait(60)
+    assert codes(ended) == [0, 0, 0]
+    assert all("step 4 6.0" in x.output and "done 6" in x.output for x in ended)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_codes", "said"),
+    [
+        ("raise", [1, 1], "RuntimeError: A fault was asked for at call 7 of process 1."),
+        ("kill", [75, -9], "Process 1 has ended without a word"),
+        ("leave", [1, 1], "call(s) of what the processes do together, and process"),
+    ],
+)
+def test_faults_strike_inside_at_a_call(kind, exit_codes, said, tpudist_pod, program):
+    faults = [Fault(kind, process=1, at_call=7)]
+    with tpudist_pod(program, "400", devices_per_process=2, faults=faults) as pod:
+        ended = pod.wait(60)
+    assert codes(ended) == exit_codes, ended
+    assert said in ended[0].output
+    assert "step 6 4.0" in ended[0].output
+
+
+def test_a_slow_process_is_waited_for(tpudist_pod, program):
+    faults = [Fault("slow", process=0, at_call=3, seconds=0.3)]
+    began = time.monotonic()
+    with tpudist_pod(program, "10", devices_per_process=1, faults=faults) as pod:
+        assert codes(pod.wait(60)) == [0, 0]
+    assert time.monotonic() - began > 2.1
+
+
+def test_processes_are_stopped_resumed_and_killed_from_outside(tpudist_pod, program):
+    with tpudist_pod(program, "400", devices_per_process=1) as pod:
+        pod.wait_for_line(1, "step 5")
+        pod.stop(1)
+        time.sleep(0.5)  # for what it has printed before
+        before = pod.output(1)
+        time.sleep(1)
+        assert pod.output(1) == before
+        pod.resume(1)
+        pod.wait_for_line(1, "step 40")
+        pod.kill(1)
+        ended = pod.wait(60)
+    assert codes(ended) == [75, -9]
+
+
+def test_another_program_and_one_that_never_starts(tpudist_pod, program, tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text(PROGRAM.replace('"sum", x', '"sum", 2 * x'))
+    with tpudist_pod(program, "400", devices_per_process=1, programs={1: other}) as pod:
+        ended = pod.wait(60)
+    assert codes(ended) == [1, 1]
+    assert all("ProcessesDifferError" in x.output for x in ended)
+    with tpudist_pod(program, "4", devices_per_process=1, absent=[1]) as pod:
+        pod.wait_for_line(0, "waits for process 1 of 2")
+        pod.interrupt(0)
+        assert pod.wait(60)[1].exit_code is None
+
+
+def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(program):
+    before = set(Path(tempfile.gettempdir()).glob("tpudist-pod-*"))
+    pids = []
+
+    def fail():
+        with Pod(program, "4000") as pod:
+            pod.wait_for_line(0, "step 3")
+            pids.extend([pod.pid(0), pod.pid(1)])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fail()
+    assert "=== process 1: running" in caught.value.__notes__[0]
+    assert "step 3 8.0" in caught.value.__notes__[0]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert set(Path(tempfile.gettempdir()).glob("tpudist-pod-*")) == before
+
+
+def test_what_takes_too_long_is_ended_and_shown(program):
+    with Pod(program, "4000", devices_per_process=1, timeout_s=8) as pod:
+        with pytest.raises(PodError, match="step 0"):
+            pod.wait_for_line(1, "never printed")
+        with pytest.raises(PodError, match="All were killed after 8 s"):
+            pod.wait(60)
+    with Pod(program, "4000", devices_per_process=1) as pod:
+        with pytest.raises(PodError, match="did not end within 1 s"):
+            pod.wait(1)
+
+
+@pytest.mark.slow
+def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
+    file = tmp_path / "survivor.py"
+    body = PROGRAM.partition("strategy = ")
+    loop = "strategy = " + body[2].replace("    time.sleep(0.02)", "    time.sleep(0.05)")
+    inside = "".join(f"    {line}\n" for line in loop.splitlines())
+    file.write_text(
+        f"{body[0]}\ndef train(survivor):\n{inside}\ntpudist.experimental.survive(train)\n"
+    )
+    options = {"num_processes": 2, "devices_per_process": 1, "launch": ("--spares", "1")}
+    with tpudist_pod(file, "60", **options) as pod:
+        pod.wait_for_line(1, "step 5")
+        pids = [pod.pid(i) for i in range(3)]
+        pod.kill(1)
+        pod.wait_for_line(2, "step 5 2.0")
+        ended = pod.wait(60)
+    assert codes(ended) == [0], ended[0].output
+    assert "process 1 was killed (SIGKILL): the others go on." in ended[0].output
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.slow
+def test_hosts_that_are_cut_off_say_so(tpudist_pod, program):
+    if why := isolated_hosts.why_not():
+        pytest.skip(why)
+    with tpudist_pod(program, "4000", devices_per_process=1, separate_hosts=True) as pod:
+        pod.wait_for_line(1, "step 5")
+        pod.unplug()
+        ended = pod.wait(60)
+    assert codes(ended) == [75, 75]
+    assert all("Start all processes again" in x.output for x in ended)
+
+
+def test_faults_of_a_seed_are_the_same():
+    found = draw_faults(7, num_processes=4, num_calls=20, count=2)
+    assert found == draw_faults(7, num_processes=4, num_calls=20, count=2)
+    assert len({fault.process for fault in found}) == 2
+    assert {x.kind for seed in range(60) for x in draw_faults(seed, 4, 20)} == {
+        "raise",
+        "kill",
+        "stop",
+        "slow",
+        "leave",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"devices_per_process": [1, 2, 3]}, "one number, or one for each"),
+        ({"launch": (), "absent": [1]}, "launch=... starts the same program"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, said, program):
+    with pytest.raises(ValueError, match=said):
+        Pod(program, **options)
+    with pytest.raises(ValueError, match="a fault is one of raise, kill"):
+        Fault("explode", 0, 0)
+
+
+def test_another_project_uses_the_fixture(tmp_path, program):
+    source = """
+def test_it(tpudist_pod):
+    with tpudist_pod("train.py", "3", devices_per_process=1) as pod:
+        assert [x.exit_code for x in pod.wait(60)] == [0, 0]
+"""
+    code, output = run_pytest(tmp_path, source)
+    assert code == 0, output

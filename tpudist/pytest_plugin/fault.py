@@ -1,0 +1,66 @@
+"""Faults that strike inside a program, at a call of `Strategy.run`, its text unchanged."""
+
+import dataclasses
+import os
+import random
+import signal
+import sys
+import time
+
+KINDS = ("raise", "kill", "stop", "slow", "leave")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens to one process.
+
+    Attributes:
+        kind: `raise` a RuntimeError, `kill` (SIGKILL), `stop` (SIGSTOP), `slow` (`seconds` before
+            this call and each one after it), or `leave` (`sys.exit(0)`).
+        process: Its number.
+        at_call: Before which call of `Strategy.run`, counted from 0 in each process.
+        seconds: Of `slow`.
+    """
+
+    kind: str
+    process: int
+    at_call: int
+    seconds: float = 0.2
+
+    def __post_init__(self):
+        """Checks the kind.
+
+        Raises:
+            ValueError: There is no such kind, or a number is negative.
+        """
+        if self.kind not in KINDS or min(self.process, self.at_call, self.seconds) < 0:
+            raise ValueError(
+                f"{self}: a fault is one of {', '.join(KINDS)}, with numbers of at least 0."
+            )
+
+    def strike(self, call: int) -> None:
+        """Does its harm, if this is its call."""
+        if self.kind == "slow" and call >= self.at_call:
+            time.sleep(self.seconds)
+        elif call != self.at_call:
+            return
+        elif self.kind == "raise":
+            raise RuntimeError(f"A fault was asked for at call {call} of process {self.process}.")
+        elif self.kind == "leave":
+            sys.exit(0)
+        elif self.kind != "slow":
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+
+
+def draw_faults(seed: int, num_processes: int, num_calls: int, count: int = 1) -> list[Fault]:
+    """Faults of different processes, the same for the same seed.
+
+    Args:
+        seed: Of their choice.
+        num_processes: How many processes there are.
+        num_calls: Before which call all of them strike.
+        count: How many.
+    """
+    chance = random.Random(seed)
+    victims = chance.sample(range(num_processes), count)
+    return [Fault(chance.choice(KINDS), i, chance.randrange(num_calls)) for i in victims]

@@ -1,0 +1,43 @@
+"""Runs a program with the faults of its process, as a `Pod` starts it.
+
+`python -m tpudist.pytest_plugin.faulty_program FAULTS program.py ...`
+"""
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tpudist
+from tpudist.pytest_plugin.fault import Fault
+
+
+def main(words: Sequence[str]) -> None:
+    """Runs a program with faults.
+
+    Args:
+        words: The faults as JSON, the program and its arguments.
+    """
+    faults = [Fault(**x) for x in json.loads(words[0])]
+    me = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    mine = [fault for fault in faults if fault.process == me]
+    run, calls = tpudist.Strategy.run, 0
+
+    def run_with_faults(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        number, calls = calls, calls + 1
+        for fault in mine:
+            fault.strike(number)
+        return run(self, *args, **kwargs)
+
+    if mine:
+        tpudist.Strategy.run = run_with_faults
+    sys.argv = list(words[1:])
+    sys.path[0] = os.path.dirname(os.path.abspath(words[1]))
+    runpy.run_path(words[1], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,322 @@
+"""A pod in a box: real processes of a user's program on this machine, and what happens to them.
+
+Each has emulated devices and its place in `TF_CONFIG`. They can be killed, stopped, slowed down,
+cut off from each other, or run something else; when the block is left nothing of them is.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from tpudist.pytest_plugin.fault import Fault
+from tpudist.pytest_plugin.isolated_hosts import IsolatedHosts
+
+_SHOWN = 4000  # characters of each process in a failure
+_POLL_S = 0.02
+
+
+class PodError(AssertionError):
+    """What was waited for has not come; shows what each process printed last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+        exit_code: As in `subprocess`: -9 of one that was killed. None if it was never started.
+        output: What it has printed, to stdout and stderr.
+    """
+
+    exit_code: int | None
+    output: str
+
+
+class Pod(contextlib.AbstractContextManager["Pod"]):
+    """Processes that run a program; see the fixture `tpudist_pod`."""
+
+    def __init__(
+        self,
+        program: str | os.PathLike[str],
+        *args: str,
+        num_processes: int = 2,
+        devices_per_process: int | Sequence[int] = 4,
+        faults: Collection[Fault] = (),
+        programs: Mapping[int, str | os.PathLike[str]] | None = None,
+        absent: Collection[int] = (),
+        env: Mapping[str, str] | None = None,
+        launch: Sequence[str] | None = None,
+        hosts: IsolatedHosts | None = None,
+        timeout_s: float = 300,
+    ):
+        """Starts them.
+
+        Args:
+            program: A Python file.
+            *args: Its arguments.
+            num_processes: How many.
+            devices_per_process: Emulated ones of each; or of each process one number.
+            faults: What strikes inside.
+            programs: Other files for some processes.
+            absent: Those that never start.
+            env: More environment variables.
+            launch: Has `tpudist launch` start them, with these options, such as
+                `("--spares", "1")`: for programs that survive. Without it each is on its own.
+            hosts: Two hosts, of which the processes use one and the other in turn.
+            timeout_s: After which all are killed.
+
+        Raises:
+            ValueError: The numbers do not fit, or `launch` is given with what it cannot do.
+        """
+        devices = (
+            [devices_per_process] * num_processes
+            if isinstance(devices_per_process, int)
+            else list(devices_per_process)
+        )
+        if len(devices) != num_processes or num_processes < 1:
+            raise ValueError(
+                f"devices_per_process={devices_per_process} was given for {num_processes} "
+                f"process(es). It must be one number, or one for each of them."
+            )
+        if launch is not None and (programs or absent or hosts or len(set(devices)) > 1):
+            raise ValueError(
+                "launch=... starts the same program in all processes of this host. Leave out "
+                "programs, absent and different numbers of devices."
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="tpudist-pod-")
+        self._env = {**(env or {}), "PYTHONUNBUFFERED": "1"}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._count, self._hosts, self._is_launched = num_processes, hosts, launch is not None
+        self._timer = threading.Timer(timeout_s, self._end)
+        self._timer.daemon = True
+        self._timeout_s, self._is_over, self._is_closed = timeout_s, False, False
+        said = json.dumps([dataclasses.asdict(x) for x in faults])
+        run = [sys.executable, "-m", "tpudist.pytest_plugin.faulty_program", said]
+        try:
+            if launch is not None:
+                options = ["-n", str(num_processes), "--devices-per-process", str(devices[0])]
+                words = [sys.executable, "-m", "tpudist", "launch", *options, *launch]
+                self._start(0, [*words, *run, os.fspath(program), *args], {})
+            else:
+                for i, (env_of, prefix) in enumerate(self._places(devices)):
+                    if i not in absent:
+                        file = (programs or {}).get(i, program)
+                        self._start(i, [*prefix, *run, os.fspath(file), *args], env_of)
+        except BaseException:
+            self._close()
+            raise
+        self._timer.start()
+
+    # What may happen.
+
+    def kill(self, process: int) -> None:
+        """SIGKILL."""
+        os.kill(self.pid(process), signal.SIGKILL)
+
+    def stop(self, process: int) -> None:
+        """SIGSTOP: it does nothing more, and its connections stay."""
+        os.kill(self.pid(process), signal.SIGSTOP)
+
+    def resume(self, process: int) -> None:
+        """SIGCONT."""
+        os.kill(self.pid(process), signal.SIGCONT)
+
+    def terminate(self, process: int) -> None:
+        """SIGTERM, as of a host that is taken away."""
+        os.kill(self.pid(process), signal.SIGTERM)
+
+    def interrupt(self, process: int) -> None:
+        """SIGINT, as by Ctrl-C."""
+        os.kill(self.pid(process), signal.SIGINT)
+
+    def unplug(self) -> None:
+        """No packet goes from one host to the other any more."""
+        self._require_hosts().unplug()
+
+    def plug_in(self) -> None:
+        """They reach each other again."""
+        self._require_hosts().plug_in()
+
+    # What is seen.
+
+    def pid(self, process: int) -> int:
+        """The number that the system knows a process by.
+
+        Raises:
+            PodError: It is not running.
+        """
+        if not self._is_launched:
+            if process in self._processes and self._processes[process].poll() is None:
+                return self._processes[process].pid
+        else:
+            for pid in _children(self._processes[0].pid):
+                if _variable(pid, "TPUDIST_SUPERVISOR").split()[-1:] == [str(process)]:
+                    return pid
+        raise PodError(self._describe(f"Process {process} is not running."))
+
+    def output(self, process: int) -> str:
+        """What a process has printed so far; of `launch`, the lines with its number."""
+        if not self._is_launched:
+            return self._read(process)
+        lines = (line.partition("] ") for line in self._read(0).splitlines())
+        return "\n".join(text for label, _, text in lines if label.strip("[ ") == str(process))
+
+    def wait_for_line(self, process: int, text: str, timeout_s: float = 120) -> None:
+        """Returns when a process has printed a text.
+
+        Raises:
+            PodError: It ends before, or takes longer.
+        """
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output(process):
+            popen = self._processes.get(0 if self._is_launched else process)
+            if popen is None or popen.poll() is not None and text not in self.output(process):
+                raise PodError(self._describe(f"Process {process} did not print {text!r}."))
+            if time.monotonic() > deadline:
+                raise PodError(self._describe(f"No {text!r} of process {process} in time."))
+            time.sleep(_POLL_S)
+
+    def wait(self, timeout_s: float = 300) -> list[Ended]:
+        """Waits until all have ended; in the order of their numbers, of `launch` that one alone.
+
+        Raises:
+            PodError: Some still run then.
+        """
+        deadline = time.monotonic() + timeout_s
+        while running := [i for i, x in self._processes.items() if x.poll() is None]:
+            if time.monotonic() > deadline:
+                raise PodError(self._describe(f"{running} did not end within {timeout_s:g} s."))
+            time.sleep(_POLL_S)
+        if self._is_over:
+            raise PodError(self._describe(f"All were killed after {self._timeout_s:g} s."))
+        count = 1 if self._is_launched else self._count
+        return [self._end_of(i) for i in range(count)]
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        """Ends all that is left; shows what they printed if the test fails."""
+        if error is not None and not isinstance(error, PodError):
+            error.add_note(self._describe("The pod, when this was raised:"))
+        self._close()
+
+    # Within.
+
+    def _end_of(self, i: int) -> Ended:
+        if i not in self._processes:
+            return Ended(None, "")
+        return Ended(self._processes[i].returncode, self._read(i))
+
+    def _places(self, devices: Sequence[int]) -> list[tuple[dict[str, str], Sequence[str]]]:
+        prefixes = [self._hosts.prefix(i) if self._hosts else () for i in range(self._count)]
+        names = [self._hosts.address(i) if self._hosts else "127.0.0.1" for i in range(self._count)]
+        cluster = [f"{n}:{p}" for n, p in zip(names, _free_ports(self._count), strict=True)]
+        return [
+            (
+                {
+                    "TF_CONFIG": json.dumps(
+                        {
+                            "cluster": {"worker": cluster},
+                            "task": {"type": "worker", "index": i},
+                        }
+                    ),
+                    "TPUDIST_EMULATE": str(n),
+                    "JAX_PLATFORMS": "cpu",
+                    "JAX_NUM_CPU_DEVICES": str(n),
+                    "NPROC": str(max(32, 4 * n)),
+                },
+                prefixes[i],
+            )
+            for i, n in enumerate(devices)
+        ]
+
+    def _start(self, i: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+        with (Path(self._folder.name) / str(i)).open("wb") as output:
+            self._processes[i] = subprocess.Popen(
+                command,
+                env={**os.environ, **env, **self._env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # its own group, so that its children end with it
+            )
+
+    def _read(self, i: int) -> str:
+        file = Path(self._folder.name) / str(i)
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def _describe(self, problem: str) -> str:
+        stories = [problem]
+        for i, process in self._processes.items():
+            code = process.poll()
+            state = "running" if code is None else f"exit code {code}"
+            stories.append(f"=== process {i}: {state}\n{self._read(i)[-_SHOWN:].strip()}")
+        return "\n\n".join(stories)
+
+    def _require_hosts(self) -> IsolatedHosts:
+        if self._hosts is None:
+            raise ValueError("The processes are on one host. Ask for separate_hosts=True.")
+        return self._hosts
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            if process.returncode is None:  # else its number may be another one's by now
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._timer.cancel()
+        left = _children(self._processes[0].pid) if self._is_launched else []
+        self._kill_all()
+        for process in self._processes.values():
+            process.wait()
+        for pid in left:  # they die with `tpudist launch`, a moment later
+            while os.path.exists(f"/proc/{pid}") and _parent(pid) == 1:
+                time.sleep(_POLL_S)
+        self._folder.cleanup()
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started, the newest first; Linux alone says so."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return sorted(found, reverse=True)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def _variable(pid: int, name: str) -> str:
+    """A variable of the environment that a process was started in; empty without it."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return next((x.partition("=")[2] for x in words if x.startswith(f"{name}=")), "")
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [x.getsockname()[1] for x in sockets]
