@@ -186,7 +186,7 @@ class _Attempt:
     def _others_go_on(self, index: int, code: int) -> bool:
         """Whether the program survives that a process has ended; starts another in its place."""
         membership = self._membership
-        if not membership.is_used or code == 0:
+        if code == 0 or not membership.is_used and not self._is_spare(index):
             return False
         if membership.is_done:  # it may have been started for a run that has ended since
             return not membership.has_finished(index)
