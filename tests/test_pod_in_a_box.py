@@ -105,14 +105,20 @@ def test_another_program_and_one_that_never_starts(tpudist_pod, program, tmp_pat
         assert pod.wait(60)[1].exit_code is None
 
 
-def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(program):
-    before = set(Path(tempfile.gettempdir()).glob("tpudist-pod-*"))
+def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(
+    program, tmp_path, monkeypatch
+):
+    temporary = tmp_path / "temporary"  # of its own: other tests have pods at the same time
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     pids = []
 
     def fail():
         with Pod(program, "4000") as pod:
             pod.wait_for_line(0, "step 3")
             pids.extend([pod.pid(0), pod.pid(1)])
+            assert list(temporary.iterdir()) != []
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught:
@@ -120,7 +126,7 @@ def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(program)
     assert "=== process 1: running" in caught.value.__notes__[0]
     assert "step 3 8.0" in caught.value.__notes__[0]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert set(Path(tempfile.gettempdir()).glob("tpudist-pod-*")) == before
+    assert list(temporary.iterdir()) == []
 
 
 def test_what_takes_too_long_is_ended_and_shown(program):
