@@ -20,6 +20,7 @@ STEPS, OUT = int(os.environ["STEPS"]), os.environ["OUT"]
 FAULT = json.loads(os.environ.get("FAULT", "{}"))
 ME = int(os.environ["TPUDIST_SUPERVISOR"].split()[-1])
 PAUSE_S = float(os.environ.get("PAUSE_S", "0.03"))
+IN_PROCESS = {"": None, "0": False, "1": True}[os.environ.get("IN_PROCESS", "")]
 DETERMINISTIC = int(os.environ.get("DETERMINISTIC", "8")) or None
 
 if FAULT.get("kind") == "die before it joins" and ME >= FAULT["process"]:
@@ -89,4 +90,5 @@ def train(survivor):
     return state.step
 
 
-print("RESULT", tpudist.experimental.survive(train, processes=(1, 2, 4), every=1), flush=True)
+result = tpudist.experimental.survive(train, processes=(1, 2, 4), every=1, in_process=IN_PROCESS)
+print("RESULT", result, flush=True)

@@ -38,6 +38,7 @@ class Run:
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         output: str = "output",
+        program: Path = PROGRAMS / "survival_program.py",
     ):
         """Starts it: STEPS, FAULT and so on are in `env`; `prefix` runs it on another host."""
         self.folder = folder
@@ -46,7 +47,7 @@ class Run:
         more = {"OUT": str(folder), "PYTHONPATH": str(ROOT), "STEPS": "60", **(env or {})}
         with self.output_file.open("wb") as output:
             self.process = subprocess.Popen(
-                [*prefix, *COMMAND, *options, str(PROGRAMS / "survival_program.py")],
+                [*prefix, *COMMAND, *options, str(program)],
                 env=os.environ | more,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -199,8 +200,8 @@ class Fault:
     times: list[float]
 
 
-def run_with_fault(folder: Path, seed: int) -> tuple[Fault, Seen]:
-    """A run of 2 to 4 processes, with the fault of a seed."""
+def run_with_fault(folder: Path, seed: int, **env: str) -> tuple[Fault, Seen]:
+    """A run of 2 to 4 processes, with the fault of a seed; `env` is for the program."""
     chance = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     count = chance.choice((2, 4, 4)) if "two" not in kind else 4
@@ -213,7 +214,7 @@ def run_with_fault(folder: Path, seed: int) -> tuple[Fault, Seen]:
         fault = {"kind": kind, "process": count}
     options = ("-n", count, "--devices-per-process", 2, "--spares", spares, "--restarts", 4)
     done = Fault(kind, count, spares, [])
-    with Run(folder, *map(str, options), env={"FAULT": json.dumps(fault)}) as run:
+    with Run(folder, *map(str, options), env={"FAULT": json.dumps(fault), **env}) as run:
         if not inside:
             run.wait_for_step(step, of_all=True)
             ranks = sorted(run.pids())
@@ -233,3 +234,30 @@ def run_with_fault(folder: Path, seed: int) -> tuple[Fault, Seen]:
                 done.times.append(time.time())
                 os.kill(chance.choice(left or list(run.pids().values())), signal.SIGKILL)
         return done, run.wait()
+
+
+def require_same_numbers(seen: Seen, calm: Seen) -> None:
+    """Each step has the loss of a run without faults, to the bit, and the same examples."""
+    expected = calm.losses()
+    found = seen.losses()
+    assert sorted(found) == sorted(expected), seen.output
+    assert {step for step in found if found[step] != expected[step]} == set()
+    examples, all_examples = seen.examples(), calm.examples()
+    known = [step for step in examples if step % 4]  # the others are padded, by number of devices
+    assert len(known) > 35
+    assert all(examples[step] == all_examples[step] for step in known)
+
+
+def require_outcome(fault: Fault, seen: Seen, calm: Seen) -> None:
+    """The fault was survived, without another number, or named by all."""
+    if fault.kind == "raise":
+        assert seen.code == 1, seen.output
+        assert seen.output.count("ValueError: no such thing") >= fault.count, seen.output
+    elif fault.kind == "wrong program":
+        assert seen.code == 1, seen.output
+        assert "The processes do different things at call" in seen.output, seen.output
+        assert "of 'other_step' (survival_program.py" in seen.output, seen.output
+    else:
+        assert seen.code == 0, seen.output
+        require_same_numbers(seen, calm)
+    assert "F1" not in [line[4:6] for line in seen.output.splitlines()]  # aborts of C++

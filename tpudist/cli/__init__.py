@@ -17,7 +17,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from tpudist.cli import doctor_command, launch_command, plan_command, topologies_command
+from tpudist.cli import (
+    doctor_command,
+    launch_command,
+    plan_command,
+    run_command,
+    topologies_command,
+)
 from tpudist.cli.console import say
 from tpudist.cli.errors import WrongUse
 from tpudist.xla.settings import Setting
@@ -27,6 +33,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "plan": plan_command,
     "topologies": topologies_command,
+    "run": run_command,
     "launch": launch_command,
     "doctor": doctor_command,
 }
@@ -35,7 +42,11 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
     args = sys.argv[1:] if args is None else list(args)
-    if args[:1] in (["launch"], ["doctor"]):  # their processes are to use what this host has
+    if args[:1] in (
+        ["run"],
+        ["launch"],
+        ["doctor"],
+    ):  # their processes are to use what this host has
         return _run(read(args))
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
@@ -59,9 +70,9 @@ def read(args: Sequence[str] | None = None) -> Any:
     """The options of the subcommand that a command line names; ends the process if it is wrong."""
     args = sys.argv[1:] if args is None else list(args)
     own: list[str] = []
-    if args[:1] == ["launch"]:
+    if args[:1] in (["run"], ["launch"]):
         first, own = launch_command.split(args[1:])
-        args = ["launch", *first]
+        args = [args[0], *first]
     options = tyro.cli(
         _subcommands(),
         args=args,

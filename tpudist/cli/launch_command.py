@@ -16,6 +16,7 @@ from tpudist.cli import console
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.launch_hosts import find_hosts
 from tpudist.supervisor.launch import Launch
+from tpudist.xla.process_judge import hang_timeout
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ def run(options: Options) -> int:
     for name in ("restarts", "spares"):
         if getattr(options, name) < 0:
             raise WrongUse(f"--{name} {getattr(options, name)}: at least 0 is needed.")
-    command = [*_program(options.script), *options.arguments]
+    try:
+        hang_timeout()
+    except ValueError as error:
+        raise WrongUse(str(error)) from None
+    command = [*find_program(options.script), *options.arguments]
     lock = threading.Lock()
     width = len(str(options.num_processes - 1))
 
@@ -88,7 +93,12 @@ def run(options: Options) -> int:
     return launch.run()
 
 
-def _program(script: str) -> list[str]:
+def find_program(script: str) -> list[str]:
+    """The command of a Python file, or of another program.
+
+    Raises:
+        WrongUse: There is none.
+    """
     if script.endswith(".py"):
         if not os.path.isfile(script):
             raise WrongUse(f"{script}: there is no such file in {os.getcwd()}.")

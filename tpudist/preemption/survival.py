@@ -2,7 +2,8 @@
 
 The supervisor (`tpudist launch`) says which processes there are. When they change, the thread that
 runs the program is left where it is, JAX starts anew in the same process, and the program is called
-again in another thread, with the newest state that a process has in memory.
+again in another thread, with the newest state that a process has in memory. Where JAX is not known
+to start anew, the whole program does, in the place of the old one.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from tpudist.preemption import state_transfer
+from tpudist.preemption import restart_in_place, state_transfer
 from tpudist.preemption.survivor import Copies, Link, StateCopy, Survivor
 from tpudist.xla import generations, goodput, json_lines, process_state, runtime
 from tpudist.xla.generations import GenerationEnded
@@ -42,6 +43,7 @@ def survive(
     *,
     every: int = 1,
     processes: Collection[int] | None = None,
+    in_process: bool | None = None,
 ) -> T:
     """Calls `train`, and calls it again with other processes when one of them is lost or has come.
 
@@ -68,13 +70,18 @@ def survive(
         every: Of how many commits one is kept in memory of the host; so many steps may be repeated.
         processes: With how many it can go on, such as (1, 2, 4); by default with any number. Those
             that are too many wait.
+        in_process: Whether JAX starts anew in the same process when others are lost. False has the
+            whole program start again in its place instead, from its first line on, with the state
+            that it had in memory: for devices that only the end of a program gives back. By default
+            the first on CPUs, where it was tried, and the second elsewhere.
 
     Returns:
         What `train` returns, once it has in all processes.
 
     Raises:
         RuntimeError: JAX has its devices already.
-        ValueError: `every` or `processes` is not of positive numbers.
+        ValueError: `every` or `processes` is not of positive numbers; or this system has no
+            `in_process=False`.
         SystemExit: This process was asked to end (SIGTERM), with 143; or was not needed at the end
             of the run, with 0.
     """
@@ -84,6 +91,8 @@ def survive(
             f"survive was given every={every!r}, processes={processes!r}. Both are of "
             f"whole numbers of at least 1."
         )
+    if in_process is False and (why := restart_in_place.why_not()):
+        raise ValueError(f"survive was given in_process=False, but {why}. Leave it out.")
     supervisor = os.environ.get(generations.SUPERVISOR)
     if supervisor is None:
         return train(Survivor(0, Copies(None), every, Link()))
@@ -92,7 +101,7 @@ def survive(
             "survive was called in a process whose JAX has its devices already, which would not be "
             "those of the run. Make arrays and strategies in the function that it calls."
         )
-    return _Process(train, every, allowed, supervisor).run()
+    return _Process(train, every, allowed, in_process, supervisor).run()
 
 
 class _Generation(Link):
@@ -177,15 +186,20 @@ class _Process:
         train: Callable[[Survivor], Any],
         every: int,
         allowed: list[int] | None,
+        in_process: bool | None,
         supervisor: str,
     ):
-        self._train, self._every = train, every
+        self._train, self._every, self._in_process = train, every, in_process
         host, port, self._secret, self._index = supervisor.split()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._line: JsonLines = json_lines.connect(host, int(port), self._secret, CONNECT_S)
+        kept = restart_in_place.take()
+        self._is_again = kept is not None
+        self._line: JsonLines = (
+            kept.line if kept else json_lines.connect(host, int(port), self._secret, CONNECT_S)
+        )
         self._server = Listener(self._line.local_host(), self._secret, self._give_state)
         self._generation: _Generation | None = None
-        self._state: StateCopy | None = None
+        self._state: StateCopy | None = kept.state if kept else None
         self._given: tuple[int, StateCopy | None] = (-1, None)
         self._result, self._has_result = None, False
         self._order = -1  # the newest generation that was asked for
@@ -195,14 +209,15 @@ class _Process:
         _use_compile_cache()
         generations.supervise(lambda process, why: self._send(lost=process, why=why))
         before = signal.signal(signal.SIGTERM, lambda *_: self._events.put(_Signal()))
-        threading.Thread(target=self._listen, name="tpudist supervisor", daemon=True).start()
         self._send(
             hello=int(self._index),
+            again=self._is_again,
             place=process_state.here(),
             host=self._line.local_host(),
             port=self._server.port,
             allowed=self._allowed,
         )
+        threading.Thread(target=self._listen, name="tpudist supervisor", daemon=True).start()
         try:
             while True:
                 event = self._events.get()
@@ -235,6 +250,9 @@ class _Process:
             pass
 
     def _listen(self) -> None:
+        if self._is_again:
+            with contextlib.suppress(OSError):  # else it has ended, which is found out below
+                self._line.skip_to("welcome")
         for message in self._line:
             if "pause" in message or "stop_at" in message:  # for the thread of the program
                 generation = self._generation
@@ -262,6 +280,9 @@ class _Process:
             raise SystemExit(EXIT_PREEMPTED)
         if "stop" in order:
             self._order = order["stop"]
+            if self._generation is not None and not self._may_go_on(self._generation):
+                self._end_program(self._generation)
+                restart_in_place.restart(self._line, self._state)
             self._end_generation()
             self._given = self._order, self._state
             commit = self._state.commit if self._state else -1
@@ -273,11 +294,21 @@ class _Process:
 
     # The way from one generation to the next.
 
+    def _may_go_on(self, generation: _Generation) -> bool:
+        """Whether JAX is to start anew in this process; else the whole program is."""
+        if self._in_process is not None:
+            return self._in_process
+        platform = generation.platform or Setting.PLATFORMS.read()
+        return platform == "cpu" or bool(restart_in_place.why_not())
+
     def _end_generation(self) -> None:
         generation, self._generation = self._generation, None
         self._result, self._has_result = None, False
-        if generation is None:
-            return
+        if generation is not None:
+            generations.leave(self._end_program(generation))
+
+    def _end_program(self, generation: _Generation) -> list[threading.Thread]:
+        """Keeps its newest state; the threads that could not be ended."""
         generation.end()
         thread = generation.thread
         assert thread is not None
@@ -289,7 +320,7 @@ class _Process:
         self._state = generation.copies.end(_COPY_S)
         left_behind = [x for x in (thread, generation.copies.thread) if x.is_alive()]
         goodput.note("generation", number=generation.number, left_behind=bool(left_behind))
-        generations.leave(left_behind)
+        return left_behind
 
     def _join(self, order: Mapping[str, Any]) -> None:
         """In a thread, since it may wait for one that dies now; then there is a newer order."""

@@ -125,6 +125,7 @@ class Survivor:
             CheckpointError: The objects are not like those that were committed; lists all of it.
         """
         self._manager = manager
+        self._link.platform = jax.default_backend()
         newest = self._copies.newest
         if newest is None:
             return manager is not None and manager.restore_or_initialize() is not None
@@ -155,6 +156,7 @@ class Survivor:
         self._commits += 1
         if self._link.is_over:
             raise GenerationEnded
+        self._link.platform = jax.default_backend()
         is_last = self._link.is_last(self._commits)
         if is_last or self._commits % self._every == 0:
             self._copies.begin(self._commits, state)
@@ -171,10 +173,12 @@ class Link:
     Attributes:
         is_over: Whether its generation has ended.
         ends_all: Whether all processes end at the last commit.
+        platform: Of the devices; None until it is known that JAX has them.
     """
 
     is_over = False
     ends_all = False
+    platform: str | None = None
 
     def is_last(self, commit: int) -> bool:
         """Called with each commit: whether the generation ends with it. May wait."""

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import signal
 import tempfile
 import time
@@ -143,6 +144,7 @@ class _Attempt:
             "TF_CONFIG": json.dumps(task),
             generations.SUPERVISOR: f"{self._membership.address} {index}",
             generations.COMPILE_CACHE: self._cache,
+            generations.FOLDER: os.getcwd(),
         }
         if devices := self._launch.devices_per_process:
             env |= emulation(devices)

@@ -19,6 +19,7 @@ from typing import Any
 
 from tpudist.xla import internals, json_lines, process_state
 from tpudist.xla.json_lines import JsonLines, Listener
+from tpudist.xla.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.xla.process_lines import is_v6
 
 MAX_WITHOUT_PROGRESS = 8
@@ -27,6 +28,8 @@ SUPERVISORS_S = 20.0
 """How long this host waits at the end until other hosts know of it."""
 LATE_S = 3.0
 """After which a spare takes the place of a process that has not come when the run starts."""
+REPORT_S = 5.0
+"""After which those are named for whom the others wait."""
 _LOOK_S = 0.5
 
 
@@ -93,6 +96,7 @@ class Membership:
 
         Raises:
             OSError: The address is another host's, or the port is taken.
+            ValueError: The variable of the time that they may be waited for is no such number.
         """
         self._host, self._count, self._print = host, count, tell
         self._lock = threading.RLock()
@@ -104,7 +108,8 @@ class Membership:
         self._num_supervisors = 0
         self._came: set[int] = set()
         self._best_commit, self._without_progress = -1, 0
-        self._changed_s = time.monotonic()
+        self._since_s, self._next_report_s = time.monotonic(), REPORT_S
+        self._limit_s = hang_timeout()
         self._cause_s, self._enough_since_s = math.nan, math.inf
         self.is_used = self.is_done = False
         self.ends_all = False
@@ -196,7 +201,9 @@ class Membership:
             self._num_supervisors -= 1
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
-        if "ready" in message:
+        if "hello" in message:
+            self._welcome_again(member, message["host"], message["port"])
+        elif "ready" in message:
             member.ready, member.commit = message["ready"], message["commit"]
             self._go_if_ready()
         elif "began" in message:
@@ -226,6 +233,17 @@ class Membership:
         elif "failed" in message and message["failed"] == self._generation:
             self._print(f"process {member.index} cannot join the others: {message['why']}")
             self._begin_generation()
+
+    def _welcome_again(self, member: Member, host: str, port: int) -> None:
+        """Tells a program what it may not have heard while it started again in its process."""
+        member.address = host, port
+        member.send(welcome=True)
+        if self.is_done:
+            member.send(done=True)
+        elif member not in self._members:
+            member.send(leave=True)
+        elif member in self._present:
+            member.send(stop=self._generation)
 
     def _on_come(self, member: Member) -> None:
         if self.is_done:
@@ -321,7 +339,7 @@ class Membership:
         before = self._present
         self._present = self._next_members()
         self._generation += 1
-        self._changed_s = time.monotonic()
+        self._since_s, self._next_report_s = time.monotonic(), REPORT_S
         for member in {*before, *self._present}.intersection(self._members):
             member.paused, member.has_stopped, member.has_finished = None, False, False
             member.send(stop=self._generation)
@@ -395,6 +413,36 @@ class Membership:
         while not self._closing.wait(_LOOK_S):
             with self._lock:
                 self._begin_if_all_came()
+                self._look_who_is_waited_for()
+
+    def _look_who_is_waited_for(self) -> None:
+        """Names those for whom the others wait, and ends the wait."""
+        if self._phase == "gathering":
+            missing = sorted(set(range(self._count)) - {x.index for x in self._members})
+            missing = missing if self._members else []
+            late: list[Member] = []
+        else:
+            states = {"collecting": "ready", "joining": "began"}
+            state = states.get(self._phase, "")
+            late = [x for x in self._present if state and getattr(x, state) != self._generation]
+            missing = [x.index for x in late]
+        waited_s, limit_s = time.monotonic() - self._since_s, self._limit_s
+        if not missing or waited_s < min(self._next_report_s, limit_s):
+            return
+        numbers = ", ".join(map(str, missing))
+        if waited_s < limit_s:
+            self._next_report_s *= 2
+            self._print(
+                f"waits for process(es) {numbers} to come to generation "
+                f"{max(self._generation, 1)}: {waited_s:.0f} s of {limit_s:g}."
+            )
+        for member in late if waited_s > limit_s else ():
+            self._end(member, f"It has not come to the others within {limit_s:g} s.")
+        if waited_s > limit_s and not late:
+            self.gave_up = (
+                f"process(es) {numbers} did not call tpudist.experimental.survive within "
+                f"{limit_s:g} s ({HANG_VARIABLE}), for which the others waited: given up."
+            )
 
 
 def _free_port(host: str) -> int:

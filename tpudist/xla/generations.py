@@ -22,6 +22,8 @@ SUPERVISOR = "TPUDIST_SUPERVISOR"
 """A variable: `host port secret index`, as a supervisor tells the processes that it starts."""
 COMPILE_CACHE = "TPUDIST_COMPILE_CACHE"
 """A variable: a folder where the processes of a host keep what they compile, for the next one."""
+FOLDER = "TPUDIST_FOLDER"
+"""A variable: where the supervisor has started the program."""
 
 _at_end: list[Callable[[], None]] = []
 _program_thread: threading.Thread = threading.main_thread()

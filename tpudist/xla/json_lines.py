@@ -25,6 +25,15 @@ class JsonLines:
         self._file: IO[bytes] = connection.makefile("rb")
         self._lock = threading.Lock()
 
+    @classmethod
+    def of_descriptor(cls, descriptor: int) -> "JsonLines":
+        """One that another program in this process has opened; see `skip_to`."""
+        return cls(socket.socket(fileno=descriptor))
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._socket.fileno()
+
     def send(self, **message: Any) -> None:
         """Sends a line.
 
@@ -56,6 +65,20 @@ class JsonLines:
             return json.loads(line) if line.endswith(b"\n") else None
         except (OSError, ValueError):
             return None
+
+    def skip_to(self, key: str) -> None:
+        """Reads up to a line that has a key, be what comes before whole lines or not.
+
+        Raises:
+            OSError: The other side has gone.
+        """
+        while line := self._file.readline():
+            try:
+                if key in json.loads(line):
+                    return
+            except ValueError:  # the rest of a line that was half read
+                pass
+        raise ConnectionError("The connection has ended.")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Lines until the other side has gone."""

@@ -1,0 +1,70 @@
+"""`tpudist run`: the program has what it would have under `python`."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from places import ROOT
+
+COMMAND = [sys.executable, "-m", "tpudist", "run"]
+PROGRAM = """
+import os, sys
+print(sys.argv[1:], os.environ.get("JAX_NUM_CPU_DEVICES"), os.environ.get("TPUDIST_GOODPUT"))
+print(os.isatty(0), input(), file=sys.stderr)
+sys.exit(7)
+"""
+
+
+def start(tmp_path, *options, program=PROGRAM, **streams):
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | streams
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env.pop("TPUDIST_GOODPUT", None)
+    env.pop("JAX_NUM_CPU_DEVICES", None)
+    return subprocess.Popen([*COMMAND, *options, str(script), "--n", "7"], env=env, **streams)
+
+
+def test_the_program_has_its_arguments_streams_and_exit_code(tmp_path):
+    process = start(tmp_path, stdin=subprocess.PIPE)
+    assert process.communicate("said", timeout=60) == ("['--n', '7'] None None\n", "False said\n")
+    assert process.returncode == 7
+
+
+def test_it_has_the_terminal_and_emulated_devices(tmp_path):
+    ours, its = pty.openpty()
+    process = start(tmp_path, "--emulate", "3", "--goodput", "notes", stdin=its)
+    os.write(ours, b"typed\n")
+    assert process.communicate(timeout=60) == ("['--n', '7'] 3 notes\n", "True typed\n")
+
+
+def test_devices_are_emulated_for_who_does_not_ask(tmp_path):
+    program = "import jax; print(jax.devices())"
+    process = start(tmp_path, "--emulate", "3", program=program)
+    assert process.communicate(timeout=60)[0].count("CpuDevice") == 3
+
+
+def test_signals_are_its_own(tmp_path):
+    program = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
+    process = start(tmp_path, program=program)
+    assert int(process.stdout.readline()) == process.pid
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing.py"], "there is no such file"),
+        (["--emulate", "0", sys.executable], "there must be one device at least"),
+    ],
+)
+def test_wrong_use(words, said):
+    ended = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert said in ended.stderr
