@@ -1,11 +1,14 @@
 """`tpudist launch` on several hosts: which they are, and what becomes of a run when one is lost."""
 
+import shlex
 import signal
+from pathlib import Path
 
 import pytest
 
 import networks
 from survival_runs import Run
+from tpudist import cli
 from tpudist.cli import launch_hosts
 from tpudist.cli.errors import WrongUse
 from tpudist.supervisor.hosts import Hosts
@@ -30,6 +33,39 @@ def test_hosts_are_those_of_the_scheduler(env, hosts, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert launch_hosts.find_hosts(None, None, None) == hosts
+
+
+def test_a_host_knows_those_of_its_own_slice_only(monkeypatch):
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    with pytest.raises(WrongUse, match="Name the hosts of all slices: --hosts"):
+        launch_hosts.find_hosts(None, None, None)
+
+
+def test_a_number_that_a_slice_does_not_have_is_wrong_use(monkeypatch):
+    for name, value in (TPU | {"TPU_WORKER_ID": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WrongUse, match="TPU_WORKER_ID is '2', but this host is one of 2"):
+        launch_hosts.find_hosts(None, None, None)
+
+
+def test_a_dry_run_prints_the_command_of_each_host(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train it.py").write_text("")
+    words = ["--dry-run", "--hosts", "a, b", "-n", "2", "--port", "7000", "train it.py", "--x", "1"]
+    assert cli.main(["launch", *words]) == 0
+    own = "--num-processes 2 --port 7000 'train it.py' --x 1"
+    assert capsys.readouterr().out.splitlines() == [
+        "2 hosts, 4 processes: start on each, in the same folder,",
+        "a (processes 0 to 1):",
+        f"  tpudist launch --hosts a,b --host-index 0 {own}",
+        "b (processes 2 to 3):",
+        f"  tpudist launch --hosts a,b --host-index 1 {own}",
+        "or, where they are the hosts of a TPU slice, from anywhere, on all of them at once:",
+        "  gcloud compute tpus tpu-vm ssh NAME --worker=all --command "
+        + shlex.quote(f"tpudist launch {own}"),
+    ]
+    assert cli.main(["launch", "--dry-run", "train it.py"]) == 0
+    assert "1 process(es) on this host:\n  tpudist launch 'train it.py'" in capsys.readouterr().out
 
 
 def test_several_tasks_on_a_node_are_refused(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -14,7 +15,8 @@ import tyro
 
 from tpudist.cli import console
 from tpudist.cli.errors import WrongUse
-from tpudist.cli.launch_hosts import find_hosts
+from tpudist.cli.launch_hosts import find_hosts, name_hosts
+from tpudist.supervisor.hosts import LOOPBACK
 from tpudist.supervisor.launch import Launch
 from tpudist.xla.process_judge import hang_timeout
 
@@ -45,6 +47,8 @@ class Options:
     spares: int = 0
     """Processes more that wait until one is lost, of a program that survives that
     (tpudist.experimental.survive)."""
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Starts nothing, and prints which processes each host would have, and the command of each."""
 
 
 def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -54,7 +58,7 @@ def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
         has_value = "=" in args[i] or (
             not args[i].startswith("--") and len(args[i]) > 2
         )  # as in -n2
-        takes_value = not has_value and args[i] not in ("-h", "--help", "--")
+        takes_value = not has_value and args[i] not in ("-h", "--help", "--", "--dry-run")
         i += 2 if takes_value else 1
     return list(args[: i + 1]), list(args[i + 1 :])
 
@@ -73,6 +77,8 @@ def run(options: Options) -> int:
     except ValueError as error:
         raise WrongUse(str(error)) from None
     command = [*find_program(options.script), *options.arguments]
+    if options.dry_run:
+        return _print_commands(options)
     lock = threading.Lock()
     width = len(str(options.num_processes - 1))
 
@@ -91,6 +97,38 @@ def run(options: Options) -> int:
         find_hosts(options.hosts, options.host_index, options.port),
     )
     return launch.run()
+
+
+def _print_commands(options: Options) -> int:
+    hosts = name_hosts(options.hosts) or [LOOPBACK]
+    shared: list[str] = []
+    for option, default in (("num_processes", 1), ("devices_per_process", None), ("restarts", 0)):
+        if (value := getattr(options, option)) != default:
+            shared += [f"--{option.replace('_', '-')}", str(value)]
+    if options.spares:
+        shared += ["--spares", str(options.spares)]
+    program = [options.script, *options.arguments]
+    each = options.num_processes
+    if len(hosts) == 1:
+        where = f"{each} process(es) on this host:"
+        console.write(f"{where}\n  {shlex.join(['tpudist', 'launch', *shared, *program])}")
+        return 0
+    if options.port is not None:
+        shared += ["--port", str(options.port)]
+    console.write(
+        f"{len(hosts)} hosts, {len(hosts) * each} processes: start on each, in the same folder,"
+    )
+    for i, host in enumerate(hosts):
+        words = ["tpudist", "launch", "--hosts", ",".join(hosts), "--host-index", str(i), *shared]
+        last = (i + 1) * each - 1
+        numbers = f"process {last}" if each == 1 else f"processes {i * each} to {last}"
+        console.write(f"{host} ({numbers}):\n  {shlex.join([*words, *program])}")
+    command = shlex.quote(shlex.join(["tpudist", "launch", *shared, *program]))
+    console.write(
+        f"or, where they are the hosts of a TPU slice, from anywhere, on all of them at once:\n"
+        f"  gcloud compute tpus tpu-vm ssh NAME --worker=all --command {command}"
+    )
+    return 0
 
 
 def find_program(script: str) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from tpudist.cli.errors import WrongUse
 from tpudist.cluster_resolver.slurm import expand_hostlist
+from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.supervisor.hosts import PORT, Hosts, find_this_host
 
 
@@ -20,13 +21,11 @@ def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
         WrongUse: None of them is this host, or several are.
     """
     if names is None:
-        found = _hosts_of_slurm(os.environ) or _hosts_of_tpu(os.environ)
+        found = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
         if found is None:
             return Hosts()
         return Hosts(found[0], found[1], port or PORT)
-    hosts = [name.strip() for name in names.split(",") if name.strip()]
-    if len(set(hosts)) < len(hosts) or not hosts:
-        raise WrongUse(f"--hosts {names}: each host once is needed, as in --hosts node1,node2.")
+    hosts = _split(names)
     if index is None:
         here = find_this_host(hosts)
         if len(here) != 1:
@@ -39,6 +38,25 @@ def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
     if not 0 <= index < len(hosts):
         raise WrongUse(f"--host-index {index}: there are {len(hosts)} hosts, from 0 on.")
     return Hosts(hosts, index, port or PORT) if len(hosts) > 1 else Hosts()
+
+
+def name_hosts(names: str | None) -> list[str]:
+    """Names of the hosts of the run, of which this one may be none; empty if they are not said.
+
+    Raises:
+        WrongUse: One is named twice.
+    """
+    if names is not None:
+        return _split(names)
+    found = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
+    return list(found[0]) if found else []
+
+
+def _split(names: str) -> list[str]:
+    hosts = [name.strip() for name in names.split(",") if name.strip()]
+    if len(set(hosts)) < len(hosts) or not hosts:
+        raise WrongUse(f"--hosts {names}: each host once is needed, as in --hosts node1,node2.")
+    return hosts
 
 
 def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
@@ -56,8 +74,15 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
     return hosts, int(env["SLURM_NODEID"])
 
 
-def _hosts_of_tpu(env: Mapping[str, str]) -> tuple[list[str], int] | None:
-    hosts = [x for x in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if x]
-    if len(hosts) < 2 or not env.get("TPU_WORKER_ID", "").isdigit():
-        return None
-    return hosts, int(env["TPU_WORKER_ID"])
+def _hosts_of_tpu() -> tuple[list[str], int] | None:
+    try:
+        found = find_slice_hosts()
+    except ValueError as error:
+        raise WrongUse(str(error)) from None
+    count = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+    if count not in ("", "1"):
+        raise WrongUse(
+            f"MEGASCALE_NUM_SLICES is {count}, and a host knows those of its own slice only. Name "
+            f"the hosts of all slices: --hosts HOST,HOST,..."
+        )
+    return (found.names, found.index) if found else None

@@ -4,7 +4,6 @@ JAX programs run on the TPU's own hosts, one process on each, and JAX finds the 
 there is no TPU to name, and nothing to look up in the cloud.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ import jax
 from tpudist.cluster_resolver import tpu_topology_proto
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.cluster_resolver.tpu_topology import Topology, group_by_task
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.options import MutualTLS, warn_if_given
@@ -43,9 +43,9 @@ class TPUSystemMetadata(NamedTuple):
 class TPUClusterResolver(ClusterResolver):
     """The slice that JAX finds; where there is no TPU, the devices that stand in for one.
 
-    Its tasks are the slice's hosts, as the environment of a TPU VM names them
-    (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`); none on a slice of one host. The master is this host,
-    behind `grpc://` always.
+    Its tasks are the slice's hosts, as the environment names them (`TPU_WORKER_HOSTNAMES`,
+    `TPU_WORKER_ID`, as on GKE) or the metadata server of a TPU VM; none on a slice of one host. The
+    master is this host, behind `grpc://` always.
 
     As `tf.distribute.cluster_resolver.TPUClusterResolver`, which connects to remote TPUs.
     """
@@ -76,7 +76,7 @@ class TPUClusterResolver(ClusterResolver):
             discovery_url: See `zone`.
 
         Raises:
-            ValueError: A TPU is named.
+            ValueError: A TPU is named; or what says which host of the slice this is makes no sense.
         """
         if tpu not in (None, "", "local"):
             raise ValueError(
@@ -99,7 +99,8 @@ class TPUClusterResolver(ClusterResolver):
         self._is_local = tpu == "local"
         self._hardware_feature: HardwareFeature | None = None
         self.task_type = job_name
-        self.task_id = int(os.environ.get("TPU_WORKER_ID") or 0)
+        self._hosts = None if self._is_local else find_slice_hosts()
+        self.task_id = self._hosts.index if self._hosts else 0
 
     @staticmethod
     def connect(
@@ -129,11 +130,9 @@ class TPUClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """The hosts of the slice; empty if there is one, or with `tpu="local"`."""
-        named = os.environ.get("TPU_WORKER_HOSTNAMES", "")
-        hosts = [host.strip() for host in named.split(",") if host.strip()]
-        if self._is_local or len(hosts) < 2:
+        if self._hosts is None:
             return ClusterSpec({})
-        return ClusterSpec({str(self.task_type): [f"{host}:{_PORT}" for host in hosts]})
+        return ClusterSpec({str(self.task_type): [f"{host}:{_PORT}" for host in self._hosts.names]})
 
     def processes(self) -> list[str]:
         """Addresses of the slice's hosts, whatever their job is called."""

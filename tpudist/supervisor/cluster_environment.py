@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.supervisor.checks import Answer, Verdict
 from tpudist.xla import rendezvous
 
@@ -61,7 +62,12 @@ def read_cluster(environ: Mapping[str, str] = os.environ) -> Cluster:
             index = int(number) if number.isdigit() and len(hosts) > 1 else None
             return Cluster(source, tuple(f"{x}:{_SLURM_PORT}" for x in hosts), index)
         else:
-            return Cluster()
+            slice_hosts = find_slice_hosts(environ)
+            if slice_hosts is None:
+                return Cluster()
+            source = slice_hosts.source
+            addresses = tuple(f"{x}:{TPU_PORT}" for x in slice_hosts.names)
+            found = Cluster(source, addresses, slice_hosts.index)
         for address in found.addresses:
             rendezvous.parse_address(address)
     except (ValueError, TypeError, AttributeError) as error:

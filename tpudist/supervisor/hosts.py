@@ -11,7 +11,7 @@ from tpudist.xla.process_lines import is_v6
 SECRET = "TPUDIST_SECRET"
 """A variable: what processes of one run know, and nobody else; the same on all hosts."""
 PORT = 8470
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Hosts:
             those that follow. 0 for any that are free, of one host.
     """
 
-    names: Sequence[str] = (_LOOPBACK,)
+    names: Sequence[str] = (LOOPBACK,)
     index: int = 0
     port: int = 0
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from tpudist.cluster_resolver.tpu_hosts import device_files
 from tpudist.supervisor import process_files
 from tpudist.supervisor.checks import Answer, Verdict
 from tpudist.supervisor.version_check import is_met, requirements_of
@@ -27,11 +28,6 @@ def signs_of_tpu(dev: Path = Path("/dev"), environ: Mapping[str, str] = os.envir
     files = [str(x) for x in device_files(dev)]
     shown = files if len(files) < 3 else [f"{files[0]} to {files[-1]}"]
     return shown + [name for name in _VARIABLES if environ.get(name)]
-
-
-def device_files(dev: Path = Path("/dev")) -> list[Path]:
-    """Those of chips: by the driver of v2 to v4, or by VFIO since v5e."""
-    return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
 
 
 def look_for_libtpu(dev: Path = Path("/dev")) -> list[Answer]:
