@@ -140,3 +140,40 @@ def test_all_cases_are_named(told):
 def test_after_an_error_the_processes_go_on_together(told):
     """And a program that one of them has lowered before is agreed on like others."""
     assert [x["after"] for x in told] == [[2.0 * 4, [0.0, 1.0, 2.0], [1.0, 1.0], 1.0]] * 2
+
+
+LATER = """
+    import jax
+    import numpy as np
+    import tpudist
+    from jax.sharding import NamedSharding, PartitionSpec
+    from processes import report
+    from worker_setup import me, strategy
+
+    def step(x):
+        return x * 2
+
+    seen = []
+    for call in range(4):
+        x = np.arange(4.0, dtype=np.float32) + (me if call == 2 else 0)
+        sharding = NamedSharding(strategy.mesh, PartitionSpec())  # so they say
+        x = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+        try:
+            seen.append(float(strategy.run(step, (x,)).addressable_data(0)[0]))
+        except tpudist.errors.ProcessesDifferError as error:
+            seen.append(str(error))
+    report(seen)
+"""
+
+
+@pytest.mark.parametrize("checked", ["0", "1"])
+def test_values_of_later_calls_are_compared_where_it_is_asked_for(checked, monkeypatch):
+    monkeypatch.setenv("TPUDIST_CHECK_VALUES", checked)
+    ended = run_processes(LATER, devices_per_process=2, timeout_s=100)
+    for me, seen in enumerate(x.result for x in ended):
+        assert (seen[0], seen[1], seen[3]) == (0.0, 0.0, 0.0)
+        if checked == "0":
+            assert seen[2] == 2.0 * me  # which is what the check is for
+        else:
+            assert "a call of Strategy.run of 'step' (program.py" in seen[2]
+            assert "in argument 'x'. Process 0" in seen[2]

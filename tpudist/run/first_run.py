@@ -1,4 +1,7 @@
-"""What the processes of a run agree on before a step's program runs for the first time."""
+"""What the processes of a run agree on before a step's program runs for the first time.
+
+And before each call, where the variable `TPUDIST_CHECK_VALUES` asks for it.
+"""
 
 import os
 from collections.abc import Callable
@@ -12,6 +15,9 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log, process_agreement, program_digest
 from tpudist.xla.jaxprs import ClosedJaxpr
 from tpudist.xla.mesh import ReplicaMesh
+
+CHECK_VALUES = "TPUDIST_CHECK_VALUES"
+"""A variable: 1 has processes compare the values of each call, rather than of the first."""
 
 
 def agree_on_program(
@@ -39,6 +45,25 @@ def agree_on_program(
             f"Strategy.run of '{name}'{_place_of(now.fn)}",
             _describe_arguments(now),
             program_digest.write_program(closed),
+        ),
+    )
+
+
+def checks_each_call(mesh: ReplicaMesh) -> bool:
+    """Whether the values that are the same for all replicas are compared at each call."""
+    return process_agreement.is_needed(mesh) and os.environ.get(CHECK_VALUES, "0") not in ("", "0")
+
+
+def agree_on_values(mesh: ReplicaMesh, name: str, now: call_arguments.Call) -> None:
+    """Returns when all processes are about to make this call, with the same values.
+
+    Raises:
+        ProcessesDifferError: Others make another call, or were given other values.
+    """
+    process_agreement.agree(
+        mesh,
+        process_agreement.Intention(
+            f"a call of Strategy.run of '{name}'{_place_of(now.fn)}", _describe_arguments(now)
         ),
     )
 

@@ -89,6 +89,7 @@ class Step:
         self._numbers_in_state = call_arguments.numbers_in_state(kinds_of_leaves, structure)
         self._throttle, self._compiles = owner.throttle, compile_log.backend_compiles()
         self._storage = owner.strategy.storage
+        self._checks_each_call = first_run.checks_each_call(self.mesh)
         self._stands_in = owner.strategy._twin_of is not None
         self.captured: list[Any] = []
         self.written_variables: set[Any] = set()
@@ -123,6 +124,8 @@ class Step:
             self.check_rows(now)
         if self._only_lowered:
             self._agree_on_lowered(now)
+        if self._checks_each_call:
+            first_run.agree_on_values(self.mesh, self.function.name, now)
         self._throttle.before_step(donated, kept)
         num_compiles = self._compiles.number
         assert self._plan is not None, "the inputs are made by it"
