@@ -13,6 +13,8 @@ from survival_runs import (
     require_same_numbers,
     run_with_fault,
 )
+from tpudist.supervisor.diagnosis import diagnose
+from tpudist.supervisor.run_history import read_run
 
 pytestmark = [pytest.mark.multiprocess]
 FOUR = ("-n", "4", "--devices-per-process", "2")
@@ -90,6 +92,25 @@ def test_programs_start_again_in_their_processes_where_jax_cannot(spares, calm, 
     assert len(last & (set(before.values()) - {before[0]})) == (3 if spares == "1" else 2)
     print("seconds to a new step:", seen.seconds_to_new_step(since))
     assert "go on from commit" in seen.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", ["1", "0"])
+def test_the_time_of_a_run_that_survived_is_explained(in_process, tmp_path):
+    env = {"IN_PROCESS": in_process, "TPUDIST_GOODPUT": str(tmp_path)}
+    with Run(tmp_path, "-n", "2", "--devices-per-process", "2", env=env) as run:
+        run.wait_for_step(10, of_all=True)
+        run.signal(1, signal.SIGKILL)
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    starts = read_run(tmp_path)
+    assert len(starts) == (1 if in_process == "1" else 2)
+    spent = sum(sum(x[0].seconds.values()) for x in starts)
+    wall_s = starts[-1][0].ended - starts[0][0].began
+    assert abs(spent - wall_s) < 0.01 * wall_s
+    causes = [x.text for x in diagnose(starts).causes]
+    told = "the others went on" if in_process == "1" else "all were started again"
+    assert any("process 1 was lost" in x and told in x for x in causes), causes
 
 
 def test_sigterm_of_one_process_takes_it_out_between_two_steps(calm, tmp_path):

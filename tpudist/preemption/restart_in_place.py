@@ -9,6 +9,7 @@ of the run in a file that is memory and has no name.
 import dataclasses
 import os
 import sys
+import time
 from typing import NoReturn
 
 from tpudist.preemption import state_transfer
@@ -62,7 +63,8 @@ def restart(line: JsonLines, state: StateCopy | None) -> NoReturn:
             except OSError:  # closed by now
                 pass
     os.environ[_KEPT] = " ".join(map(str, descriptors))
-    goodput.flush()
+    goodput.close()
+    os.environ[goodput.REPLACED_AT] = repr(time.time())
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(os.environ.get(generations.FOLDER, "."))

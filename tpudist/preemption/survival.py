@@ -276,14 +276,14 @@ class _Process:
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         if "leave" in order:
-            self._end_generation()  # nobody waits for the others at the end then
+            self._end_generation("it was asked to end")  # nobody waits for the others then
             raise SystemExit(EXIT_PREEMPTED)
         if "stop" in order:
             self._order = order["stop"]
             if self._generation is not None and not self._may_go_on(self._generation):
-                self._end_program(self._generation)
+                self._end_program(self._generation, order["why"])
                 restart_in_place.restart(self._line, self._state)
-            self._end_generation()
+            self._end_generation(order["why"])
             self._given = self._order, self._state
             commit = self._state.commit if self._state else -1
             self._send(ready=self._order, commit=commit)
@@ -301,14 +301,15 @@ class _Process:
         platform = generation.platform or Setting.PLATFORMS.read()
         return platform == "cpu" or bool(restart_in_place.why_not())
 
-    def _end_generation(self) -> None:
+    def _end_generation(self, why: str) -> None:
         generation, self._generation = self._generation, None
         self._result, self._has_result = None, False
         if generation is not None:
-            generations.leave(self._end_program(generation))
+            generations.leave(self._end_program(generation, why))
 
-    def _end_program(self, generation: _Generation) -> list[threading.Thread]:
+    def _end_program(self, generation: _Generation, why: str) -> list[threading.Thread]:
         """Keeps its newest state; the threads that could not be ended."""
+        began = time.time()
         generation.end()
         thread = generation.thread
         assert thread is not None
@@ -319,7 +320,13 @@ class _Process:
         assert generation.copies is not None
         self._state = generation.copies.end(_COPY_S)
         left_behind = [x for x in (thread, generation.copies.thread) if x.is_alive()]
-        goodput.note("generation", number=generation.number, left_behind=bool(left_behind))
+        goodput.note(
+            "generation",
+            number=generation.number,
+            began=began,
+            why=why,
+            left_behind=bool(left_behind),
+        )
         return left_behind
 
     def _join(self, order: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tpudist.supervisor.run_history import Start
 from tpudist.xla.goodput import stride_of
@@ -63,6 +64,7 @@ def diagnose(run: Run) -> Diagnosis:
             spent[WAITED] = waited
     causes = [
         *_restarts(run, deaths),
+        *_changes(run),
         *_inputs(seconds),
         *_compiles(run),
         *_others(seconds),
@@ -127,9 +129,37 @@ def _restarts(run: Run, deaths: Sequence[float]) -> list[Cause]:
         )
         first = min(before.values(), key=lambda x: (x.ended_well, x.ended))
         said = [x["message"] for start in before.values() for x in start.of_kind("verdict")]
+        said += [x["why"] for start in before.values() for x in start.of_kind("generation")]
+        said = [x for x in said if x]
         why = said[0].splitlines()[0] if said else f"process {first.process} has ended"
         found.append(Cause(spent, f"all were started again: {why}"))
     return found
+
+
+def _changes(run: Run) -> list[Cause]:
+    """Other processes than before, of a program that survives in its processes."""
+    found: dict[tuple[int, str], float] = {}
+    for start in (x for starts in run for x in starts.values()):
+        for began, ended, line in _spans_of_changes(start):
+            key = line["number"], line["why"]
+            found[key] = max(found.get(key, 0.0), ended - began)
+    return [
+        Cause(
+            spent, f"{why or 'the processes changed'}: the others went on with generation {n + 1}"
+        )
+        for (n, why), spent in found.items()
+    ]
+
+
+def _spans_of_changes(start: Start) -> list[tuple[float, float, Mapping[str, Any]]]:
+    """From when to when a process had no program, or one that had yet to do its first step."""
+    ends = [x["time"] for x in start.of_kind("goes on")]
+    spans = []
+    for line in start.of_kind("generation"):
+        after = (x for x in ends if x > line["began"])
+        if (ended := next(after, None)) is not None:
+            spans.append((line["began"], ended, line))
+    return spans
 
 
 def _inputs(seconds: Mapping[int, Mapping[str, float]]) -> list[Cause]:
@@ -141,8 +171,10 @@ def _compiles(run: Run) -> list[Cause]:
     """Programs that were compiled again; the first time is no loss."""
     of_each: dict[tuple[str, int], tuple[float, int, str]] = {}
     for start in (x for starts in run for x in starts.values()):
+        spans = _spans_of_changes(start)
         for line in start.of_kind("compile"):
-            if line["number"] > 1:
+            is_of_change = any(began < line["time"] <= ended for began, ended, _ in spans)
+            if line["number"] > 1 and not is_of_change:
                 key = line["function"], start.process
                 spent, times, _ = of_each.get(key, (0.0, 0, ""))
                 of_each[key] = spent + line["seconds"], times + 1, line["cause"]

@@ -231,8 +231,9 @@ class Membership:
             if rank < len(self._present):
                 self._end(self._present[rank], message["why"])
         elif "failed" in message and message["failed"] == self._generation:
-            self._print(f"process {member.index} cannot join the others: {message['why']}")
-            self._begin_generation()
+            why = f"process {member.index} cannot join the others: {message['why']}"
+            self._print(why)
+            self._begin_generation(why)
 
     def _welcome_again(self, member: Member, host: str, port: int) -> None:
         """Tells a program what it may not have heard while it started again in its process."""
@@ -243,7 +244,7 @@ class Membership:
         elif member not in self._members:
             member.send(leave=True)
         elif member in self._present:
-            member.send(stop=self._generation)
+            member.send(stop=self._generation, why="")
 
     def _on_come(self, member: Member) -> None:
         if self.is_done:
@@ -251,7 +252,7 @@ class Membership:
         elif self._phase == "gathering":
             self._begin_if_all_came()
         elif self._phase == "waiting":
-            self._begin_generation()
+            self._begin_generation(f"process {member.index} has come")
         else:
             self._change_when_possible()
 
@@ -262,7 +263,7 @@ class Membership:
         self._enough_since_s = min(self._enough_since_s, time.monotonic())
         are_first = {x.index for x in self._members}.issuperset(range(self._count))
         if are_first or time.monotonic() - self._enough_since_s > LATE_S:
-            self._begin_generation()
+            self._begin_generation("")
 
     def _on_gone(self, member: Member) -> None:
         self._members.remove(member)
@@ -271,7 +272,7 @@ class Membership:
             self._tidy()
             return
         self._cause_s = time.monotonic()
-        self._begin_generation()
+        self._begin_generation(f"process {member.index} was lost")
         self._tidy()
 
     def _tidy(self) -> None:
@@ -328,11 +329,12 @@ class Membership:
     def _begin_if_stopped(self) -> None:
         if self._phase == "stopping" and all(x.has_stopped for x in self._present):
             self._cause_s = time.monotonic()
-            self._begin_generation()
+            self._begin_generation("processes have come, or were asked to end")
 
     # Generations.
 
-    def _begin_generation(self) -> None:
+    def _begin_generation(self, why: str) -> None:
+        """Lets others belong to the run from here on; `why` is what the processes note."""
         for member in [x for x in self._members if x.is_leaving]:
             member.send(leave=True)
             self._members.remove(member)
@@ -342,7 +344,7 @@ class Membership:
         self._since_s, self._next_report_s = time.monotonic(), REPORT_S
         for member in {*before, *self._present}.intersection(self._members):
             member.paused, member.has_stopped, member.has_finished = None, False, False
-            member.send(stop=self._generation)
+            member.send(stop=self._generation, why=why)
         if not self._present:
             self._phase = "waiting"
             return

@@ -28,6 +28,8 @@ INTERVAL_S = 1.0
 GAP_S = 0.2
 """A pause between two calls that is noted by itself, if it is far above the usual one as well."""
 VARIABLE = "TPUDIST_GOODPUT"
+REPLACED_AT = "TPUDIST_REPLACED_AT"
+"""A variable: when this program has replaced another one in its process, in seconds since 1970."""
 _GAP_FACTOR = 4.0
 _REMEMBERED = 32  # calls, of which the pauses are known
 _ALL_CALLS = 64  # of which all beginnings are noted; of those after, as many in each octave
@@ -65,7 +67,7 @@ class _Recorder:
         self._pauses: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._noted_to = 0
         self._inner: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
-        self.calls = 0
+        self.calls, self._goes_on_at = 0, -1
         self._closing = threading.Event()
         self.note(
             "start",
@@ -89,6 +91,7 @@ class _Recorder:
         self._count()
         self._thread_id = threading.get_ident()
         self._stack, self._entered = [Phase.STARTUP], []
+        self._goes_on_at = self.calls + 1 if self.calls else -1
 
     def enter(self, phase: Phase) -> None:
         """Time counts for `phase` from here on."""
@@ -121,6 +124,8 @@ class _Recorder:
         if self._stack[0] is Phase.STARTUP:
             self._count()
             self._stack[0] = Phase.STEP
+        if self.calls == self._goes_on_at:  # the first call of this thread is done
+            self.note("goes on")
         now = time.time()
         pause = now - self._begins[-1][1] if self._begins else 0.0
         self._begins.append((self.calls, now))
@@ -187,7 +192,8 @@ _recorder: _Recorder | None = None
 
 
 @atexit.register  # before all that waits at the end of a program, which is called before it
-def _close() -> None:
+def close() -> None:
+    """Writes all that is known: the program ends."""
     if _recorder is not None:
         _recorder.close()
 
@@ -296,7 +302,14 @@ def record_goodput(folder: str | os.PathLike[str]) -> None:
 
 
 def _time_of_start() -> float:
-    """When this process was started, in seconds since 1970; on other systems than Linux, now."""
+    """When this program was started, in seconds since 1970; on other systems than Linux, now.
+
+    That is when its process was, unless it has replaced another one in it.
+    """
+    return max(_time_of_process(), float(os.environ.get(REPLACED_AT, 0)))
+
+
+def _time_of_process() -> float:
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up_s = float(Path("/proc/uptime").read_text().split()[0])
