@@ -1,6 +1,19 @@
 """Errors that programs catch by name: what is raised of `tf.errors`, and tpudist's own."""
 
-__all__ = ["OutOfRangeError", "ProcessFailedError", "ProcessesDifferError", "StartupError"]
+__all__ = [
+    "CancelledError",
+    "OutOfRangeError",
+    "ProcessFailedError",
+    "ProcessesDifferError",
+    "StartupError",
+]
+
+
+class CancelledError(RuntimeError):
+    """A function that was scheduled has not run, since another one had failed before.
+
+    As `tf.errors.CancelledError`.
+    """
 
 
 class OutOfRangeError(StopIteration):

@@ -16,16 +16,16 @@ from places import PACKAGE
 # Low to high. An entry is a module or a folder; those of one line do not import each other.
 ROOMS = (
     # Words that everyone uses, and the bytes of others' messages.
-    ("options", "reduce_op", "errors", "context", "step_boundaries", "protobuf_wire"),
+    ("options", "reduce_op", "errors", "context", "step_boundaries", "protobuf_wire", "engine"),
     ("deprecated",),
     ("xla",),  # the only door to the compiler
-    ("values", "cluster_resolver", "models"),
+    ("values", "cluster_resolver", "models", "ps"),
     ("reductions", "input"),
     ("state",),
     ("run", "checkpoint"),
     ("planner", "gradients", "preemption"),
     ("strategy", "testing"),
-    ("strategies", "training"),
+    ("strategies", "training", "closures"),
     ("experimental", "supervisor"),
     ("cli",),
     ("compat",),

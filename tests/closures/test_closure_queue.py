@@ -1,0 +1,325 @@
+"""The queue of closures, as TensorFlow tests its own: in each size, and in replayed threads too."""
+
+import threading
+import time
+
+import pytest
+
+from tpudist.closures.closure import Closure
+from tpudist.closures.closure_queue import ClosureQueue
+from tpudist.closures.remote_value import PerWorkerValue, RemoteValue, fetch_all
+from tpudist.engine.concurrency import SystemConcurrency
+from tpudist.engine.seeded_concurrency import SeededConcurrency
+from tpudist.errors import CancelledError
+
+CASES = [(size, seed) for size in (256, 2) for seed in (None, 0, 1)]
+
+
+class Setting:
+    """A queue, and threads that use it."""
+
+    def __init__(self, max_size=256, seed=None, **options):
+        self.concurrency = SystemConcurrency() if seed is None else SeededConcurrency(seed)
+        self.queue = ClosureQueue(max_size, self.concurrency, **options)
+        self.count, self.threads = 0, []
+
+    def close(self):
+        """Ends the threads."""
+        self.queue.stop()
+        assert all(thread.join(10) for thread in self.threads)
+
+    def closure(self, fn=lambda: None, worker=None):
+        number = None if worker is not None else self.count
+        self.count += worker is None
+        return Closure(number, fn, (), {}, RemoteValue(self.queue.changed), worker)
+
+    def put(self, fn=lambda: None, worker=None):
+        closure = self.closure(fn, worker)
+        self.queue.put(closure)
+        return closure
+
+    def work(self, worker=0, done=lambda: None):
+        """Runs closures until the queue is stopped."""
+        while (closure := self.queue.get(worker)) is not None:
+            try:
+                value = closure.fn()
+            except Exception as error:
+                self.queue.fail(closure, error)
+            else:
+                self.queue.finish(closure, value)
+            done()
+
+    def start(self, count=1):
+        self.threads += [
+            self.concurrency.start(f"worker {i}", lambda i=i: self.work(i)) for i in range(count)
+        ]
+        return self.threads
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]} places, seed {case[1]}")
+def setting(request):
+    made = Setting(*request.param)
+    yield made
+    made.close()
+
+
+def test_all_that_was_put_is_run_once_and_gives_its_result(setting):
+    threads = setting.start(3)
+    ran = []
+    closures = [setting.put(lambda i=i: ran.append(i) or i * i) for i in range(30)]
+    assert setting.queue.wait()
+    assert setting.queue.is_done()
+    assert sorted(ran) == list(range(30))
+    assert [x.output.get() for x in closures] == [i * i for i in range(30)]
+    assert (setting.queue.finished.low, setting.queue.finished.above()) == (30, [])
+    setting.queue.stop()
+    assert all(thread.join(10) for thread in threads)
+
+
+def test_waiting_is_idempotent_and_ends_in_time(setting):
+    setting.start(1)
+    assert setting.queue.wait()
+    assert setting.queue.wait()
+    setting.put(lambda: setting.concurrency.sleep(0.3))
+    assert not setting.queue.wait(0.01)
+    assert setting.queue.wait(30)
+    assert setting.queue.wait()
+
+
+def test_what_is_put_back_is_the_next(setting):
+    first, second = setting.put(), setting.put()
+    got = setting.queue.get(0)
+    assert got is first
+    setting.queue.put_back(got, "worker 0 has died")
+    assert not setting.queue.is_done()
+    assert setting.queue.get(0) is first
+    assert first.retries == ["worker 0 has died"]
+    assert setting.queue.get(1) is second
+    setting.queue.put_back(second, "again")
+    setting.queue.put_back(first, "again")
+    assert setting.queue.get(0) is first  # in the order of their numbers
+    for closure in (first, setting.queue.get(0)):
+        setting.queue.finish(closure, None)
+    assert setting.queue.wait()
+
+
+def test_what_is_not_under_way_cannot_finish(setting):
+    closure = setting.closure()
+    for leave in (
+        lambda: setting.queue.finish(closure, 1),
+        lambda: setting.queue.fail(closure, ValueError()),
+        lambda: setting.queue.put_back(closure, ""),
+    ):
+        with pytest.raises(AssertionError, match="There is no closure under way"):
+            leave()
+
+
+@pytest.mark.parametrize("raise_by", ["wait", "is_done", "put"])
+def test_an_error_is_raised_once_and_then_all_is_well(setting, raise_by):
+    failing = setting.put(lambda: 1 / 0)
+    closure = setting.queue.get(0)
+    setting.queue.fail(closure, ZeroDivisionError("of closure 0"))
+    action = {"wait": setting.queue.wait, "is_done": setting.queue.is_done, "put": setting.put}
+    with pytest.raises(ZeroDivisionError, match="of closure 0"):
+        action[raise_by]()
+    with pytest.raises(ZeroDivisionError):
+        failing.output.get()
+    assert setting.queue.wait()
+    assert setting.queue.is_done()
+    after = setting.put(lambda: 7)
+    setting.start(1)
+    assert setting.queue.wait()
+    assert after.output.fetch() == 7
+
+
+def test_the_first_error_wins_and_nothing_runs_when_it_is_raised(setting):
+    first, second, third = setting.put(), setting.put(), None
+    running = [setting.queue.get(i) for i in range(2)]
+    assert running == [first, second]
+    third = setting.put()
+    setting.queue.fail(first, KeyError("the first"))
+    with pytest.raises(CancelledError, match="was cancelled before it ran: closure 0"):
+        third.output.get()
+    order = []
+
+    def end():
+        setting.concurrency.sleep(0.05)
+        order.append("ended")
+        setting.queue.fail(second, ValueError("the second"))
+
+    thread = setting.concurrency.start("worker 1", end)
+    with pytest.raises(KeyError, match="the first"):
+        setting.queue.wait()
+    order.append("raised")
+    assert thread.join(10)
+    assert order == ["ended", "raised"]
+    with pytest.raises(ValueError, match="the second"):
+        second.output.get()
+    assert setting.queue.wait()
+
+
+def test_what_is_put_back_after_an_error_is_cancelled(setting):
+    first, second = setting.put(), setting.put()
+    for i in range(2):
+        setting.queue.get(i)
+    setting.queue.fail(first, KeyError("the first"))
+    setting.queue.put_back(second, "worker 1 has died")
+    with pytest.raises(CancelledError, match="another closure has failed"):
+        second.output.get()
+    with pytest.raises(KeyError):
+        setting.queue.is_done()
+    assert setting.queue.is_done()
+
+
+def test_putting_waits_for_a_place():
+    for seed in (None, 0, 1, 2):
+        setting = Setting(2, seed)
+        put = []
+
+        def schedule(setting=setting, put=put):
+            for i in range(5):
+                setting.put(lambda i=i: i)
+                put.append(i)
+
+        thread = setting.concurrency.start("scheduling", schedule)
+        assert not thread.join(0.2)
+        assert put == [0, 1]
+        setting.start(1)
+        assert thread.join(10)
+        assert setting.queue.wait()
+        setting.close()
+
+
+def test_a_full_queue_says_for_what_it_waits(monkeypatch, caplog):
+    monkeypatch.setattr("tpudist.closures.closure_queue.REPORT_S", 0.05)
+    setting = Setting(1)
+    setting.put()
+    setting.queue.get(0)
+    setting.put()
+    thread = setting.concurrency.start("scheduling", setting.put)
+    assert not thread.join(0.3)
+    setting.start(1)
+    assert thread.join(10)
+    assert "schedule waits for one of the 1 places of the queue" in caplog.text
+    assert "Under way: closure 0, 'Setting.<lambda>' (test_closure_queue.py:" in caplog.text
+    setting.close()
+
+
+def test_an_error_ends_the_wait_for_a_place():
+    setting = Setting(1, 0)
+    setting.put()
+    running = setting.queue.get(0)
+    setting.put()
+    seen = []
+
+    def schedule():
+        try:
+            setting.put()
+        except KeyError as error:
+            seen.append(error)
+
+    thread = setting.concurrency.start("scheduling", schedule)
+    assert not thread.join(1.0)
+    setting.queue.fail(running, KeyError("the first"))
+    assert thread.join(10)
+    assert len(seen) == 1
+    assert setting.queue.is_done()
+
+
+def test_what_one_worker_is_to_run_only_that_one_gets(setting):
+    own, common = setting.put(worker=1), setting.put()
+    assert setting.queue.get(0) is common
+    assert setting.queue.get(0, 0.01) is None
+    assert setting.queue.get(1) is own
+    setting.queue.finish(common, None)
+    assert setting.queue.wait()  # which does not wait for what is of one worker
+    setting.queue.put_back(own, "again")
+    assert setting.queue.get(1) is own
+    setting.queue.finish(own, 5)
+    assert own.output.get() == 5
+    dropped = setting.put(worker=1)
+    setting.queue.clear(1)
+    with pytest.raises(CancelledError, match="worker 1 was replaced"):
+        dropped.output.get()
+    assert setting.queue.get(1, 0.01) is None
+
+
+def test_a_queue_that_was_stopped_gives_nothing_and_takes_nothing(setting):
+    waiting = setting.put()
+    threads = []
+    setting.queue.stop()
+    threads = setting.start(2)
+    assert all(thread.join(10) for thread in threads)
+    with pytest.raises(CancelledError, match="the run has ended"):
+        waiting.output.get()
+    with pytest.raises(CancelledError, match="was scheduled after the end of its run"):
+        setting.put()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_workers_are_no_further_ahead_than_they_may(staleness):
+    for seed in range(10):
+        setting = Setting(256, seed, max_staleness=staleness)
+        queue, ahead, order = setting.queue, [], []
+        chance = setting.concurrency
+
+        def run(i, queue=queue, ahead=ahead, order=order, chance=chance):
+            ahead.append(i - queue.finished.low)
+            order.append(i)
+            chance.sleep(0.1 * ((i * 7) % 3))
+
+        setting.start(4)
+        for i in range(24):
+            setting.put(lambda i=i, run=run: run(i))
+        assert queue.wait()
+        assert max(ahead) == staleness
+        if not staleness:
+            assert order == list(range(24))
+        setting.close()
+
+
+def test_ten_threads_of_twenty_closures_each(setting):
+    if isinstance(setting.concurrency, SeededConcurrency):
+        pytest.skip("with threads of the system")
+    setting.start(4)
+    lock, ran = threading.Lock(), []
+
+    def run():
+        time.sleep(0.0005)
+        with lock:
+            ran.append(1)
+
+    made = []
+
+    def schedule():
+        for _ in range(20):
+            with lock:
+                closure = setting.closure(run)
+            setting.queue.put(closure)
+            made.append(closure)
+
+    threads = [threading.Thread(target=schedule) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert setting.queue.wait(60)
+    assert len(ran) == len(made) == 200
+
+
+def test_nests_of_remote_values_are_fetched():
+    import jax.numpy as jnp
+    import numpy as np
+
+    setting = Setting()
+    closures = [setting.put(lambda i=i: {"x": jnp.full(2, i)}) for i in range(2)]
+    assert "no worker has computed" in repr(closures[0].output)
+    setting.start(1)
+    found = fetch_all({"a": closures[0].output, "b": [closures[1].output, 7]})
+    assert isinstance(found["a"]["x"], np.ndarray)
+    assert found["b"][0]["x"].tolist() == [1, 1]
+    assert found["b"][1] == 7
+    assert "{'x'" in repr(closures[0].output)
+    setting.close()
+    with pytest.raises(AssertionError, match="holds a RemoteValue of each worker"):
+        PerWorkerValue([1])

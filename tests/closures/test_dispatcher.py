@@ -1,0 +1,276 @@
+"""Closures on workers that die, hang, come and go: each has its effect once."""
+
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tpudist.closures import dispatcher as dispatcher_module
+from tpudist.closures.closure import Closure
+from tpudist.closures.closure_queue import ClosureQueue
+from tpudist.closures.dispatcher import Dispatcher
+from tpudist.closures.remote_value import RemoteValue
+from tpudist.closures.worker import (
+    Kept,
+    Worker,
+    current_place,
+    experimental_get_current_worker_index,
+)
+from tpudist.engine.engine import ActorDied
+from tpudist.engine.thread_engine import ThreadEngine
+from tpudist.errors import CancelledError
+from tpudist.ps.closure_ledger import ClosureLedger
+
+
+class Run:
+    """An engine, workers, and a count of closures."""
+
+    def __init__(self, num_workers=2, seed=None, max_size=256, max_staleness=None, **options):
+        self.engine = ThreadEngine(seed)
+        self.queue = ClosureQueue(max_size, self.engine.concurrency, max_staleness=max_staleness)
+        devices = jax.devices()
+        self.dispatcher = Dispatcher(
+            self.engine,
+            self.queue,
+            lambda i: (Worker, i, devices[i % len(devices)]),
+            **options,
+        )
+        self.count, self.closures = 0, []
+        for _ in range(num_workers):
+            self.dispatcher.add_worker()
+
+    def schedule(self, fn, *args, **kwargs):
+        output = RemoteValue(self.queue.changed)
+        closure = Closure(self.count, fn, args, kwargs, output)
+        self.count += 1
+        self.queue.put(closure)
+        self.closures.append(closure)
+        return output
+
+    @property
+    def num_lost(self):
+        """How often a closure was begun in vain."""
+        return sum(len(closure.retries) for closure in self.closures)
+
+    def join(self):
+        assert self.queue.wait(60)
+
+    def actor(self, index):
+        return self.dispatcher._actors.get(index)
+
+    def close(self):
+        self.dispatcher.close()
+        self.engine.shutdown()
+
+
+@pytest.fixture(params=[None, 0, 1], ids=lambda seed: f"seed {seed}")
+def run(request):
+    made = Run(seed=request.param)
+    yield made
+    made.close()
+    assert not [x for x in threading.enumerate() if x.name.startswith("tpudist worker")]
+
+
+def test_functions_run_on_some_worker_each_on_its_device(run):
+    def where(x, scale=1):
+        y = jnp.ones(2) * x * scale
+        return experimental_get_current_worker_index(), y.devices(), y.sum()
+
+    outputs = [run.schedule(where, i, scale=2) for i in range(12)]
+    run.join()
+    for i, output in enumerate(outputs):
+        worker, devices, total = output.get()
+        assert devices == {jax.devices()[worker]}
+        assert total == 4 * i
+    assert current_place() is None
+    with pytest.raises(RuntimeError, match="was called where no worker is"):
+        experimental_get_current_worker_index()
+
+
+def test_an_error_of_a_function_comes_with_its_closure_and_worker(run):
+    def fail(x):
+        raise KeyError(f"no row {x}")
+
+    output = run.schedule(fail, 3)
+    with pytest.raises(KeyError, match="no row 3") as caught:
+        run.join()
+    assert "Raised in closure 0, 'test_an_error_of" in caught.value.__notes__[0]
+    assert "in fail" in caught.value.__notes__[0]
+    with pytest.raises(KeyError):
+        output.fetch()
+    assert run.schedule(lambda: 5) is not None
+    run.join()
+
+
+def test_what_workers_keep_is_each_ones_own_and_made_again(run):
+    made = []
+
+    def make(start):
+        made.append(current_place().worker)
+        return [start]
+
+    run.dispatcher.keep(7, make, (10,))
+
+    def use(kept):
+        kept.append(1)
+        run.engine.concurrency.sleep(0.01)
+        return experimental_get_current_worker_index(), len(kept)
+
+    outputs = [run.schedule(use, Kept(7)) for _ in range(10)]
+    run.join()
+    for worker in range(2):
+        lengths = [x.get()[1] for x in outputs if x.get()[0] == worker]
+        assert lengths == list(range(2, 2 + len(lengths)))
+    used = sorted(made)
+    run.engine.kill(run.actor(used[0]), "for a test")
+    outputs = [run.schedule(use, Kept(7)) for _ in range(10)]
+    run.join()
+    assert len(made) > len(used) or all(x.get()[0] != used[0] for x in outputs)
+
+
+def test_what_could_not_be_made_is_the_error_of_who_uses_it(run):
+    def make():
+        raise OSError("no such data")
+
+    run.dispatcher.keep(0, make)
+    assert run.schedule(lambda: 3).get() == 3
+    run.schedule(lambda kept: kept, Kept(0))
+    with pytest.raises(OSError, match="no such data"):
+        run.join()
+
+
+class Shard:
+    """Counts what closures have added, each at most once."""
+
+    def __init__(self, size):
+        self.rows, self.ledger, self.num_repeated = [0] * size, ClosureLedger(), 0
+
+    def add(self, number, row):
+        if not self.ledger.add(number):
+            self.num_repeated += 1
+            return
+        self.rows[row] += 1
+
+    def read(self):
+        return list(self.rows), self.num_repeated
+
+
+@pytest.mark.parametrize("seed", [None, *range(8)])
+def test_each_row_is_counted_once_through_kills(seed):
+    """Closure i adds 1 to row i of two shards, not at once; workers die at any moment."""
+    size, num_kills = 400, 40
+    run = Run(3, seed)
+    engine, chance = run.engine, random.Random(seed or 0)
+    shards = [engine.spawn("ps", i, Shard, size) for i in range(2)]
+
+    def work(row):
+        for shard in shards:
+            engine.concurrency.sleep(0.0005)
+            engine.result(engine.call(shard, "add", current_place().closure, row))
+        return row
+
+    def kill():
+        for _ in range(num_kills):
+            engine.concurrency.sleep(0.004)
+            actor = run.actor(chance.randrange(3))
+            if actor is not None:
+                engine.kill(actor, "for a test")
+
+    killer = engine.concurrency.start("killer", kill)
+    outputs = [run.schedule(work, i) for i in range(size)]
+    run.join()
+    assert killer.join(60)
+    assert [x.get() for x in outputs] == list(range(size))
+    assert run.num_lost > 10
+    found = [engine.result(engine.call(shard, "read")) for shard in shards]
+    assert [rows for rows, _ in found] == [[1] * size] * 2
+    run.close()
+
+
+def test_a_worker_that_hangs_is_given_up():
+    run = Run(2, timeout_s=0.3)
+    hang = threading.Event()
+    begun = []
+
+    def work(i):
+        if i == 3 and not begun:
+            begun.append(i)
+            hang.wait(20)
+        return i
+
+    outputs = [run.schedule(work, i) for i in range(10)]
+    run.join()
+    assert [x.get() for x in outputs] == list(range(10))
+    hang.set()
+    run.close()
+
+
+def test_a_function_that_ends_its_workers_is_given_up(monkeypatch):
+    monkeypatch.setattr(dispatcher_module, "MAX_RETRIES", 3)
+    run = Run(2, seed=0)
+
+    def end():
+        place = current_place()
+        run.engine.kill(run.actor(place.worker), "as a fault of its memory would")
+        run.engine.call(run.actor(place.worker), "keep", 1, list, ())
+
+    output = run.schedule(end)
+    with pytest.raises(CancelledError, match=r"(?s)was begun 4 times.*as a fault of its memory"):
+        run.join()
+    with pytest.raises(CancelledError):
+        output.get()
+    assert run.schedule(lambda: 1).get() == 1
+    run.close()
+
+
+def test_workers_come_and_go(run):
+    seen = set()
+
+    def work():
+        run.engine.concurrency.sleep(0.01)
+        seen.add(experimental_get_current_worker_index())
+
+    assert run.dispatcher.add_worker() == 2
+    for _ in range(30):
+        run.schedule(work)
+    run.join()
+    assert seen == {0, 1, 2}
+    run.dispatcher.remove_worker(0)
+    assert run.dispatcher.workers == [1, 2]
+    seen.clear()
+    for _ in range(20):
+        run.schedule(work)
+    run.join()
+    assert 0 not in seen
+    run.dispatcher.remove_worker(1)
+    for index in (1, 2):
+        with pytest.raises(
+            ValueError, match="It must be one of them, and another one must be left"
+        ):
+            run.dispatcher.remove_worker(index)
+
+
+def test_an_actor_other_than_the_worker_is_the_error_or_what_is_mended():
+    for mend in (False, True):
+        lost = []
+        run = Run(1, 0, on_lost=lost.append if mend else None)
+        first = run.engine.spawn("ps", 0, Shard, 1)
+        shard = [first]
+
+        def work(run=run, shard=shard):
+            actor = shard[0]
+            shard[:] = [run.engine.spawn("ps", 0, Shard, 1)]
+            return run.engine.result(run.engine.call(actor, "read"))
+
+        run.engine.kill(first, "for a test")
+        output = run.schedule(work)
+        if mend:
+            run.join()
+            assert output.get() == ([0], 0)
+            assert [died.actor for died in lost] == [first]
+        else:
+            with pytest.raises(ActorDied, match="ps 0 has died: for a test"):
+                run.join()
+        run.close()

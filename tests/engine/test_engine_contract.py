@@ -1,0 +1,202 @@
+"""What each engine promises, tried on all of them."""
+
+import threading
+import time
+
+import pytest
+
+from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
+from tpudist.engine.thread_engine import ThreadEngine
+
+ENGINES = {
+    "threads": lambda: ThreadEngine(),
+    "threads of a seed": lambda: ThreadEngine(seed=3),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    made = ENGINES[request.param]()
+    made.start()
+    yield made
+    made.shutdown()
+
+
+class Counter:
+    """An actor that remembers what it was called with."""
+
+    def __init__(self, start=0, sleep=time.sleep):
+        self.seen, self.sleep = [start], sleep
+
+    def add(self, x):
+        self.seen.append(x)
+        return len(self.seen)
+
+    def get(self):
+        return list(self.seen)
+
+    def fail(self, text):
+        raise KeyError(text)
+
+    def nap(self, seconds):
+        self.sleep(seconds)
+        return seconds
+
+    def ask(self, engine, other, method, *args):
+        return engine.result(engine.call(other, method, *args))
+
+
+def spawn(engine, role, index, start=0, kind=Counter):
+    return engine.spawn(role, index, kind, start, engine.concurrency.sleep)
+
+
+def test_calls_of_one_caller_come_in_their_order_and_once(engine):
+    actor = spawn(engine, "ps", 1, -1)
+    assert (actor.role, actor.index, actor.incarnation) == ("ps", 1, 0)
+    futures = [engine.call(actor, "add", i) for i in range(300)]
+    assert engine.result(engine.call(actor, "get")) == list(range(-1, 300))
+    assert [engine.result(x) for x in futures] == list(range(2, 302))
+    assert engine.result(futures[7]) == 9  # as often as it is asked for
+
+
+def test_actors_call_each_other(engine):
+    first, second = (spawn(engine, "worker", i) for i in range(2))
+    asked = engine.call(first, "ask", engine, second, "add", 5)
+    assert engine.result(asked) == 2
+    assert engine.result(engine.call(second, "get")) == [0, 5]
+
+
+def test_an_exception_comes_with_its_type_and_message_and_the_actor_goes_on(engine):
+    actor = spawn(engine, "worker", 0)
+    failed = engine.call(actor, "fail", "no such row")
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no such row"):
+            engine.result(failed)
+    assert engine.result(engine.call(actor, "add", 1)) == 2
+    with pytest.raises(AttributeError, match="'Counter' object has no attribute 'nothing'"):
+        engine.result(engine.call(actor, "nothing"))
+
+
+def test_a_value_that_was_put_is_an_argument_of_many_calls(engine):
+    actors = [spawn(engine, "worker", i) for i in range(2)]
+    ref = engine.put([1, 2])
+    for actor in actors:
+        engine.result(engine.call(actor, "add", ref))
+        assert engine.result(engine.call(actor, "get")) == [0, [1, 2]]
+
+
+def test_all_that_a_dead_actor_was_called_for_says_so(engine):
+    actor = spawn(engine, "worker", 2)
+    done = engine.call(actor, "add", 1)
+    assert engine.result(done) == 2
+    running, waiting = engine.call(actor, "nap", 0.2), engine.call(actor, "add", 2)
+    engine.kill(actor, "for a test")
+    engine.kill(actor)
+    began = time.monotonic()
+    for future in (running, waiting, engine.call(actor, "add", 3)):
+        with pytest.raises(ActorDied, match=r"worker 2 has died: for a test") as caught:
+            engine.result(future)
+        assert caught.value.actor == actor
+    assert time.monotonic() - began < 2
+    assert engine.result(done) == 2
+    again = spawn(engine, "worker", 2)
+    assert again.incarnation == 1
+    assert engine.result(engine.call(again, "get")) == [0]
+
+
+def test_who_waits_for_a_dead_actor_is_told(engine):
+    first, second = (spawn(engine, "worker", i) for i in range(2))
+    asked = engine.call(first, "ask", engine, second, "nap", 0.3)
+    engine.kill(second, "for a test")
+    with pytest.raises(ActorDied, match="worker 1 has died") as caught:
+        engine.result(asked)
+    assert caught.value.actor == second
+    assert engine.result(engine.call(first, "add", 1)) == 2
+
+
+class Late(Counter):
+    """Does what it was asked for after it was killed."""
+
+    def work(self, engine, shard):
+        self.sleep(0.2)
+        try:
+            engine.result(engine.call(shard, "add", "late"))
+        except Exception:  # of a user who takes all errors for his
+            return "swallowed"
+
+
+def test_what_a_killed_actor_does_has_no_effect(engine):
+    shard, worker = spawn(engine, "ps", 0), spawn(engine, "worker", 0, kind=Late)
+    asked = engine.call(worker, "work", engine, shard)
+    engine.concurrency.sleep(0.05)
+    engine.kill(worker)
+    with pytest.raises(ActorDied):
+        engine.result(asked)
+    engine.concurrency.sleep(0.4)
+    assert engine.result(engine.call(shard, "get")) == [0]
+
+
+def test_an_actor_that_cannot_be_made_has_died_and_says_why(engine):
+    def make():
+        raise OSError("no memory for the table")
+
+    actor = engine.spawn("ps", 0, make)
+    with pytest.raises(ActorDied, match="(?s)it could not be made.*no memory for the table"):
+        engine.result(engine.call(actor, "get"))
+
+
+def test_a_result_that_takes_too_long_is_an_error_and_comes_later(engine):
+    actor = spawn(engine, "worker", 0)
+    asked = engine.call(actor, "nap", 0.4)
+    with pytest.raises(ResultTimeout, match=r"nap of worker 0 has no result after 0.05 s"):
+        engine.result(asked, 0.05)
+    assert engine.result(asked, 5) == 0.4
+
+
+def test_a_thousand_calls_of_eight_threads_are_each_done_once():
+    engine = ThreadEngine()
+    actors = [spawn(engine, "ps", i) for i in range(3)]
+
+    def work(k):
+        for i in range(125):
+            engine.result(engine.call(actors[i % 3], "add", (k, i)))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = [x for actor in actors for x in engine.result(engine.call(actor, "get"))[1:]]
+    assert sorted(seen) == [(k, i) for k in range(8) for i in range(125)]
+    engine.shutdown()
+
+
+def test_nothing_is_left_after_shutdown(engine):
+    before = {x for x in threading.enumerate() if x.name.startswith("tpudist ")}
+    actors = [spawn(engine, "worker", i) for i in range(4)]
+    future = engine.call(actors[0], "nap", 0.1)
+    engine.shutdown()
+    engine.shutdown()
+    left = [x for x in threading.enumerate() if x.name.startswith("tpudist worker")]
+    assert [x for x in left if x not in before] == []
+    with pytest.raises(ActorDied, match="the engine was shut down"):
+        engine.result(future)
+    with pytest.raises(ActorDied, match="the engine was shut down"):
+        engine.result(engine.call(actors[1], "get"))
+    with pytest.raises(RuntimeError, match="was shut down. Make a new one"):
+        spawn(engine, "worker", 9)
+
+
+def test_a_thread_that_does_not_come_back_is_named(monkeypatch, caplog):
+    monkeypatch.setattr("tpudist.engine.thread_engine.END_S", 0.1)
+    engine = ThreadEngine()
+    actor = spawn(engine, "worker", 5)
+    engine.call(actor, "nap", 0.6)
+    time.sleep(0.1)
+    engine.shutdown()
+    assert "worker 5 still runs nap" in caplog.text
+
+
+def test_handles_say_what_they_are():
+    assert str(Actor("ps", 2, 0)) == "ps 2"
+    assert str(Actor("ps", 2, 3)) == "ps 2 (incarnation 3)"

@@ -1,0 +1,101 @@
+"""Records outlive their process, and no damage is read for a record."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpudist.ps.record_file import RecordError, RecordFile, encode, read_records
+
+RECORDS = [
+    ({"closure": i, "ops": [["add", "w"]]}, {"w": np.arange(i + 1.0), "n": np.array(i)})
+    for i in range(5)
+]
+
+
+def write(path, records=RECORDS):
+    file = RecordFile(path)
+    sizes = [file.append(facts, arrays) for facts, arrays in records]
+    file.sync()
+    file.close()
+    file.close()
+    return sizes
+
+
+def require_same(found, expected):
+    assert len(found) == len(expected)
+    for (facts, arrays), (other, others) in zip(found, expected, strict=True):
+        assert facts == other
+        assert list(arrays) == list(others)
+        for name, x in arrays.items():
+            assert x.dtype == others[name].dtype
+            np.testing.assert_array_equal(x, others[name])
+
+
+def test_what_was_appended_is_read(tmp_path):
+    write(tmp_path / "log", RECORDS[:2])
+    write(tmp_path / "log", RECORDS[2:])
+    require_same(list(read_records(tmp_path / "log")), RECORDS)
+    other = [({}, {"b": np.ones((2, 0, 3), ml_dtypes.bfloat16), "t": np.ones((3, 2)).T})]
+    write(tmp_path / "other", other)
+    require_same(list(read_records(tmp_path / "other")), other)
+
+
+def test_a_record_that_was_not_written_to_its_end_is_left_out(tmp_path):
+    sizes = write(tmp_path / "log")
+    data = (tmp_path / "log").read_bytes()
+    ends = np.cumsum(sizes)
+    for length in range(len(data)):
+        (tmp_path / "log").write_bytes(data[:length])
+        whole = int(np.searchsorted(ends, length, "right"))
+        require_same(list(read_records(tmp_path / "log")), RECORDS[:whole])
+        if length % 7 == 0:
+            write(tmp_path / "log", RECORDS[whole:])  # goes on where it is whole
+            require_same(list(read_records(tmp_path / "log")), RECORDS)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_damage_is_never_read_for_a_record(tmp_path_factory, where, change):
+    folder = tmp_path_factory.mktemp("log")
+    sizes = write(folder / "log")
+    data = bytearray((folder / "log").read_bytes())
+    where %= len(data)
+    data[where] ^= change
+    (folder / "log").write_bytes(data)
+    damaged = int(np.searchsorted(np.cumsum(sizes), where, "right"))
+    if damaged < len(RECORDS) - 1:
+        with pytest.raises(RecordError, match="is damaged at byte"):
+            list(read_records(folder / "log"))
+    else:
+        require_same(list(read_records(folder / "log")), RECORDS[:damaged])
+
+
+def test_a_record_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    file = RecordFile(path)
+    file.append(*RECORDS[0])
+    before = path.read_bytes()
+
+    class Full:
+        def __init__(self, file):
+            self.file, self.left = file, 30
+
+        def write(self, data):
+            if not self.left:
+                raise OSError(28, "No space left on device")
+            count = self.file.write(data[: self.left])
+            self.left -= count
+            return count
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(file, "_file", Full(file._file))
+    with pytest.raises(OSError, match="No space left"):
+        file.append(*RECORDS[1])
+    monkeypatch.undo()
+    file.close()
+    assert path.read_bytes() == before
+    assert len(encode(*RECORDS[1])) > 30

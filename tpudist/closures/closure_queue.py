@@ -1,0 +1,255 @@
+"""ClosureQueue: what workers are to run, and the first error of those that have run.
+
+One queue for all workers, of a bounded size, and one for each worker of what only that one may
+run. An error empties them: what has not begun is cancelled, what is under way is waited for, and
+then the error is raised once, by whoever puts, waits or asks next; after that all is as if nothing
+had been.
+
+As the queue of `tf.distribute.coordinator.ClusterCoordinator`, whose tests this passes, with three
+differences: what is waited for is named, a closure that is put back is the next to be run, and how
+far workers may be ahead of the oldest closure that has not finished can be bounded.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable
+
+from tpudist.closures.closure import Closure
+from tpudist.engine.concurrency import Concurrency
+from tpudist.errors import CancelledError
+from tpudist.ps.closure_ledger import ClosureLedger
+
+REPORT_S = 10.0
+"""After which it is said for what is waited, and again after twice the time."""
+_log = logging.getLogger("tpudist")
+
+
+class ClosureQueue:
+    """Closures that wait for workers.
+
+    Attributes:
+        changed: The condition of all that is here, and of the RemoteValues.
+        finished: The numbers of closures that will not run any more.
+    """
+
+    def __init__(
+        self, max_size: int, concurrency: Concurrency, *, max_staleness: int | None = None
+    ):
+        """Empty.
+
+        Args:
+            max_size: How many may wait; `put` waits for a place.
+            concurrency: Of the threads that use it.
+            max_staleness: A closure is given to a worker only if at most so many older ones have
+                not finished; None for any number.
+        """
+        self.changed = concurrency.condition()
+        self.finished = ClosureLedger()
+        self._concurrency, self._max_size = concurrency, max_size
+        self._max_staleness = max_staleness
+        self._waiting: collections.deque[Closure] = collections.deque()
+        self._of_workers: dict[int, collections.deque[Closure]] = {}
+        self._running: dict[int, Closure] = {}  # by `id`
+        self._error: BaseException | None = None
+        self._is_raising = self._is_stopped = False
+
+    # Who schedules.
+
+    def put(self, closure: Closure) -> None:
+        """Adds a closure, once there is a place for it.
+
+        Raises:
+            Exception: One before it has failed; see the class.
+            CancelledError: The queue was stopped.
+        """
+        with self.changed:
+            if closure.worker is not None:
+                self._of_workers.setdefault(closure.worker, collections.deque()).append(closure)
+            else:
+                self._wait(
+                    lambda: len(self._waiting) < self._max_size or self._must_raise(),
+                    lambda: f"schedule waits for one of the {self._max_size} places of the queue",
+                )
+                self._raise_if_error()
+                if self._is_stopped:
+                    raise CancelledError(f"{closure} was scheduled after the end of its run.")
+                self._waiting.append(closure)
+            self.changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until all have finished; whether they have, after at most `timeout_s`.
+
+        Raises:
+            Exception: One of them has failed; see the class.
+        """
+        with self.changed:
+            came = self._wait(
+                lambda: self._is_done() or self._must_raise(),
+                lambda: f"join waits for {len(self._waiting)} closure(s) that wait for a worker",
+                timeout_s,
+            )
+            self._raise_if_error()
+            return came
+
+    def is_done(self) -> bool:
+        """Whether all have finished.
+
+        Raises:
+            Exception: One of them has failed; see the class.
+        """
+        with self.changed:
+            self._raise_if_error()
+            return self._is_done()
+
+    def stop(self) -> None:
+        """Workers get nothing more, and what has not begun is cancelled."""
+        with self.changed:
+            self._is_stopped = True
+            self._cancel_waiting("the run has ended")
+            self.changed.notify_all()
+
+    # Workers.
+
+    def get(
+        self,
+        worker: int,
+        timeout_s: float | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Closure | None:
+        """The next closure for a worker.
+
+        None if there is none in time, the queue was stopped, or the worker is not wanted any more
+        (`changed` is to be told of that).
+        """
+        with self.changed:
+
+            def is_over() -> bool:
+                return self._is_stopped or not is_wanted()
+
+            self.changed.wait_for(
+                lambda: is_over() or self._next_for(worker) is not None, timeout_s
+            )
+            source = None if is_over() else self._next_for(worker)
+            if source is None:
+                return None
+            closure = source.popleft()
+            self._running[id(closure)] = closure
+            self.changed.notify_all()
+            return closure
+
+    def finish(self, closure: Closure, value: object) -> None:
+        """Says that a closure has run, and what it gave."""
+        with self.changed:
+            self._leave(closure, "finish")
+            closure.output._set(value)
+            self._note_finished(closure)
+
+    def fail(self, closure: Closure, error: BaseException) -> None:
+        """Says that a closure has raised: the first error is kept, and nothing more is begun."""
+        with self.changed:
+            self._leave(closure, "fail")
+            closure.output._fail(error)
+            self._note_finished(closure)
+            if self._error is None:
+                self._error = error
+            self._cancel_waiting(f"{closure} has failed")
+
+    def put_back(self, closure: Closure, why: str) -> None:
+        """Has a closure run again, before all others; cancelled if another one has failed."""
+        with self.changed:
+            self._leave(closure, "put back")
+            closure.retries.append(why)
+            if closure.worker is not None:
+                self._of_workers.setdefault(closure.worker, collections.deque()).appendleft(closure)
+            elif self._error is not None or self._is_stopped:
+                self._cancel(closure, "another closure has failed")
+            else:  # in a place of its own: who has run it must not wait for one
+                later = (i for i, x in enumerate(self._waiting) if _number(x) > _number(closure))
+                self._waiting.insert(next(later, len(self._waiting)), closure)
+            self.changed.notify_all()
+
+    def clear(self, worker: int) -> None:
+        """Forgets what only a worker may run, because it is another one now."""
+        with self.changed:
+            for closure in self._of_workers.pop(worker, ()):
+                self._cancel(closure, f"worker {worker} was replaced")
+
+    # Within; the condition is held.
+
+    def _next_for(self, worker: int) -> collections.deque[Closure] | None:
+        own = self._of_workers.get(worker)
+        if own:
+            return own
+        if not self._waiting:
+            return None
+        ahead = _number(self._waiting[0]) - self.finished.low
+        may_begin = self._max_staleness is None or ahead <= self._max_staleness
+        return self._waiting if may_begin else None
+
+    def _is_done(self) -> bool:
+        return not self._waiting and not any(x.worker is None for x in self._running.values())
+
+    def _must_raise(self) -> bool:
+        return self._error is not None or self._is_stopped
+
+    def _leave(self, closure: Closure, what: str) -> None:
+        if self._running.pop(id(closure), None) is None:
+            raise AssertionError(f"There is no closure under way to {what}: {closure}.")
+        self.changed.notify_all()
+
+    def _note_finished(self, closure: Closure) -> None:
+        if closure.number is not None:
+            self.finished.add(closure.number)
+
+    def _cancel(self, closure: Closure, why: str) -> None:
+        closure.output._fail(CancelledError(f"{closure} was cancelled before it ran: {why}."))
+        self._note_finished(closure)
+        self.changed.notify_all()
+
+    def _cancel_waiting(self, why: str) -> None:
+        while self._waiting:
+            self._cancel(self._waiting.popleft(), why)
+
+    def _raise_if_error(self) -> None:
+        if self._error is None:
+            return
+        self._wait(
+            lambda: (
+                self._error is None or not any(x.worker is None for x in self._running.values())
+            ),
+            lambda: "the error of a closure is raised when no other one runs any more",
+        )
+        error, self._error = self._error, None
+        self.changed.notify_all()
+        if error is not None:  # else another thread has raised it
+            raise error
+
+    def _wait(
+        self,
+        predicate: Callable[[], bool],
+        describe: Callable[[], str],
+        timeout_s: float | None = None,
+    ) -> bool:
+        """As `wait_for`, and says now and then for what is waited, and who runs what."""
+        start_s, report_s = self._concurrency.now_s(), REPORT_S
+        while True:
+            waited_s = self._concurrency.now_s() - start_s
+            left_s = report_s - waited_s
+            if timeout_s is not None:
+                left_s = min(left_s, timeout_s - waited_s)
+            if self.changed.wait_for(predicate, max(left_s, 0.0)):
+                return True
+            waited_s = self._concurrency.now_s() - start_s
+            if timeout_s is not None and waited_s >= timeout_s:
+                return False
+            if waited_s >= report_s:
+                report_s = 2 * waited_s
+                running = "; ".join(map(str, self._running.values())) or "none"
+                _log.warning("%s: %.0f s. Under way: %s.", describe(), waited_s, running)
+
+
+def _number(closure: Closure) -> int:
+    assert closure.number is not None, "only those of one worker have none"
+    return closure.number

@@ -1,0 +1,199 @@
+"""Dispatcher: gives closures to workers, and puts others in the place of those that are lost."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpudist.closures.closure import Closure
+from tpudist.closures.closure_queue import ClosureQueue
+from tpudist.engine.concurrency import Thread
+from tpudist.engine.engine import Actor, ActorDied, Engine, ResultTimeout
+from tpudist.errors import CancelledError
+
+MAX_RETRIES = 10
+"""How many workers may be lost with one closure: then it is what ends them."""
+END_S = 30.0
+"""How long the end of a run waits for what workers are doing."""
+_log = logging.getLogger("tpudist")
+
+
+class Dispatcher:
+    """A thread for each worker, which has it run one closure after the other."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        queue: ClosureQueue,
+        make_worker: Callable[[int], Sequence[Any]],
+        *,
+        timeout_s: float | None = None,
+        on_lost: Callable[[ActorDied], None] | None = None,
+    ):
+        """No worker yet.
+
+        Args:
+            engine: Where workers live.
+            queue: Of the closures.
+            make_worker: The factory and its arguments, as `Engine.spawn` takes them, of the worker
+                with a number.
+            timeout_s: After which a worker is given up that has not finished a closure.
+            on_lost: Called when a closure could not run because another actor than its worker has
+                died; when it returns the closure is run again. By default that is the closure's
+                error.
+        """
+        self._engine, self._queue = engine, queue
+        self._make_worker, self._timeout_s = make_worker, timeout_s
+        self._on_lost = on_lost
+        self._changed = queue.changed
+        self._actors: dict[int, Actor] = {}
+        self._threads: dict[int, Thread] = {}
+        self._wanted: set[int] = set()
+        self._kept: list[tuple[int, Callable[..., Any], Sequence[Any]]] = []
+        self._num_made: dict[Actor, int] = {}
+
+    @property
+    def workers(self) -> list[int]:
+        """The numbers of the workers that take closures."""
+        with self._changed:
+            return sorted(self._wanted)
+
+    def add_worker(self) -> int:
+        """Has one more worker take closures; its number."""
+        with self._changed:
+            index = max(self._threads, default=-1) + 1
+            self._wanted.add(index)
+        name = f"tpudist closures of worker {index}"
+        self._threads[index] = self._engine.concurrency.start(name, lambda: self._serve(index))
+        return index
+
+    def remove_worker(self, index: int, timeout_s: float = END_S) -> None:
+        """Has a worker take no more closures, and ends it after the one that it runs.
+
+        Raises:
+            ValueError: There is no such worker, or it is the last one.
+        """
+        with self._changed:
+            if index not in self._wanted or len(self._wanted) == 1:
+                raise ValueError(
+                    f"Worker {index} was to be removed of {sorted(self._wanted)}. It must be one "
+                    f"of them, and another one must be left."
+                )
+            self._wanted.discard(index)
+            self._changed.notify_all()
+        self._threads[index].join(timeout_s)
+        self._queue.clear(index)
+
+    def keep(self, key: int, fn: Callable[..., Any], args: Sequence[Any] = ()) -> None:
+        """Has each worker make something before it runs what comes next; see `worker.Kept`.
+
+        A worker in the place of a lost one makes it anew.
+        """
+        with self._changed:
+            self._kept.append((key, fn, args))
+
+    def close(self) -> None:
+        """Ends all workers, after what they are running."""
+        self._queue.stop()
+        limit_s = self._engine.concurrency.now_s() + END_S
+        for index, thread in self._threads.items():
+            left_s = max(limit_s - self._engine.concurrency.now_s(), 0.0)
+            if not thread.join(left_s):
+                with self._changed:
+                    actor = self._actors.get(index)
+                if actor is not None:
+                    _log.warning("%s does not finish what it runs, and is ended.", actor)
+                    self._engine.kill(actor, "its run has ended")
+                thread.join(1.0)
+
+    # The thread of a worker.
+
+    def _serve(self, index: int) -> None:
+        def is_wanted() -> bool:
+            return index in self._wanted
+
+        while (closure := self._queue.get(index, is_wanted=is_wanted)) is not None:
+            self._run(index, closure)
+        with self._changed:
+            actor = self._actors.pop(index, None)
+        if actor is not None:
+            self._engine.kill(actor, "it is not needed any more")
+
+    def _run(self, index: int, closure: Closure) -> None:
+        actor = self._actor_of(index)
+        try:
+            self._make_what_is_kept(actor)
+            call = self._engine.call(
+                actor, "run", closure.number, closure.fn, closure.args, closure.kwargs
+            )
+            value = self._engine.result(call, self._timeout_s)
+        except ActorDied as died:
+            self._on_died(index, actor, closure, died)
+        except ResultTimeout:
+            why = f"it has not finished {closure} within {self._timeout_s:g} s"
+            self._engine.kill(actor, why)
+            self._replace(index, closure, f"{actor} was given up: {why}")
+        except Exception as error:  # the function's own
+            _add_note(error, closure, actor)
+            self._queue.fail(closure, error)
+        else:
+            self._queue.finish(closure, value)
+
+    def _actor_of(self, index: int) -> Actor:
+        with self._changed:
+            actor = self._actors.get(index)
+        if actor is None:
+            actor = self._engine.spawn("worker", index, *self._make_worker(index))
+            with self._changed:
+                self._actors[index] = actor
+        return actor
+
+    def _make_what_is_kept(self, actor: Actor) -> None:
+        with self._changed:
+            kept, made = list(self._kept), self._num_made.get(actor, 0)
+        for key, fn, args in kept[made:]:
+            self._engine.result(self._engine.call(actor, "keep", key, fn, args), self._timeout_s)
+        self._num_made[actor] = len(kept)
+
+    def _on_died(self, index: int, actor: Actor, closure: Closure, died: ActorDied) -> None:
+        if died.actor == actor:
+            self._replace(index, closure, str(died))
+        elif self._on_lost is None:
+            _add_note(died, closure, actor)
+            self._queue.fail(closure, died)
+        else:
+            try:
+                self._on_lost(died)
+            except Exception as error:
+                self._queue.fail(closure, error)
+            else:
+                self._queue.put_back(closure, str(died))
+
+    def _replace(self, index: int, closure: Closure, why: str) -> None:
+        """Forgets a lost worker, so that another one is made when there is something to run."""
+        with self._changed:
+            actor = self._actors.pop(index, None)
+            if actor is not None:
+                self._num_made.pop(actor, None)
+        if len(closure.retries) + 1 > MAX_RETRIES:
+            causes = "\n".join([*closure.retries, why])
+            self._queue.fail(
+                closure,
+                CancelledError(
+                    f"{closure} was begun {MAX_RETRIES + 1} times, and each time its worker was "
+                    f"lost: it seems to be what ends them.\n{causes}"
+                ),
+            )
+            return
+        _log.warning("%s: runs again. %s", closure, why)
+        self._queue.put_back(closure, why)
+
+
+def _add_note(error: BaseException, closure: Closure, actor: Actor) -> None:
+    """Says where an error comes from, once."""
+    told = f"Raised in {closure}, on {actor}"
+    if not any(note.startswith(told) for note in getattr(error, "__notes__", ())):
+        where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        error.add_note(f"{told}.\n{where}".rstrip())

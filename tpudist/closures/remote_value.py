@@ -1,0 +1,97 @@
+"""RemoteValue: what a closure will give, once a worker has run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.engine.concurrency import Condition
+
+
+class RemoteValue:
+    """The result of a function that was scheduled, which may not have run yet.
+
+    As `tf.distribute.coordinator.RemoteValue`.
+    """
+
+    def __init__(self, changed: Condition):
+        """Without a value yet; made by `ClusterCoordinator.schedule`.
+
+        Args:
+            changed: Is told when there is one.
+        """
+        self._changed = changed
+        self._is_there = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def fetch(self) -> Any:
+        """The result, with NumPy arrays for arrays; waits for it.
+
+        Raises:
+            CancelledError: Another function has failed before this one ran.
+            Exception: What the function has raised, with the worker's traceback.
+        """
+        return jax.tree.map(_as_numpy, self.get())
+
+    def get(self) -> Any:
+        """The result; waits for it.
+
+        Raises:
+            CancelledError: Another function has failed before this one ran.
+            Exception: What the function has raised, with the worker's traceback.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_there)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _set(self, value: Any) -> None:
+        self._value, self._error, self._is_there = value, None, True
+
+    def _fail(self, error: BaseException) -> None:
+        self._error, self._is_there = error, True
+
+    def __repr__(self) -> str:
+        if not self._is_there:
+            return "<RemoteValue that no worker has computed yet>"
+        what = self._value if self._error is None else self._error
+        return f"<RemoteValue {what!r}>"
+
+
+class PerWorkerValue:
+    """One value for each worker: an argument of `schedule` of which each worker sees its own.
+
+    As `tf.distribute.coordinator.PerWorkerValue`.
+    """
+
+    def __init__(self, values: Sequence[RemoteValue]):
+        """Of the workers, in their order.
+
+        Raises:
+            AssertionError: One of them is no RemoteValue.
+        """
+        for value in values:
+            if not isinstance(value, RemoteValue):
+                raise AssertionError(
+                    f"PerWorkerValue was given {value!r} of type {type(value).__name__}. It holds "
+                    f"a RemoteValue of each worker, as create_per_worker_dataset makes them."
+                )
+        self._values = tuple(values)
+
+
+def fetch_all(nest: Any) -> Any:
+    """A nest with what its RemoteValues give; waits for all of them."""
+    return jax.tree.map(
+        lambda x: x.fetch() if isinstance(x, RemoteValue) else x,
+        nest,
+        is_leaf=lambda x: isinstance(x, RemoteValue),
+    )
+
+
+def _as_numpy(x: Any) -> Any:
+    return np.asarray(x) if isinstance(x, jax.Array) else x

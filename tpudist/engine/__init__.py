@@ -1,0 +1,1 @@
+"""What runs the parts of an asynchronous run: actors that are called, watched and replaced."""

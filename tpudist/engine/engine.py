@@ -1,0 +1,123 @@
+"""What an engine is: seven methods that run actors somewhere, and say when one has died.
+
+An actor is an object that lives in a thread or process of its own and is called from elsewhere: a
+worker, or a shard of what parameter servers hold. Who uses an engine decides what to do when one
+dies; an engine repeats nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tpudist.engine.concurrency import Concurrency
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    """A handle of an actor, which may be given to other actors.
+
+    Attributes:
+        role: What it does, such as `worker` or `ps`.
+        index: Which of that role.
+        incarnation: How many there were of this role and index before it.
+    """
+
+    role: str
+    index: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        again = f" (incarnation {self.incarnation})" if self.incarnation else ""
+        return f"{self.role} {self.index}{again}"
+
+
+class ActorDied(RuntimeError):
+    """An actor has died, so that what it was called for has no result.
+
+    Attributes:
+        actor: Which.
+    """
+
+    def __init__(self, actor: Actor, why: str):
+        """Says why."""
+        super().__init__(f"{actor} has died: {why}")
+        self.actor, self.why = actor, why
+
+    def __reduce__(self) -> tuple:
+        """For engines that send it."""
+        return ActorDied, (self.actor, self.why)
+
+
+class ResultTimeout(TimeoutError):
+    """A result has not come in time; the call goes on."""
+
+
+class ActorKilled(BaseException):
+    """Raised in an actor that was killed, when it asks the engine for something.
+
+    No `Exception`, so that the functions of users do not take it for one of theirs.
+    """
+
+
+class Future(Protocol):
+    """What a call will give; see `Engine.result`."""
+
+    @property
+    def actor(self) -> Actor:
+        """Who was called."""
+        ...
+
+
+class Ref(Protocol):
+    """A value that was put where actors are, to be an argument of calls."""
+
+
+class Engine(Protocol):
+    """Runs actors.
+
+    Attributes:
+        concurrency: What who uses the engine has its own threads from.
+    """
+
+    concurrency: Concurrency
+
+    def start(self) -> None:
+        """Gets ready to spawn actors."""
+        ...
+
+    def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: Any) -> Actor:
+        """Starts an actor: the object that `factory(*args)` makes where it lives.
+
+        Returns at once. Should the factory raise, the actor has died, and says why.
+        """
+        ...
+
+    def call(self, actor: Actor, method: str, *args: Any) -> Future:
+        """Calls a method, at most once, after all that the same caller has called before.
+
+        Never waits, and raises nothing if the actor has died: the result does. A `Ref` among the
+        arguments stands for its value.
+        """
+        ...
+
+    def result(self, future: Future, timeout_s: float | None = None) -> Any:
+        """What a call has given; as often as it is asked for.
+
+        Raises:
+            ActorDied: Its actor died before it had a result.
+            ResultTimeout: It takes longer.
+            Exception: What the method has raised.
+        """
+        ...
+
+    def put(self, value: Any) -> Ref:
+        """Puts a value where actors are: once, for many calls."""
+        ...
+
+    def kill(self, actor: Actor, why: str = "it was killed") -> None:
+        """Ends an actor, be it in the midst of a call, or again: nothing it does has effect."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends all actors and leaves nothing behind; may be called again."""
+        ...

@@ -1,0 +1,229 @@
+"""Threads of which one runs at a time, chosen by a seed: every race can be replayed.
+
+A thread runs until it enters a condition, waits or ends; then a random generator of the seed
+chooses who goes on among all that could. So the same seed gives the same order of events, whatever
+the machine does, and other seeds give other orders. Time stands still while anybody can go on: it
+jumps to the next end of a wait when all wait.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from tpudist.engine.concurrency import Condition, Thread
+
+
+class AllWait(RuntimeError):
+    """All threads wait, none of them with an end: a deadlock, which says who waits for what."""
+
+
+class SeededConcurrency:
+    """Threads, conditions and time of a seed.
+
+    The thread that makes it takes part, as `main`. Threads that were started otherwise may not use
+    its conditions.
+
+    Attributes:
+        history: Who was chosen to go on, each time.
+    """
+
+    def __init__(self, seed: int):
+        """Begins with the thread of the caller."""
+        self.history: list[str] = []
+        self._random = random.Random(seed)
+        self._now_s = 0.0
+        self._mutex = threading.Lock()
+        main = _Participant("main")
+        self._participants = [main]
+        self._by_ident = {threading.get_ident(): main}
+        self._running = main
+
+    def start(self, name: str, run: Callable[[], None]) -> Thread:
+        """Starts a thread, which runs when it is chosen."""
+        self._me()
+        new = _Participant(name)
+
+        def run_when_chosen() -> None:
+            with self._mutex:
+                self._by_ident[threading.get_ident()] = new
+            new.turn.acquire()
+            try:
+                run()
+            finally:
+                self._end(new)
+
+        thread = threading.Thread(target=run_when_chosen, name=name, daemon=True)
+        with self._mutex:
+            self._participants.append(new)
+        thread.start()
+        return _SeededThread(self, new)
+
+    def condition(self) -> Condition:
+        """A new one."""
+        return _SeededCondition(self)
+
+    def now_s(self) -> float:
+        """Seconds that have passed while all waited."""
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Lets others go on, and time pass."""
+        me = self._me()
+        self._wait(me, lambda: False, seconds, f"sleeps for {seconds:g} s")
+
+    # Within.
+
+    def _me(self) -> "_Participant":
+        me = self._by_ident.get(threading.get_ident())
+        if me is None:
+            raise RuntimeError(
+                f"The thread {threading.current_thread().name!r} uses what is replayed from a "
+                f"seed, but was started by itself, so that nothing says when it runs. Do it in the "
+                f"thread that has made the engine."
+            )
+        return me
+
+    def _wait(
+        self, me: "_Participant", can_go_on: Callable[[], bool], limit_s: float | None, why: str
+    ) -> bool:
+        """Lets others go on until this one is chosen, which it can be when `can_go_on()` holds.
+
+        Returns:
+            Whether that was so; else the time was over.
+        """
+        me.can_go_on, me.why = can_go_on, why
+        me.until_s = None if limit_s is None else self._now_s + max(limit_s, 0.0)
+        me.is_late = False
+        self._choose(me)
+        return not me.is_late
+
+    def _choose(self, me: "_Participant") -> None:
+        with self._mutex:
+            chosen = self._next()
+            if isinstance(chosen, str):
+                # The main thread is told, since nobody else waits for an answer.
+                self._participants[0].deadlock = chosen
+                chosen = self._participants[0]
+            else:
+                self.history.append(chosen.name)
+            self._running = chosen
+        if chosen is not me:
+            chosen.turn.release()
+            if me.has_ended:
+                return
+            me.turn.acquire()
+        if me.deadlock:
+            self._raise_deadlock(me)
+
+    def _next(self) -> "_Participant | str":
+        able = [x for x in self._participants if x.can_go_on()]
+        if not able:
+            waiting = [x for x in self._participants if x.until_s is not None]
+            if not waiting:
+                return "; ".join(f"{x.name} {x.why}" for x in self._participants)
+            first_s = min(x.until_s or 0.0 for x in waiting)
+            self._now_s = max(self._now_s, first_s)
+            able = [x for x in waiting if (x.until_s or 0.0) <= self._now_s]
+            for x in able:
+                x.is_late, x.can_go_on = True, _always
+        chosen = self._random.choice(able)
+        chosen.can_go_on, chosen.until_s, chosen.why = _always, None, "runs"
+        return chosen
+
+    def _raise_deadlock(self, me: "_Participant") -> NoReturn:
+        why, me.deadlock = me.deadlock, ""
+        raise AllWait(f"All threads wait, and none for a time that ends: {why}.")
+
+    def _end(self, me: "_Participant") -> None:
+        me.has_ended = True
+        with self._mutex:
+            self._participants.remove(me)
+            del self._by_ident[threading.get_ident()]
+        self._choose(me)
+
+
+class _Participant:
+    def __init__(self, name: str):
+        self.name = name
+        self.turn = threading.Semaphore(0)
+        self.can_go_on: Callable[[], bool] = _always
+        self.until_s: float | None = None
+        self.is_late = self.has_ended = False
+        self.why, self.deadlock = "was not started yet", ""
+
+
+def _always() -> bool:
+    return True
+
+
+class _SeededThread:
+    def __init__(self, concurrency: SeededConcurrency, participant: _Participant):
+        self._concurrency, self._participant = concurrency, participant
+
+    @property
+    def name(self) -> str:
+        return self._participant.name
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        me = self._concurrency._me()
+        return self._concurrency._wait(
+            me,
+            lambda: self._participant.has_ended,
+            timeout_s,
+            f"waits for the end of {self.name}",
+        )
+
+
+class _SeededCondition(Condition):
+    def __init__(self, concurrency: SeededConcurrency):
+        self._concurrency = concurrency
+        self._owner: _Participant | None = None
+        self._depth = 0
+        self._num_changes = 0
+
+    def __enter__(self) -> Condition:
+        me = self._concurrency._me()
+        if self._owner is not me:
+            self._enter(me, lambda: self._owner is None, None, "waits to enter a condition")
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._owner is not self._concurrency._me():  # a deadlock ended its wait
+            return
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        me, depth = self._concurrency._me(), self._depth
+        now_s = self._concurrency.now_s
+        until_s = None if timeout_s is None else now_s() + timeout_s
+        while not predicate():
+            left_s = None if until_s is None else until_s - now_s()
+            if left_s is not None and left_s <= 0:
+                return False
+            seen, self._owner, self._depth = self._num_changes, None, 0
+
+            def has_changed(seen: int = seen) -> bool:
+                return self._owner is None and self._num_changes != seen
+
+            self._enter(me, has_changed, left_s, "waits for a change")
+            self._depth = depth
+        return True
+
+    def notify_all(self) -> None:
+        self._num_changes += 1
+
+    def _enter(
+        self,
+        me: _Participant,
+        can_go_on: Callable[[], bool],
+        limit_s: float | None,
+        why: str,
+    ) -> None:
+        self._concurrency._wait(me, can_go_on, limit_s, why)
+        while self._owner is not None:  # it was late, and another one has entered
+            self._concurrency._wait(me, lambda: self._owner is None, None, why)
+        self._owner = me

@@ -1,0 +1,1 @@
+"""What parameter servers hold, and how it changes: no more than once for each closure."""
