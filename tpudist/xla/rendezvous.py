@@ -28,6 +28,7 @@ RESOLVE_S = 10.0
 """For how long a name may be unknown: that of a pod is for some seconds."""
 _REPORT_S = 5.0  # after which a wait is first told of; then after twice that time, and so on
 _SLICE_S = 0.5
+_SERVICE_S = 5.0
 _MAX_BYTES = 4096  # of what a process says
 
 
@@ -144,6 +145,7 @@ def _receive(host: str, port: int, num_processes: int, patience: _Patience) -> N
                         f"{patience.timeout_s:g} s. See whether it was started, with this address, "
                         f"and whether its host reaches this one."
                     )
+            server.close()  # so that from now on only JAX's service answers there
             guests.answer({"ok": True})
         except StartupError as error:
             guests.answer({"error": str(error)})
@@ -283,6 +285,7 @@ def _visit(host: str, port: int, num_processes: int, index: int, patience: _Pati
             problem, answer = str(error), b""
         if answer:
             _read_answer(answer, host, port)
+            _wait_for_service(host, port)
             return
         patience.report(f"Process {index} of {num_processes} waits for {place} ({problem})")
         time.sleep(0.2)
@@ -291,6 +294,17 @@ def _visit(host: str, port: int, num_processes: int, index: int, patience: _Pati
         f"{patience.timeout_s:g} s ({problem}). See whether it was started, and whether this host "
         f"({socket.gethostname()}) reaches it."
     )
+
+
+def _wait_for_service(host: str, port: int) -> None:
+    """Returns when JAX's service listens: who comes before tries again after a second only."""
+    deadline = time.monotonic() + _SERVICE_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(0.005)
 
 
 def _parts_of_answer(
