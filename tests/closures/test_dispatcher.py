@@ -173,7 +173,7 @@ def test_each_row_is_counted_once_through_kills(seed):
 
     def kill():
         for _ in range(num_kills):
-            engine.concurrency.sleep(0.004)
+            engine.concurrency.sleep(0.002)
             actor = run.actor(chance.randrange(3))
             if actor is not None:
                 engine.kill(actor, "for a test")
@@ -183,7 +183,7 @@ def test_each_row_is_counted_once_through_kills(seed):
     run.join()
     assert killer.join(60)
     assert [x.get() for x in outputs] == list(range(size))
-    assert run.num_lost > 10
+    assert run.num_lost > (10 if seed is not None else 2)  # of threads the machine decides
     found = [engine.result(engine.call(shard, "read")) for shard in shards]
     assert [rows for rows, _ in found] == [[1] * size] * 2
     run.close()
