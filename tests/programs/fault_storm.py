@@ -26,6 +26,8 @@ def listening_ports() -> set[str]:
 
 
 def main(folder: Path, first: int, last: int, env: dict[str, str]) -> int:
+    if folder.exists():
+        sys.exit(f"{folder} is there: give another one, for the files of this storm alone.")
     temporary = Path(tempfile.gettempdir())
     options = ("-n", "4", "--devices-per-process", "2")
     with Run(folder / "calm", *options, env={"PAUSE_S": "0"}) as run:
