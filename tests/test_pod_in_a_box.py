@@ -116,7 +116,7 @@ def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(
 
     def fail():
         with Pod(program, "4000") as pod:
-            pod.wait_for_line(0, "step 3")
+            pod.wait_for_line(0, "step 3 8.0")  # without a buffer each word comes by itself
             pids.extend([pod.pid(0), pod.pid(1)])
             assert list(temporary.iterdir()) != []
             raise ZeroDivisionError

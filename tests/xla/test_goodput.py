@@ -70,7 +70,7 @@ def test_phases_add_up_to_the_time_of_the_process(tmp_path):
     assert start.ended_well
     noted_s = sum(start.seconds.values())
     assert abs(noted_s - (start.ended - start.began)) < 0.01 * noted_s
-    assert wall_s - 1 < noted_s < wall_s + 0.1
+    assert wall_s - 3 < noted_s < wall_s + 0.1  # its end takes a second on a busy machine
     assert 0.4 < start.seconds["input"] < 2.5  # of 1.2, some while the loop does other things
     assert start.seconds["checkpoint"] > 0
     assert start.seconds["compile"] > 0

@@ -107,8 +107,9 @@ def survive(
 class _Generation(Link):
     """One set of processes, as this one sees it."""
 
-    def __init__(self, number: int, put: Callable[[Any], None]):
+    def __init__(self, number: int, commit: int, put: Callable[[Any], None]):
         self.number = number
+        self._commit = commit  # the newest that may not be the last one
         self.is_over = False
         self.ends_all = False
         self.has_unwound = False
@@ -121,17 +122,23 @@ class _Generation(Link):
         self._changed = threading.Condition()
 
     def is_last(self, commit: int) -> bool:
-        if self._pausing:
-            with self._changed:
-                if self._last is None:
-                    self._put(_Outgoing({"paused": self.number, "commit": commit}))
-                while self._last is None and self._pausing and not self.is_over:
-                    self._changed.wait(0.2)  # so that this thread can be ended
-        return self._last is not None and commit >= self._last
+        with self._changed:
+            # What is waited for is known without a step of any process: see `pause`.
+            while self._last is None and self._pausing and not self.is_over:
+                self._changed.wait(0.2)  # so that this thread can be ended
+            self._commit = commit
+            return self._last is not None and commit >= self._last
 
     def pause(self) -> None:
-        """The next commit says which it is, and waits for which is to be the last."""
-        self._pausing = True
+        """Says at which commit this process is; the next one waits for which is to be the last.
+
+        At once, since the process may be in a step that others only come to when they have gone on:
+        if each said so at its next commit, one that has come there would let the others wait in the
+        step after it.
+        """
+        with self._changed:
+            self._pausing = True
+            self._put(_Outgoing({"paused": self.number, "commit": self._commit}))
 
     def stop_at(self, commit: int, ends_all: bool) -> None:
         """Which commit is the last one."""
@@ -356,7 +363,8 @@ class _Process:
         task["task"] = {"type": "worker", "index": order["rank"]}
         os.environ["TF_CONFIG"] = json.dumps(task)
         self._state = joined.state
-        generation = _Generation(joined.number, self._events.put)
+        commit = joined.state.commit if joined.state else 0
+        generation = _Generation(joined.number, commit, self._events.put)
         generation.copies = Copies(joined.state)
         survivor = Survivor(joined.number, generation.copies, self._every, generation)
         generation.thread = threading.Thread(

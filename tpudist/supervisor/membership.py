@@ -53,7 +53,7 @@ class Member:
     ready: int = -1  # for which generation
     commit: int = -1  # the newest that it has
     began: int = -1
-    paused: int | None = None  # at which commit
+    paused: int | None = None  # which commit it had done when it was to wait for a word
     has_stopped: bool = False
     has_finished: bool = False
     is_leaving: bool = False
@@ -170,6 +170,8 @@ class Membership:
             hello["allowed"],
         )
         with self._lock:
+            if not self.is_used:
+                self._since_s = time.monotonic()  # nobody has waited before
             self.is_used = True
             self._came.add(member.index)
             self._members.append(member)
@@ -217,11 +219,13 @@ class Membership:
             member.has_stopped = True
             self._begin_if_stopped()
         elif "finished" in message and message["finished"] == self._generation:
-            member.has_finished, member.paused = True, message["commit"]
+            member.has_finished = member.has_stopped = True
+            member.paused = message["commit"]
             if all(x.has_finished for x in self._present):
                 self._finish()
             else:
                 self._stop_if_paused()
+                self._begin_if_stopped()
         elif "leaving" in message:
             self._print(f"process {member.index} was asked to end, and leaves after this step.")
             member.is_leaving = True
@@ -320,7 +324,8 @@ class Membership:
         if self._phase != "pausing" or any(x.paused is None for x in self._present):
             return
         self._phase = "stopping"
-        last = max(x.paused or 0 for x in self._present)
+        # The next commit of the one that is furthest: nobody has passed it, and all come to it.
+        last = max(x.paused or 0 for x in self._present) + 1
         for member in self._present:
             member.has_stopped = member.has_finished
             member.send(stop_at=last, generation=self._generation, ends_all=self.ends_all)
