@@ -4,9 +4,9 @@
 start again in their processes. The exit code is 1 if one fault was neither survived nor named.
 """
 
+import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -28,7 +28,9 @@ def listening_ports() -> set[str]:
 def main(folder: Path, first: int, last: int, env: dict[str, str]) -> int:
     if folder.exists():
         sys.exit(f"{folder} is there: give another one, for the files of this storm alone.")
-    temporary = Path(tempfile.gettempdir())
+    temporary = folder / "temporary"
+    temporary.mkdir(parents=True)
+    os.environ["TMPDIR"] = str(temporary)  # of all that it starts
     options = ("-n", "4", "--devices-per-process", "2")
     with Run(folder / "calm", *options, env={"PAUSE_S": "0"}) as run:
         calm = run.wait()
