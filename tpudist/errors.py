@@ -6,6 +6,7 @@ __all__ = [
     "ProcessFailedError",
     "ProcessesDifferError",
     "StartupError",
+    "UnavailableError",
 ]
 
 
@@ -45,4 +46,11 @@ class StartupError(RuntimeError):
     """The processes of a run do not come together: one is missing, or does not fit.
 
     Or the address of the first one cannot be used. Says which, where, and for how long was waited.
+    """
+
+
+class UnavailableError(RuntimeError):
+    """A parameter server has died, and what it held was kept nowhere.
+
+    As `tf.errors.UnavailableError`.
     """

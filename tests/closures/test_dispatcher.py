@@ -15,9 +15,9 @@ from tpudist.closures.remote_value import RemoteValue
 from tpudist.closures.worker import (
     Kept,
     Worker,
-    current_place,
     experimental_get_current_worker_index,
 )
+from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import ActorDied
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.errors import CancelledError

@@ -9,6 +9,7 @@ from typing import Any
 
 from tpudist.closures.closure import Closure
 from tpudist.closures.closure_queue import ClosureQueue
+from tpudist.closures.worker import Completion, Surroundings
 from tpudist.engine.concurrency import Thread
 from tpudist.engine.engine import Actor, ActorDied, Engine, ResultTimeout
 from tpudist.errors import CancelledError
@@ -31,6 +32,8 @@ class Dispatcher:
         *,
         timeout_s: float | None = None,
         on_lost: Callable[[ActorDied], None] | None = None,
+        describe_run: Callable[[], Surroundings] = Surroundings,
+        on_finished: Callable[[Closure, Completion], None] = lambda closure, completion: None,
     ):
         """No worker yet.
 
@@ -43,10 +46,14 @@ class Dispatcher:
             on_lost: Called when a closure could not run because another actor than its worker has
                 died; when it returns the closure is run again. By default that is the closure's
                 error.
+            describe_run: What closures are told of the run when they begin.
+            on_finished: Called before a closure counts as finished.
         """
         self._engine, self._queue = engine, queue
         self._make_worker, self._timeout_s = make_worker, timeout_s
-        self._on_lost = on_lost
+        self._on_lost, self._on_finished = on_lost, on_finished
+        self._describe_run = describe_run
+        self._positions: dict[int, dict[int, Any]] = {}  # of iterators, by worker and key
         self._changed = queue.changed
         self._actors: dict[int, Actor] = {}
         self._threads: dict[int, Thread] = {}
@@ -122,13 +129,18 @@ class Dispatcher:
             self._engine.kill(actor, "it is not needed any more")
 
     def _run(self, index: int, closure: Closure) -> None:
-        actor = self._actor_of(index)
         try:
-            self._make_what_is_kept(actor)
-            call = self._engine.call(
-                actor, "run", closure.number, closure.fn, closure.args, closure.kwargs
-            )
-            value = self._engine.result(call, self._timeout_s)
+            actor = self._actor_of(index)
+        except Exception as error:  # there can be none
+            self._queue.fail(closure, error)
+            return
+        try:
+            self._make_what_is_kept(index, actor)
+            run = closure.number, self._describe_run(), closure.fn, closure.args, closure.kwargs
+            call = self._engine.call(actor, "run", *run)
+            completion: Completion = self._engine.result(call, self._timeout_s)
+            self._positions.setdefault(index, {}).update(completion.positions)
+            self._on_finished(closure, completion)
         except ActorDied as died:
             self._on_died(index, actor, closure, died)
         except ResultTimeout:
@@ -139,7 +151,7 @@ class Dispatcher:
             _add_note(error, closure, actor)
             self._queue.fail(closure, error)
         else:
-            self._queue.finish(closure, value)
+            self._queue.finish(closure, completion.value)
 
     def _actor_of(self, index: int) -> Actor:
         with self._changed:
@@ -150,11 +162,13 @@ class Dispatcher:
                 self._actors[index] = actor
         return actor
 
-    def _make_what_is_kept(self, actor: Actor) -> None:
+    def _make_what_is_kept(self, index: int, actor: Actor) -> None:
         with self._changed:
             kept, made = list(self._kept), self._num_made.get(actor, 0)
+        positions = self._positions.get(index, {})
         for key, fn, args in kept[made:]:
-            self._engine.result(self._engine.call(actor, "keep", key, fn, args), self._timeout_s)
+            call = self._engine.call(actor, "keep", key, fn, args, positions.get(key))
+            self._engine.result(call, self._timeout_s)
         self._num_made[actor] = len(kept)
 
     def _on_died(self, index: int, actor: Actor, closure: Closure, died: ActorDied) -> None:

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-_here = threading.local()  # `place`: which closure this thread runs
+from tpudist.closures.worker_iterator import WorkerIterator
+from tpudist.context.closure_place import ClosurePlace, current_place, enter_closure
+from tpudist.engine.engine import Actor, ActorDied
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a scheduled function runs.
+class Surroundings:
+    """What a closure is told of the run when it begins.
 
     Attributes:
-        worker: The number of the worker.
-        closure: The number of the closure; None where one makes something on its worker.
+        low: All closures of lower numbers have finished.
+        servers: Who holds the variables now.
     """
 
-    worker: int
-    closure: int | None
+    low: int = 0
+    servers: tuple[Actor, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What has become of a closure.
+
+    Attributes:
+        value: What its function gave.
+        staleness: How many closures had changed what it has read when it changed it; None if it
+            changed nothing that it had read.
+        positions: Where the iterators are that it has taken from, by key.
+    """
+
+    value: Any
+    staleness: int | None
+    positions: Mapping[int, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,47 +53,99 @@ class Kept:
 class Worker:
     """Runs functions, on one device, and keeps what they need from one to the next."""
 
-    def __init__(self, index: int, device: jax.Device | None = None):
-        """Worker `index`; its arrays are made on `device`."""
+    def __init__(
+        self,
+        index: int,
+        device: jax.Device | None = None,
+        make_session: Callable[[int], Any] | None = None,
+    ):
+        """Worker `index`.
+
+        Args:
+            index: Its number.
+            device: Where its arrays are made.
+            make_session: Gives what it keeps for the strategy that schedules; see
+                `ps.worker_session`.
+        """
         self._index, self._device = index, device
+        self._session = None if make_session is None else make_session(index)
         self._kept: dict[int, Any] = {}
 
-    def keep(self, key: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Makes something that stays here; what it raises is raised where it is used."""
+    def keep(
+        self, key: int, fn: Callable[..., Any], args: Sequence[Any], position: Any = None
+    ) -> None:
+        """Makes something that stays here; what it raises is raised where it is used.
+
+        Args:
+            key: By which it is found.
+            fn: What makes it.
+            args: For `fn`.
+            position: Of an iterator: where one in its place has been.
+        """
         try:
-            with self._around(None):
-                self._kept[key] = fn(*args)
+            with self._around(ClosurePlace(self._index, None, self._session)):
+                found = self._kept[key] = fn(*args)
+                if position is not None and isinstance(found, WorkerIterator):
+                    found.go_to(position)
         except Exception as error:
             self._kept[key] = _Failure(error)
 
     def run(
         self,
         number: int | None,
+        surroundings: Surroundings,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Calls a function; what it gives, once it is computed."""
-        args, kwargs = jax.tree.map(self._resolve, (tuple(args), dict(kwargs)), is_leaf=_is_kept)
-        with self._around(number):
-            return jax.block_until_ready(fn(*args, **kwargs))
+    ) -> Completion:
+        """Calls a function; what it gives, once it is computed and its changes are applied."""
+        used: dict[int, WorkerIterator] = {}
 
-    def _resolve(self, x: Any) -> Any:
-        if not isinstance(x, Kept):
-            return x
-        found = self._kept[x.key]
-        if isinstance(found, _Failure):
-            raise found.error
-        return found
+        def resolve(x: Any) -> Any:
+            if not isinstance(x, Kept):
+                return x
+            found = self._kept[x.key]
+            if isinstance(found, _Failure):
+                raise found.error
+            if isinstance(found, WorkerIterator):
+                used[x.key] = found
+            return found
+
+        args, kwargs = jax.tree.map(resolve, (tuple(args), dict(kwargs)), is_leaf=_is_kept)
+        failed = True
+        try:
+            value, staleness = self._call(number, surroundings, fn, args, kwargs)
+            failed = False
+        except ActorDied:  # it is not the function that has failed: it will be called again
+            raise
+        except BaseException:
+            failed = False
+            raise
+        finally:
+            for iterator in used.values():
+                if failed:
+                    iterator.give_back()
+                else:
+                    iterator.commit()
+        positions = {key: iterator.position for key, iterator in used.items()}
+        return Completion(value, staleness, positions)
+
+    def _call(
+        self, number: int | None, surroundings: Surroundings, fn: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, int | None]:
+        if self._session is None or number is None:
+            with self._around(ClosurePlace(self._index, number, self._session)):
+                return jax.block_until_ready(fn(*args, **kwargs)), None
+        servers = surroundings.servers
+        state = self._session.begin(number, surroundings.low, servers, fn)
+        with self._around(ClosurePlace(self._index, number, self._session, state)):
+            value = jax.block_until_ready(fn(*args, **kwargs))
+        return value, state.finish()
 
     @contextlib.contextmanager
-    def _around(self, number: int | None) -> Iterator[None]:
-        _here.place = Place(self._index, number)
-        try:
-            with jax.default_device(self._device):
-                yield
-        finally:
-            _here.place = None
+    def _around(self, place: ClosurePlace) -> Iterator[None]:
+        with enter_closure(place), jax.default_device(self._device):
+            yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +155,6 @@ class _Failure:
 
 def _is_kept(x: Any) -> bool:
     return isinstance(x, Kept)
-
-
-def current_place() -> Place | None:
-    """Where this thread runs a scheduled function; None outside of them."""
-    return getattr(_here, "place", None)
 
 
 def experimental_get_current_worker_index() -> int:

@@ -54,6 +54,20 @@ class Frame(abc.ABC):
         """Makes `variable` hold `value` on this replica, and gives what it holds then."""
 
     @abc.abstractmethod
+    def change_guest(
+        self, variable: "VariableBase", change: Callable[[jax.Array], jax.Array]
+    ) -> int:
+        """Has a variable of another place read as what `change` makes of it; how often it was so.
+
+        Raises:
+            RuntimeError: In a nested transformation.
+        """
+
+    @abc.abstractmethod
+    def read_guest(self, variable: "VariableBase", count: int) -> jax.Array:
+        """What such a variable was after its first `count` changes."""
+
+    @abc.abstractmethod
     def detach(self, value: jax.Array) -> jax.Array:
         """A value through which no gradient goes, as what a variable holds has none."""
 

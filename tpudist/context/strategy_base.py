@@ -61,6 +61,10 @@ class StrategyBase(abc.ABC):
     variables_have_components: bool = True
     # Where state lives between steps, if that is not the mesh itself.
     storage: "Storage | None" = None
+    # The parameter servers that hold its Variables, and what those are; None without servers.
+    servers: Any = None
+    variable_class: type | None = None
+    variable_partitioner: Callable[..., Sequence[int]] | None = None
     # How reductions communicate; None leaves it to XLA.
     cross_device_ops: "CrossDeviceOps | None" = None
     # The options of reductions that are given none.
@@ -142,6 +146,10 @@ class StrategyBase(abc.ABC):
         """`value` (host values or arrays) whole on every device of the mesh."""
 
     # The doors of the runtime.
+
+    def _number_optimizer(self, tx: Any) -> int | None:
+        """By which number servers know an optimizer; None without servers."""
+        return None if self.servers is None else self.servers.define_optimizer(tx)
 
     @abc.abstractmethod
     def _begin(self, replica_mesh: "ReplicaMesh") -> None:

@@ -12,8 +12,9 @@ from tpudist import context
 from tpudist.options import warn_if_given
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.captures import NewVariable
-from tpudist.state import nnx_contents
+from tpudist.state import nnx_contents, scatter_updates
 from tpudist.state.variable import Variable
+from tpudist.values.indexed_slices import is_slices
 from tpudist.xla.rows.local_means import OPTIMIZER_SCOPE
 
 PyTree = Any
@@ -100,6 +101,7 @@ class Optimizer(nnx.Optimizer):
         self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
         self.has_model = model is not None
         self.slots = _Slots()
+        self.number_on_servers = None if self.has_model else context.get_strategy()._number_optimizer(tx)
 
     def update(self, model: Any, grads: PyTree, /, **kwargs: Any) -> PyTree:
         """Reduces `grads` over the replicas and applies them to `model`.
@@ -140,6 +142,8 @@ class Optimizer(nnx.Optimizer):
             variables: The Variables that `apply_gradients` will be given, in that order.
         """
         variables = list(variables)
+        if any(v.is_on_servers for v in variables):
+            return  # the servers make them
         self.slots.get_or_make(self.tx, _unique_names(variables), variables)
 
     def checkpoint_objects(self) -> dict[str, Any]:
@@ -179,6 +183,9 @@ class Optimizer(nnx.Optimizer):
                     f"apply_gradients was given {type(v).__name__} to update. Pairs are (gradient, "
                     f"tpudist.Variable): zip(grads, variables)."
                 )
+        if any(v.is_on_servers for v in variables):
+            self._send_to_servers(pairs)
+            return
         names = _unique_names(variables)
         parameters = {n: v.read_value() for n, v in zip(names, variables, strict=True)}
         gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True)}
@@ -198,6 +205,34 @@ class Optimizer(nnx.Optimizer):
     def variables(self) -> list[Variable]:
         """The slots of `apply_gradients`; empty before its first use."""
         return self.slots.variables()
+
+    def _send_to_servers(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Has the servers that hold the Variables apply the gradients, reduced over replicas."""
+        variables = [v for _, v in pairs]
+        others = [v for v in variables if not v.is_on_servers]
+        if others:
+            raise ValueError(
+                f"apply_gradients was given Variables of parameter servers and '{others[0].name}', "
+                f"which is not on one. Update each kind with an optimizer of its own."
+            )
+        if self.number_on_servers is None:
+            raise ValueError(
+                f"apply_gradients was given Variable '{variables[0].name}' of a parameter server, "
+                f"by an optimizer that was made outside of the strategy's scope, which servers do "
+                f"not know. Make it there: with strategy.scope(): optimizer = Optimizer(tx)."
+            )
+        names = _unique_names(variables)
+        dense = {n: pair for n, pair in zip(names, pairs, strict=True) if not is_slices(pair[0])}
+        shapes = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, (_, v) in dense.items()}
+        _check_gradients({n: gradient for n, (gradient, _) in dense.items()}, shapes)
+        for gradient, variable in pairs:
+            if is_slices(gradient):
+                indices, values = gradient.indices, gradient.values
+                scatter_updates.check_slices(
+                    variable.name, variable.shape, variable.dtype, values, indices
+                )
+        gradients = self._reduce([g for g, _ in pairs])
+        variables[0].send_gradients(self.number_on_servers, self.tx, variables, gradients)
 
     def _reduce(self, gradients: PyTree) -> PyTree:
         replica = context.get_replica_context()

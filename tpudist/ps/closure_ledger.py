@@ -31,10 +31,20 @@ class ClosureLedger:
         if number in self:
             return False
         self._above.add(number)
+        self._close_gap()
+        return True
+
+    def _close_gap(self) -> None:
         while self.low in self._above:
             self._above.discard(self.low)
             self.low += 1
-        return True
+
+    def raise_to(self, low: int) -> None:
+        """Adds all numbers below `low`."""
+        if low > self.low:
+            self.low = low
+            self._above = {x for x in self._above if x >= low}
+            self._close_gap()
 
     def above(self) -> list[int]:
         """The numbers above `low`, in order."""

@@ -53,6 +53,7 @@ class Capture:
     """
 
     on_read = True  # each replica gets its own part
+    is_on_servers = False
 
     def __init__(self, value: Any, function: Callable[..., Any], strategy: StrategyBase):
         """Finds out by which name `function` knows `value`."""
@@ -87,12 +88,12 @@ class Capture:
 
 
 class Guest:
-    """A variable of the default strategy that a replica function of another one reads.
+    """A variable of the default strategy, or of a server, that a replica function reads.
 
-    It was made out of all scopes, so it is equal everywhere; it is fed like a captured PerReplica.
+    It is equal everywhere, and is fed like a captured PerReplica.
     """
 
-    on_read = False
+    on_read = is_on_servers = False
 
     def __init__(self, variable: Any, strategy: StrategyBase):
         """`strategy` is the one that runs the function."""

@@ -16,6 +16,7 @@ import jax
 from tpudist import context, step_boundaries
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
+from tpudist.context.closure_place import current_place
 from tpudist.run import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
 from tpudist.run.eager import eager_mode
@@ -140,6 +141,10 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """Runs the compiled program; what it returns, merged as by `Strategy.run`."""
         if context.current().frame is not None:
+            return self._function(*args, **kwargs)
+        place = current_place()
+        if place is not None and place.session is not None:
+            # A closure: what strategy.run is given in it is compiled, and servers are asked between.
             return self._function(*args, **kwargs)
         if eager_mode.is_eager():
             with step_boundaries.one_step():

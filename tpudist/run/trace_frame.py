@@ -94,6 +94,7 @@ class ReplicaFrame(Frame):
         self._num_created = 0
         self._read_inside: set[Any] = set()
         self._captured: dict[int, Any] = {}
+        self._guest_changes: dict[int, list[Callable[[jax.Array], jax.Array]]] = {}
         self.rows = outer.rows if outer is not None else rows
         self._trace_state = trace_state()
         # Functions that JAX has traced before would not tell what they assign, and would read what
@@ -118,7 +119,7 @@ class ReplicaFrame(Frame):
     def get(self, variable: Any) -> jax.Array:
         """What `variable` holds now on this replica."""
         if is_guest(variable, self.strategy):
-            return self._value_of_guest(variable)
+            return self.read_guest(variable, len(self._guest_changes.get(id(variable), ())))
         self._check_owner(variable)
         self.read.add(variable)
         if self._is_nested:
@@ -151,6 +152,34 @@ class ReplicaFrame(Frame):
                 # that JAX keeps of it has the old value.
                 traces.renew_caches()
         self.written[variable] = None
+        return value
+
+    def change_guest(self, variable: VariableBase, change: Callable[[jax.Array], jax.Array]) -> int:
+        """Has a guest read as what `change` makes of it; how often that was so.
+
+        Raises:
+            RuntimeError: In a nested transformation.
+        """
+        if self._is_nested:
+            raise RuntimeError(
+                f"Variable '{variable.name}' is on a parameter server, and was changed inside a "
+                f"nested transformation of the replica function (jax.grad, jax.lax.scan, "
+                f"jax.jit): what it would become cannot leave it. Return the value from the "
+                f"transformed function, and assign it outside."
+            )
+        if any(
+            guest.key == id(variable) for guest in self._read_inside if isinstance(guest, Guest)
+        ):
+            traces.renew_caches()
+        changes = self._guest_changes.setdefault(id(variable), [])
+        changes.append(change)
+        return len(changes)
+
+    def read_guest(self, variable: VariableBase, count: int) -> jax.Array:
+        """What a guest was after its first `count` changes."""
+        value = self._value_of_guest(variable)
+        for change in self._guest_changes.get(id(variable), ())[:count]:
+            value = change(value)
         return value
 
     def detach(self, value: jax.Array) -> jax.Array:
@@ -253,7 +282,7 @@ class ReplicaFrame(Frame):
         return self if self.outer is None else self.outer.root
 
     def _value_of_guest(self, variable: Any) -> jax.Array:
-        """The value of a variable that was made out of all scopes."""
+        """The value of a variable of the default strategy, or of a server."""
         root = self.root
         assert root.findings is not None
         for guest in root.findings.captures:

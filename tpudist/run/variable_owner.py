@@ -12,7 +12,12 @@ def owns(strategy: StrategyBase, variable: Any) -> bool:
 
 
 def is_guest(variable: Any, strategy: StrategyBase) -> bool:
-    """Whether a function of `strategy` may read `variable`, which was made out of all scopes."""
+    """Whether a function of `strategy` may read `variable`, which belongs to another place.
+
+    It was made out of all scopes, or is on a parameter server.
+    """
+    if variable.is_on_servers:
+        return True
     default = context.default_mode().strategy
     return not owns(strategy, variable) and variable.strategy is default and not variable.on_read
 

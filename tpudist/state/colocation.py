@@ -23,6 +23,11 @@ def colocate_with(variable: VariableBase) -> Iterator[None]:
         _beside.reset(token)
 
 
+def neighbor() -> VariableBase | None:
+    """The variable beside which new ones are to be, or None."""
+    return _beside.get()
+
+
 def spec_for(strategy: StrategyBase, shape: tuple[int, ...]) -> PartitionSpec | None:
     """How a new variable of `strategy` is to be split; None if that is for the strategy to say.
 

@@ -67,7 +67,7 @@ def check_slices(
     for x in values if isinstance(values, list | tuple) else (values,):
         integers.check_fit(x, f"A value for rows of variable '{name}'")
     if known is not None and known.dtype.kind in "iuO" and known.size and shape:
-        _check_rows(name, shape, known)
+        check_rows(name, shape, known)
     indices, given = jnp.asarray(indices), jnp.asarray(values)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
@@ -93,7 +93,12 @@ def check_slices(
     return given.astype(dtype), indices
 
 
-def _check_rows(name: str, shape: tuple[int, ...], numbers: np.ndarray) -> None:
+def check_rows(name: str, shape: tuple[int, ...], numbers: np.ndarray) -> None:
+    """Refuses indices that are known and out of range.
+
+    Raises:
+        ValueError: Some are, or they are no numbers.
+    """
     try:
         least, greatest = int(numbers.min()), int(numbers.max())
     except (TypeError, ValueError):

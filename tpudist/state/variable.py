@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase, VariableHome
 from tpudist.options import warn_if_given, warn_of_op_arguments
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
@@ -69,7 +70,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         frame = context.current().frame
         make = super().__new__
         if frame is None:
-            return make(cls)
+            wanted = context.get_strategy().variable_class
+            return make(wanted if cls is Variable and wanted is not None else cls)
         return cast(Self, frame.create_variable(lambda: make(cls)))
 
     def __init__(
@@ -130,6 +132,12 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             what = "Variable(experimental_enable_variable_lifting"
             warn_if_given(what, lifting, "variables made in a replica function are made once")
         strategy = context.get_strategy()
+        place = current_place()
+        if frame is not None and place is not None and place.state is not None:
+            raise RuntimeError(
+                "A Variable was made in a replica function that a closure runs: each worker would "
+                "have one of its own. Make it before, with strategy.scope(): ..."
+            )
         self.strategy = strategy._twin_of or strategy
         if name is not None and not isinstance(name, str):
             raise TypeError(f"A variable was given name={name!r}. Give a string, or none.")

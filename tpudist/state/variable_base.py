@@ -29,6 +29,7 @@ class VariableBase:
     constraint: Callable[[jax.Array], Any] | None
     strategy: StrategyBase
     on_read: bool
+    is_on_servers = False  # whether a parameter server holds it
     spec: PartitionSpec | None  # over which axes inside a replica it is split; None if that is open
     _value: Any  # the array, with a leading dim of replicas if `on_read`
     # Sets the value out of all traces: of `Variable`, for those of its parts that compute one.

@@ -64,6 +64,7 @@ class EagerFrame(Frame):
         self._values: dict[Any, jax.Array] = {}
         self._num_created = 0
         self._read_inside: set[Any] = set()
+        self._guest_changes: dict[int, list[Callable[[jax.Array], jax.Array]]] = {}
         self._splits: list[tuple[int, int]] = []
 
     @property
@@ -75,7 +76,10 @@ class EagerFrame(Frame):
 
     def get(self, variable: VariableBase) -> jax.Array:
         """What `variable` holds now on this replica."""
-        if not is_guest(variable, self.strategy):
+        if is_guest(variable, self.strategy):
+            if changes := self._guest_changes.get(id(variable)):
+                return self.read_guest(variable, len(changes))
+        else:
             check_owner(variable, self.strategy)
         if not computes_here():
             self._read_inside.add(variable)
@@ -97,6 +101,29 @@ class EagerFrame(Frame):
     def _fetch_held(self, variable: VariableBase) -> Any:
         held = replica_evaluation.fetch(variable._value)
         return held[self.evaluation.replica] if variable.on_read else held
+
+    def change_guest(self, variable: VariableBase, change: Callable[[jax.Array], jax.Array]) -> int:
+        """Has a guest read as what `change` makes of it; how often that was so.
+
+        Raises:
+            RuntimeError: In `jax.vmap` or `jax.checkpoint`, where the value is not known.
+        """
+        if not computes_here():
+            raise RuntimeError(
+                f"Variable '{variable.name}' is on a parameter server, and was changed inside of a "
+                f"transformation of JAX. Return the value from the transformed function, and "
+                f"assign it outside."
+            )
+        changes = self._guest_changes.setdefault(id(variable), [])
+        changes.append(change)
+        return len(changes)
+
+    def read_guest(self, variable: VariableBase, count: int) -> jax.Array:
+        """What a guest was after its first `count` changes."""
+        value = self.value_of(variable)
+        for change in self._guest_changes.get(id(variable), ())[:count]:
+            value = change(value)
+        return value
 
     def set(self, variable: VariableBase, value: jax.Array) -> jax.Array:
         """Makes `variable` hold `value` on this replica, and gives what it holds then.

@@ -1,0 +1,375 @@
+"""ClusterCoordinator: schedules functions on the workers of a strategy of servers."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.closures.closure import Closure
+from tpudist.closures.closure_queue import ClosureQueue
+from tpudist.closures.dispatcher import Dispatcher
+from tpudist.closures.finished_file import FinishedFile
+from tpudist.closures.remote_value import PerWorkerValue, RemoteValue, fetch_all
+from tpudist.closures.worker import Completion, Kept, Surroundings, Worker
+from tpudist.closures.worker_iterator import WorkerIterator
+from tpudist.engine.engine import ActorDied
+from tpudist.values.array_like import ReadsAsArray
+
+PyTree = Any
+QUEUE_SIZE_PER_WORKER = 256
+"""How many closures may wait, for each worker; the factor of TensorFlow's is 1024 larger."""
+
+_coordinators: weakref.WeakKeyDictionary[Any, ClusterCoordinator] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+class ClusterCoordinator:
+    """Has workers run functions, one after the other and not in step.
+
+    What a function reads of the strategy's Variables comes from their servers; what it changes goes
+    there when it has ended, and has effect once on each server, even if the function is begun again
+    because its worker, a server or this program was lost. A strategy has one coordinator: making
+    another gives the same.
+
+    As `tf.distribute.coordinator.ClusterCoordinator`, which runs functions at least once. Functions
+    need not be `tpudist.function`s.
+    """
+
+    strategy: Any
+
+    def __new__(cls, strategy: Any, **_options: Any) -> ClusterCoordinator:
+        """The coordinator of `strategy`."""
+        if getattr(strategy, "servers", None) is None:
+            raise ValueError(
+                f"ClusterCoordinator was given {strategy!r}. It schedules on the workers of a "
+                f"tpudist.ParameterServerStrategy; other strategies run all replicas in step."
+            )
+        with _making:
+            found = _coordinators.get(strategy)
+            if found is None:
+                found = _coordinators[strategy] = super().__new__(cls)
+            return found
+
+    def __init__(
+        self,
+        strategy: Any,
+        *,
+        closure_timeout_s: float | None = None,
+        max_staleness: int | None = None,
+        queue_size: int | None = None,
+    ):
+        """Starts the workers of `strategy`.
+
+        Args:
+            strategy: A `tpudist.ParameterServerStrategy`.
+            closure_timeout_s: After how many seconds a worker is given up that has not finished a
+                function, which another one then runs. By default never.
+            max_staleness: A function begins only if at most so many scheduled before it have not
+                finished: 0 runs one after the other, and gives the same numbers in each run. By
+                default any number, as in TensorFlow.
+            queue_size: How many functions may wait for a worker before `schedule` waits; by default
+                256 for each worker.
+
+        Raises:
+            ValueError: `strategy` is another one, or has a coordinator with other options.
+        """
+        options = closure_timeout_s, max_staleness, queue_size
+        if hasattr(self, "_options"):
+            if options != self._options and options != (None, None, None):
+                raise ValueError(
+                    f"ClusterCoordinator was given other options than when it was made for "
+                    f"{strategy!r}, which has one coordinator. Give them the first time."
+                )
+            return
+        self._options = options
+        self.strategy = strategy
+        engine = strategy.engine
+        size = queue_size or QUEUE_SIZE_PER_WORKER * strategy.num_workers
+        self._queue = ClosureQueue(size, engine.concurrency, max_staleness=max_staleness)
+        folder = strategy.servers.folder
+        self._finished = FinishedFile(None if folder is None else folder / "finished.records")
+        self._queue.finished = self._finished.ledger
+        self._next_number = self._next_batch = self._finished.ledger.low
+        self._next_key = 0
+        self._staleness: collections.Counter[int] = collections.Counter()
+        self._devices = jax.local_devices()
+        self._dispatcher = Dispatcher(
+            engine,
+            self._queue,
+            _WorkerMaker(strategy.make_session_factory()),
+            timeout_s=closure_timeout_s,
+            on_lost=self._on_lost,
+            describe_run=self._describe_run,
+            on_finished=self._on_finished,
+        )
+        self._ending = weakref.finalize(self, _end, self._dispatcher, self._finished)
+        for _ in range(strategy.num_workers):
+            self._dispatcher.add_worker()
+
+    # Scheduling.
+
+    def schedule(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Has some worker call a function; returns at once, unless too many wait.
+
+        Args:
+            fn: Any callable. In it the strategy's Variables may be read and assigned,
+                `optimizer.apply_gradients` works, and `strategy.run` runs a function on each device
+                of the worker.
+            args: Positional arguments. Of a PerWorkerValue each worker sees its own.
+            kwargs: Keyword arguments, alike.
+
+        Returns:
+            What the function will give.
+
+        Raises:
+            TypeError: `fn` cannot be called.
+            ValueError: A RemoteValue is among the arguments.
+            Exception: A function that was scheduled before has raised; then this one is not
+                scheduled.
+
+        As `tf.distribute.coordinator.ClusterCoordinator.schedule`.
+        """
+        if not callable(fn):
+            raise TypeError(
+                f"schedule was given {fn!r} of type {type(fn).__name__}. Give a function, and its "
+                f"arguments apart: schedule(fn, args=(...))."
+            )
+        given = tuple(args or ()), dict(kwargs or {})
+        args, kwargs = jax.tree.map(_take_argument, given, is_leaf=_is_argument)
+        with self._queue.changed:
+            number = self._next_number
+            self._next_number += 1
+        output = RemoteValue(self._queue.changed)
+        closure = Closure(number, fn, args, kwargs, output)
+        try:
+            self._queue.put(closure)
+        except BaseException:
+            with self._queue.changed:
+                if self._next_number == number + 1:
+                    self._next_number = number
+                else:
+                    self._queue.finished.add(number)
+            raise
+        return output
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits until all functions that were scheduled have finished.
+
+        Args:
+            timeout_s: After how many seconds to wait no longer.
+
+        Returns:
+            Whether they have.
+
+        Raises:
+            Exception: One of them has raised. It is raised once; those that had not begun are
+                cancelled, and the coordinator can be used again.
+
+        As `tf.distribute.coordinator.ClusterCoordinator.join`.
+        """
+        return self._queue.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Whether all functions that were scheduled have finished; raises as `join` does.
+
+        As `tf.distribute.coordinator.ClusterCoordinator.done`.
+        """
+        return self._queue.is_done()
+
+    def fetch(self, val: PyTree) -> PyTree:
+        """A nest with NumPy arrays for the RemoteValues in it; waits for them.
+
+        As `tf.distribute.coordinator.ClusterCoordinator.fetch`.
+        """
+        return fetch_all(val)
+
+    # Data.
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Has each worker make a dataset, to be iterated over by the functions that it runs.
+
+        Args:
+            dataset_fn: A function that gives a dataset, called on each worker; or a dataset: what
+                a strategy's `experimental_distribute_dataset` gives, or any iterable, of which each
+                worker reads all.
+
+        Returns:
+            What gives, by `iter`, an argument for `schedule`. The position of each worker outlives
+            the worker: one in its place goes on where it was.
+
+        As `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
+        """
+        if not callable(dataset_fn):
+            iter(dataset_fn)  # TypeError for what is none
+            return PerWorkerDataset(self, lambda: dataset_fn)
+        return PerWorkerDataset(self, dataset_fn)
+
+    def next_batch(self) -> int:
+        """The number of the next batch, counted from 0 over all workers.
+
+        Given to a function that reads the batch of this number, it goes with the function to
+        whichever worker runs it: each batch has effect once. A program that was started again goes
+        on with the first batch whose function, or one before, had not finished.
+        """
+        with self._queue.changed:
+            number = self._next_batch
+            self._next_batch += 1
+            return number
+
+    # Workers.
+
+    def add_worker(self) -> int:
+        """Has one more worker run functions; its number."""
+        return self._dispatcher.add_worker()
+
+    def remove_worker(self, worker: int) -> None:
+        """Has a worker end after what it is running.
+
+        Raises:
+            ValueError: There is no such worker, or no other one.
+        """
+        self._dispatcher.remove_worker(worker)
+
+    @property
+    def workers(self) -> list[int]:
+        """The numbers of the workers."""
+        return self._dispatcher.workers
+
+    @property
+    def num_finished(self) -> int:
+        """How many functions were scheduled and will not run any more, in all runs of this log."""
+        with self._queue.changed:
+            return len(self._queue.finished)
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How often what a function changed was so many functions ahead of what it had read."""
+        with self._queue.changed:
+            return dict(sorted(self._staleness.items()))
+
+    def shutdown(self) -> None:
+        """Ends the workers after what they are running, and the servers of the strategy."""
+        self._ending()
+        self.strategy.shutdown()
+
+    # Within.
+
+    def _keep(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> int:
+        with self._queue.changed:
+            key = self._next_key
+            self._next_key += 1
+        self._dispatcher.keep(key, fn, args)
+        return key
+
+    @property
+    def _on_lost(self) -> Callable[[ActorDied], None]:
+        return self.strategy.servers.replace
+
+    @property
+    def _describe_run(self) -> Callable[[], Surroundings]:
+        queue, servers = self._queue, self.strategy.servers
+
+        def describe_run() -> Surroundings:
+            with queue.changed:
+                low = queue.finished.low
+            return Surroundings(low, servers.actors)
+
+        return describe_run
+
+    @property
+    def _on_finished(self) -> Callable[[Closure, Completion], None]:
+        # Nothing that threads call may hold the coordinator, which ends them when it goes.
+        queue, finished, staleness = self._queue, self._finished, self._staleness
+
+        def on_finished(closure: Closure, completion: Completion) -> None:
+            with queue.changed:
+                if closure.number is not None:
+                    finished.write(closure.number)
+                if completion.staleness is not None:
+                    staleness[completion.staleness] += 1
+
+        return on_finished
+
+
+class PerWorkerDataset:
+    """A dataset of each worker; made by `ClusterCoordinator.create_per_worker_dataset`."""
+
+    def __init__(self, coordinator: ClusterCoordinator, make: Callable[[], Any]):
+        """Made by `make` on each worker."""
+        self._coordinator, self._make = coordinator, make
+
+    def __iter__(self) -> PerWorkerIterator:
+        """An iterator of each worker, at the beginning: an argument for `schedule`."""
+        key = self._coordinator._keep(_begin_iteration, (self._make,))
+        return PerWorkerIterator(key)
+
+
+class PerWorkerIterator(PerWorkerValue):
+    """An iterator of each worker, of which a function sees that of the worker that runs it."""
+
+    def __init__(self, key: int):
+        """The one that workers keep under `key`."""
+        super().__init__(())
+        self._key = key
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError(
+            "A per-worker iterator was iterated over outside of its workers. Give it to a function "
+            "that is scheduled, and call next(iterator) there."
+        )
+
+    def __next__(self) -> Any:
+        """Not here: see `__iter__`."""
+        return self.__iter__()
+
+    get_next = __next__
+
+
+def _begin_iteration(make: Callable[[], Any]) -> WorkerIterator:
+    return WorkerIterator(make)
+
+
+class _WorkerMaker:
+    """The factory and the arguments of a worker."""
+
+    def __init__(self, make_session: Callable[[int], Any]):
+        self._make_session = make_session
+
+    def __call__(self, index: int) -> tuple:
+        return _make_worker, index, self._make_session
+
+
+def _make_worker(index: int, make_session: Callable[[int], Any]) -> Worker:
+    devices = jax.local_devices()
+    return Worker(index, devices[index % len(devices)], make_session)
+
+
+def _end(dispatcher: Dispatcher, finished: FinishedFile) -> None:
+    dispatcher.close()
+    finished.close()
+
+
+def _is_argument(x: Any) -> bool:
+    return isinstance(x, PerWorkerValue | RemoteValue | ReadsAsArray | np.ndarray)
+
+
+def _take_argument(x: Any) -> Any:
+    if isinstance(x, RemoteValue):
+        raise ValueError(
+            "schedule was given a RemoteValue as an argument. Fetch it first, or have the function "
+            "that computes it and this one be one: values do not go from worker to worker."
+        )
+    if isinstance(x, PerWorkerIterator):
+        return Kept(x._key)
+    return x

@@ -1,0 +1,136 @@
+"""Whether an Optax transformation treats each variable, or each element, on its own.
+
+Servers hold different variables, or different rows of one, and none of them sees the others. A
+transformation that looks at all gradients, as clipping by their global norm does, would give other
+results there, so its program is read: each value in it depends on no variable, on one element of
+one at the same place, or on more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from tpudist.xla import jaxprs
+from tpudist.xla.jaxpr_structure import Call, Cond
+
+_ELEMENTWISE = set(
+    """
+    abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv
+    exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne
+    neg nextafter not or pow real imag reduce_precision rem round rsqrt select_n sign sin sinh
+    square sqrt stop_gradient sub tan tanh xor
+    """.split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reach:
+    """On which variables a value depends; `is_element` if only on the element at its own place."""
+
+    variables: frozenset[str] = frozenset()
+    is_element: bool = True
+
+    def join(self, other: _Reach) -> _Reach:
+        """What depends on both, element by element."""
+        variables = self.variables | other.variables
+        return _Reach(variables, self.is_element and other.is_element and len(variables) <= 1)
+
+    def spread(self) -> _Reach:
+        """What depends on any element of it."""
+        return _Reach(self.variables, not self.variables)
+
+
+@dataclasses.dataclass(frozen=True)
+class Independence:
+    """What a transformation was proved to do.
+
+    Attributes:
+        mixed: The variables whose update depends on others, or on which the state that belongs to
+            none depends.
+        whole: Those whose update depends on other elements of the same variable.
+    """
+
+    mixed: tuple[str, ...]
+    whole: tuple[str, ...]
+
+
+def prove(tx: optax.GradientTransformation, parameters: Mapping[str, Any]) -> Independence:
+    """Reads what `tx` does to variables of these names, shapes and dtypes.
+
+    Args:
+        tx: The transformation.
+        parameters: Arrays, or their shapes and dtypes.
+    """
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in parameters.items()}
+    state = jax.eval_shape(tx.init, shapes)
+    closed, (updates, new_state) = jax.make_jaxpr(
+        lambda g, s, p: tx.update(g, s, p), return_shape=True
+    )(shapes, state, shapes)
+    names = {n: n for n in shapes}
+    inputs = jax.tree.leaves((names, names_of_state(state, names), names))
+    outputs = jax.tree.leaves((names, names_of_state(new_state, names)))
+    given = jax.tree.leaves((shapes, state, shapes))
+    reaches = [_reach_of_input(n, x, shapes) for n, x in zip(inputs, given, strict=True)]
+    found = _read(jaxprs.open_jaxpr(closed), reaches)
+    mixed, whole = set(), set()
+    results = jax.tree.leaves((updates, new_state))
+    for name, result, reach in zip(outputs, results, found, strict=True):
+        others = reach.variables - {name}
+        if others:
+            mixed |= reach.variables | ({name} - {""})
+        elif not reach.is_element or (name and result.shape != shapes[name].shape):
+            whole.add(name)
+    return Independence(tuple(sorted(mixed)), tuple(sorted(whole - mixed - {""})))
+
+
+def names_of_state(state: Any, names: Collection[str]) -> Any:
+    """The state with names for arrays: of the variable it belongs to, or an empty one.
+
+    Transformations keep such arrays in dicts as the parameters are.
+    """
+
+    def name_of(path: Any, _: Any) -> str:
+        keys = [getattr(key, "key", None) for key in path]
+        return next((key for key in keys if isinstance(key, str) and key in names), "")
+
+    return jax.tree_util.tree_map_with_path(name_of, state)
+
+
+def _reach_of_input(name: str, x: Any, shapes: Mapping[str, Any]) -> _Reach:
+    if not name:
+        return _Reach()
+    return _Reach(frozenset([name]), x.shape == shapes[name].shape)
+
+
+def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
+    known: dict[Any, _Reach] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def reach(atom: Any) -> _Reach:
+        return _Reach() if hasattr(atom, "val") else known.get(atom, _Reach())
+
+    for eqn in jaxpr.eqns:
+        operands = [reach(x) for x in eqn.invars]
+        structure = jaxprs.structure_of(eqn)
+        if isinstance(structure, Call) and structure.copies == 1:
+            results = _read(structure.body, operands)
+        elif isinstance(structure, Cond) and not operands[0].variables:
+            branches = [_read(body, operands[1:]) for body in structure.bodies]
+            results = [functools.reduce(_Reach.join, each) for each in zip(*branches, strict=True)]
+        else:
+            joined = functools.reduce(_Reach.join, operands, _Reach())
+            same = structure is None and eqn.primitive.name in _ELEMENTWISE and _keeps_places(eqn)
+            results = [joined if same else joined.spread()] * len(eqn.outvars)
+        known |= zip(eqn.outvars, results, strict=True)
+    return [reach(x) for x in jaxpr.outvars]
+
+
+def _keeps_places(eqn: Any) -> bool:
+    """Whether operands have the shape of the result, or are scalars that go to all its places."""
+    shape = eqn.outvars[0].aval.shape
+    return all(x.aval.shape in (shape, ()) for x in eqn.invars)

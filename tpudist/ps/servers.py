@@ -1,0 +1,192 @@
+"""Servers: the shards of a strategy, as the program sees them that has made it.
+
+They are made, told what to hold, asked and changed here, and replaced when they have died: one that
+has a log goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpudist.engine.engine import Actor, ActorDied, Engine, Future
+from tpudist.errors import UnavailableError
+from tpudist.ps.changes import Change
+from tpudist.ps.shard import Definition, Shard, Values
+
+ROLE = "ps"
+_log = logging.getLogger("tpudist")
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where a variable is.
+
+    Attributes:
+        number: Of the variable, among all of the strategy.
+        server: Which server holds it.
+    """
+
+    number: int
+    server: int
+
+
+class Servers:
+    """The parameter servers of one strategy.
+
+    Attributes:
+        engine: Where they live.
+        folder: Where their logs are; None for none.
+    """
+
+    def __init__(self, engine: Engine, num_servers: int, folder: str | os.PathLike | None):
+        """Starts them."""
+        self.engine = engine
+        self.folder = None if folder is None else Path(folder)
+        self._lock = engine.concurrency.condition()
+        self._definitions: list[list[Definition]] = [[] for _ in range(num_servers)]
+        self._transformations: dict[int, Any] = {}
+        self._next_server = itertools.cycle(range(num_servers))
+        self._num_variables = 0
+        self._num_direct = [0] * num_servers
+        self._incarnations = [0] * num_servers
+        self._actors = [self._spawn(i) for i in range(num_servers)]
+
+    def __len__(self) -> int:
+        return len(self._definitions)
+
+    @property
+    def actors(self) -> tuple[Actor, ...]:
+        """The actors, in the order of the servers."""
+        with self._lock:
+            return tuple(self._actors)
+
+    # What they hold.
+
+    def define(self, name: str, initial: np.ndarray, constraint: Any, server: int | None) -> Home:
+        """Has the next server, or a certain one, hold a new variable."""
+        with self._lock:
+            place = next(self._next_server) if server is None else server
+            home = Home(self._num_variables, place)
+            self._num_variables += 1
+            made = Definition(home.number, name, initial, constraint)
+            last = self._ask(place, "define", [made])
+            self._num_direct[place] = max(self._num_direct[place], last + 1)
+            # What comes after it begins with its log, or is not there.
+            self._definitions[place].append(dataclasses.replace(made, initial=None))
+            return home
+
+    def define_optimizer(self, tx: Any) -> int:
+        """Has all servers know a new optimizer; its number."""
+        with self._lock:
+            number = len(self._transformations)
+            self._transformations[number] = tx
+            for i in range(len(self)):
+                self._ask(i, "define_optimizers", {number: tx})
+            return number
+
+    # Outside of closures.
+
+    def read(self, home: Home) -> np.ndarray:
+        """What a variable holds."""
+        values: Values = self._ask(home.server, "pull", {home.number: -1})
+        return values.arrays[home.number][1]
+
+    def read_rows(self, home: Home, indices: np.ndarray) -> np.ndarray:
+        """Some rows of a variable."""
+        return self._ask(home.server, "pull_rows", home.number, indices)
+
+    def change(self, server: int, changes: Sequence[Change]) -> None:
+        """Changes variables of one server, once, whatever becomes of it meanwhile."""
+        with self._lock:
+            self._ask(server, "push_direct", self._num_direct[server], list(changes))
+            self._num_direct[server] += 1
+
+    def read_states(self, optimizer: int) -> list[dict[tuple[int, ...], list[np.ndarray]]]:
+        """The state of an optimizer on each server; see `Shard.pull_states`."""
+        return [self._ask(i, "pull_states", optimizer) for i in range(len(self))]
+
+    def write_states(
+        self, server: int, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
+    ) -> None:
+        """Replaces the state of an optimizer for some variables of one server."""
+        with self._lock:
+            number = self._num_direct[server]
+            self._ask(server, "push_states", number, optimizer, variables, list(leaves))
+            self._num_direct[server] += 1
+
+    def report(self) -> list[Mapping[str, Any]]:
+        """What each server says of itself."""
+        return [self._ask(i, "report") for i in range(len(self))]
+
+    # When one has died.
+
+    def replace(self, died: ActorDied) -> None:
+        """Puts another server in the place of one that has died.
+
+        Raises:
+            UnavailableError: It had no log, so that what it held is lost.
+        """
+        with self._lock:
+            index = died.actor.index
+            if died.actor.role != ROLE or self._actors[index] != died.actor:
+                return  # somebody has done so
+            if self.folder is None:
+                raise UnavailableError(
+                    f"{died} What it held is lost, since the strategy keeps no log: restore a "
+                    f"checkpoint in a new run, or have servers go on where they were with "
+                    f"ParameterServerStrategy(..., log=FOLDER)."
+                ) from died
+            self.engine.kill(died.actor)
+            self._incarnations[index] += 1
+            _log.warning("%s Another one goes on where its log ends.", died)
+            self._actors[index] = self._spawn(index)
+            self._ask(index, "define_optimizers", self._transformations)
+            last = self._ask(index, "define", self._definitions[index])
+            self._num_direct[index] = max(self._num_direct[index], last + 1)
+
+    def close(self) -> None:
+        """Ends their logs."""
+        for actor in self.actors:
+            try:
+                self.engine.result(self.engine.call(actor, "close"), 10.0)
+            except Exception as error:
+                _log.warning("%s did not end its log: %s", actor, error)
+
+    def _spawn(self, index: int) -> Actor:
+        folder = None if self.folder is None else self.folder / f"server-{index}"
+        return self.engine.spawn(ROLE, index, Shard, index, self._incarnations[index], folder)
+
+    def _ask(self, server: int, method: str, *args: Any) -> Any:
+        """Calls a method of a server, again if it has died before it has answered."""
+        while True:
+            actor = self.actors[server]
+            try:
+                return self.engine.result(self.engine.call(actor, method, *args))
+            except ActorDied as died:
+                if died.actor != actor:
+                    raise
+                if "it could not be made" in died.why:
+                    raise
+                self.replace(died)
+
+
+def gather(engine: Engine, calls: Mapping[int, Future]) -> dict[int, Any]:
+    """The results of calls of several servers; waits for all of them, then raises."""
+    found: dict[int, Any] = {}
+    error: BaseException | None = None
+    for server, call in calls.items():
+        try:
+            found[server] = engine.result(call)
+        except Exception as raised:
+            error = error or raised
+    if error is not None:
+        raise error
+    return found

@@ -1,0 +1,139 @@
+"""ShardLog: what a server holds, in files: a base, and what has changed since then.
+
+The changes themselves are logged, and applied again when a server starts; a log that has grown
+longer than what it describes begins anew with a base. A base is complete or is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpudist.ps import changes as changes_of_closures
+from tpudist.ps.changes import Change
+from tpudist.ps.record_file import RecordFile, read_records
+
+MIN_BYTES = 64 << 20
+"""Below this many bytes a log does not begin anew."""
+
+Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
+
+
+class ShardLog:
+    """The files of one server.
+
+    Attributes:
+        has_records: Whether there was something in them when it was opened.
+        definitions: Names, shapes and dtypes by number, of the variables that were in them then.
+        last_direct: The number of the last change that came from no closure; -1 if there was none.
+    """
+
+    def __init__(self, folder: Path, sync_s: float):
+        """Opens the latest log in `folder`, or begins one.
+
+        Raises:
+            RecordError: It is damaged before its end.
+        """
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+        numbers = sorted(int(x.stem.split("-")[1]) for x in folder.glob("log-*.records"))
+        self._number = numbers[-1] if numbers else 0
+        for number in numbers[:-1]:  # a crash came between the new one and this
+            self._path(number).unlink()
+        for unfinished in folder.glob("*.unfinished"):
+            unfinished.unlink()
+        self._file = RecordFile(self._path(self._number))
+        self._num_bytes = self._path(self._number).stat().st_size
+        self.has_records = self._num_bytes > 0
+        self.definitions: dict[int, tuple[str, tuple[int, ...], str]] = {}
+        self.last_direct, self._num_records = -1, 0
+        for facts, arrays in read_records(self._path(self._number)):
+            self._num_records += 1
+            self.last_direct = max(self.last_direct, facts.get("direct", -1))
+            if "define" in facts:
+                value = arrays["value"]
+                self.definitions[facts["define"]] = facts["name"], value.shape, value.dtype.name
+        self._base_bytes = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._sync_s = sync_s
+        self._thread = threading.Thread(target=self._sync_often, name="tpudist log", daemon=True)
+        self._thread.start()
+
+    def read(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[Change]]]:
+        """The records: what was said of each, its arrays, and the changes in it."""
+        path = self._path(self._number)
+        revoked = {facts.get("revoke") for facts, _ in read_records(path)}
+        for place, (facts, arrays) in enumerate(read_records(path)):
+            if place in revoked or "revoke" in facts:
+                continue
+            packed = facts.get("changes")
+            unpacked = [] if packed is None else changes_of_closures.unpack(packed, arrays)
+            yield facts, arrays, unpacked
+
+    def define(self, number: int, name: str, value: np.ndarray) -> None:
+        """Logs a new variable."""
+        self._append({"define": number, "name": name}, {"value": value})
+
+    def append(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> int:
+        """Logs changes; when it returns they outlive the process. Which record it is."""
+        packed, arrays = changes_of_closures.pack(changes)
+        return self._append({**facts, "changes": packed}, arrays)
+
+    def revoke(self, place: int) -> None:
+        """Has a record be as if it were not there: its changes could not be applied."""
+        self._append({"revoke": place}, {})
+
+    def is_long(self) -> bool:
+        """Whether it is time to begin anew."""
+        return self._num_bytes > max(MIN_BYTES, 3 * self._base_bytes)
+
+    def begin_anew(self, records: Sequence[Record]) -> None:
+        """Goes on in a new file that begins with `records`."""
+        path = self._path(self._number + 1)
+        unfinished = path.with_suffix(".unfinished")
+        file = RecordFile(unfinished)
+        size = sum(file.append(facts, arrays) for facts, arrays in records)
+        file.close()
+        os.rename(unfinished, path)
+        self._sync_folder()
+        with self._lock:
+            self._file.close()
+            self._path(self._number).unlink()
+            self._number += 1
+            self._file = RecordFile(path)
+        self._num_bytes = self._base_bytes = size
+        self._num_records = len(records)
+
+    def close(self) -> None:
+        """Syncs and ends it."""
+        self._ended.set()
+        self._thread.join()
+        with self._lock:
+            self._file.close()
+
+    def _append(self, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
+        with self._lock:
+            self._num_bytes += self._file.append(facts, arrays)
+            self._num_records += 1
+            return self._num_records - 1
+
+    def _sync_often(self) -> None:
+        while not self._ended.wait(self._sync_s):
+            with self._lock:
+                self._file.sync()
+
+    def _sync_folder(self) -> None:
+        handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"log-{number:06d}.records"

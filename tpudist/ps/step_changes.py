@@ -1,0 +1,149 @@
+"""What a replica function in a closure changes of what servers hold: results of its step.
+
+A compiled step cannot send anything. What it would assign leaves it as results beside its own, and
+the closure does with them what the function has said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpudist.options import RunOptions
+from tpudist.values.per_replica import PerReplica
+
+if TYPE_CHECKING:
+    from tpudist.ps.server_variable import ServerVariable
+
+MAX_COPIES = 8
+"""How many functions of one definition are told apart by what they capture."""
+
+_noted: contextvars.ContextVar[list[tuple[_Note, Any]] | None] = contextvars.ContextVar(
+    "tpudist.step_changes", default=None
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Note:
+    """What is to be done with arrays that a step gives."""
+
+    variable: ServerVariable
+    what: Any
+
+    def apply(self, arrays: Sequence[Any]) -> None:
+        if any(isinstance(x, PerReplica) for x in arrays):
+            raise ValueError(
+                f"What replicas assign to variable '{self.variable.name}' differs between them, "
+                f"and the variable has one value. Reduce it, with "
+                f"get_replica_context().all_reduce(op, value), or make the variable with an "
+                f"aggregation."
+            )
+        if isinstance(self.what, str):
+            self.variable.apply_noted(self.what, arrays)
+        else:
+            _, optimizer, tx, variables = self.what
+            self.variable.send_gradients(optimizer, tx, variables, arrays)
+
+
+def note(variable: ServerVariable, what: Any, arrays: Sequence[Any]) -> None:
+    """Notes a change in the trace of a replica function.
+
+    Raises:
+        RuntimeError: It is no function that a closure runs.
+    """
+    noted = _noted.get()
+    if noted is None:
+        raise RuntimeError(
+            f"Variable '{variable.name}' is on a parameter server, and was changed in a function "
+            f"that no closure runs. Schedule the function: coordinator.schedule(fn)."
+        )
+    noted.append((_Note(variable, what), tuple(arrays)))
+
+
+class StepChanges:
+    """Runs replica functions of closures, on one worker."""
+
+    def __init__(self):
+        """No function yet."""
+        self._by_code: dict[Any, list[tuple[Any, Any]]] = {}
+        self._others: dict[int, tuple[Any, Any]] = {}
+
+    def run(
+        self,
+        strategy: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        options: RunOptions | None,
+    ) -> Any:
+        """`strategy.run`, and what `fn` changes of what servers hold."""
+        result, noted = strategy.run(self._wrap(fn), args, kwargs, options)
+        for what, arrays in noted:
+            what.apply(arrays)
+        return result
+
+    def _wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that gives its changes beside its result.
+
+        One for all functions of a definition that capture the same objects: what is defined in a
+        closure is another function in each, and would be compiled for each.
+        """
+        code = getattr(fn, "__code__", None)
+        if code is None:
+            return self._others.setdefault(id(fn), (fn, _wrap(fn)))[1]
+        copies = self._by_code.setdefault(code, [])
+        for other, wrapped in copies:
+            if other is fn or _captures_equal(fn, other):
+                return wrapped
+        copies.append((fn, _wrap(fn)))
+        del copies[:-MAX_COPIES]
+        return copies[-1][1]
+
+
+def _wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn, updated=())
+    def with_changes(*args: Any, **kwargs: Any) -> Any:
+        with _collect() as noted:
+            result = fn(*args, **kwargs)
+        return result, list(noted)
+
+    return with_changes
+
+
+@contextlib.contextmanager
+def _collect() -> Iterator[list[tuple[_Note, Any]]]:
+    noted: list[tuple[_Note, Any]] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def _captures_equal(one: Any, other: Any) -> bool:
+    """Whether two functions of one definition are the same in all that they can see."""
+    if getattr(one, "__self__", None) is not getattr(other, "__self__", None):
+        return False
+    if one.__globals__ is not other.__globals__ or one.__kwdefaults__ != other.__kwdefaults__:
+        return False
+    if not _are_same(one.__defaults__ or (), other.__defaults__ or ()):
+        return False
+    try:
+        contents = [[x.cell_contents for x in f.__closure__ or ()] for f in (one, other)]
+    except ValueError:  # a name that is bound later
+        return False
+    return _are_same(*contents)
+
+
+def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(ones) == len(others) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
+_PLAIN = (bool, int, float, str, bytes)

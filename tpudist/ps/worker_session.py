@@ -1,0 +1,38 @@
+"""WorkerSession: what one worker keeps for a strategy of servers, from closure to closure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.engine.engine import Actor, Engine
+from tpudist.ps.closure_state import ClosureState, ServerCopies
+from tpudist.ps.step_changes import StepChanges
+
+
+class WorkerSession:
+    """What one worker keeps.
+
+    Attributes:
+        strategy: The strategy of this worker, which `run` of the one of servers leads to.
+        steps: The replica functions that it has run.
+    """
+
+    def __init__(self, engine: Engine, strategy: Any, device: jax.Device | None):
+        """Nothing read yet.
+
+        Args:
+            engine: Where the servers live.
+            strategy: See the class.
+            device: Where the worker computes.
+        """
+        self.strategy, self.steps = strategy, StepChanges()
+        self._copies = ServerCopies(engine, device)
+
+    def begin(
+        self, number: int, low: int, servers: Sequence[Actor], function: Callable[..., Any]
+    ) -> ClosureState:
+        """What a closure sees and does; see `ClosureState`."""
+        return ClosureState(self._copies, number, low, servers, function)

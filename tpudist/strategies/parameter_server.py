@@ -1,0 +1,349 @@
+"""ParameterServerStrategy: variables on servers, which workers read and change without waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tpudist import context
+from tpudist.cluster_resolver import ClusterResolver
+from tpudist.context.closure_place import current_place
+from tpudist.engine.engine import Engine
+from tpudist.engine.thread_engine import ThreadEngine
+from tpudist.options import InputOptions, RunOptions
+from tpudist.ps.servers import Servers
+from tpudist.ps.sharded_variable import UnplacedVariable
+from tpudist.ps.worker_session import WorkerSession
+from tpudist.strategy.strategy import Strategy
+from tpudist.xla.devices import as_devices
+from tpudist.xla.mesh import make_mesh
+
+PyTree = Any
+
+
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training: servers hold the variables, and workers run closures on their own.
+
+    Variables that are made in the scope go to the servers in turn, or in parts to several if a
+    partitioner says so. Functions run on workers, by `tpudist.coordinator.ClusterCoordinator`: what
+    they read comes from the servers, what they change goes there when they have ended, and has
+    effect once, whatever dies meanwhile. `strategy.run` in such a function runs on the devices of
+    its worker, by a synchronous strategy.
+
+    As `tf.distribute.ParameterServerStrategy`. There a closure may have effect twice or by half,
+    and the death of a server ends the run.
+    """
+
+    variables_have_components = False
+    variable_class = UnplacedVariable
+    # Of the one that stands for it on workers in other processes.
+    num_workers = 0
+    _worker_strategy: Callable[[int], Strategy] | None = None
+    _cluster_resolver: ClusterResolver | None = None
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        num_workers: int | None = None,
+        num_servers: int | None = None,
+        engine: Engine | str | None = None,
+        log: str | os.PathLike | None = None,
+        worker_strategy: Callable[[int], Strategy] | None = None,
+    ):
+        """Starts the servers.
+
+        Args:
+            cluster_resolver: How many workers and servers there are: as many as the jobs `worker`
+                and `ps` of its cluster have tasks.
+            variable_partitioner: Into how many parts a variable is cut, such as
+                `tpudist.experimental.partitioners.MinSizePartitioner`. By default into one.
+            num_workers: How many workers, where there is no cluster resolver.
+            num_servers: How many servers, where there is no cluster resolver; by default 1.
+            engine: Where workers and servers run: `threads` of this process, which is the default;
+                or an engine.
+            log: A folder for what servers hold and how it changes, which outlives them: a server
+                that has died goes on where it was, and so does a program that is started again with
+                the same folder. By default nothing is kept, and the death of a server ends the run
+                with `UnavailableError`, as in TensorFlow.
+            worker_strategy: Gives the synchronous strategy of a worker, by its number. By default
+                each worker has one device: of those of this process, in turn.
+
+        Raises:
+            TypeError: An argument of another type.
+            ValueError: No worker, or no server; or the cluster has other hosts.
+        """
+        workers, servers = _count(cluster_resolver, num_workers, num_servers, engine)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise TypeError(
+                f"ParameterServerStrategy was given variable_partitioner="
+                f"{variable_partitioner!r} of type {type(variable_partitioner).__name__}. It must "
+                f"be a function of a shape and a dtype, such as "
+                f"tpudist.experimental.partitioners.FixedShardsPartitioner(2)."
+            )
+        self._cluster_resolver, self.variable_partitioner = cluster_resolver, variable_partitioner
+        self.engine = _make_engine(engine)
+        self.num_workers, self._worker_strategy = workers, worker_strategy
+        self._become_member(uuid.uuid4().hex)
+        self.engine.start()
+        self.servers = Servers(self.engine, servers, log)
+
+    def _become_member(self, key: str) -> None:
+        self._key = key
+        self.variables_by_number: dict[Any, Any] = {}
+        super().__init__(make_mesh(as_devices(["cpu:0"], local=True)))
+        _members[key] = self
+
+    def __reduce__(self) -> tuple:
+        """For workers in other processes, which have one of their own that stands for it."""
+        return find_member, (self._key,)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that said how many workers and servers there are, if there is one."""
+        return self._cluster_resolver
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of one worker: workers do not wait for each other."""
+        place = current_place()
+        if place is not None and place.session is not None:
+            return place.session.strategy.num_replicas_in_sync
+        if self._worker_strategy is None:
+            return 1
+        return self._worker_strategy(0).num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        servers = "" if self.servers is None else f", {len(self.servers)} server(s)"
+        return f"{type(self).__name__}({self.num_workers} worker(s){servers})"
+
+    def shutdown(self) -> None:
+        """Ends servers and workers; nothing is left of them but the log."""
+        if self.servers is not None:
+            self.servers.close()
+        self.engine.shutdown()
+
+    # On workers.
+
+    def make_session_factory(self) -> Callable[[int], WorkerSession]:
+        """What makes, where a worker runs, what it keeps; may be sent there."""
+        return SessionFactory(self.engine, self._worker_strategy)
+
+    def _session(self, what: str) -> WorkerSession:
+        place = current_place()
+        if place is None or place.session is None:
+            raise RuntimeError(
+                f"{what} of {self!r} was called where no closure runs. Workers run functions that "
+                f"were scheduled: coordinator = tpudist.coordinator.ClusterCoordinator(strategy); "
+                f"coordinator.schedule(fn)."
+            )
+        return place.session
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PyTree:
+        """In a scheduled function: calls `fn` on every replica of its worker; see `Strategy.run`.
+
+        Raises:
+            RuntimeError: Called elsewhere.
+        """
+        session = self._session("run")
+        if context.current().frame is not None:
+            return session.strategy.run(fn, args, kwargs, options)
+        return session.steps.run(session.strategy, fn, args, kwargs, options)
+
+    def reduce(self, reduce_op: Any, value: PyTree, axis: Any) -> PyTree:
+        """In a scheduled function: combines over the replicas of its worker."""
+        return self._session("reduce").strategy.reduce(reduce_op, value, axis)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """In a scheduled function: puts together what the replicas of its worker have."""
+        return self._session("gather").strategy.gather(value, axis)
+
+    def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
+        """In a scheduled function: what each replica of its worker has."""
+        return self._session("experimental_local_results").strategy.experimental_local_results(
+            value
+        )
+
+    # Data.
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """A dataset for `ClusterCoordinator.create_per_worker_dataset`: each worker reads all of it.
+
+        In the function that is given to that, the dataset of the worker's own strategy.
+        """
+        return self._dataset("experimental_distribute_dataset", dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[..., Any], options: InputOptions | None = None
+    ) -> Any:
+        """A dataset for `ClusterCoordinator.create_per_worker_dataset`; see there."""
+        return self._dataset("distribute_datasets_from_function", dataset_fn, options)
+
+    def _dataset(self, method: str, source: Any, options: InputOptions | None) -> Any:
+        place = current_place()
+        if place is not None and place.session is not None:
+            return getattr(place.session.strategy, method)(source, options)
+        return DatasetOfWorkers(method, source, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionFactory:
+    """Makes what a worker keeps; see `ParameterServerStrategy`.
+
+    Attributes:
+        engine: Where the servers live.
+        worker_strategy: Gives the strategy of a worker, or None.
+    """
+
+    engine: Engine
+    worker_strategy: Callable[[int], Strategy] | None
+
+    def __call__(self, index: int) -> WorkerSession:
+        """What worker `index` keeps."""
+        if self.worker_strategy is not None:
+            strategy = self.worker_strategy(index)
+            return WorkerSession(self.engine, strategy, strategy.mesh.devices.flat[0])
+        devices = jax.local_devices()
+        device = devices[index % len(devices)]
+        return WorkerSession(self.engine, WorkerStrategy(device), device)
+
+
+class WorkerStrategy(Strategy):
+    """The strategy of a worker that has one device."""
+
+    variables_have_components = False
+    has_one_device = True
+
+    def __init__(self, device: jax.Device):
+        """On `device`."""
+        super().__init__(make_mesh([device]))
+
+
+class DatasetOfWorkers:
+    """A dataset that each worker is to make by its own strategy."""
+
+    def __init__(self, method: str, source: Any, options: InputOptions | None):
+        """By a method of the strategy, of what it was given."""
+        self._method, self._source, self._options = method, source, options
+
+    def __call__(self) -> Any:
+        """The dataset, on a worker."""
+        place = current_place()
+        assert place is not None, "create_per_worker_dataset calls it on workers"
+        return getattr(place.session.strategy, self._method)(self._source, self._options)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError(
+            "A dataset of a ParameterServerStrategy was iterated over outside of its workers. Give "
+            "it to coordinator.create_per_worker_dataset(dataset), and the iterator of that to the "
+            "functions that are scheduled."
+        )
+
+
+_members: weakref.WeakValueDictionary[str, ParameterServerStrategy] = weakref.WeakValueDictionary()
+
+
+def find_member(key: str) -> ParameterServerStrategy:
+    """The strategy of this process that a key names."""
+    found = _members.get(key)
+    if found is None:
+        found = object.__new__(ParameterServerStrategy)
+        found._become_member(key)
+        _kept.append(found)
+    return found
+
+
+_kept: list[ParameterServerStrategy] = []  # in processes of workers, as long as they live
+
+
+def _make_engine(engine: Engine | str | None) -> Engine:
+    if engine is None or engine == "threads":
+        return ThreadEngine()
+    if isinstance(engine, str):
+        raise ValueError(
+            f"ParameterServerStrategy was given engine={engine!r}. It must be 'threads', or an "
+            f"engine."
+        )
+    return engine
+
+
+def _count(
+    resolver: ClusterResolver | None,
+    num_workers: int | None,
+    num_servers: int | None,
+    engine: Engine | str | None,
+) -> tuple[int, int]:
+    """How many workers and servers there are.
+
+    Raises:
+        TypeError: The resolver is none.
+        ValueError: There are none of one kind; or the cluster has other hosts.
+    """
+    if resolver is None:
+        workers, servers = num_workers or 0, 1 if num_servers is None else num_servers
+        if workers < 1 or servers < 1:
+            raise ValueError(
+                f"ParameterServerStrategy was given no cluster_resolver, num_workers={num_workers} "
+                f"and num_servers={num_servers}. Give a resolver whose cluster has the jobs "
+                f"'worker' and 'ps', or the numbers of both, from 1."
+            )
+        return workers, servers
+    if not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            f"cluster_resolver must be a tpudist.cluster_resolver.ClusterResolver, got "
+            f"{type(resolver).__name__}."
+        )
+    if num_workers is not None or num_servers is not None:
+        raise ValueError(
+            "ParameterServerStrategy was given a cluster_resolver and a number of workers or "
+            "servers, which is what the resolver says. Give one of them."
+        )
+    spec = resolver.cluster_spec()
+    if not spec:
+        raise ValueError("Cluster spec must be non-empty in tpudist.ParameterServerStrategy.")
+    for job in ("worker", "ps"):
+        if job not in spec.jobs or spec.num_tasks(job) < 1:
+            raise ValueError(
+                f"The cluster has the jobs {spec.jobs}, and no task of '{job}'. "
+                f"ParameterServerStrategy needs at least one worker and one server: the jobs "
+                f"'worker' and 'ps'."
+            )
+    if resolver.task_type in ("worker", "ps"):
+        raise ValueError(
+            f"ParameterServerStrategy was made by {resolver.task_type} {resolver.task_id} of the "
+            f"cluster. The program that schedules is that of the chief; this task runs "
+            f"tpudist.Server(cluster, job_name, task_index).join()."
+        )
+    if engine is None:
+        _refuse_other_hosts(spec, ("worker", "ps"))
+    return spec.num_tasks("worker"), spec.num_tasks("ps")
+
+
+def _refuse_other_hosts(spec: Any, jobs: Iterable[str]) -> None:
+    here = {"localhost", "127.0.0.1", "::1", "", socket.gethostname()}
+    for job in jobs:
+        for index in spec.task_indices(job):
+            address = spec.task_address(job, index)
+            host = address.rsplit(":", 1)[0].strip("[]")
+            if host not in here:
+                raise ValueError(
+                    f"The cluster has {job} {index} at {address}, which is another host, and the "
+                    f"threads of this process would be all that runs. Give an engine that runs "
+                    f"there; or engine='threads', to have all of it here."
+                )
