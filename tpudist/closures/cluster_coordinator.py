@@ -9,23 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from tpudist.closures.closure import Closure
 from tpudist.closures.closure_queue import ClosureQueue
 from tpudist.closures.dispatcher import Dispatcher
 from tpudist.closures.finished_file import FinishedFile
-from tpudist.closures.remote_value import PerWorkerValue, RemoteValue, fetch_all
+from tpudist.closures.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
 from tpudist.closures.worker import Completion, Kept, Surroundings, Worker
 from tpudist.closures.worker_iterator import WorkerIterator
 from tpudist.engine.engine import ActorDied
-from tpudist.values.array_like import ReadsAsArray
 
 PyTree = Any
 QUEUE_SIZE_PER_WORKER = 256
 """How many closures may wait, for each worker; the factor of TensorFlow's is 1024 larger."""
 
-_coordinators: weakref.WeakKeyDictionary[Any, ClusterCoordinator] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
@@ -51,9 +48,10 @@ class ClusterCoordinator:
                 f"tpudist.ParameterServerStrategy; other strategies run all replicas in step."
             )
         with _making:
-            found = _coordinators.get(strategy)
+            found = None if strategy.coordinator is None else strategy.coordinator()
             if found is None:
-                found = _coordinators[strategy] = super().__new__(cls)
+                found = super().__new__(cls)
+                strategy.coordinator = weakref.ref(found)
             return found
 
     def __init__(
@@ -145,13 +143,13 @@ class ClusterCoordinator:
                 f"schedule was given {fn!r} of type {type(fn).__name__}. Give a function, and its "
                 f"arguments apart: schedule(fn, args=(...))."
             )
-        given = tuple(args or ()), dict(kwargs or {})
-        args, kwargs = jax.tree.map(_take_argument, given, is_leaf=_is_argument)
+        positional = map_nest(_take_argument, tuple(args or ()))
+        named = map_nest(_take_argument, dict(kwargs or {}))
         with self._queue.changed:
             number = self._next_number
             self._next_number += 1
         output = RemoteValue(self._queue.changed)
-        closure = Closure(number, fn, args, kwargs, output)
+        closure = Closure(number, fn, positional, named, output)
         try:
             self._queue.put(closure)
         except BaseException:
@@ -358,10 +356,6 @@ def _make_worker(index: int, make_session: Callable[[int], Any]) -> Worker:
 def _end(dispatcher: Dispatcher, finished: FinishedFile) -> None:
     dispatcher.close()
     finished.close()
-
-
-def _is_argument(x: Any) -> bool:
-    return isinstance(x, PerWorkerValue | RemoteValue | ReadsAsArray | np.ndarray)
 
 
 def _take_argument(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,17 @@ class PerWorkerValue:
                     f"a RemoteValue of each worker, as create_per_worker_dataset makes them."
                 )
         self._values = tuple(values)
+
+
+def map_nest(fn: Callable[[Any], Any], nest: Any) -> Any:
+    """A nest of lists, tuples and dicts with `fn(x)` for what is in it; other objects are whole."""
+    if isinstance(nest, dict):
+        return {key: map_nest(fn, x) for key, x in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(map_nest(fn, x) for x in nest))
+    if isinstance(nest, tuple | list):
+        return type(nest)(map_nest(fn, x) for x in nest)
+    return fn(nest)
 
 
 def fetch_all(nest: Any) -> Any:

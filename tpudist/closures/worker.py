@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tpudist.closures.remote_value import map_nest
 from tpudist.closures.worker_iterator import WorkerIterator
 from tpudist.context.closure_place import ClosurePlace, current_place, enter_closure
 from tpudist.engine.engine import Actor, ActorDied
@@ -111,7 +112,7 @@ class Worker:
                 used[x.key] = found
             return found
 
-        args, kwargs = jax.tree.map(resolve, (tuple(args), dict(kwargs)), is_leaf=_is_kept)
+        args, kwargs = map_nest(resolve, (tuple(args), dict(kwargs)))
         failed = True
         try:
             value, staleness = self._call(number, surroundings, fn, args, kwargs)
@@ -151,10 +152,6 @@ class Worker:
 @dataclasses.dataclass(frozen=True)
 class _Failure:
     error: Exception
-
-
-def _is_kept(x: Any) -> bool:
-    return isinstance(x, Kept)
 
 
 def experimental_get_current_worker_index() -> int:

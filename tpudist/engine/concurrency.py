@@ -89,7 +89,8 @@ class _SystemThread:
         return self._thread.name
 
     def join(self, timeout_s: float | None = None) -> bool:
-        self._thread.join(timeout_s)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 

@@ -100,7 +100,7 @@ class Engine(Protocol):
         """
         ...
 
-    def result(self, future: Future, timeout_s: float | None = None) -> Any:
+    def result(self, future: Any, timeout_s: float | None = None) -> Any:
         """What a call has given; as often as it is asked for.
 
         Raises:

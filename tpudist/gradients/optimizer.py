@@ -101,7 +101,9 @@ class Optimizer(nnx.Optimizer):
         self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
         self.has_model = model is not None
         self.slots = _Slots()
-        self.number_on_servers = None if self.has_model else context.get_strategy()._number_optimizer(tx)
+        self.number_on_servers = (
+            None if self.has_model else context.get_strategy()._number_optimizer(tx)
+        )
 
     def update(self, model: Any, grads: PyTree, /, **kwargs: Any) -> PyTree:
         """Reduces `grads` over the replicas and applies them to `model`.

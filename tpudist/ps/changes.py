@@ -90,7 +90,7 @@ def pack(changes: Sequence[Change]) -> tuple[list[Any], dict[str, np.ndarray]]:
         return name
 
     for change in changes:
-        fact = {"kind": type(change).__name__}
+        fact: dict[str, Any] = {"kind": type(change).__name__}
         for field in dataclasses.fields(change):
             value = getattr(change, field.name)
             if field.name in ("values", "indices", "value"):

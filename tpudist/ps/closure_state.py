@@ -97,8 +97,8 @@ class ClosureState:
         home = variable.home
         if home.number in self._by_optimizer:
             raise RuntimeError(
-                f"Variable '{variable.name}' was read after an optimizer has updated it in the same "
-                f"closure. Servers apply what a closure changes when it has ended, so what it "
+                f"Variable '{variable.name}' was read after an optimizer has updated it in the "
+                f"same closure. Servers apply what a closure changes when it has ended, so what it "
                 f"becomes is not known here. Read it before, or in another closure."
             )
         if home.number not in self._values:
@@ -119,8 +119,8 @@ class ClosureState:
         home = variable.home
         if home.number in self._by_optimizer or self._pending.get(home.number):
             raise RuntimeError(
-                f"Rows of variable '{variable.name}' were read after the same closure has changed it. "
-                f"Servers apply what a closure changes when it has ended: read the rows before."
+                f"Rows of variable '{variable.name}' were read after the same closure has changed "
+                f"it. Servers apply what a closure changes when it has ended: read the rows before."
             )
         call = self._engine.call(self._servers[home.server], "pull_rows", home.number, indices)
         return self._engine.result(call)

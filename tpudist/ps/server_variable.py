@@ -268,7 +268,7 @@ class ServerVariable(Variable):
         """Takes a value from a checkpoint."""
         self._change(Assignment(self.home.number, "assign", value), read_value=False)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> Any:
         """For workers in other processes: what is needed to read and change it."""
         kept = {k: v for k, v in vars(self).items() if k not in ("strategy", "_components")}
         return find_variable, (self.strategy, self.key, {**kept, "kind": type(self)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tpudist.ps.record_file import RecordFile, read_records
 
 MIN_BYTES = 64 << 20
 """Below this many bytes a log does not begin anew."""
+
+_open_logs: weakref.WeakValueDictionary[Path, ShardLog] = weakref.WeakValueDictionary()
 
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 
@@ -41,6 +44,11 @@ class ShardLog:
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
+        self._lock = threading.Lock()
+        # A thread cannot be killed: one in whose place this is must not write any more.
+        earlier, _open_logs[folder.resolve()] = _open_logs.get(folder.resolve()), self
+        if earlier is not None:
+            earlier.close()
         numbers = sorted(int(x.stem.split("-")[1]) for x in folder.glob("log-*.records"))
         self._number = numbers[-1] if numbers else 0
         for number in numbers[:-1]:  # a crash came between the new one and this
@@ -59,7 +67,6 @@ class ShardLog:
                 value = arrays["value"]
                 self.definitions[facts["define"]] = facts["name"], value.shape, value.dtype.name
         self._base_bytes = 0
-        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._sync_s = sync_s
         self._thread = threading.Thread(target=self._sync_often, name="tpudist log", daemon=True)

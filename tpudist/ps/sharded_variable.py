@@ -66,7 +66,7 @@ class ShardedVariable(ServerVariable):
         """By what it is known in all processes."""
         return "whole", self.home.number
 
-    def __iter__(self) -> Iterator[ServerVariable]:
+    def __iter__(self) -> Iterator[Any]:
         """The parts, as `tf.distribute.experimental.ShardedVariable` gives them."""
         return iter(self.variables)
 
@@ -170,12 +170,13 @@ class UnplacedVariable(ServerVariable):
         if colocation.neighbor() is None:
             count = num_parts(partitioner, self.shape, self.dtype, self.name)
         # Its user has this very object, so it is the object that changes its class.
+        itself: Any = self
         if count == 1:
-            self.__class__ = ServerVariable
-            self.start_with(value)
+            itself.__class__ = ServerVariable
+            itself.start_with(value)
         else:
-            self.__class__ = ShardedVariable
-            ShardedVariable.start_in_parts(self, value, count)  # type: ignore[arg-type]
+            itself.__class__ = ShardedVariable
+            itself.start_in_parts(value, count)
 
 
 def embedding_lookup(params: Any, ids: Any) -> jax.Array:

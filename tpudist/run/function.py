@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from tpudist import context, step_boundaries
+from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
-from tpudist.context.closure_place import current_place
 from tpudist.run import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
 from tpudist.run.eager import eager_mode
@@ -144,7 +144,7 @@ class Function:
             return self._function(*args, **kwargs)
         place = current_place()
         if place is not None and place.session is not None:
-            # A closure: what strategy.run is given in it is compiled, and servers are asked between.
+            # In a closure, what strategy.run is given is compiled, and servers are asked between.
             return self._function(*args, **kwargs)
         if eager_mode.is_eager():
             with step_boundaries.one_step():

@@ -68,9 +68,9 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """A new variable; in a replica function, the one that its first trace made here."""
         frame = context.current().frame
-        make = super().__new__
+        make: Any = super().__new__
         if frame is None:
-            wanted = context.get_strategy().variable_class
+            wanted: Any = context.get_strategy().variable_class
             return make(wanted if cls is Variable and wanted is not None else cls)
         return cast(Self, frame.create_variable(lambda: make(cls)))
 

@@ -43,6 +43,7 @@ class ParameterServerStrategy(Strategy):
 
     variables_have_components = False
     variable_class = UnplacedVariable
+    coordinator: weakref.ref | None = None  # of which there is one at most
     # Of the one that stands for it on workers in other processes.
     num_workers = 0
     _worker_strategy: Callable[[int], Strategy] | None = None
@@ -95,6 +96,7 @@ class ParameterServerStrategy(Strategy):
         self._become_member(uuid.uuid4().hex)
         self.engine.start()
         self.servers = Servers(self.engine, servers, log)
+        self._ending = weakref.finalize(self, _end, self.servers, self.engine)
 
     def _become_member(self, key: str) -> None:
         self._key = key
@@ -128,8 +130,7 @@ class ParameterServerStrategy(Strategy):
     def shutdown(self) -> None:
         """Ends servers and workers; nothing is left of them but the log."""
         if self.servers is not None:
-            self.servers.close()
-        self.engine.shutdown()
+            self._ending()
 
     # On workers.
 
@@ -183,7 +184,7 @@ class ParameterServerStrategy(Strategy):
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> Any:
-        """A dataset for `ClusterCoordinator.create_per_worker_dataset`: each worker reads all of it.
+        """A dataset for `ClusterCoordinator.create_per_worker_dataset`: each worker reads all.
 
         In the function that is given to that, the dataset of the worker's own strategy.
         """
@@ -254,6 +255,11 @@ class DatasetOfWorkers:
             "it to coordinator.create_per_worker_dataset(dataset), and the iterator of that to the "
             "functions that are scheduled."
         )
+
+
+def _end(servers: Servers, engine: Engine) -> None:
+    servers.close()
+    engine.shutdown()
 
 
 _members: weakref.WeakValueDictionary[str, ParameterServerStrategy] = weakref.WeakValueDictionary()

@@ -1,0 +1,216 @@
+"""A server's variables: what it gives, what changes them, and what its log says afterwards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpudist.ps import shard_log
+from tpudist.ps.changes import Assignment, Gradients, RowChange, pack, unpack
+from tpudist.ps.server_optimizer import ServerOptimizer
+from tpudist.ps.shard import Definition, Shard
+
+
+def make_shard(folder=None, incarnation=0, tx=None, size=4):
+    shard = Shard(0, incarnation, folder)
+    shard.define_optimizers({} if tx is None else {0: tx})
+    shard.define(
+        [
+            Definition(0, "a", np.arange(size, dtype=np.float32)),
+            Definition(3, "table", np.ones((5, 2), np.float32)),
+        ]
+    )
+    return shard
+
+
+def value(shard, number):
+    return shard.pull({number: -1}).arrays[number][1]
+
+
+def test_what_has_not_changed_is_not_given_again():
+    shard = make_shard()
+    found = shard.pull({0: -1, 3: -1}).arrays
+    known = {number: version for number, (version, _) in found.items()}
+    assert shard.pull(known).arrays == {}
+    shard.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))])
+    assert list(shard.pull(known).arrays) == [0]
+
+
+def test_what_was_given_is_not_overwritten():
+    shard = make_shard(tx=optax.adam(0.1))
+    before, table = value(shard, 0), value(shard, 3)
+    shard.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))])
+    indices = np.array([1])
+    shard.push(1, 0, [RowChange(3, "add", indices, np.ones((1, 2), np.float32))])
+    gradients = np.ones(4, np.float32), np.ones((1, 2), np.float32)
+    shard.push(2, 0, [Gradients(0, (0, 3), gradients, (None, indices))])
+    np.testing.assert_array_equal(before, np.arange(4))
+    np.testing.assert_array_equal(table, np.ones((5, 2)))
+    assert not np.array_equal(value(shard, 3), table)
+
+
+def test_a_closure_has_effect_once():
+    shard = make_shard()
+    change = [Assignment(0, "add", np.ones(4, np.float32))]
+    assert shard.push(5, 0, change) == 0
+    assert shard.push(5, 0, change) == -1
+    assert shard.push(4, 0, change) == 1
+    assert shard.push(3, 6, change) == 2
+    assert shard.push(2, 6, change) == -1  # all below 6 have finished
+    np.testing.assert_array_equal(value(shard, 0), np.arange(4) + 3)
+    assert shard.report()["repeated"] == 2
+    shard.push_direct(0, change)
+    shard.push_direct(0, change)
+    np.testing.assert_array_equal(value(shard, 0), np.arange(4) + 4)
+
+
+def test_changes_of_one_closure_come_in_their_order():
+    shard = make_shard()
+    ones = np.ones(4, np.float32)
+    changes = [Assignment(0, "assign", ones * 3), Assignment(0, "sub", ones)]
+    changes += [RowChange(0, "mul", np.array([0]), np.array([5.0], np.float32))]
+    shard.push(0, 0, changes)
+    np.testing.assert_array_equal(value(shard, 0), [10, 2, 2, 2])
+
+
+def test_changes_survive_packing():
+    changes = [
+        Assignment(0, "add", np.ones(3, np.float32)),
+        RowChange(1, "max", np.array([2]), np.ones((1, 2), jnp.bfloat16)),
+        Gradients(0, (0, 1), (np.ones(3), np.ones((1, 2))), (None, np.array([4]))),
+    ]
+    for one, other in zip(changes, unpack(*pack(changes)), strict=True):
+        assert type(one) is type(other)
+        for name, x in vars(one).items():
+            jax.tree.map(np.testing.assert_array_equal, x, getattr(other, name))
+
+
+def test_a_change_that_does_not_fit_changes_nothing(tmp_path):
+    shard = make_shard(tmp_path)
+    changes = [Assignment(0, "add", np.ones(4, np.float32)), Assignment(0, "add", np.ones(3))]
+    with pytest.raises(TypeError):
+        shard.push(0, 0, changes)
+    assert shard.push(0, 0, changes[:1]) == 0
+    shard.close()
+    again = make_shard(tmp_path, 1)
+    np.testing.assert_array_equal(value(again, 0), np.arange(4) + 1)
+    again.close()
+
+
+TRANSFORMATIONS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adagrad": optax.adagrad(0.1),
+    "adam": optax.adam(optax.linear_schedule(0.1, 0.01, 5)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_dense_gradients_are_those_of_optax_in_one_place(name):
+    tx = TRANSFORMATIONS[name]
+    shard = make_shard(tx=tx)
+    parameters = {"0": jnp.arange(4.0), "3": jnp.ones((5, 2))}
+    state = tx.init(parameters)
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        gradients = {n: rng.normal(size=x.shape).astype(np.float32) for n, x in parameters.items()}
+        shard.push(i, 0, [Gradients(0, (0, 3), tuple(gradients.values()), (None, None))])
+        updates, state = tx.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+    np.testing.assert_allclose(value(shard, 0), parameters["0"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value(shard, 3), parameters["3"], rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=4), st.booleans())
+def test_rows_that_have_no_gradient_stay_as_they_are(batches, viewed):
+    """Each row is updated as if it were alone, when it has a gradient; duplicates add up."""
+    tx = TRANSFORMATIONS["adagrad"]
+    optimizer = ServerOptimizer(tx)
+    rng = np.random.default_rng(len(batches))
+    table = jnp.asarray(rng.normal(size=(7, 3)).astype(np.float32))
+    rows = [table[i] for i in range(7)]
+    states = [tx.init(row) for row in rows]
+    for indices in batches:
+        values = rng.normal(size=(len(indices), 3)).astype(np.float32)
+        change = Gradients(0, (0,), (values,), (np.array(indices, np.int64),))
+        (table,) = optimizer.apply(change, [table], {0} if viewed else (), in_place=True)
+        for i in set(indices):
+            gradient = sum(values[j] for j, index in enumerate(indices) if index == i)
+            updates, states[i] = tx.update(jnp.asarray(gradient), states[i], rows[i])
+            rows[i] = optax.apply_updates(rows[i], updates)
+    np.testing.assert_allclose(table, jnp.stack(rows), rtol=2e-5, atol=1e-6)
+
+
+def run_closures(shard, first, last):
+    for i in range(first, last):
+        rng = np.random.default_rng(i)
+        gradients = (
+            rng.normal(size=4).astype(np.float32),
+            rng.normal(size=(2, 2)).astype(np.float32),
+        )
+        indices = rng.integers(0, 5, 2)
+        changes = [
+            Gradients(0, (0, 3), gradients, (None, indices)),
+            RowChange(3, "add", indices, gradients[1]),
+        ]
+        shard.push(i, max(first, i - 2), changes)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_server_goes_on_where_its_log_ends(tmp_path, monkeypatch, long):
+    if long:  # the log begins anew with a base, several times
+        monkeypatch.setattr(shard_log, "MIN_BYTES", 2000)
+    tx = TRANSFORMATIONS["adam"]
+    alone = make_shard(tx=tx)
+    run_closures(alone, 0, 30)
+    shard = make_shard(tmp_path, tx=tx)
+    run_closures(shard, 0, 11)
+    shard.push_direct(0, [Assignment(0, "add", np.zeros(4, np.float32))])
+    for incarnation, first, last in ((1, 11, 12), (2, 12, 30)):
+        del shard  # as it is: nothing is closed
+        shard = make_shard(tmp_path, incarnation, tx)
+        assert shard.pull({0: -1}).num_changed == first
+        run_closures(shard, 0, first)  # which were applied
+        run_closures(shard, first, last)
+    for number in (0, 3):
+        np.testing.assert_array_equal(value(shard, number), value(alone, number))
+    assert shard.report()["low"] == 30
+    assert len(list(tmp_path.iterdir())) == 1
+    shard.push_direct(0, [Assignment(0, "add", np.ones(4, np.float32))])  # it was applied
+    np.testing.assert_array_equal(value(shard, 0), value(alone, 0))
+    shard.close()
+
+
+def test_a_log_of_another_program_is_refused(tmp_path):
+    make_shard(tmp_path).close()
+    again = Shard(0, 1, tmp_path)
+    with pytest.raises(ValueError, match="the log of server 0 has 'a' float32"):
+        again.define([Definition(0, "b", np.zeros(4, np.float32))])
+    with pytest.raises(ValueError, match=r"'a' float32\(7,\), but the log"):
+        again.define([Definition(0, "a", np.zeros(7, np.float32))])
+    again.close()
+
+
+def test_an_optimizer_that_is_not_made_again_is_named(tmp_path):
+    shard = make_shard(tmp_path, tx=TRANSFORMATIONS["adam"])
+    run_closures(shard, 0, 2)
+    shard.close()
+    again = make_shard(tmp_path, 1)
+    with pytest.raises(ValueError, match="optimizer 0, which the program has not made"):
+        again.pull({0: -1})
+    again.define_optimizers({0: TRANSFORMATIONS["adam"]})
+    assert again.pull({0: -1}).num_changed == 2
+    again.close()
+
+
+def test_one_that_was_replaced_writes_no_more(tmp_path):
+    first = make_shard(tmp_path)
+    second = make_shard(tmp_path, 1)
+    with pytest.raises(ValueError, match="closed file"):
+        first.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))])
+    assert second.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))]) == 0
+    second.close()

@@ -1,0 +1,605 @@
+"""Variables on servers, used by functions that a coordinator schedules on workers."""
+
+import gc
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpudist
+from tpudist import IndexedSlices
+from tpudist.checkpoint import Checkpoint, CheckpointManager
+from tpudist.closures.cluster_coordinator import ClusterCoordinator
+from tpudist.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from tpudist.engine.thread_engine import ThreadEngine
+from tpudist.experimental import partitioners
+from tpudist.ps.server_variable import ServerVariable
+from tpudist.ps.sharded_variable import ShardedVariable, embedding_lookup
+from tpudist.strategies.parameter_server import ParameterServerStrategy
+
+
+class Run:
+    """A strategy, its coordinator, and what a test needs of them."""
+
+    def __init__(self, seed=None, **options):
+        engine = ThreadEngine(seed)
+        options = {"num_workers": 2, "num_servers": 2, **options}
+        coordinator_options = {
+            k: options.pop(k) for k in ("closure_timeout_s", "max_staleness") if k in options
+        }
+        self.strategy = ParameterServerStrategy(engine=engine, **options)
+        self.coordinator = ClusterCoordinator(self.strategy, **coordinator_options)
+
+    def make(self, value, **options):
+        with self.strategy.scope():
+            return tpudist.Variable(value, **options)
+
+    def make_optimizer(self, tx):
+        with self.strategy.scope():
+            return tpudist.Optimizer(tx)
+
+    def call(self, fn, *args):
+        return self.coordinator.schedule(fn, args).fetch()
+
+
+@pytest.fixture
+def start():
+    runs = []
+
+    def start(**options):
+        runs.append(Run(**options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.coordinator.shutdown()
+    assert not [x for x in threading.enumerate() if x.name.startswith("tpudist")]
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def slices(values, indices):
+    return IndexedSlices(np.asarray(values, np.float32), np.asarray(indices))
+
+
+# Variables.
+
+
+def test_variables_go_to_servers_in_turn(start):
+    run = start(num_servers=3)
+    variables = [run.make(float(i), name=f"v{i}") for i in range(7)]
+    assert [v.home.server for v in variables] == [0, 1, 2, 0, 1, 2, 0]
+    assert [float(v.read_value()) for v in variables] == list(range(7))
+    assert variables[1].device == "/job:ps/replica:0/task:1/device:CPU:0"
+    with run.strategy.scope(), run.strategy.extended.colocate_vars_with(variables[2]):
+        beside = tpudist.Variable(1.0)
+    assert beside.home.server == 2
+    assert all(type(v) is ServerVariable for v in [*variables, beside])
+    assert run.make(0.0).home.server == 1
+
+
+def test_outside_of_closures_variables_change_at_once(start):
+    run = start()
+    v = run.make(jnp.arange(4.0))
+    v.assign_add(ones(4))
+    v.assign_sub(2 * ones(4))
+    v.scatter_update(slices([9], [0]))
+    np.testing.assert_array_equal(v.numpy(), [9, 0, 1, 2])
+    np.testing.assert_array_equal(v.sparse_read([[3, 0]]), [[2, 9]])
+    assert float(v.assign(ones(4)).sum()) == 4
+    with pytest.raises(ValueError, match=r"holds float32\[4\], but was assigned"):
+        v.assign(ones(3))
+    with pytest.raises(ValueError, match="Rows 4 to 4 of variable"):
+        v.sparse_read([4])
+    with pytest.raises(RuntimeError, match="Pass variable.read_value"):
+        jax.jit(lambda: v + 1)()
+
+
+def test_a_closure_sees_its_own_changes_and_others_see_them_after_it(start):
+    run = start(num_workers=1)
+    v = run.make(jnp.zeros(3), name="v")
+
+    def work():
+        first = v.assign_add(ones(3))
+        second = v.scatter_add(slices([10], [1]))
+        third = v.assign(v * 2)
+        return first, second, third, v.read_value(), v
+
+    first, second, third, read, itself = run.call(work)
+    np.testing.assert_array_equal(first, [1, 1, 1])
+    np.testing.assert_array_equal(second, [1, 11, 1])
+    for x in (third, read, itself, run.call(lambda: v)):
+        np.testing.assert_array_equal(x, [2, 22, 2])
+
+
+def test_a_closure_that_raises_changes_nothing(start):
+    run = start()
+    v = run.make(jnp.zeros(3))
+
+    def work():
+        v.assign_add(ones(3))
+        raise KeyError("after the change")
+
+    with pytest.raises(KeyError, match="after the change"):
+        run.call(work)
+    with pytest.raises(KeyError):
+        run.coordinator.join()
+    np.testing.assert_array_equal(v.numpy(), 0)
+
+
+def test_what_is_only_changed_is_not_fetched(start, monkeypatch):
+    run = start(num_workers=1)
+    v = run.make(jnp.zeros(3))
+    run.coordinator.join()
+    asked = []
+    call = run.strategy.engine.call
+
+    def note(actor, method, *args):
+        asked.append(method)
+        return call(actor, method, *args)
+
+    monkeypatch.setattr(run.strategy.engine, "call", note)
+
+    def work():
+        v.assign_add(ones(3))
+        run.strategy.run(lambda: v.assign_add(2 * ones(3)) is None)
+
+    run.call(work)
+    assert asked == ["run", "push"]
+    np.testing.assert_array_equal(v.numpy(), 3)
+
+
+def test_what_has_not_changed_is_fetched_once(start, monkeypatch):
+    run = start(num_workers=1)
+    v, w = run.make(jnp.zeros(3)), run.make(jnp.zeros(3))
+    puts = []
+    put = jax.device_put
+    monkeypatch.setattr(
+        "tpudist.ps.closure_state.jax.device_put", lambda *a: puts.append(1) or put(*a)
+    )
+
+    def work():
+        return v + w
+
+    for _ in range(5):
+        run.call(work)
+    assert len(puts) == 2
+    w.assign_add(ones(3))
+    np.testing.assert_array_equal(run.call(work), 1)
+    assert len(puts) == 3
+
+
+# Replica functions.
+
+
+def test_training_on_one_worker_is_that_of_one_device(start):
+    run = start(num_workers=1)
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=(8, 3)).astype(np.float32) for _ in range(6)]
+
+    def train(make, optimizer, strategy, call):
+        w, b = make(jnp.ones((3, 1)), name="w"), make(jnp.zeros(()), name="b")
+        count = make(0, name="count")
+
+        def replica(x):
+            def loss(w, b):
+                return jnp.mean((x @ w + b - x.sum(1, keepdims=True) * 2) ** 2)
+
+            value, gradients = jax.value_and_grad(loss, (0, 1))(w.read_value(), b.read_value())
+            optimizer.apply_gradients(zip(gradients, (w, b), strict=True))
+            count.assign_add(1)
+            return value
+
+        losses = [call(lambda x=x: strategy.run(replica, args=(x,))) for x in batches]
+        return [np.asarray(x) for x in (w, b, count, *losses)]
+
+    adam = optax.adam(0.1)
+    servers = train(run.make, run.make_optimizer(adam), run.strategy, run.call)
+    one = tpudist.OneDeviceStrategy()
+    with one.scope():
+        alone = train(tpudist.Variable, tpudist.Optimizer(adam), one, lambda fn: fn())
+    for x, y in zip(servers, alone, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_defined_in_the_closure_is_compiled_once(start):
+    run = start(num_workers=1)
+    v = run.make(jnp.zeros(()))
+    traces = []
+
+    @tpudist.function
+    def step(x):
+        def replica(x):
+            traces.append(1)
+            v.assign_add(x)
+
+        run.strategy.run(replica, args=(x,))
+
+    for i in range(5):
+        run.coordinator.schedule(step, args=(jnp.asarray(float(i)),))
+    run.coordinator.join()
+    assert v.numpy() == 10
+    assert len(traces) <= 2  # one finds out which variables there are
+
+
+def test_what_is_changed_in_a_step_is_seen_in_it(start):
+    run = start(num_workers=1)
+    v, table = run.make(1.0), run.make(jnp.zeros((4, 2)))
+
+    def replica(x):
+        v.assign(v * x)
+        v.assign_add(1.0)
+        table.scatter_add(IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 3])))
+        return v.read_value(), table.read_value(), jax.grad(lambda y: y * v.read_value())(2.0)
+
+    for expected in (3.0, 7.0):
+        value, rows, gradient = run.call(lambda: run.strategy.run(replica, args=(2.0,)))
+        assert value == v.numpy() == gradient == expected
+        np.testing.assert_array_equal(rows, table.numpy())
+    np.testing.assert_array_equal(table.numpy()[:, 0], [0, 2, 0, 2])
+
+
+def test_a_worker_may_have_several_replicas(start):
+    devices = [f"cpu:{i}" for i in range(8)]
+    run = start(worker_strategy=lambda i: tpudist.MirroredStrategy(devices[4 * i : 4 * i + 4]))
+    total = run.make(0.0, aggregation=tpudist.VariableAggregation.SUM)
+    w = run.make(jnp.zeros(2))
+    optimizer = run.make_optimizer(optax.sgd(1.0))
+    assert run.strategy.num_replicas_in_sync == 4
+
+    def replica():
+        number = tpudist.get_replica_context().replica_id_in_sync_group
+        total.assign_add(number * 1.0)
+        optimizer.apply_gradients([(jnp.ones(2) * number, w)])
+        return number
+
+    def work():
+        numbers = run.strategy.run(replica)
+        assert run.strategy.num_replicas_in_sync == 4
+        return run.strategy.reduce("sum", numbers, axis=None)
+
+    assert [run.call(work) for _ in range(3)] == [6, 6, 6]
+    assert total.numpy() == 18
+    np.testing.assert_array_equal(w.numpy(), -18)
+
+
+def test_values_that_differ_between_replicas_are_refused(start):
+    run = start(
+        num_workers=1, worker_strategy=lambda i: tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+    )
+    v = run.make(0, name="v")
+
+    def replica():
+        v.assign(tpudist.get_replica_context().replica_id_in_sync_group)
+
+    with pytest.raises(ValueError, match="assign to variable 'v' differs between them"):
+        run.call(lambda: run.strategy.run(replica))
+    with pytest.raises(ValueError, match="differs"):
+        run.coordinator.join()
+
+
+REFUSED = {
+    "made in a closure": (lambda run, v: run.make(1.0), "was made in a closure"),
+    "made in a step": (
+        lambda run, v: run.strategy.run(lambda: tpudist.Variable(1.0)),
+        "each worker would have one of its own",
+    ),
+    "changed in a loop": (
+        lambda run, v: run.strategy.run(
+            lambda: jax.lax.scan(lambda c, _: (c, v.assign_add(1.0, read_value=False)), 0, None, 2)
+        ),
+        "changed inside a nested transformation",
+    ),
+    "read under jit": (lambda run, v: jax.jit(lambda: v + 1)(), "would be frozen into"),
+    "read after its optimizer": (
+        lambda run, v: (run.optimizer.apply_gradients([(jnp.ones(()), v)]), v.read_value()),
+        "read after an optimizer has updated it",
+    ),
+    "another optimizer": (
+        lambda run, v: tpudist.Optimizer(optax.sgd(1.0)).apply_gradients([(jnp.ones(()), v)]),
+        "made outside of the strategy's scope",
+    ),
+    "a gradient of another shape": (
+        lambda run, v: run.optimizer.apply_gradients([(jnp.ones(3), v)]),
+        r"float32\[3\], but the parameter is float32\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_name(start, case):
+    run = start(num_workers=1)
+    v = run.make(1.0, name="v")
+    run.optimizer = run.make_optimizer(optax.sgd(1.0))
+    work, message = REFUSED[case]
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        run.call(work, run, v)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        run.coordinator.join()
+    assert v.numpy() == 1
+
+
+def test_optimizers_that_look_at_several_variables_are_refused(start):
+    run = start()
+    v, w = run.make(jnp.ones(3), name="v"), run.make(jnp.ones(3), name="w")
+    optimizer = run.make_optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=re.escape("others (those of 'v', 'w')")):
+        optimizer.apply_gradients([(jnp.ones(3), v), (jnp.ones(3), w)])
+    optimizer.apply_gradients([(jnp.ones(3), v)])
+    np.testing.assert_allclose(v.numpy(), 1 - 1 / np.sqrt(3), rtol=1e-6)
+
+
+# Variables in parts.
+
+
+def test_a_partitioner_divides_rows_as_tensorflow_does(start):
+    run = start(num_servers=5, variable_partitioner=partitioners.FixedShardsPartitioner(5))
+    v = run.make(jnp.arange(26.0).reshape(13, 2), name="v")
+    assert isinstance(v, ShardedVariable)
+    assert isinstance(v, tpudist.Variable)
+    assert [part.shape[0] for part in v] == [3, 3, 3, 2, 2]
+    assert [part.home.server for part in v.variables] == [0, 1, 2, 3, 4]
+    assert [part.name for part in v][:2] == ["v/part_0", "v/part_1"]
+    np.testing.assert_array_equal(v.numpy(), np.arange(26).reshape(13, 2))
+    np.testing.assert_array_equal(v[2:4], np.arange(26).reshape(13, 2)[2:4])
+    assert type(run.make(0.0)) is ServerVariable
+    with run.strategy.scope(), run.strategy.extended.colocate_vars_with(v):
+        assert type(tpudist.Variable(jnp.ones(10))) is ServerVariable
+    v.variables[1].assign(ones(3, 2) * -1)
+    np.testing.assert_array_equal(v.numpy()[3:6], -1)
+    v.assign(v * 0)
+    v.scatter_add(slices(ones(3, 2), [0, 12, 12]))
+    np.testing.assert_array_equal(v.numpy()[:, 0], [1] + [0] * 11 + [2])
+
+
+def test_lookups_ask_for_the_wanted_rows_only(start, monkeypatch):
+    run = start(num_servers=3, variable_partitioner=partitioners.FixedShardsPartitioner(3))
+    table = run.make(jnp.arange(40.0).reshape(20, 2), name="table")
+    whole = []
+    monkeypatch.setattr(ShardedVariable, "_read", lambda self: whole.append(self))
+    ids = np.array([[19, 0], [0, 7]])
+
+    def work():
+        return embedding_lookup(table, ids), embedding_lookup(table.variables, [3])
+
+    rows, other = run.call(work)
+    np.testing.assert_array_equal(rows, np.arange(40).reshape(20, 2)[ids])
+    np.testing.assert_array_equal(other, [[6, 7]])
+    assert whole == []
+    with pytest.raises(TypeError, match="embedding_lookup was given list"):
+        embedding_lookup(table.variables[:1], [0])
+    with pytest.raises(ValueError, match="Rows 20 to 20"):
+        embedding_lookup(table, [20])
+
+
+def test_gradients_of_rows_change_those_rows_alone(start):
+    run = start(num_servers=2, variable_partitioner=partitioners.MinSizePartitioner(8, 2))
+    table, bias = run.make(jnp.ones((6, 2)), name="table"), run.make(0.0, name="bias")
+    optimizer = run.make_optimizer(optax.adagrad(0.5, initial_accumulator_value=0.0))
+
+    def work(ids):
+        rows = embedding_lookup(table, ids)
+
+        def replica(rows):
+            gradient = jax.grad(lambda rows: jnp.sum(rows * 3))(rows)
+            pairs = [(IndexedSlices(gradient, jnp.asarray(ids)), table), (jnp.ones(()), bias)]
+            optimizer.apply_gradients(pairs)
+
+        run.strategy.run(replica, args=(rows,))
+
+    run.call(work, [1, 1, 5])
+    np.testing.assert_allclose(table.numpy()[:, 0], [1, 0.5, 1, 1, 1, 0.5], rtol=1e-5)
+    run.call(work, [0])
+    np.testing.assert_allclose(table.numpy()[:, 0], [0.5, 0.5, 1, 1, 1, 0.5], rtol=1e-5)
+
+
+def test_other_optimizers_are_refused_for_variables_in_parts(start):
+    run = start(variable_partitioner=partitioners.FixedShardsPartitioner(2))
+    v = run.make(jnp.ones((4, 2)), name="v")
+    optimizer = run.make_optimizer(optax.lamb(0.1))
+    with pytest.raises(ValueError, match="variable 'v' depends on its other elements"):
+        optimizer.apply_gradients([(jnp.ones((4, 2)), v)])
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"), [([2], "for each of the 2 dims"), ([1, 2], "first dim only")]
+)
+def test_a_partitioner_that_cuts_otherwise_is_refused(start, counts, message):
+    run = start(variable_partitioner=lambda shape, dtype: counts)
+    with pytest.raises(ValueError, match=message):
+        run.make(jnp.ones((4, 2)))
+
+
+def test_a_checkpoint_is_restored_on_other_servers(start, tmp_path):
+    first = start(num_servers=2, variable_partitioner=partitioners.FixedShardsPartitioner(2))
+    v, w = first.make(jnp.arange(8.0).reshape(4, 2), name="v"), first.make(3.0, name="w")
+    with CheckpointManager(Checkpoint(v=v, w=w), tmp_path) as manager:
+        manager.save(1)
+    second = start(num_servers=3, variable_partitioner=partitioners.FixedShardsPartitioner(3))
+    v2, w2 = second.make(jnp.zeros((4, 2)), name="v"), second.make(0.0, name="w")
+    with CheckpointManager(Checkpoint(v=v2, w=w2), tmp_path) as manager:
+        manager.restore(1)
+    np.testing.assert_array_equal(v2.numpy(), np.arange(8).reshape(4, 2))
+    assert w2.numpy() == 3
+    with tpudist.OneDeviceStrategy().scope():
+        v3, w3 = tpudist.Variable(jnp.zeros((4, 2)), name="v"), tpudist.Variable(0.0, name="w")
+    with CheckpointManager(Checkpoint(v=v3, w=w3), tmp_path) as manager:
+        manager.restore(1)
+    np.testing.assert_array_equal(v3.numpy(), v2.numpy())
+
+
+# Servers and workers that die.
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_each_row_is_counted_once_through_deaths(start, tmp_path, seed):
+    """Closure i adds 1 to row i of two variables; workers and servers die at any moment."""
+    size, num_kills = 200, 20
+    run = start(seed=seed, num_workers=3, log=tmp_path)
+    engine, chance = run.strategy.engine, np.random.default_rng(seed or 0)
+    a, b = run.make(jnp.zeros(size), name="a"), run.make(jnp.zeros(size), name="b")
+    w = run.make(jnp.zeros(4), name="w")
+    optimizer = run.make_optimizer(optax.adam(0.1))
+
+    def work(row):
+        for v in (a, b):
+            v.scatter_add(slices([1], [row]))
+        optimizer.apply_gradients([(w.read_value() - 1, w)])
+        return row
+
+    run.call(work, 0)  # compiled before somebody dies of it
+
+    def kill():
+        for _ in range(num_kills):
+            engine.concurrency.sleep(0.01 if seed is None else 0.002)
+            actors = [*run.strategy.servers.actors, *run.coordinator._dispatcher._actors.values()]
+            engine.kill(actors[chance.integers(len(actors))], "for a test")
+
+    killer = engine.concurrency.start("killer", kill)
+    outputs = [run.coordinator.schedule(work, (i,)) for i in range(1, size)]
+    assert run.coordinator.join(120)
+    assert killer.join(60)
+    assert run.coordinator.fetch(outputs) == list(range(1, size))
+    np.testing.assert_array_equal(a.numpy(), 1)
+    np.testing.assert_array_equal(b.numpy(), 1)
+    assert run.coordinator.num_finished == size
+
+
+def test_a_program_that_is_started_again_goes_on(start, tmp_path):
+    def begin():
+        run = start(log=tmp_path)
+        run.v = run.make(jnp.zeros(40), name="v")
+        run.optimizer = run.make_optimizer(optax.sgd(1.0, momentum=0.5))
+
+        def work(row):
+            run.optimizer.apply_gradients([(slices([-1], [row]), run.v)])
+
+        run.work = work
+        return run
+
+    run = begin()
+    for _ in range(17):
+        assert run.coordinator.schedule(run.work, (run.coordinator.next_batch(),)) is not None
+    run.coordinator.join()
+    run.coordinator.shutdown()
+    run = begin()
+    assert run.coordinator.num_finished == 17
+    while (row := run.coordinator.next_batch()) < 40:
+        run.coordinator.schedule(run.work, (row,))
+    run.coordinator.join()
+    np.testing.assert_array_equal(run.v.numpy(), 1)
+
+
+def test_without_a_log_the_death_of_a_server_is_the_end(start):
+    run = start()
+    v = run.make(0.0)
+    run.call(lambda: v + 1)
+    run.strategy.engine.kill(run.strategy.servers.actors[0], "for a test")
+    output = run.coordinator.schedule(lambda: v.assign_add(1.0))
+    with pytest.raises(tpudist.errors.UnavailableError, match="ps 0 has died: for a test"):
+        run.coordinator.join()
+    with pytest.raises(tpudist.errors.UnavailableError, match="log=FOLDER"):
+        output.fetch()
+    with pytest.raises(tpudist.errors.UnavailableError):
+        run.coordinator.schedule(lambda: v + 1).get()
+    with pytest.raises(tpudist.errors.UnavailableError):
+        run.coordinator.schedule(lambda: v + 1)
+    with pytest.raises(tpudist.errors.UnavailableError):
+        v.read_value()
+
+
+def test_staleness_is_counted_and_bounded(start):
+    run = start(num_workers=4, max_staleness=0)
+    v = run.make(0.0)
+    for i in range(12):
+        run.coordinator.schedule(lambda i=i: v.assign(v * 2 + i))
+    run.coordinator.join()
+    expected = 0
+    for i in range(12):
+        expected = expected * 2 + i
+    assert v.numpy() == expected
+    assert run.coordinator.staleness == {0: 12}
+
+
+# What is given, and what is left.
+
+
+def cluster(**jobs):
+    return SimpleClusterResolver(ClusterSpec(jobs))
+
+
+LOCAL = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
+WRONG = {
+    "nothing": (lambda: ParameterServerStrategy(), "no cluster_resolver, num_workers=None"),
+    "no servers": (lambda: ParameterServerStrategy(num_workers=1, num_servers=0), "num_servers=0"),
+    "empty": (lambda: ParameterServerStrategy(cluster()), "must be non-empty"),
+    "no ps": (lambda: ParameterServerStrategy(cluster(worker=["localhost:1"])), "no task of 'ps'"),
+    "no worker": (lambda: ParameterServerStrategy(cluster(ps=["localhost:1"])), "no task of 'wo"),
+    "both": (lambda: ParameterServerStrategy(cluster(**LOCAL), num_workers=1), "Give one of them"),
+    "other hosts": (
+        lambda: ParameterServerStrategy(cluster(**{**LOCAL, "ps": ["10.0.0.9:1"]})),
+        "ps 0 at 10.0.0.9:1, which is another host",
+    ),
+    "a worker": (
+        lambda: ParameterServerStrategy(
+            SimpleClusterResolver(ClusterSpec(LOCAL), task_type="worker", task_id=1)
+        ),
+        "made by worker 1",
+    ),
+    "an engine by name": (
+        lambda: ParameterServerStrategy(num_workers=1, engine="mpi"),
+        "engine='mpi'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_refused(case):
+    make, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        make()
+    assert not [x for x in threading.enumerate() if x.name.startswith("tpudist")]
+
+
+def test_wrong_types_are_refused():
+    with pytest.raises(TypeError, match=r"cluster_resolver must be a .* got str"):
+        ParameterServerStrategy("localhost")
+    with pytest.raises(TypeError, match="variable_partitioner=3 of type int"):
+        ParameterServerStrategy(num_workers=1, variable_partitioner=3)
+
+
+def test_as_many_as_the_cluster_has():
+    strategy = ParameterServerStrategy(cluster(**LOCAL))
+    assert repr(strategy) == "ParameterServerStrategy(2 worker(s), 1 server(s))"
+    assert strategy.cluster_resolver.cluster_spec().num_tasks("worker") == 2
+    assert strategy.num_replicas_in_sync == 1
+    strategy.shutdown()
+    strategy.shutdown()
+
+
+def test_what_belongs_in_closures_is_refused_outside(start):
+    run = start()
+    with pytest.raises(RuntimeError, match="run of ParameterServerStrategy.* where no closure"):
+        run.strategy.run(lambda: 1)
+    with pytest.raises(RuntimeError, match="reduce of"):
+        run.strategy.reduce("sum", 1, axis=None)
+    with pytest.raises(ValueError, match="outside of its workers"):
+        iter(run.strategy.experimental_distribute_dataset([1]))
+
+
+def test_nothing_is_left_when_it_is_forgotten():
+    run = Run()
+    v = run.make(0.0)
+    run.coordinator.schedule(v.assign_add, (1.0,))
+    run.coordinator.join()
+    assert v.numpy() == 1
+    assert [x for x in threading.enumerate() if x.name.startswith("tpudist")]
+    del run, v
+    gc.collect()
+    assert not [x for x in threading.enumerate() if x.name.startswith("tpudist")]
