@@ -24,9 +24,10 @@ hypothesis.settings.load_profile("tpudist")
 _MOST_WORKERS = 4
 # Tests that watch the clock, or whose processes do: beside each other they would be late.
 _WATCH_THE_CLOCK = (
-    "test_child test_coordination test_device_check test_exact_resume test_input_ends "
-    "test_input_processes test_launch_hosts test_pod_in_a_box test_preemption "
-    "test_preemption_processes test_prefetch test_processes test_survival test_train_script"
+    "test_child test_coordination test_device_check test_engine_contract test_exact_resume "
+    "test_input_ends test_input_processes test_launch_hosts test_pod_in_a_box test_preemption "
+    "test_preemption_processes test_prefetch test_process_guard test_processes test_ray_engine "
+    "test_survival test_train_script"
 ).split()
 # The longest ones first, so that no worker is left with one of them at the end.
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")

@@ -6,16 +6,23 @@ import time
 import pytest
 
 from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
+from tpudist.engine.ray_engine import RayEngine
 from tpudist.engine.thread_engine import ThreadEngine
 
 ENGINES = {
     "threads": lambda: ThreadEngine(),
     "threads of a seed": lambda: ThreadEngine(seed=3),
+    "ray": lambda: RayEngine(),  # of the fixture `running_ray`
 }
+MARKS = {"ray": pytest.mark.slow}  # an actor is a process that imports JAX
+ALL = [pytest.param(x, marks=MARKS.get(x, ())) for x in ENGINES]
+WITH_REAL_THREADS = [x for x in ALL if x.values != ("threads of a seed",)]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=ALL)
 def engine(request):
+    if request.param == "ray":
+        request.getfixturevalue("running_ray")
     made = ENGINES[request.param]()
     made.start()
     yield made
@@ -150,11 +157,11 @@ def test_a_result_that_takes_too_long_is_an_error_and_comes_later(engine):
     asked = engine.call(actor, "nap", 0.4)
     with pytest.raises(ResultTimeout, match=r"nap of worker 0 has no result after 0.05 s"):
         engine.result(asked, 0.05)
-    assert engine.result(asked, 5) == 0.4
+    assert engine.result(asked, 60) == 0.4
 
 
-def test_a_thousand_calls_of_eight_threads_are_each_done_once():
-    engine = ThreadEngine()
+@pytest.mark.parametrize("engine", WITH_REAL_THREADS, indirect=True)
+def test_a_thousand_calls_of_eight_threads_are_each_done_once(engine):
     actors = [spawn(engine, "ps", i) for i in range(3)]
 
     def work(k):
@@ -168,7 +175,6 @@ def test_a_thousand_calls_of_eight_threads_are_each_done_once():
         thread.join()
     seen = [x for actor in actors for x in engine.result(engine.call(actor, "get"))[1:]]
     assert sorted(seen) == [(k, i) for k in range(8) for i in range(125)]
-    engine.shutdown()
 
 
 def test_nothing_is_left_after_shutdown(engine):

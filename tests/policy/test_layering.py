@@ -53,6 +53,7 @@ ONLY_IN = {
     "jax.experimental": ("xla",),
     "jax.extend": ("xla",),
     "jaxlib": ("xla",),
+    "ray": ("engine.ray_session",),
     "flax": ("state", "run", "strategy", "gradients", "training", "models"),
 }
 
@@ -181,6 +182,7 @@ def test_imports_point_down():
         ("xla/mesh.py", "from jax._src import core", "only xla.internals may"),
         ("xla/mesh.py", "import jax\nx = jax._src.core.Jaxpr", "only xla.internals may"),
         ("values/component.py", "from flax import nnx", "only state"),
+        ("training/loop.py", "def f():\n    import ray", "only engine.ray_session may"),
         ("training/loop.py", "import matplotlib.pyplot", "only where it is used"),
         ("utils.py", "", "has no floor"),
         ("xla/utils/text.py", "", "has no floor"),

@@ -1,0 +1,402 @@
+"""What is Ray's own: processes that others kill, tokens, and what a program leaves behind."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from process_trees import are_gone, descendants
+from tpudist.engine import ray_session
+from tpudist.engine.engine import ActorDied
+from tpudist.engine.ray_engine import RayEngine
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def engine(running_ray):
+    engine = RayEngine()
+    yield engine
+    engine.shutdown()
+
+
+class Part:
+    """An actor that others do things to."""
+
+    def __init__(self):
+        self.seen = []
+
+    def pid(self):
+        return os.getpid()
+
+    def add(self, x):
+        self.seen.append(x)
+        return len(self.seen)
+
+    def nap(self, seconds):
+        time.sleep(seconds)
+
+    def ask(self, engine, other, method, *args):
+        return engine.result(engine.call(other, method, *args))
+
+    def use(self, engine, what, *args):
+        getattr(engine, what)(*args)
+
+    def variable(self, name):
+        return os.environ.get(name)
+
+    def fail(self, error):
+        raise error
+
+
+def spawn(engine, *roles):
+    actors = [engine.spawn(role, 0, Part) for role in roles]
+    pids = [engine.result(engine.call(x, "pid")) for x in actors]
+    return [x for pair in zip(actors, pids, strict=True) for x in pair]
+
+
+# Without Ray.
+
+
+def test_tpudist_does_not_import_ray():
+    code = "import sys, tpudist; print([x for x in sys.modules if 'ray' in x.split('.')[-1]])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'ray'" not in done.stdout
+    assert "ray_engine" not in done.stdout
+
+
+def test_who_has_no_ray_is_told_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tpudist\[ray\]'"):
+        RayEngine().start()
+
+
+def test_resources_say_where_actors_run_and_nothing_else():
+    RayEngine(resources={"worker": {"num_cpus": 1, "resources": {"TPU": 4}}})
+    with pytest.raises(ValueError, match=r"of 'ps' name max_restarts, name. Only these .*num_cpus"):
+        RayEngine(resources={"ps": {"num_cpus": 1, "name": "x", "max_restarts": 3}})
+
+
+def test_ray_without_tokens_is_refused(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray_session, "import_ray", lambda: pytest.fail("Ray was imported"))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with pytest.raises(RuntimeError, match="RAY_AUTH_MODE is 'disabled': whoever can reach"):
+        RayEngine().start()
+
+
+def test_a_token_that_others_can_read_is_reported(monkeypatch, tmp_path, caplog):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.setenv(name, "")  # so that it is as it was afterwards
+        monkeypatch.delenv(name)
+    file = tmp_path / "token"
+    monkeypatch.setattr(ray_session, "_TOKEN_FILE", file)
+    with pytest.raises(
+        RuntimeError, match="no token for Ray at 10.0.0.1:6379: it is in RAY_AUTH_T"
+    ):
+        ray_session._choose_token("10.0.0.1:6379", was_imported=False)
+    ray_session._choose_token(None, was_imported=False)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
+    file.write_text("secret")
+    file.chmod(0o644)
+    ray_session._choose_token(None, was_imported=True)
+    assert f"Others can read {file}" in caplog.text
+    caplog.clear()
+    file.chmod(0o600)
+    ray_session._choose_token(None, was_imported=True)
+    assert caplog.text == ""
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_ray_that_was_imported_too_early_cannot_join(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with pytest.raises(RuntimeError, match="imported before it could know .* for 10.0.0.1:6379"):
+        ray_session._choose_token("10.0.0.1:6379", was_imported=True)
+
+
+def test_the_folder_is_private_and_its_name_short(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 50)))
+    folder = ray_session._folder()
+    assert folder.parent == Path("/tmp")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+
+
+# Actors that die.
+
+
+@slow
+def test_all_that_a_process_was_called_for_says_that_it_was_killed_from_outside(engine):
+    worker, pid, shard, _ = spawn(engine, "worker", "ps")
+    napping = [engine.call(worker, "nap", 60), *(engine.call(worker, "add", i) for i in range(9))]
+    asking = engine.call(shard, "ask", engine, worker, "add", 9)
+    time.sleep(0.5)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    for future in (*napping, asking, engine.call(worker, "add", 10)):
+        with pytest.raises(ActorDied, match="worker 0 has died: The actor died") as caught:
+            engine.result(future)
+        assert caught.value.actor == worker
+    assert time.monotonic() - began < 2
+    engine.kill(worker)
+    again = engine.spawn("worker", 0, Part)
+    assert again.incarnation == 1
+    assert engine.result(engine.call(again, "add", 1)) == 1
+
+
+@slow
+def test_a_process_that_hangs_is_killed(engine):
+    worker, pid = spawn(engine, "worker")
+    os.kill(pid, signal.SIGSTOP)
+    future = engine.call(worker, "add", 1)
+    began = time.monotonic()
+    engine.kill(worker, "it hangs")
+    assert not os.path.exists(f"/proc/{pid}")
+    with pytest.raises(ActorDied, match="worker 0 has died: it hangs"):
+        engine.result(future)
+    assert time.monotonic() - began < 2
+
+
+@slow
+def test_who_waits_when_the_engine_is_shut_down_is_told(engine):
+    worker, pid = spawn(engine, "worker")
+    found = []
+
+    def wait():
+        with pytest.raises(ActorDied, match="the engine was shut down") as caught:
+            engine.result(engine.call(worker, "nap", 60))
+        found.append(caught.value.actor)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.5)
+    engine.shutdown()
+    thread.join(5)
+    assert found == [worker]
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "args", "why"),
+    [
+        (
+            "ActorUnavailableError",
+            ("no route", None),
+            r"it cannot be reached, and was killed.*no ro",
+        ),
+        ("NodeDiedError", ("the machine is gone",), "NodeDiedError: the machine is gone"),
+    ],
+)
+def test_what_ray_does_not_know_the_end_of_has_died(engine, monkeypatch, name, args, why):
+    import ray
+
+    worker, pid = spawn(engine, "worker")
+    future = engine.call(worker, "add", 1)
+    with monkeypatch.context() as context:
+        error = getattr(ray.exceptions, name)(*args)
+        context.setattr(ray, "get", lambda *_, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(ActorDied, match=f"(?s)worker 0 has died: {why}"):
+            engine.result(future)
+    if name == "ActorUnavailableError":
+        end_s = time.monotonic() + 5
+        while os.path.exists(f"/proc/{pid}") and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+# What crosses to other processes.
+
+
+class Unreadable(Exception):
+    """Pickled by a text, which is not what it is made of."""
+
+    def __init__(self, row, column):
+        super().__init__(f"row {row}, column {column}")
+
+
+@slow
+def test_what_cannot_be_sent_is_named(engine):
+    worker, _ = spawn(engine, "worker")
+    lock = threading.Lock()
+    match = r"Argument 1 of add of worker 0 cannot be sent to another process: .*lock"
+    with pytest.raises(TypeError, match=match):
+        engine.call(worker, "add", 1, lock)
+    with pytest.raises(TypeError, match="Argument 0 of put cannot be sent"):
+        engine.put(lock)
+    with pytest.raises(TypeError, match="Argument 1 of the factory of ps 0 cannot be sent"):
+        engine.spawn("ps", 0, Part, lock)
+    assert engine.spawn("ps", 0, Part).incarnation == 0
+    asked = engine.call(worker, "fail", ValueError("a row", "a column"))
+    with pytest.raises(ValueError, match="a row") as caught:
+        engine.result(asked)
+    assert type(caught.value) is ValueError
+    assert "Raised on worker 0.\nTraceback" in caught.value.__notes__[0]
+
+    class Row:
+        def fail(self):
+            raise Unreadable(1, 2)
+
+        def lock(self):
+            return threading.Lock()
+
+    row = engine.spawn("row", 0, Row)
+    with pytest.raises(RuntimeError, match=r"(?s)Unreadable, which cannot be pickled.*row 1, col"):
+        engine.result(engine.call(row, "fail"))
+    with pytest.raises(TypeError, match="cannot pickle"):
+        engine.result(engine.call(row, "lock"))
+
+
+@slow
+def test_an_actor_has_an_engine_that_calls_and_does_no_more(engine):
+    worker, _, shard, _ = spawn(engine, "worker", "ps")
+    assert engine.result(engine.call(worker, "ask", engine, shard, "add", 1)) == 1
+    for what, args in (("spawn", ("ps", 1, Part)), ("kill", (shard,)), ("shutdown", ())):
+        with pytest.raises(RuntimeError, match="An engine that was sent to an actor cannot"):
+            engine.result(engine.call(worker, "use", engine, what, *args))
+    member = pickle.loads(pickle.dumps(engine))
+    assert member.result(member.call(shard, "add", member.put(2))) == 2
+    member.start()
+    again = pickle.loads(pickle.dumps(member))
+    assert again.result(again.call(shard, "add", 3)) == 3
+
+
+@slow
+def test_actors_have_the_variables_of_the_program(running_ray, monkeypatch):
+    monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "off")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    engine = RayEngine(environment={"XLA_FLAGS": "", "COLOUR": "blue"})
+    actor = engine.spawn("worker", 0, Part)
+    names = ("JAX_TRACEBACK_FILTERING", "XLA_FLAGS", "COLOUR")
+    found = [engine.result(engine.call(actor, "variable", x)) for x in names]
+    assert found == ["off", "", "blue"]
+    engine.shutdown()
+
+
+# Who may join, and what is left.
+
+JOIN = """
+import sys, ray
+from tpudist.engine.ray_engine import RayEngine
+
+def make():
+    import os
+    class Here:
+        def pid(self): return os.getpid()
+    return Here()
+
+if __name__ == "__main__":
+    engine = RayEngine(sys.argv[1])
+    engine.start()
+    actor = engine.spawn("worker", 0, make)
+    print(engine.result(engine.call(actor, "pid")))
+    engine.shutdown()
+    assert not ray.is_initialized()
+"""
+
+
+@slow
+def test_a_program_joins_with_the_token_only_and_leaves_ray_as_it_is(engine, tmp_path):
+    import ray
+
+    (tmp_path / "join.py").write_text(JOIN)
+    address = ray.get_runtime_context().gcs_address
+    worker, pid = spawn(engine, "worker")
+
+    def run(*command, **variables):
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables,
+        )
+
+    # Ray tries for 20 s, so all at once.
+    no_token = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
+    programs = [
+        run("join.py", address),
+        run("join.py", address, RAY_AUTH_TOKEN="0" * 64),
+        run("-c", f"import ray; ray.init({address!r}); print('joined')", **no_token),
+    ]
+    (out, error), *strangers = [x.communicate(timeout=100) for x in programs]
+    assert [x.returncode for x in programs] == [0, 1, 1], error
+    assert not os.path.exists(f"/proc/{out.strip()}")
+    assert [out for out, _ in strangers] == ["", ""]
+    assert f"Ray at {address} cannot be joined: it does not answer, or has" in strangers[0][1]
+    assert engine.result(engine.call(worker, "pid")) == pid
+
+
+PROGRAM = """
+import os, signal, sys
+before = signal.getsignal(signal.SIGTERM)
+if sys.argv[1] == "imports ray":
+    import ray
+from tpudist.engine.ray_engine import RayEngine
+
+class Part:
+    def pid(self):
+        return os.getpid()
+
+if __name__ == "__main__":
+    engine = RayEngine()
+    actors = [engine.spawn("worker", i, Part) for i in range(2)]
+    pids = [engine.result(engine.call(x, "pid")) for x in actors]
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert signal.getsignal(signal.SIGTERM) is before
+    os.kill(pids[0], signal.SIGSTOP)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    engine.shutdown()
+    engine.shutdown()
+    print("over", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@slow
+@pytest.mark.usefixtures("needs_ray")
+@pytest.mark.parametrize("ray", ["imports ray", "imports no ray"])
+@pytest.mark.parametrize("end", ["shutdown", "SIGKILL", "SIGTERM"])
+def test_nothing_is_left(tmp_path, end, ray):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    folder = Path(tempfile.mkdtemp(prefix="left", dir="/tmp"))
+    without = {x: value for x, value in os.environ.items() if not x.startswith("RAY_")}
+    program = subprocess.Popen(
+        [sys.executable, "program.py", ray],
+        cwd=tmp_path,
+        env=without | {"TMPDIR": str(folder), "HOME": str(tmp_path / "home")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    with program:
+        assert program.stdout.readline() == "ready\n", program.stderr.read()
+        started = descendants(program.pid)
+        assert len(started) > 8  # the guard, the services of Ray, two actors
+        assert os.listdir(folder)
+        if end == "shutdown":
+            program.stdin.write("\n")
+            assert program.stdout.readline() == "over\n"
+            assert are_gone(started, within_s=0)
+            assert os.listdir(folder) == []
+            program.stdin.write("\n")
+        else:
+            program.send_signal(getattr(signal, end))
+        program.wait(30)
+    assert are_gone(started, within_s=15)
+    assert os.listdir(folder) == []
+    assert not (tmp_path / "home").exists()  # where Ray keeps a token
+    folder.rmdir()

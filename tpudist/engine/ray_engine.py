@@ -1,0 +1,259 @@
+"""The engine over Ray: each actor is a process, on this machine or on others.
+
+Values are copied, and arrays that were sent may be read only. Ray is asked to repeat nothing
+(`max_restarts=0`, `max_task_retries=0`): who uses an engine knows what may be repeated.
+
+An actor that Ray cannot reach, but does not know to be dead, is killed and has died: its call may
+have run or not, and a later one could overtake it.
+
+What is sent and comes back: `ray_calls.py`; Ray itself: `ray_session.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tpudist.engine.concurrency import Concurrency, SystemConcurrency
+from tpudist.engine.engine import Actor
+from tpudist.engine.ray_calls import (
+    END_S,
+    OVER,
+    Calls,
+    Host,
+    Process,
+    RayFuture,
+    RayRef,
+    name_what_cannot_be_pickled,
+    put,
+    references,
+)
+from tpudist.engine.ray_session import RaySession, import_ray
+
+RESOURCES = frozenset(
+    "accelerator_type label_selector memory num_cpus num_gpus resources scheduling_strategy".split()
+)
+"""Ray's options of an actor that say where it runs."""
+_log = logging.getLogger("tpudist")
+
+
+class RayEngine:
+    """Runs actors as processes of Ray.
+
+    Sent to an actor it becomes a `RayMember`, with which the actor calls others.
+
+    Attributes:
+        concurrency: Threads and time of the system.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        resources: Mapping[str, Mapping[str, Any]] | None = None,
+        environment: Mapping[str, str] | None = None,
+        needs_token: bool = True,
+        log_to_driver: bool = False,
+    ):
+        """Nothing runs before `start`.
+
+        Where the program has called `ray.init`, its Ray is used and left as it is. Else Ray is
+        started on this machine, in a folder that goes with it, or joined where it runs.
+
+        Args:
+            address: Of Ray, such as `10.0.0.1:6379`. By default that of the variable RAY_ADDRESS;
+                where there is none, Ray is started.
+            resources: What actors of a role need, in Ray's words (see `RESOURCES`), such as
+                `{"worker": {"num_cpus": 1}}`. By default nothing, so that any machine can hold
+                them.
+            environment: Variables of actors. By default those that JAX reads here (JAX_*,
+                XLA_FLAGS, LIBTPU_INIT_ARGS), and where this program finds its modules.
+            needs_token: Whether Ray must refuse who has no token. Who can reach Ray's ports may
+                otherwise run code in your name.
+            log_to_driver: Whether what actors print is printed here.
+
+        Raises:
+            ValueError: An option in `resources` says something else.
+        """
+        for role, options in (resources or {}).items():
+            if strange := sorted(set(options) - RESOURCES):
+                raise ValueError(
+                    f"The resources of {role!r} name {', '.join(strange)}. Only these say where an "
+                    f"actor runs: {', '.join(sorted(RESOURCES))}."
+                )
+        self.concurrency: Concurrency = SystemConcurrency()
+        self._resources = {role: dict(x) for role, x in (resources or {}).items()}
+        self._environment = dict(environment or {})
+        self._session = RaySession(address, needs_token=needs_token, log_to_driver=log_to_driver)
+        self._calls = Calls(f"tpudist-{secrets.token_hex(8)}", self.concurrency)
+        self._lock = threading.RLock()
+        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._processes: dict[Actor, Any] = {}  # references of what `Host.process` gives
+        self._is_ready = self._is_over = False
+
+    def start(self) -> None:
+        """Starts Ray, or joins it.
+
+        Raises:
+            ModuleNotFoundError: Ray is not installed.
+            RuntimeError: It does not start, or its tokens are off.
+            ConnectionError: It cannot be reached, or wants another token.
+        """
+        with self._lock:
+            if self._is_over:
+                raise RuntimeError("The engine was shut down. Make a new one.")
+            if not self._is_ready:
+                self._session.connect()
+                self._is_ready = True
+
+    def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: Any) -> Actor:
+        """Has Ray start a process."""
+        with self._lock:
+            self.start()
+            actor = Actor(role, index, self._counts[role, index])
+            host = import_ray().remote(Host).options(**self._options(actor))
+            with name_what_cannot_be_pickled(f"the factory of {actor}", (factory, *args)):
+                handle = host.remote(actor, factory, *references(args))
+            self._counts[role, index] += 1
+            # Asked for at once, so that it is known when the actor is to be killed.
+            self._processes[actor] = handle.process.remote()
+            self._calls.add(actor, handle)
+        return actor
+
+    def call(self, actor: Actor, method: str, *args: Any) -> RayFuture:
+        """Sends a message to the actor's process.
+
+        Raises:
+            TypeError: An argument cannot be pickled.
+        """
+        return self._calls.call(actor, method, args)
+
+    def result(self, future: RayFuture, timeout_s: float | None = None) -> Any:
+        """Waits for Ray to have what the method has given."""
+        return self._calls.result(future, timeout_s)
+
+    def put(self, value: Any) -> RayRef:
+        """Puts a value into Ray's memory, which the processes of a machine share."""
+        self.start()
+        return put(value)
+
+    def kill(self, actor: Actor, why: str = "it was killed") -> None:
+        """Ends an actor's process, and waits until it is gone if it is on this machine."""
+        if self._calls.kill(actor, why):
+            self._end_process(actor, time.monotonic() + END_S)
+
+    def shutdown(self) -> None:
+        """Ends all actors, and Ray if the engine has started it."""
+        with self._lock:
+            self._is_over = True
+        actors = list(self._processes)
+        killed = [x for x in actors if self._calls.kill(x, OVER)]
+        end_s = time.monotonic() + END_S
+        if not self._session.has_started_ray:  # else all of its processes end
+            for actor in killed:
+                self._end_process(actor, end_s)
+        self._calls.close()
+        self._session.disconnect()
+
+    def __reduce__(self) -> tuple:
+        """For actors."""
+        return RayMember, (self._calls.namespace,)
+
+    # Within.
+
+    def _options(self, actor: Actor) -> dict[str, Any]:
+        variables = {x: value for x, value in os.environ.items() if _is_of_jax(x)}
+        variables["PYTHONPATH"] = os.pathsep.join(_module_folders())
+        return {
+            "num_cpus": 0,
+            **self._resources.get(actor.role, {}),
+            "name": str(actor),
+            "namespace": self._calls.namespace,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "runtime_env": {"env_vars": variables | self._environment},
+        }
+
+    def _end_process(self, actor: Actor, end_s: float) -> None:
+        """Sees to the end of a process that Ray was asked to kill, if it is on this machine.
+
+        One that hangs does not hear Ray, which gives it 5 s; so it is killed from here as well. Not
+        at once: Ray would print that a process has died that nobody asked to.
+        """
+        ray, reference = import_ray(), self._processes.pop(actor)
+        try:
+            process: Process = ray.get(reference, timeout=0)
+        except ray.exceptions.RayError:  # it has not begun to live, or has died by itself
+            return
+        if process.node != ray.get_runtime_context().get_node_id():
+            return
+        if not process.end(end_s - time.monotonic()):
+            _log.warning("The process %d of %s was killed, and is not gone.", process.pid, actor)
+
+
+class RayMember:
+    """The engine as an actor has it, which calls others and neither starts nor ends any.
+
+    Attributes:
+        concurrency: Threads and time of the system.
+    """
+
+    def __init__(self, namespace: str):
+        """Of the run with a namespace."""
+        self.concurrency: Concurrency = SystemConcurrency()
+        self._calls = Calls(namespace, self.concurrency)
+
+    def start(self) -> None:
+        """Nothing is to be done: Ray has started this process."""
+
+    def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: Any) -> Actor:
+        """Refuses."""
+        raise _refuse("spawn actors")
+
+    def call(self, actor: Actor, method: str, *args: Any) -> RayFuture:
+        """As `RayEngine.call`."""
+        return self._calls.call(actor, method, args)
+
+    def result(self, future: RayFuture, timeout_s: float | None = None) -> Any:
+        """As `RayEngine.result`."""
+        return self._calls.result(future, timeout_s)
+
+    def put(self, value: Any) -> RayRef:
+        """As `RayEngine.put`; the value lives as long as this actor."""
+        return put(value)
+
+    def kill(self, actor: Actor, why: str = "it was killed") -> None:
+        """Refuses."""
+        raise _refuse("kill actors")
+
+    def shutdown(self) -> None:
+        """Refuses."""
+        raise _refuse("be shut down")
+
+    def __reduce__(self) -> tuple:
+        """For other actors."""
+        return RayMember, (self._calls.namespace,)
+
+
+def _refuse(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"An engine that was sent to an actor cannot {what}: who has started the engine can."
+    )
+
+
+def _module_folders() -> list[str]:
+    """Where this program finds modules, but for what comes with Python or is installed."""
+    installed = {os.path.realpath(x) for x in (sys.prefix, sys.base_prefix)}
+    folders = [os.path.realpath(x) for x in sys.path if os.path.isdir(x or ".")]
+    return [x for x in dict.fromkeys(folders) if not any(x.startswith(f"{y}/") for y in installed)]
+
+
+def _is_of_jax(variable: str) -> bool:
+    return variable.startswith("JAX_") or variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
