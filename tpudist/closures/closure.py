@@ -22,6 +22,7 @@ class Closure:
         kwargs: Keyword arguments.
         output: Where its result goes.
         worker: Which one is to run it; None for any.
+        kept: Stands for the function where workers have it already; see `worker.Kept`.
         retries: Why it was begun again, each time.
     """
 
@@ -31,6 +32,7 @@ class Closure:
     kwargs: Mapping[str, Any]
     output: RemoteValue
     worker: int | None = None
+    kept: Any = None
     retries: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from tpudist.closures.closure import Closure
 from tpudist.closures.closure_queue import ClosureQueue
 from tpudist.closures.dispatcher import Dispatcher
 from tpudist.closures.finished_file import FinishedFile
+from tpudist.closures.function_store import FunctionStore
 from tpudist.closures.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
 from tpudist.closures.worker import Completion, Kept, Surroundings, Worker
 from tpudist.closures.worker_iterator import WorkerIterator
@@ -94,7 +96,6 @@ class ClusterCoordinator:
         self._finished = FinishedFile(None if folder is None else folder / "finished.records")
         self._queue.finished = self._finished.ledger
         self._next_number = self._next_batch = self._finished.ledger.low
-        self._next_key = 0
         self._staleness: collections.Counter[int] = collections.Counter()
         self._devices = jax.local_devices()
         self._dispatcher = Dispatcher(
@@ -105,6 +106,11 @@ class ClusterCoordinator:
             on_lost=self._on_lost,
             describe_run=self._describe_run,
             on_finished=self._on_finished,
+        )
+        self._kept = _KeptNumbers(self._dispatcher)
+        serializer = engine.serializer
+        self._functions = serializer and FunctionStore(
+            serializer, self._kept.add, self._dispatcher.forget
         )
         self._ending = weakref.finalize(self, _end, self._dispatcher, self._finished)
         for _ in range(strategy.num_workers):
@@ -146,10 +152,11 @@ class ClusterCoordinator:
         positional = map_nest(_take_argument, tuple(args or ()))
         named = map_nest(_take_argument, dict(kwargs or {}))
         with self._queue.changed:
+            kept = None if self._functions is None else self._functions.store(fn)
             number = self._next_number
             self._next_number += 1
         output = RemoteValue(self._queue.changed)
-        closure = Closure(number, fn, positional, named, output)
+        closure = Closure(number, fn, positional, named, output, kept=kept)
         try:
             self._queue.put(closure)
         except BaseException:
@@ -263,13 +270,6 @@ class ClusterCoordinator:
 
     # Within.
 
-    def _keep(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> int:
-        with self._queue.changed:
-            key = self._next_key
-            self._next_key += 1
-        self._dispatcher.keep(key, fn, args)
-        return key
-
     @property
     def _on_lost(self) -> Callable[[ActorDied], None]:
         return self.strategy.servers.replace
@@ -300,6 +300,20 @@ class ClusterCoordinator:
         return on_finished
 
 
+class _KeptNumbers:
+    """Numbers what workers keep."""
+
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+        self._numbers = itertools.count()
+
+    def add(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> int:
+        """Has workers keep what a function makes of arguments; its key."""
+        key = next(self._numbers)
+        self._dispatcher.keep(key, fn, args)
+        return key
+
+
 class PerWorkerDataset:
     """A dataset of each worker; made by `ClusterCoordinator.create_per_worker_dataset`."""
 
@@ -309,7 +323,7 @@ class PerWorkerDataset:
 
     def __iter__(self) -> PerWorkerIterator:
         """An iterator of each worker, at the beginning: an argument for `schedule`."""
-        key = self._coordinator._keep(_begin_iteration, (self._make,))
+        key = self._coordinator._kept.add(_begin_iteration, (self._make,))
         return PerWorkerIterator(key)
 
 

@@ -58,8 +58,8 @@ class Dispatcher:
         self._actors: dict[int, Actor] = {}
         self._threads: dict[int, Thread] = {}
         self._wanted: set[int] = set()
-        self._kept: list[tuple[int, Callable[..., Any], Sequence[Any]]] = []
-        self._num_made: dict[Actor, int] = {}
+        self._kept: dict[int, tuple[Callable[..., Any], Sequence[Any]]] = {}
+        self._made: dict[Actor, set[int]] = {}
 
     @property
     def workers(self) -> list[int]:
@@ -99,7 +99,12 @@ class Dispatcher:
         A worker in the place of a lost one makes it anew.
         """
         with self._changed:
-            self._kept.append((key, fn, args))
+            self._kept[key] = fn, args
+
+    def forget(self, key: int) -> None:
+        """Has no worker keep something any more, once what was scheduled before has run."""
+        with self._changed:
+            self._kept.pop(key, None)
 
     def close(self) -> None:
         """Ends all workers, after what they are running."""
@@ -136,7 +141,8 @@ class Dispatcher:
             return
         try:
             self._make_what_is_kept(index, actor)
-            run = closure.number, self._describe_run(), closure.fn, closure.args, closure.kwargs
+            fn = closure.fn if closure.kept is None else closure.kept
+            run = closure.number, self._describe_run(), fn, closure.args, closure.kwargs
             call = self._engine.call(actor, "run", *run)
             completion: Completion = self._engine.result(call, self._timeout_s)
             self._positions.setdefault(index, {}).update(completion.positions)
@@ -164,12 +170,16 @@ class Dispatcher:
 
     def _make_what_is_kept(self, index: int, actor: Actor) -> None:
         with self._changed:
-            kept, made = list(self._kept), self._num_made.get(actor, 0)
+            kept, made = dict(self._kept), self._made.setdefault(actor, set())
         positions = self._positions.get(index, {})
-        for key, fn, args in kept[made:]:
+        for key in sorted(made - kept.keys()):
+            self._engine.call(actor, "forget", key)
+            made.discard(key)
+        for key in sorted(kept.keys() - made):
+            fn, args = kept[key]
             call = self._engine.call(actor, "keep", key, fn, args, positions.get(key))
             self._engine.result(call, self._timeout_s)
-        self._num_made[actor] = len(kept)
+            made.add(key)
 
     def _on_died(self, index: int, actor: Actor, closure: Closure, died: ActorDied) -> None:
         if died.actor == actor:
@@ -190,7 +200,7 @@ class Dispatcher:
         with self._changed:
             actor = self._actors.pop(index, None)
             if actor is not None:
-                self._num_made.pop(actor, None)
+                self._made.pop(actor, None)
         if len(closure.retries) + 1 > MAX_RETRIES:
             causes = "\n".join([*closure.retries, why])
             self._queue.fail(

@@ -91,11 +91,15 @@ class Worker:
         except Exception as error:
             self._kept[key] = _Failure(error)
 
+    def forget(self, key: int) -> None:
+        """Keeps something no longer."""
+        self._kept.pop(key, None)
+
     def run(
         self,
         number: int | None,
         surroundings: Surroundings,
-        fn: Callable[..., Any],
+        fn: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Completion:
@@ -112,7 +116,7 @@ class Worker:
                 used[x.key] = found
             return found
 
-        args, kwargs = map_nest(resolve, (tuple(args), dict(kwargs)))
+        fn, args, kwargs = map_nest(resolve, (fn, tuple(args), dict(kwargs)))
         failed = True
         try:
             value, staleness = self._call(number, surroundings, fn, args, kwargs)

@@ -72,14 +72,33 @@ class Ref(Protocol):
     """A value that was put where actors are, to be an argument of calls."""
 
 
+class Serializer(Protocol):
+    """Makes bytes of what is sent to actors, and that of bytes; only for those of one's own run."""
+
+    def dumps(self, value: Any) -> bytes:
+        """The bytes of a value; functions may be among it.
+
+        Raises:
+            TypeError: Something in it cannot be sent.
+        """
+        ...
+
+    @property
+    def loads(self) -> Callable[[bytes], Any]:
+        """What makes a value of bytes, and can be sent itself."""
+        ...
+
+
 class Engine(Protocol):
     """Runs actors.
 
     Attributes:
         concurrency: What who uses the engine has its own threads from.
+        serializer: How values are sent; None where actors share them.
     """
 
     concurrency: Concurrency
+    serializer: Serializer | None
 
     def start(self) -> None:
         """Gets ready to spawn actors."""

@@ -35,6 +35,30 @@ class RayRef:
     reference: Any
 
 
+class RaySerializer:
+    """Makes bytes as Ray makes them of functions and arguments."""
+
+    def dumps(self, value: Any) -> bytes:
+        """The bytes of a value.
+
+        Raises:
+            TypeError: Something in it cannot be pickled.
+        """
+        name = getattr(value, "__qualname__", type(value).__name__)
+        with name_what_cannot_be_pickled(f"'{name}'", (value,)):
+            return import_ray().cloudpickle.dumps(value)
+
+    @property
+    def loads(self) -> Callable[[bytes], Any]:
+        """What makes a value of them."""
+        return load
+
+
+def load(data: bytes) -> Any:
+    """What was pickled, by a process of the same run."""
+    return import_ray().cloudpickle.loads(data)
+
+
 @dataclasses.dataclass(frozen=True)
 class RayFuture:
     """A call; without a reference if the actor was known to be dead."""

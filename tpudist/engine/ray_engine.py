@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpudist.engine.concurrency import Concurrency, SystemConcurrency
-from tpudist.engine.engine import Actor
+from tpudist.engine.engine import Actor, Serializer
 from tpudist.engine.ray_calls import (
     END_S,
     OVER,
@@ -31,6 +31,7 @@ from tpudist.engine.ray_calls import (
     Process,
     RayFuture,
     RayRef,
+    RaySerializer,
     name_what_cannot_be_pickled,
     put,
     references,
@@ -51,7 +52,10 @@ class RayEngine:
 
     Attributes:
         concurrency: Threads and time of the system.
+        serializer: That of Ray.
     """
+
+    serializer: Serializer | None = RaySerializer()
 
     def __init__(
         self,
@@ -203,7 +207,10 @@ class RayMember:
 
     Attributes:
         concurrency: Threads and time of the system.
+        serializer: That of Ray.
     """
+
+    serializer: Serializer | None = RaySerializer()
 
     def __init__(self, namespace: str):
         """Of the run with a namespace."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from tpudist.engine.concurrency import Concurrency, SystemConcurrency, Thread
-from tpudist.engine.engine import Actor, ActorDied, ActorKilled, ResultTimeout
+from tpudist.engine.engine import Actor, ActorDied, ActorKilled, ResultTimeout, Serializer
 from tpudist.engine.seeded_concurrency import SeededConcurrency
 
 END_S = 5.0
@@ -30,6 +30,7 @@ class ThreadEngine:
     Attributes:
         concurrency: Of the threads; who uses the engine has its own threads from there, so that
             those are replayed, too.
+        serializer: None: actors share values.
     """
 
     def __init__(self, seed: int | None = None):
@@ -39,6 +40,7 @@ class ThreadEngine:
             seed: Has the order of all events be that of this seed, whatever the machine does: one
                 thread runs at a time, and a generator chooses which.
         """
+        self.serializer: Serializer | None = None
         self.concurrency: Concurrency = (
             SystemConcurrency() if seed is None else SeededConcurrency(seed)
         )

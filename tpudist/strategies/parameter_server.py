@@ -16,6 +16,7 @@ from tpudist import context
 from tpudist.cluster_resolver import ClusterResolver
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import Engine
+from tpudist.engine.ray_engine import RayEngine
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.options import InputOptions, RunOptions
 from tpudist.ps.servers import Servers
@@ -70,7 +71,8 @@ class ParameterServerStrategy(Strategy):
             num_workers: How many workers, where there is no cluster resolver.
             num_servers: How many servers, where there is no cluster resolver; by default 1.
             engine: Where workers and servers run: `threads` of this process, which is the default;
-                or an engine.
+                `ray`, processes of Ray on this machine or on others (`pip install 'tpudist[ray]'`;
+                where the variable RAY_ADDRESS says, else it is started here); or an engine.
             log: A folder for what servers hold and how it changes, which outlives them: a server
                 that has died goes on where it was, and so does a program that is started again with
                 the same folder. By default nothing is kept, and the death of a server ends the run
@@ -281,10 +283,12 @@ _kept: list[ParameterServerStrategy] = []  # in processes of workers, as long as
 def _make_engine(engine: Engine | str | None) -> Engine:
     if engine is None or engine == "threads":
         return ThreadEngine()
+    if engine == "ray":
+        return RayEngine()
     if isinstance(engine, str):
         raise ValueError(
-            f"ParameterServerStrategy was given engine={engine!r}. It must be 'threads', or an "
-            f"engine."
+            f"ParameterServerStrategy was given engine={engine!r}. It must be 'threads', 'ray', or "
+            f"an engine."
         )
     return engine
 
@@ -350,6 +354,6 @@ def _refuse_other_hosts(spec: Any, jobs: Iterable[str]) -> None:
             if host not in here:
                 raise ValueError(
                     f"The cluster has {job} {index} at {address}, which is another host, and the "
-                    f"threads of this process would be all that runs. Give an engine that runs "
-                    f"there; or engine='threads', to have all of it here."
+                    f"threads of this process would be all that runs. Give engine='ray', which "
+                    f"runs there; or engine='threads', to have all of it here."
                 )

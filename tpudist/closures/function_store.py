@@ -1,0 +1,54 @@
+"""FunctionStore: functions that are sent to workers in other processes, once for each worker."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from tpudist.closures.worker import Kept
+from tpudist.engine.engine import Serializer
+
+MAX_FUNCTIONS = 64
+"""How many functions workers keep; then that which was scheduled longest ago is sent again."""
+
+
+class FunctionStore:
+    """Knows functions by their bytes, so that a worker has one object for all calls of one.
+
+    With another object in each call a worker would compile each time. The bytes have all that a
+    function captures, so that what has changed since is sent.
+    """
+
+    def __init__(
+        self,
+        serializer: Serializer,
+        keep: Callable[[Callable[..., Any], tuple], int],
+        forget: Callable[[int], None],
+    ):
+        """Empty.
+
+        Args:
+            serializer: Of the engine.
+            keep: Has workers keep what a function makes of arguments; its key.
+            forget: Has them forget what has a key.
+        """
+        self._serializer, self._keep, self._forget = serializer, keep, forget
+        self._keys: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+
+    def store(self, fn: Callable[..., Any]) -> Kept:
+        """What stands for `fn` on workers.
+
+        Raises:
+            TypeError: It captures what cannot be sent.
+        """
+        data = self._serializer.dumps(fn)
+        digest = hashlib.sha256(data).digest()
+        if digest in self._keys:
+            self._keys.move_to_end(digest)
+        else:
+            self._keys[digest] = self._keep(self._serializer.loads, (data,))
+            if len(self._keys) > MAX_FUNCTIONS:
+                self._forget(self._keys.popitem(last=False)[1])
+        return Kept(self._keys[digest])
