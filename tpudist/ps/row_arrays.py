@@ -59,11 +59,12 @@ class RowArrays:
         np.take(np.asarray(array(self._tree)), rows, axis=0, mode="clip", out=out)
 
     def change(self, function: Callable[..., PyTree], rows: np.ndarray, *values: PyTree) -> None:
-        """Changes rows, of which none is named twice, by a jitted function that donates the first.
+        """Begins to change rows, none of them named twice; `values` must stay until `wait`.
 
         Args:
-            function: Takes the pytree of arrays, the numbers of the rows, and what stands for them
-                in `values`. Numbers past the end are padding, and must have no effect.
+            function: A jitted one of the pytree of arrays, which it donates, the numbers of the
+                rows, and what stands for them in `values`. Numbers past the end are padding, and
+                must have no effect.
             rows: int32 `[n]`.
             values: Pytrees of arrays `[n, ...]`.
         """
@@ -72,6 +73,9 @@ class RowArrays:
             numbers = np.concatenate([rows[start:stop], padding.astype(np.int32)])
             parts = jax.tree.map(lambda x: pad(x[start:stop], size), values)  # noqa: B023
             self._tree = function(self._tree, numbers, *parts)
+
+    def wait(self) -> None:
+        """Returns when all is changed."""
         jax.block_until_ready(self._tree)
 
 

@@ -49,7 +49,7 @@ class RowOptimizer:
                 f"one, such as optax.adagrad(0.1)."
             )
         row = jax.ShapeDtypeStruct((2,), jnp.float32)
-        jaxpr = jax.make_jaxpr(self._apply)(row, jax.eval_shape(self.init, row), row)
+        jaxpr = jax.make_jaxpr(self._change)(row, jax.eval_shape(self.init, row), row)
         if "random_bits" in str(jaxpr):
             raise ValueError(
                 "The optimizer of a table draws random numbers. Each row keeps its own state, and "
@@ -67,16 +67,21 @@ class RowOptimizer:
         Indices past the end have no effect. For `jax.jit`, which is given `table` to overwrite.
         """
         rows = gather(table, indices)
-        updated = jax.vmap(self._apply)(rows.values, rows.slots, gradients)
-        return scatter(table, indices, Rows(*updated))
+        changes, slots = jax.vmap(self._change)(rows.values, rows.slots, gradients)
+        slots = scatter(table.slots, indices, slots)
+        if table.values.dtype == changes.dtype:  # the same sums, and XLA need not gather the rows
+            values = table.values.at[indices].add(changes, mode="drop", unique_indices=True)
+        else:
+            values = scatter(table.values, indices, rows.values + changes)
+        return Rows(values, slots)
 
-    def _apply(
+    def _change(
         self, value: jax.Array, slots: PyTree, gradient: jax.Array
     ) -> tuple[jax.Array, PyTree]:
         row = value.astype(jnp.float32)
-        update: Any
-        update, slots = self.transformation.update(gradient.astype(jnp.float32), slots, row)
-        return (row + update).astype(value.dtype), slots
+        change: Any
+        change, slots = self.transformation.update(gradient.astype(jnp.float32), slots, row)
+        return change, slots
 
 
 def gather(table: PyTree, indices: jax.Array) -> PyTree:

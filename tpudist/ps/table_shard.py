@@ -93,7 +93,9 @@ class TableShard:
         if out is None:
             out = np.empty((len(ids), self.options.dim), self.options.dtype)
         self.options.check_out(out, len(ids))
-        rows = self._touch(ids) if create else self._map.find(ids)
+        rows = self._find_or_create(ids) if create else self._map.find(ids)
+        if create:
+            self._touch(rows)
         self._arrays.read_into(out, rows, lambda table: table.values)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
@@ -111,14 +113,16 @@ class TableShard:
         """
         ids, gradients = as_ids(ids), np.asarray(gradients)
         self.options.check_rows("gradients", gradients, len(ids))
-        rows = self._touch(ids)
+        rows = self._find_or_create(ids)
         last, which = self._duplicates.unique(rows)
         if which is not None:
             gradients = sum_duplicates(gradients, which, len(last))
             rows = rows[last]
         update = functools.partial(_update_rows, optimizer=self._optimizer)
         self._arrays.change(update, rows, gradients)
+        self._touch(rows)  # while another core computes
         self._note_changes(ids)
+        self._arrays.wait()
 
     def assign(self, ids: Any, rows: Any) -> None:
         """Sets the rows of ids `[n]` to `rows` `[n, dim]`, and leaves what the optimizer keeps.
@@ -131,10 +135,12 @@ class TableShard:
         """
         ids, values = as_ids(ids), np.asarray(rows)
         self.options.check_rows("rows", values, len(ids))
-        numbers = self._touch(ids)
+        numbers = self._find_or_create(ids)
         last, _ = self._duplicates.unique(numbers)
         self._arrays.change(_set_values, numbers[last], values[last])
+        self._touch(numbers)
         self._note_changes(ids)
+        self._arrays.wait()
 
     def remove(self, ids: Any) -> np.ndarray:
         """Forgets rows; the ids that were there, in order.
@@ -216,22 +222,25 @@ class TableShard:
         numbers = self._map.find_or_add(ids)
         self._reserve()
         self._arrays.change(_set_rows, numbers, rows)
+        self._arrays.wait()
         self._touches.last[numbers] = state["last"]
         self._touches.num[numbers] = state["num"]
         self.clock = max(self.clock, int(state["clock"]))
         if self.options.max_rows is not None:
             self._evict_first(len(self) - self.options.max_rows, numbers[:0])
 
-    def _touch(self, ids: np.ndarray) -> np.ndarray:
+    def _find_or_create(self, ids: np.ndarray) -> np.ndarray:
         """The rows of ids, of which those that are missing are created."""
         rows = self._map.find(ids)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
             self._create(np.unique(ids[missing]), rows[rows >= 0])
             rows[missing] = self._map.find(ids[missing])
+        return rows
+
+    def _touch(self, rows: np.ndarray) -> None:
         self.clock += 1
         self._touches.touch(rows, self.clock)
-        return rows
 
     def _create(self, ids: np.ndarray, rows_in_use: np.ndarray) -> None:
         if self.options.max_rows is not None:
@@ -253,6 +262,7 @@ class TableShard:
             initializer=self.options.initializer,
         )
         self._arrays.change(create, rows, words(ids))
+        self._arrays.wait()
         self._note_changes(ids)
 
     def _reserve(self) -> None:
