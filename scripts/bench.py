@@ -33,6 +33,7 @@ from benchmarks import (
     programs,
     published,
     scale,
+    tables,
     tails,
 )
 from benchmarks.figures import Figure, show
@@ -55,6 +56,7 @@ Suite = Literal[
     "examples",
     "determinism",
     "processes",
+    "tables",
 ]
 
 
@@ -69,7 +71,7 @@ class Config:
     loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
     published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
     programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
-    and with a state that is kept for survivors."""
+    and with a state that is kept for survivors; rows of an embedding table by id."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -82,6 +84,8 @@ class Config:
     """Its numbers of devices."""
     example_steps: int = 100
     """How often each step of the examples, determinism and processes suites is timed."""
+    table_rows: int = 4_000_000
+    """How many rows of 256 bytes the table of the tables suite has, twice."""
     checkpoint_megabytes: int = 500
     """Size of the state that the checkpoint suite saves and restores."""
     tensorflow_python: Path | None = None
@@ -138,6 +142,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return determinism.figures(config.example_steps)
     if suite == "processes":
         return processes.figures(config.example_steps)
+    if suite == "tables":
+        return tables.figures(config.table_rows)
     if suite == "scale":
         return scale.figures()
     return [
