@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from tpudist.state import scatter_updates
@@ -75,7 +74,24 @@ class Gradients:
     indices: tuple[Any, ...]
 
 
-Change = Assignment | RowChange | Gradients
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableChange:
+    """Rows of a table change; see `table_shard`.
+
+    Attributes:
+        table: Its number.
+        what: `gradients`, by which its optimizer updates rows; or `rows`, that replace them.
+        ids: `[n]` int64.
+        values: `[n, dim]`.
+    """
+
+    table: int
+    what: str
+    ids: Any
+    values: Any
+
+
+Change = Assignment | RowChange | Gradients | TableChange
 
 
 def pack(changes: Sequence[Change]) -> tuple[list[Any], dict[str, np.ndarray]]:
@@ -93,7 +109,7 @@ def pack(changes: Sequence[Change]) -> tuple[list[Any], dict[str, np.ndarray]]:
         fact: dict[str, Any] = {"kind": type(change).__name__}
         for field in dataclasses.fields(change):
             value = getattr(change, field.name)
-            if field.name in ("values", "indices", "value"):
+            if field.name in _ARRAYS:
                 several = isinstance(value, tuple)
                 value = [name_array(x) for x in value] if several else name_array(value)
             fact[field.name] = value
@@ -107,13 +123,13 @@ def unpack(facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray])
     def find(x: Any) -> Any:
         if isinstance(x, list):
             return tuple(map(find, x))
-        return None if x is None else jnp.asarray(arrays[x])
+        return None if x is None else arrays[x]
 
     found: list[Change] = []
     for fact in facts:
         kind = _KINDS[fact["kind"]]
         fields = {k: v for k, v in fact.items() if k != "kind"}
-        for name in {"values", "indices", "value"} & fields.keys():
+        for name in _ARRAYS & fields.keys():
             fields[name] = find(fields[name])
         if kind is Gradients:
             fields["variables"] = tuple(fields["variables"])
@@ -121,4 +137,5 @@ def unpack(facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray])
     return found
 
 
-_KINDS: dict[str, Any] = {x.__name__: x for x in (Assignment, RowChange, Gradients)}
+_ARRAYS = {"ids", "indices", "value", "values"}
+_KINDS: dict[str, Any] = {x.__name__: x for x in (Assignment, RowChange, Gradients, TableChange)}

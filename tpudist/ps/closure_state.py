@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tpudist.engine.engine import Actor, Engine
-from tpudist.ps.changes import Assignment, Change, Gradients, RowChange
+from tpudist.ps.changes import Assignment, Change, Gradients, RowChange, TableChange
 from tpudist.ps.servers import Home, gather
 from tpudist.ps.shard import Values
 from tpudist.xla import traces
@@ -76,6 +76,7 @@ class ClosureState:
         self._changes: dict[int, list[Change]] = {}  # by server
         self._pending: dict[int, list[Assignment | RowChange]] = {}  # by variable
         self._by_optimizer: set[int] = set()
+        self._tables_changed: set[int] = set()
         self._values: dict[int, jax.Array] = {}
         self._num_seen: dict[int, int] = {}
         self._homes = copies.homes_read.setdefault(_key_of(function), {})
@@ -161,6 +162,23 @@ class ClosureState:
         self._changes.setdefault(server, []).append(gradients)
         self._by_optimizer |= set(gradients.variables)
 
+    def check_table(self, number: int, name: str) -> None:
+        """Refuses to look up what this closure has changed.
+
+        Raises:
+            RuntimeError: It has changed the table.
+        """
+        if number in self._tables_changed:
+            raise RuntimeError(
+                f"Rows of table '{name}' were looked up after the same closure has changed it. "
+                f"Servers apply what a closure changes when it has ended: look them up before."
+            )
+
+    def change_table(self, server: int, change: TableChange) -> None:
+        """Notes that rows of a table change."""
+        self._changes.setdefault(server, []).append(change)
+        self._tables_changed.add(change.table)
+
     def finish(self) -> int | None:
         """Has the servers apply what the closure has changed.
 
@@ -184,7 +202,8 @@ class ClosureState:
 
 
 def _on_host(change: Change) -> Change:
-    kind: Any = type(change)
+    if isinstance(change, TableChange):
+        return change
     if isinstance(change, Assignment):
         return Assignment(change.variable, change.what, np.asarray(change.value))
     if isinstance(change, RowChange):
@@ -192,7 +211,7 @@ def _on_host(change: Change) -> Change:
         return RowChange(change.variable, change.what, *arrays)
     values = tuple(map(np.asarray, change.values))
     indices = tuple(None if x is None else np.asarray(x) for x in change.indices)
-    return kind(change.optimizer, change.variables, values, indices)
+    return Gradients(change.optimizer, change.variables, values, indices)
 
 
 def _key_of(function: Callable[..., Any]) -> Any:

@@ -8,6 +8,7 @@ was synced outlives the host.
 import json
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ class RecordFile:
             os.truncate(path, max((end for end, _, _ in _read(path)), default=0))
         self._file = path.open("ab", buffering=0)
         self._is_synced = True
+        weakref.finalize(self, self._file.close)
 
     def append(self, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
         """Adds a record; how many bytes it has.

@@ -20,6 +20,7 @@ from tpudist.engine.engine import Actor, ActorDied, Engine, Future
 from tpudist.errors import UnavailableError
 from tpudist.ps.changes import Change
 from tpudist.ps.shard import Definition, Shard, Values
+from tpudist.ps.table_options import TableOptions
 
 ROLE = "ps"
 _log = logging.getLogger("tpudist")
@@ -53,6 +54,7 @@ class Servers:
         self._lock = engine.concurrency.condition()
         self._definitions: list[list[Definition]] = [[] for _ in range(num_servers)]
         self._transformations: dict[int, Any] = {}
+        self._tables: dict[int, TableOptions] = {}
         self._next_server = itertools.cycle(range(num_servers))
         self._num_variables = 0
         self._num_direct = [0] * num_servers
@@ -88,8 +90,15 @@ class Servers:
         with self._lock:
             number = len(self._transformations)
             self._transformations[number] = tx
-            for i in range(len(self)):
-                self._ask(i, "define_optimizers", {number: tx})
+            self.ask_all("define_optimizers", {number: tx})
+            return number
+
+    def define_table(self, options: TableOptions) -> int:
+        """Has all servers hold parts of a new table; its number."""
+        with self._lock:
+            number = len(self._tables)
+            self._tables[number] = options
+            self.ask_all("define_tables", {number: options})
             return number
 
     # Outside of closures.
@@ -111,7 +120,7 @@ class Servers:
 
     def read_states(self, optimizer: int) -> list[dict[tuple[int, ...], list[np.ndarray]]]:
         """The state of an optimizer on each server; see `Shard.pull_states`."""
-        return [self._ask(i, "pull_states", optimizer) for i in range(len(self))]
+        return self.ask_all("pull_states", optimizer)
 
     def write_states(
         self, server: int, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
@@ -124,7 +133,17 @@ class Servers:
 
     def report(self) -> list[Mapping[str, Any]]:
         """What each server says of itself."""
-        return [self._ask(i, "report") for i in range(len(self))]
+        return self.ask_all("report")
+
+    def restore_table(self, server: int, number: int, state: Mapping[str, np.ndarray]) -> None:
+        """Puts rows into a table on one server."""
+        with self._lock:
+            self._ask(server, "restore_table", self._num_direct[server], number, dict(state))
+            self._num_direct[server] += 1
+
+    def ask_all(self, method: str, *args: Any) -> list[Any]:
+        """What a method of each server gives."""
+        return [self._ask(i, method, *args) for i in range(len(self))]
 
     # When one has died.
 
@@ -149,6 +168,7 @@ class Servers:
             _log.warning("%s Another one goes on where its log ends.", died)
             self._actors[index] = self._spawn(index)
             self._ask(index, "define_optimizers", self._transformations)
+            self._ask(index, "define_tables", self._tables)
             last = self._ask(index, "define", self._definitions[index])
             self._num_direct[index] = max(self._num_direct[index], last + 1)
 

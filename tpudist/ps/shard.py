@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpudist.ps.changes import Assignment, Change, Gradients, RowChange
+from tpudist.ps.changes import Assignment, Change, Gradients, RowChange, TableChange
 from tpudist.ps.closure_ledger import ClosureLedger
 from tpudist.ps.server_optimizer import ServerOptimizer
 from tpudist.ps.shard_log import ShardLog
+from tpudist.ps.shard_tables import ShardTables, state_arrays
+from tpudist.ps.table_options import TableOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Shard:
         self._next_version = itertools.count(incarnation << 40)
         self._viewed: set[int] = set()  # whose arrays somebody may read
         self._optimizers: dict[int, ServerOptimizer] = {}
+        self._tables = ShardTables()
         self._ledger = ClosureLedger()
         self.num_changed = 0
         self._log = None if folder is None else ShardLog(folder, sync_s)
@@ -114,6 +117,10 @@ class Shard:
             if number not in self._optimizers:
                 self._optimizers[number] = ServerOptimizer(tx)
 
+    def define_tables(self, options: Mapping[int, TableOptions]) -> None:
+        """Takes the tables, by number, of which it is to hold parts."""
+        self._tables.define(options)
+
     # Reading.
 
     def pull(self, wanted: Mapping[int, int]) -> Values:
@@ -137,10 +144,25 @@ class Shard:
         states = self._optimizers[optimizer].states
         return {k: [np.array(x) for x in jax.tree.leaves(state)] for k, state in states.items()}
 
+    def pull_table(self, number: int, ids: np.ndarray, create: bool) -> np.ndarray:
+        """Rows of a table; see `TableShard.pull`."""
+        self._catch_up()
+        return self._tables.pull(number, ids, create)
+
+    def state_of_table(self, number: int) -> dict[str, np.ndarray]:
+        """All rows of a table, copied."""
+        self._catch_up()
+        return self._tables.state(number)
+
+    def size_of_table(self, number: int) -> int:
+        """How many rows of a table there are."""
+        self._catch_up()
+        return self._tables.size(number)
+
     def report(self) -> dict[str, Any]:
         """Bytes of the values, and how many closures have changed them."""
         self._catch_up()
-        num_bytes = sum(x.nbytes for x in self._values.values())
+        num_bytes = sum(x.nbytes for x in self._values.values()) + self._tables.nbytes
         return {
             "server": self._index,
             "variables": len(self._values),
@@ -198,6 +220,24 @@ class Shard:
         if self._log is not None:
             self._save()
 
+    def evict_table(self, number: int, max_age: int | None, min_touches: int) -> int:
+        """Forgets rows of a table; how many."""
+        self._catch_up()
+        count = self._tables.evict(number, max_age, min_touches)
+        if count and self._log is not None:
+            self._save()  # when rows were looked up is not in the log
+        return count
+
+    def restore_table(self, number: int, table: int, state: Mapping[str, np.ndarray]) -> None:
+        """Puts rows into a table; see `push_direct`."""
+        self._catch_up()
+        if number <= self._direct:
+            return
+        self._tables.restore(table, state_arrays(state))
+        self._direct = number
+        if self._log is not None:
+            self._save()
+
     def close(self) -> None:
         """Ends the log."""
         if self._log is not None:
@@ -223,15 +263,22 @@ class Shard:
     def _apply(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> None:
         """Logs some changes and applies them."""
         if self._log is None:
-            self._take(self._compute(changes))
+            self._compute_and_take(changes)
             return
         place = self._log.append(facts, changes)  # first: then nothing is lost if this fails
         try:
-            new = self._compute(changes)
+            self._compute_and_take(changes)
         except Exception:
             self._log.revoke(place)
             raise
-        self._take(new)
+
+    def _compute_and_take(self, changes: Sequence[Change]) -> None:
+        of_tables = [x for x in changes if isinstance(x, TableChange)]
+        for change in of_tables:
+            self._tables.check(change)
+        self._take(self._compute([x for x in changes if not isinstance(x, TableChange)]))
+        for change in of_tables:
+            self._tables.apply(change)
 
     def _compute(self, changes: Sequence[Change]) -> dict[int, jax.Array]:
         """What variables hold after some changes."""
@@ -310,9 +357,12 @@ class Shard:
 
     def _replay(self, log: ShardLog) -> None:
         self._ledger, self.num_changed = ClosureLedger(), 0
+        self._tables.clear()
         for facts, arrays, changes in log.read():
             if "define" in facts:
                 self._add(facts["define"], facts["name"], arrays["value"])
+            elif "table" in facts:
+                self._tables.restore(facts["table"], state_arrays(arrays))
             elif "state_of" in facts:
                 leaves = [arrays[str(i)] for i in range(len(arrays))]
                 self._set_states(facts["state_of"], tuple(facts["variables"]), leaves)
@@ -320,10 +370,10 @@ class Shard:
                 self._ledger = ClosureLedger(facts["low_of_base"], facts["above"])
                 self.num_changed, self._direct = facts["changed"], facts["direct"]
             elif "direct" in facts:
-                self._take(self._compute(changes))
+                self._compute_and_take(changes)
                 self._direct = facts["direct"]
             elif facts["closure"] not in self._ledger:
-                self._take(self._compute(changes))
+                self._compute_and_take(changes)
                 self._note(facts["closure"], facts["low"])
 
     def _save_if_long(self) -> None:
@@ -341,6 +391,8 @@ class Shard:
             for variables, state in optimizer.states.items():
                 leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
                 records.append(({"state_of": number, "variables": list(variables)}, leaves))
+        for number in self._tables.numbers():
+            records.append(({"table": number}, self._tables.state(number)))
         facts = {"low_of_base": self._ledger.low, "above": self._ledger.above()}
         facts |= {"changed": self.num_changed, "direct": self._direct}
         self._log.begin_anew([*records, (facts, {})])

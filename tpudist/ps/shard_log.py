@@ -68,8 +68,11 @@ class ShardLog:
                 self.definitions[facts["define"]] = facts["name"], value.shape, value.dtype.name
         self._base_bytes = 0
         self._ended = threading.Event()
-        self._sync_s = sync_s
-        self._thread = threading.Thread(target=self._sync_often, name="tpudist log", daemon=True)
+        # One that nobody has any more ends, so the thread must not have it.
+        target = weakref.WeakMethod(self._sync), self._ended, sync_s
+        self._thread = threading.Thread(
+            target=_sync_often, args=target, name="tpudist log", daemon=True
+        )
         self._thread.start()
 
     def read(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[Change]]]:
@@ -130,10 +133,9 @@ class ShardLog:
             self._num_records += 1
             return self._num_records - 1
 
-    def _sync_often(self) -> None:
-        while not self._ended.wait(self._sync_s):
-            with self._lock:
-                self._file.sync()
+    def _sync(self) -> None:
+        with self._lock:
+            self._file.sync()
 
     def _sync_folder(self) -> None:
         handle = os.open(self._folder, os.O_RDONLY)
@@ -144,3 +146,15 @@ class ShardLog:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"log-{number:06d}.records"
+
+
+def _sync_often(sync: weakref.WeakMethod, ended: threading.Event, every_s: float) -> None:
+    while not ended.wait(every_s):
+        method = sync()
+        if method is None:
+            return
+        try:
+            method()
+        except ValueError:  # it was closed since
+            return
+        del method

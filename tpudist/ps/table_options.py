@@ -18,7 +18,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 """As those of `jax.nn.initializers`: a key, a shape and a dtype give an array."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_SMALL_NORMAL = jax.nn.initializers.normal(0.01)
+SMALL_NORMAL = jax.nn.initializers.normal(0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class TableOptions:
     """The length of a row."""
     optimizer: optax.GradientTransformation
     """What a gradient does to its row (`RowOptimizer`)."""
-    initializer: Initializer = _SMALL_NORMAL
+    initializer: Initializer = SMALL_NORMAL
     """Draws a new row as a table `[1, dim]`, from a key of `seed` and its id."""
     dtype: Any = np.float32
     """That of rows: float32, bfloat16 or float16. Gradients and slots are in float32."""

@@ -18,7 +18,11 @@ class WorkerSession:
     Attributes:
         strategy: The strategy of this worker, which `run` of the one of servers leads to.
         steps: The replica functions that it has run.
+        engine: Where the servers live.
+        servers: Who the servers are, as far as it knows.
     """
+
+    servers: Sequence[Actor]
 
     def __init__(self, engine: Engine, strategy: Any, device: jax.Device | None):
         """Nothing read yet.
@@ -29,10 +33,12 @@ class WorkerSession:
             device: Where the worker computes.
         """
         self.strategy, self.steps = strategy, StepChanges()
+        self.engine, self.servers = engine, ()
         self._copies = ServerCopies(engine, device)
 
     def begin(
         self, number: int, low: int, servers: Sequence[Actor], function: Callable[..., Any]
     ) -> ClosureState:
         """What a closure sees and does; see `ClosureState`."""
+        self.servers = servers
         return ClosureState(self._copies, number, low, servers, function)
