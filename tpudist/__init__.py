@@ -2,7 +2,17 @@
 
 import typing
 
-from tpudist import checkpoint, cluster_resolver, compat, deprecated, errors, experimental, planner
+from tpudist import (
+    checkpoint,
+    cluster_resolver,
+    compat,
+    coordinator,
+    deprecated,
+    errors,
+    experimental,
+    planner,
+    ps,
+)
 from tpudist.checkpoint.train_state import TrainState
 from tpudist.context import (
     experimental_set_strategy,
@@ -41,6 +51,7 @@ from tpudist.state.variable import Variable
 from tpudist.strategies.mirrored import MirroredStrategy
 from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tpudist.strategies.one_device import OneDeviceStrategy
+from tpudist.strategies.parameter_server import ParameterServerStrategy
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.strategy import default_strategy
 from tpudist.strategy.extended import StrategyExtended
@@ -76,6 +87,7 @@ __all__ = [
     "NumpyDataset",
     "OneDeviceStrategy",
     "Optimizer",
+    "ParameterServerStrategy",
     "PerReplica",
     "PlacementTable",
     "ReduceOp",
@@ -95,6 +107,7 @@ __all__ = [
     "compat",
     "compile_log",
     "compute_average_loss",
+    "coordinator",
     "describe_placement",
     "emulate",
     "errors",
@@ -108,6 +121,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "planner",
+    "ps",
     "record_goodput",
     "rows_of_microbatches",
     "rowwise",
@@ -126,6 +140,4 @@ if not typing.TYPE_CHECKING:  # which would take any name to be there
 
     def __getattr__(name: str) -> typing.NoReturn:
         """Says of a name of `tf.distribute` that it is not offered yet."""
-        raise deprecated.make_attribute_error(
-            __name__, name, ("ParameterServerStrategy", "Server", "coordinator")
-        )
+        raise deprecated.make_attribute_error(__name__, name, ("Server",))

@@ -22,7 +22,7 @@ def warn(name: str, instead: str, *, stacklevel: int = 3) -> None:
 
 
 def make_attribute_error(module: str, name: str, to_come: Collection[str]) -> AttributeError:
-    """What to raise for a name that `module` does not have; those `to_come` are parameter servers'.
+    """What to raise for a name that `module` does not have; some are `to_come`.
 
     Args:
         module: Its dotted name.
@@ -31,8 +31,8 @@ def make_attribute_error(module: str, name: str, to_come: Collection[str]) -> At
     """
     if name in to_come:
         return AttributeError(
-            f"{module}.{name} is not offered yet: parameter servers are still to come. "
-            f"MirroredStrategy, TPUStrategy and MultiWorkerMirroredStrategy train in step."
+            f"{module}.{name} is not offered yet. Workers and parameter servers run in threads or "
+            f"processes that tpudist.ParameterServerStrategy starts: no server is to be started."
         )
     return AttributeError(f"module {module!r} has no attribute {name!r}")
 

@@ -7,6 +7,7 @@ from tpudist.cluster_resolver.device_assignment import DeviceAssignment, DeviceO
 from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_system
 from tpudist.cluster_resolver.tpu_topology import Topology
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
+from tpudist.coordinator import experimental_coordinator as coordinator
 from tpudist.options import ValueContext
 from tpudist.preemption import (
     PreemptionCheckpointHandler,
@@ -23,6 +24,7 @@ from tpudist.reductions.communication_options import (
 from tpudist.state import partitioners
 from tpudist.strategies.central_storage import CentralStorageStrategy
 from tpudist.strategies.deprecated_strategies import MultiWorkerMirroredStrategy, TPUStrategy
+from tpudist.strategies.parameter_server import ParameterServerStrategy
 
 # The old name.
 CollectiveCommunication = CommunicationImplementation
@@ -37,6 +39,7 @@ __all__ = [
     "DeviceOrderMode",
     "HardwareFeature",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
     "Survivor",
@@ -45,6 +48,7 @@ __all__ = [
     "TerminationConfig",
     "Topology",
     "ValueContext",
+    "coordinator",
     "initialize_tpu_system",
     "partitioners",
     "survive",
@@ -55,6 +59,4 @@ if not typing.TYPE_CHECKING:  # which would take any name to be there
 
     def __getattr__(name: str) -> typing.NoReturn:
         """Says of a name of `tf.distribute.experimental` that it is not offered yet."""
-        raise deprecated.make_attribute_error(
-            __name__, name, ("ParameterServerStrategy", "coordinator", "rpc")
-        )
+        raise deprecated.make_attribute_error(__name__, name, ("rpc",))

@@ -40,6 +40,7 @@ NO_PARTICIPLES = {
 
 # Names that stay, each for a reason.
 ALLOWED = {
+    "coordinator.cluster_coordinator.ClusterCoordinator.done": "tf.distribute's name",
     "pytest_plugin.__init__.emulated_devices": "a fixture, named by what a test is given",
     "cluster_resolver.tpu_topology.Topology.serialized": "tf.tpu.experimental.Topology has it",
     "xla.internals.call_at_preemption_poll.Manager.reached_sync_point": "JAX calls it so",

@@ -13,8 +13,8 @@ import pytest
 import tpudist
 from tpudist import IndexedSlices
 from tpudist.checkpoint import Checkpoint, CheckpointManager
-from tpudist.closures.cluster_coordinator import ClusterCoordinator
 from tpudist.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.experimental import partitioners
 from tpudist.ps.server_variable import ServerVariable
@@ -463,7 +463,7 @@ def test_each_row_is_counted_once_through_deaths(start, tmp_path, seed):
 
     killer = engine.concurrency.start("killer", kill)
     outputs = [run.coordinator.schedule(work, (i,)) for i in range(1, size)]
-    assert run.coordinator.join(120)
+    assert run.coordinator.join(timeout_s=120)
     assert killer.join(60)
     assert run.coordinator.fetch(outputs) == list(range(1, size))
     np.testing.assert_array_equal(a.numpy(), 1)

@@ -5,10 +5,10 @@ import numpy as np
 import optax
 import pytest
 
-from tpudist.closures.cluster_coordinator import ClusterCoordinator
+from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
 from tpudist.engine.thread_engine import ThreadEngine
+from tpudist.ps.embedding_table import Table
 from tpudist.ps.rowwise_adagrad import rowwise_adagrad
-from tpudist.ps.table import Table
 from tpudist.strategies.parameter_server import ParameterServerStrategy
 
 IDS = np.array([[-5, 1 << 62], [0, -5], [7, 1 << 40]])
@@ -136,7 +136,7 @@ def test_each_update_has_effect_once_through_deaths(start, tmp_path, seed):
     killer = engine.concurrency.start("killer", kill)
     for i in range(1, size):
         coordinator.schedule(work, (i,))
-    assert coordinator.join(120)
+    assert coordinator.join(timeout_s=120)
     assert killer.join(60)
     np.testing.assert_array_equal(table.lookup(np.arange(size)), 1)
     np.testing.assert_array_equal(table.lookup([common]), size)

@@ -3,9 +3,9 @@
 As `tf.distribute.coordinator`.
 """
 
-from tpudist.closures.cluster_coordinator import ClusterCoordinator
-from tpudist.closures.remote_value import PerWorkerValue, RemoteValue
-from tpudist.closures.worker import experimental_get_current_worker_index
+from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
+from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue
+from tpudist.coordinator.worker import experimental_get_current_worker_index
 
 __all__ = [
     "ClusterCoordinator",

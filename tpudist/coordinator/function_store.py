@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from tpudist.closures.worker import Kept
+from tpudist.coordinator.worker import Kept
 from tpudist.engine.engine import Serializer
 
 MAX_FUNCTIONS = 64

@@ -16,7 +16,7 @@ import collections
 import logging
 from collections.abc import Callable
 
-from tpudist.closures.closure import Closure
+from tpudist.coordinator.closure import Closure
 from tpudist.engine.concurrency import Concurrency
 from tpudist.errors import CancelledError
 from tpudist.ps.closure_ledger import ClosureLedger

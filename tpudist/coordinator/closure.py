@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tpudist.closures.remote_value import RemoteValue
+from tpudist.coordinator.remote_value import RemoteValue
 
 
 @dataclasses.dataclass(eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.engine.concurrency import Condition
+from tpudist.engine.concurrency import Condition, SystemConcurrency
 
 
 class RemoteValue:
@@ -17,13 +17,13 @@ class RemoteValue:
     As `tf.distribute.coordinator.RemoteValue`.
     """
 
-    def __init__(self, changed: Condition):
+    def __init__(self, *, changed: Condition | None = None):
         """Without a value yet; made by `ClusterCoordinator.schedule`.
 
         Args:
-            changed: Is told when there is one.
+            changed: Is told when there is one; by default a condition of its own.
         """
-        self._changed = changed
+        self._changed = SystemConcurrency().condition() if changed is None else changed
         self._is_there = False
         self._value: Any = None
         self._error: BaseException | None = None

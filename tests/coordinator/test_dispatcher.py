@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tpudist.closures import dispatcher as dispatcher_module
-from tpudist.closures.closure import Closure
-from tpudist.closures.closure_queue import ClosureQueue
-from tpudist.closures.dispatcher import Dispatcher
-from tpudist.closures.remote_value import RemoteValue
-from tpudist.closures.worker import (
+from tpudist.context.closure_place import current_place
+from tpudist.coordinator import dispatcher as dispatcher_module
+from tpudist.coordinator.closure import Closure
+from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.dispatcher import Dispatcher
+from tpudist.coordinator.remote_value import RemoteValue
+from tpudist.coordinator.worker import (
     Kept,
     Worker,
     experimental_get_current_worker_index,
 )
-from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import ActorDied
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.errors import CancelledError
@@ -42,7 +42,7 @@ class Run:
             self.dispatcher.add_worker()
 
     def schedule(self, fn, *args, **kwargs):
-        output = RemoteValue(self.queue.changed)
+        output = RemoteValue(changed=self.queue.changed)
         closure = Closure(self.count, fn, args, kwargs, output)
         self.count += 1
         self.queue.put(closure)

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from tpudist.closures.remote_value import map_nest
-from tpudist.closures.worker_iterator import WorkerIterator
 from tpudist.context.closure_place import ClosurePlace, current_place, enter_closure
+from tpudist.coordinator.remote_value import map_nest
+from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import Actor, ActorDied
 
 

@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpudist.closures.closure import Closure
-from tpudist.closures.closure_queue import ClosureQueue
-from tpudist.closures.worker import Completion, Surroundings
+from tpudist.coordinator.closure import Closure
+from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.worker import Completion, Surroundings
 from tpudist.engine.concurrency import Thread
 from tpudist.engine.engine import Actor, ActorDied, Engine, ResultTimeout
 from tpudist.errors import CancelledError

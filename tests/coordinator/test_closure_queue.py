@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tpudist.closures.closure import Closure
-from tpudist.closures.closure_queue import ClosureQueue
-from tpudist.closures.remote_value import PerWorkerValue, RemoteValue, fetch_all
+from tpudist.coordinator.closure import Closure
+from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all
 from tpudist.engine.concurrency import SystemConcurrency
 from tpudist.engine.seeded_concurrency import SeededConcurrency
 from tpudist.errors import CancelledError
@@ -31,7 +31,7 @@ class Setting:
     def closure(self, fn=lambda: None, worker=None):
         number = None if worker is not None else self.count
         self.count += worker is None
-        return Closure(number, fn, (), {}, RemoteValue(self.queue.changed), worker)
+        return Closure(number, fn, (), {}, RemoteValue(changed=self.queue.changed), worker)
 
     def put(self, fn=lambda: None, worker=None):
         closure = self.closure(fn, worker)
@@ -191,7 +191,7 @@ def test_putting_waits_for_a_place():
 
 
 def test_a_full_queue_says_for_what_it_waits(monkeypatch, caplog):
-    monkeypatch.setattr("tpudist.closures.closure_queue.REPORT_S", 0.05)
+    monkeypatch.setattr("tpudist.coordinator.closure_queue.REPORT_S", 0.05)
     setting = Setting(1)
     setting.put()
     setting.queue.get(0)

@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 
-from tpudist.closures.closure import Closure
-from tpudist.closures.closure_queue import ClosureQueue
-from tpudist.closures.dispatcher import Dispatcher
-from tpudist.closures.finished_file import FinishedFile
-from tpudist.closures.function_store import FunctionStore
-from tpudist.closures.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
-from tpudist.closures.worker import Completion, Kept, Surroundings, Worker
-from tpudist.closures.worker_iterator import WorkerIterator
+from tpudist.coordinator.closure import Closure
+from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.dispatcher import Dispatcher
+from tpudist.coordinator.finished_file import FinishedFile
+from tpudist.coordinator.function_store import FunctionStore
+from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
+from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker
+from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import ActorDied
 
 PyTree = Any
@@ -155,7 +155,7 @@ class ClusterCoordinator:
             kept = None if self._functions is None else self._functions.store(fn)
             number = self._next_number
             self._next_number += 1
-        output = RemoteValue(self._queue.changed)
+        output = RemoteValue(changed=self._queue.changed)
         closure = Closure(number, fn, positional, named, output, kept=kept)
         try:
             self._queue.put(closure)
@@ -168,7 +168,7 @@ class ClusterCoordinator:
             raise
         return output
 
-    def join(self, timeout_s: float | None = None) -> bool:
+    def join(self, *, timeout_s: float | None = None) -> bool:
         """Waits until all functions that were scheduled have finished.
 
         Args:

@@ -1,1 +1,0 @@
-"""Closures: functions that some worker runs at some time, without a word to the others."""
