@@ -16,7 +16,6 @@ from tpudist import context
 from tpudist.cluster_resolver import ClusterResolver
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import Engine
-from tpudist.engine.ray_engine import RayEngine
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.options import InputOptions, RunOptions
 from tpudist.ps.servers import Servers
@@ -284,6 +283,8 @@ def _make_engine(engine: Engine | str | None) -> Engine:
     if engine is None or engine == "threads":
         return ThreadEngine()
     if engine == "ray":
+        from tpudist.engine.ray_engine import RayEngine  # only where it is used
+
         return RayEngine()
     if isinstance(engine, str):
         raise ValueError(
