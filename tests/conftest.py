@@ -24,10 +24,11 @@ hypothesis.settings.load_profile("tpudist")
 _MOST_WORKERS = 4
 # Tests that watch the clock, or whose processes do: beside each other they would be late.
 _WATCH_THE_CLOCK = (
-    "test_child test_coordination test_device_check test_engine_contract test_exact_resume "
+    "test_child test_coordination test_coordinator_faults test_device_check test_engine_contract "
+    "test_exact_resume "
     "test_input_ends test_input_processes test_launch_hosts test_pod_in_a_box test_preemption "
     "test_preemption_processes test_prefetch test_process_guard test_processes test_ray_engine "
-    "test_survival test_train_script"
+    "test_server_storm test_survival test_train_script"
 ).split()
 # The longest ones first, so that no worker is left with one of them at the end.
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
@@ -73,3 +74,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def needs_ray():
+    """Skips where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+
+
+@pytest.fixture(scope="module")
+def running_ray(needs_ray):
+    """An engine that has started Ray, which others use as they would use that of a program.
+
+    Once for the tests of a file, since it takes seconds to start.
+    """
+    from tpudist.engine.ray_engine import RayEngine
+
+    engine = RayEngine()
+    engine.start()
+    yield engine
+    engine.shutdown()

@@ -130,6 +130,32 @@ def test_what_workers_keep_is_each_ones_own_and_made_again(run):
     assert len(made) > len(used) or all(x.get()[0] != used[0] for x in outputs)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_who_is_made_anew_holds_no_closure_that_another_one_could_run(seed):
+    """Processes take seconds to start, and what they keep may take longer to be made."""
+    run = Run(seed=seed)
+    clock, made, killed = run.engine.concurrency, [], []
+
+    def make():
+        made.append(current_place().worker)
+        clock.sleep(20 if len(made) > 2 else 0)
+
+    def die_once(kept):
+        if not killed:
+            killed.append(run.actor(experimental_get_current_worker_index()))
+            run.engine.kill(killed[0], "for a test")
+        return clock.now_s()
+
+    run.dispatcher.keep(0, make)
+    for _ in range(2):  # both workers are there
+        run.schedule(lambda kept: clock.sleep(1), Kept(0))
+    run.join()
+    begun_s = clock.now_s()
+    assert run.schedule(die_once, Kept(0)).get() - begun_s < 1
+    run.close()
+    assert len(made) == 3
+
+
 def test_what_could_not_be_made_is_the_error_of_who_uses_it(run):
     def make():
         raise OSError("no such data")
@@ -217,7 +243,10 @@ def test_a_function_that_ends_its_workers_is_given_up(monkeypatch):
         run.engine.call(run.actor(place.worker), "keep", 1, list, ())
 
     output = run.schedule(end)
-    with pytest.raises(CancelledError, match=r"(?s)was begun 4 times.*as a fault of its memory"):
+    with pytest.raises(
+        CancelledError,
+        match=r"(?s)was begun 4 times, and 4 times a worker.*as a fault of its memory",
+    ):
         run.join()
     with pytest.raises(CancelledError):
         output.get()

@@ -148,8 +148,11 @@ def test_an_actor_that_cannot_be_made_has_died_and_says_why(engine):
         raise OSError("no memory for the table")
 
     actor = engine.spawn("ps", 0, make)
-    with pytest.raises(ActorDied, match="(?s)it could not be made.*no memory for the table"):
+    with pytest.raises(
+        ActorDied, match="(?s)it could not be made.*no memory for the table"
+    ) as died:
         engine.result(engine.call(actor, "get"))
+    assert not died.value.was_made
 
 
 def test_a_result_that_takes_too_long_is_an_error_and_comes_later(engine):

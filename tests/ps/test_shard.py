@@ -137,7 +137,11 @@ def test_rows_that_have_no_gradient_stay_as_they_are(batches, viewed):
     for indices in batches:
         values = rng.normal(size=(len(indices), 3)).astype(np.float32)
         change = Gradients(0, (0,), (values,), (np.array(indices, np.int64),))
-        (table,) = optimizer.apply(change, [table], {0} if viewed else (), in_place=True)
+        state = optimizer.begin((0,), [table])
+        shown = {0} if viewed else ()
+        (table,), optimizer.states[0,] = optimizer.apply(
+            change, [table], state, shown, in_place=True
+        )
         for i in set(indices):
             gradient = sum(values[j] for j, index in enumerate(indices) if index == i)
             updates, states[i] = tx.update(jnp.asarray(gradient), states[i], rows[i])

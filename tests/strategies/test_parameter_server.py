@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import tpudist
 from tpudist import IndexedSlices
@@ -30,7 +31,9 @@ class Run:
         engine = ThreadEngine(seed)
         options = {"num_workers": 2, "num_servers": 2, **options}
         coordinator_options = {
-            k: options.pop(k) for k in ("closure_timeout_s", "max_staleness") if k in options
+            k: options.pop(k)
+            for k in ("closure_timeout_s", "max_staleness", "queue_size")
+            if k in options
         }
         self.strategy = ParameterServerStrategy(engine=engine, **options)
         self.coordinator = ClusterCoordinator(self.strategy, **coordinator_options)
@@ -117,6 +120,18 @@ def test_a_closure_sees_its_own_changes_and_others_see_them_after_it(start):
     np.testing.assert_array_equal(second, [1, 11, 1])
     for x in (third, read, itself, run.call(lambda: v)):
         np.testing.assert_array_equal(x, [2, 22, 2])
+
+
+def test_what_an_assignment_gives_is_what_its_closure_has_made(start):
+    """And not what the variable is when somebody looks at it."""
+    run = start(num_workers=1)
+    v, w = run.make(1.0), run.make(jnp.zeros(2))
+    output = run.coordinator.schedule(lambda: {"v": v.assign_add(1.0), "w": [w.assign(ones(2))]})
+    run.coordinator.join()
+    v.assign(100.0)
+    assert isinstance(output.get()["v"], jax.Array)
+    assert output.fetch()["v"] == 2
+    np.testing.assert_array_equal(output.get()["w"][0], 1)
 
 
 def test_a_closure_that_raises_changes_nothing(start):
@@ -306,6 +321,18 @@ REFUSED = {
         lambda run, v: tpudist.Optimizer(optax.sgd(1.0)).apply_gradients([(jnp.ones(()), v)]),
         "made outside of the strategy's scope",
     ),
+    "an NNX object": (
+        lambda run, v: run.strategy.run(lambda model: model(jnp.ones(2)), args=(run.model,)),
+        "given an NNX object, Linear, in a scheduled function",
+    ),
+    "a variable of no server": (
+        lambda run, v: run.elsewhere.assign_add(1.0),
+        "'elsewhere' was assigned in a function that a coordinator has scheduled",
+    ),
+    "a lookup in a step": (
+        lambda run, v: run.strategy.run(lambda: embedding_lookup(run.table, [1])),
+        "the whole variable would be fetched",
+    ),
     "a gradient of another shape": (
         lambda run, v: run.optimizer.apply_gradients([(jnp.ones(3), v)]),
         r"float32\[3\], but the parameter is float32\[\]",
@@ -318,12 +345,80 @@ def test_what_cannot_be_is_refused_by_name(start, case):
     run = start(num_workers=1)
     v = run.make(1.0, name="v")
     run.optimizer = run.make_optimizer(optax.sgd(1.0))
+    run.table, run.elsewhere = run.make(jnp.ones((3, 2))), tpudist.Variable(1.0, name="elsewhere")
+    run.model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     work, message = REFUSED[case]
     with pytest.raises((RuntimeError, ValueError), match=message):
         run.call(work, run, v)
     with pytest.raises((RuntimeError, ValueError), match=message):
         run.coordinator.join()
-    assert v.numpy() == 1
+    assert v.numpy() == run.elsewhere.numpy() == 1
+
+
+def test_what_a_worker_makes_for_itself_it_may_change(start):
+    run = start(num_workers=1)
+
+    def make():
+        local = tpudist.Variable(0.0)
+        while True:
+            yield local
+
+    iterator = iter(run.coordinator.create_per_worker_dataset(make))
+
+    def work(iterator):
+        return next(iterator).assign_add(1.0)
+
+    assert [float(run.call(work, iterator)) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_constraint_that_raises_leaves_all_as_it_was(start, tmp_path):
+    run = start(num_servers=1, log=tmp_path)
+    fails = []
+
+    def constrain(x):
+        if fails:
+            raise OverflowError("too large")
+        return jnp.minimum(x, 5.0)
+
+    v = run.make(jnp.zeros(2), constraint=constrain)
+    optimizer = run.make_optimizer(optax.sgd(1.0, momentum=0.5))
+    plain = optax.sgd(1.0, momentum=0.5)
+    value, state = jnp.zeros(2), plain.init(jnp.zeros(2))
+    for i in range(4):
+        gradient = -jnp.ones(2)
+        if i == 2:
+            fails.append(1)
+            with pytest.raises(OverflowError):
+                optimizer.apply_gradients([(gradient, v)])
+            fails.clear()
+        optimizer.apply_gradients([(gradient, v)])
+        updates, state = plain.update(gradient, state)
+        value = jnp.minimum(value + updates, 5.0)
+        np.testing.assert_allclose(v.numpy(), value, rtol=1e-6)
+    run.strategy.engine.kill(run.strategy.servers.actors[0], "for a test")
+    np.testing.assert_allclose(v.numpy(), value, rtol=1e-6)
+
+
+def test_the_state_of_optimizers_is_refused_in_checkpoints(start, tmp_path):
+    run = start()
+    optimizer = run.make_optimizer(optax.adam(0.1))
+    with pytest.raises(RuntimeError, match="whose state is on the servers"):
+        CheckpointManager(Checkpoint(optimizer=optimizer), tmp_path).save(0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_staleness": -1}, {"closure_timeout_s": 0}, {"queue_size": 0}]
+)
+def test_wrong_options_of_the_coordinator_are_refused(options):
+    strategy = ParameterServerStrategy(num_workers=1)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ClusterCoordinator(strategy, **options)
+    strategy.shutdown()
+
+
+def test_an_iterator_is_no_dataset_of_several_workers(start):
+    with pytest.raises(TypeError, match="which can be read once"):
+        start().coordinator.create_per_worker_dataset(iter([1, 2]))
 
 
 def test_optimizers_that_look_at_several_variables_are_refused(start):
@@ -513,6 +608,40 @@ def test_without_a_log_the_death_of_a_server_is_the_end(start):
         run.coordinator.schedule(lambda: v + 1)
     with pytest.raises(tpudist.errors.UnavailableError):
         v.read_value()
+
+
+def test_a_closure_that_ends_its_servers_is_given_up(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("tpudist.coordinator.dispatcher.MAX_RETRIES", 3)
+    run = start(log=tmp_path)
+    v, servers = run.make(0.0), run.strategy.servers
+
+    def work():
+        run.strategy.engine.kill(servers.actors[0], "it has no memory left")
+        v.assign_add(1.0, read_value=False)
+
+    output = run.coordinator.schedule(work)
+    with pytest.raises(tpudist.errors.CancelledError, match="and 4 times a ps was lost with it"):
+        run.coordinator.join()
+    with pytest.raises(tpudist.errors.CancelledError, match="it has no memory left"):
+        output.fetch()
+    assert run.call(lambda: v + 1) == 1
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_several_threads_may_schedule_one_after_the_other(start, seed):
+    """Their closures have the order of their numbers; else each would wait for another one."""
+    run = start(seed=seed, max_staleness=0, queue_size=1)
+    v = run.make(0)
+
+    def schedule():
+        for _ in range(10):
+            run.coordinator.schedule(lambda: v.assign(v + 1, read_value=False))
+
+    concurrency = run.strategy.engine.concurrency
+    threads = [concurrency.start(f"scheduler {i}", schedule) for i in range(4)]
+    assert all(thread.join(30) for thread in threads)
+    assert run.coordinator.join(timeout_s=30)
+    assert v.numpy() == 40
 
 
 def test_staleness_is_counted_and_bounded(start):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tpudist.coordinator.function_store import StoredFunction
 from tpudist.coordinator.remote_value import RemoteValue
 
 
@@ -16,14 +18,17 @@ class Closure:
 
     Attributes:
         number: Counts closures; what it changes carries this number, so that no repetition has an
-            effect twice. None of one that only makes something on its worker.
+            effect twice. None of one that only makes something on its worker, or has no place in
+            the queue yet.
         fn: The function.
         args: Positional arguments.
         kwargs: Keyword arguments.
         output: Where its result goes.
         worker: Which one is to run it; None for any.
-        kept: Stands for the function where workers have it already; see `worker.Kept`.
+        stored: What workers make the function of, where they are not sent it each time.
+        held: What must live until it has finished: iterators of which it is one of the last users.
         retries: Why it was begun again, each time.
+        num_lost: How many actors of a role were lost with it.
     """
 
     number: int | None
@@ -32,11 +37,14 @@ class Closure:
     kwargs: Mapping[str, Any]
     output: RemoteValue
     worker: int | None = None
-    kept: Any = None
+    stored: StoredFunction | None = None
+    held: Sequence[Any] = ()
     retries: list[str] = dataclasses.field(default_factory=list)
+    num_lost: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def __str__(self) -> str:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
         code = getattr(self.fn, "__code__", None)
         place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
-        return f"closure {self.number}, '{name}'{place}"
+        which = "A closure" if self.number is None else f"closure {self.number}"
+        return f"{which}, '{name}'{place}"

@@ -32,6 +32,7 @@ class ClosureQueue:
     Attributes:
         changed: The condition of all that is here, and of the RemoteValues.
         finished: The numbers of closures that will not run any more.
+        is_stopped: Whether nothing more is given to workers.
     """
 
     def __init__(
@@ -53,12 +54,17 @@ class ClosureQueue:
         self._of_workers: dict[int, collections.deque[Closure]] = {}
         self._running: dict[int, Closure] = {}  # by `id`
         self._error: BaseException | None = None
-        self._is_raising = self._is_stopped = False
+        self.is_stopped = False
 
     # Who schedules.
 
-    def put(self, closure: Closure) -> None:
+    def put(self, closure: Closure, next_number: Callable[[], int] | None = None) -> None:
         """Adds a closure, once there is a place for it.
+
+        Args:
+            closure: What is to be run.
+            next_number: Gives its number when it has a place: of several threads that wait for one
+                the first to have it has the lower number, and is run earlier.
 
         Raises:
             Exception: One before it has failed; see the class.
@@ -73,8 +79,10 @@ class ClosureQueue:
                     lambda: f"schedule waits for one of the {self._max_size} places of the queue",
                 )
                 self._raise_if_error()
-                if self._is_stopped:
+                if self.is_stopped:
                     raise CancelledError(f"{closure} was scheduled after the end of its run.")
+                if next_number is not None:
+                    closure.number = next_number()
                 self._waiting.append(closure)
             self.changed.notify_all()
 
@@ -84,14 +92,22 @@ class ClosureQueue:
         Raises:
             Exception: One of them has failed; see the class.
         """
+        end_s = None if timeout_s is None else self._concurrency.now_s() + timeout_s
+
+        def left_s() -> float | None:
+            return None if end_s is None else max(end_s - self._concurrency.now_s(), 0.0)
+
         with self.changed:
-            came = self._wait(
+            while self._wait(
                 lambda: self._is_done() or self._must_raise(),
                 lambda: f"join waits for {len(self._waiting)} closure(s) that wait for a worker",
-                timeout_s,
-            )
-            self._raise_if_error()
-            return came
+                left_s(),
+            ):
+                if self._error is None:
+                    return True
+                if not self._raise_if_error(left_s()):
+                    break
+            return False
 
     def is_done(self) -> bool:
         """Whether all have finished.
@@ -106,7 +122,7 @@ class ClosureQueue:
     def stop(self) -> None:
         """Workers get nothing more, and what has not begun is cancelled."""
         with self.changed:
-            self._is_stopped = True
+            self.is_stopped = True
             self._cancel_waiting("the run has ended")
             self.changed.notify_all()
 
@@ -126,7 +142,7 @@ class ClosureQueue:
         with self.changed:
 
             def is_over() -> bool:
-                return self._is_stopped or not is_wanted()
+                return self.is_stopped or not is_wanted()
 
             self.changed.wait_for(
                 lambda: is_over() or self._next_for(worker) is not None, timeout_s
@@ -163,7 +179,7 @@ class ClosureQueue:
             closure.retries.append(why)
             if closure.worker is not None:
                 self._of_workers.setdefault(closure.worker, collections.deque()).appendleft(closure)
-            elif self._error is not None or self._is_stopped:
+            elif self._error is not None or self.is_stopped:
                 self._cancel(closure, "another closure has failed")
             else:  # in a place of its own: who has run it must not wait for one
                 later = (i for i, x in enumerate(self._waiting) if _number(x) > _number(closure))
@@ -192,7 +208,7 @@ class ClosureQueue:
         return not self._waiting and not any(x.worker is None for x in self._running.values())
 
     def _must_raise(self) -> bool:
-        return self._error is not None or self._is_stopped
+        return self._error is not None or self.is_stopped
 
     def _leave(self, closure: Closure, what: str) -> None:
         if self._running.pop(id(closure), None) is None:
@@ -212,19 +228,24 @@ class ClosureQueue:
         while self._waiting:
             self._cancel(self._waiting.popleft(), why)
 
-    def _raise_if_error(self) -> None:
+    def _raise_if_error(self, timeout_s: float | None = None) -> bool:
+        """Raises an error when nothing is under way any more; False if that takes too long."""
         if self._error is None:
-            return
-        self._wait(
+            return True
+        came = self._wait(
             lambda: (
                 self._error is None or not any(x.worker is None for x in self._running.values())
             ),
             lambda: "the error of a closure is raised when no other one runs any more",
+            timeout_s,
         )
+        if not came:
+            return False
         error, self._error = self._error, None
         self.changed.notify_all()
         if error is not None:  # else another thread has raised it
             raise error
+        return True
 
     def _wait(
         self,

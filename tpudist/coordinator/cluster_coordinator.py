@@ -77,8 +77,10 @@ class ClusterCoordinator:
                 256 for each worker.
 
         Raises:
-            ValueError: `strategy` is another one, or has a coordinator with other options.
+            ValueError: `strategy` is another one, or has a coordinator with other options; or a
+                number is too small.
         """
+        _check_options(closure_timeout_s, max_staleness, queue_size)
         options = closure_timeout_s, max_staleness, queue_size
         if hasattr(self, "_options"):
             if options != self._options and options != (None, None, None):
@@ -97,7 +99,6 @@ class ClusterCoordinator:
         self._queue.finished = self._finished.ledger
         self._next_number = self._next_batch = self._finished.ledger.low
         self._staleness: collections.Counter[int] = collections.Counter()
-        self._devices = jax.local_devices()
         self._dispatcher = Dispatcher(
             engine,
             self._queue,
@@ -149,24 +150,26 @@ class ClusterCoordinator:
                 f"schedule was given {fn!r} of type {type(fn).__name__}. Give a function, and its "
                 f"arguments apart: schedule(fn, args=(...))."
             )
-        positional = map_nest(_take_argument, tuple(args or ()))
-        named = map_nest(_take_argument, dict(kwargs or {}))
+        held: list[PerWorkerIterator] = []
+
+        def take(x: Any) -> Any:
+            if isinstance(x, PerWorkerIterator):
+                held.append(x)
+            return _take_argument(x)
+
+        positional = map_nest(take, tuple(args or ()))
+        named = map_nest(take, dict(kwargs or {}))
         with self._queue.changed:
-            kept = None if self._functions is None else self._functions.store(fn)
-            number = self._next_number
-            self._next_number += 1
+            stored = None if self._functions is None else self._functions.store(fn)
         output = RemoteValue(changed=self._queue.changed)
-        closure = Closure(number, fn, positional, named, output, kept=kept)
-        try:
-            self._queue.put(closure)
-        except BaseException:
-            with self._queue.changed:
-                if self._next_number == number + 1:
-                    self._next_number = number
-                else:
-                    self._queue.finished.add(number)
-            raise
+        closure = Closure(None, fn, positional, named, output, stored=stored, held=held)
+        self._queue.put(closure, self._take_number)
         return output
+
+    def _take_number(self) -> int:
+        number = self._next_number
+        self._next_number += 1
+        return number
 
     def join(self, *, timeout_s: float | None = None) -> bool:
         """Waits until all functions that were scheduled have finished.
@@ -207,16 +210,25 @@ class ClusterCoordinator:
         Args:
             dataset_fn: A function that gives a dataset, called on each worker; or a dataset: what
                 a strategy's `experimental_distribute_dataset` gives, or any iterable, of which each
-                worker reads all.
+                worker reads all. It must give the same elements to a worker each time.
 
         Returns:
             What gives, by `iter`, an argument for `schedule`. The position of each worker outlives
-            the worker: one in its place goes on where it was.
+            the worker: one in its place passes over as many elements as it has taken.
+
+        Raises:
+            TypeError: It is none of these, or an iterator, which can be read once only.
 
         As `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
         """
         if not callable(dataset_fn):
             iter(dataset_fn)  # TypeError for what is none
+            if isinstance(dataset_fn, Iterator):
+                raise TypeError(
+                    f"create_per_worker_dataset was given an iterator, {dataset_fn!r}, which can "
+                    f"be read once, and each worker reads all of a dataset. Give the function that "
+                    f"makes it."
+                )
             return PerWorkerDataset(self, lambda: dataset_fn)
         return PerWorkerDataset(self, dataset_fn)
 
@@ -324,16 +336,20 @@ class PerWorkerDataset:
     def __iter__(self) -> PerWorkerIterator:
         """An iterator of each worker, at the beginning: an argument for `schedule`."""
         key = self._coordinator._kept.add(_begin_iteration, (self._make,))
-        return PerWorkerIterator(key)
+        return PerWorkerIterator(key, self._coordinator._dispatcher.unused)
 
 
 class PerWorkerIterator(PerWorkerValue):
-    """An iterator of each worker, of which a function sees that of the worker that runs it."""
+    """An iterator of each worker, of which a function sees that of the worker that runs it.
 
-    def __init__(self, key: int):
-        """The one that workers keep under `key`."""
+    Workers keep theirs until this one is forgotten, and what it was given to has run.
+    """
+
+    def __init__(self, key: int, unused: collections.deque[int]):
+        """The one that workers keep under `key`, until that is among `unused`."""
         super().__init__(())
         self._key = key
+        weakref.finalize(self, unused.append, key).atexit = False
 
     def __iter__(self) -> Iterator[Any]:
         raise NotImplementedError(
@@ -370,6 +386,22 @@ def _make_worker(index: int, make_session: Callable[[int], Any]) -> Worker:
 def _end(dispatcher: Dispatcher, finished: FinishedFile) -> None:
     dispatcher.close()
     finished.close()
+
+
+def _check_options(
+    closure_timeout_s: float | None, max_staleness: int | None, queue_size: int | None
+) -> None:
+    if closure_timeout_s is not None and not closure_timeout_s > 0:
+        raise ValueError(
+            f"ClusterCoordinator was given closure_timeout_s={closure_timeout_s!r}. It must be "
+            f"more than 0 seconds, or None for no limit."
+        )
+    for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
+        if value is not None and (isinstance(value, bool) or value < least):
+            raise ValueError(
+                f"ClusterCoordinator was given {name}={value!r}. It must be a whole number from "
+                f"{least}, or None."
+            )
 
 
 def _take_argument(x: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -9,20 +12,28 @@ from typing import Any
 
 from tpudist.coordinator.closure import Closure
 from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.remote_value import PerWorkerValue, map_nest
 from tpudist.coordinator.worker import Completion, Surroundings
 from tpudist.engine.concurrency import Thread
 from tpudist.engine.engine import Actor, ActorDied, Engine, ResultTimeout
 from tpudist.errors import CancelledError
 
 MAX_RETRIES = 10
-"""How many workers may be lost with one closure: then it is what ends them."""
+"""How many workers, or servers, may be lost with one closure: then it is what ends them."""
+START_S = 300.0
+"""How long a new worker has to be there, and to make what it keeps, if closures have a limit."""
 END_S = 30.0
 """How long the end of a run waits for what workers are doing."""
 _log = logging.getLogger("tpudist")
 
 
 class Dispatcher:
-    """A thread for each worker, which has it run one closure after the other."""
+    """A thread for each worker, which has it run one closure after the other.
+
+    Attributes:
+        unused: Keys of what workers need not keep any more, added by whoever finds out: also by the
+            garbage collector, which must not wait for a lock.
+    """
 
     def __init__(
         self,
@@ -42,7 +53,8 @@ class Dispatcher:
             queue: Of the closures.
             make_worker: The factory and its arguments, as `Engine.spawn` takes them, of the worker
                 with a number.
-            timeout_s: After which a worker is given up that has not finished a closure.
+            timeout_s: After which a worker is given up that has not finished a closure; the time
+                that a new one takes to be there does not count.
             on_lost: Called when a closure could not run because another actor than its worker has
                 died; when it returns the closure is run again. By default that is the closure's
                 error.
@@ -60,6 +72,8 @@ class Dispatcher:
         self._wanted: set[int] = set()
         self._kept: dict[int, tuple[Callable[..., Any], Sequence[Any]]] = {}
         self._made: dict[Actor, set[int]] = {}
+        self._indices = itertools.count()
+        self.unused: collections.deque[int] = collections.deque()
 
     @property
     def workers(self) -> list[int]:
@@ -70,7 +84,7 @@ class Dispatcher:
     def add_worker(self) -> int:
         """Has one more worker take closures; its number."""
         with self._changed:
-            index = max(self._threads, default=-1) + 1
+            index = next(self._indices)
             self._wanted.add(index)
         name = f"tpudist closures of worker {index}"
         self._threads[index] = self._engine.concurrency.start(name, lambda: self._serve(index))
@@ -126,12 +140,22 @@ class Dispatcher:
         def is_wanted() -> bool:
             return index in self._wanted
 
-        while (closure := self._queue.get(index, is_wanted=is_wanted)) is not None:
-            self._run(index, closure)
+        while self._run_next(index, is_wanted):
+            pass
         with self._changed:
             actor = self._actors.pop(index, None)
+            self._positions.pop(index, None)
+            if actor is not None:
+                self._made.pop(actor, None)
         if actor is not None:
             self._engine.kill(actor, "it is not needed any more")
+
+    def _run_next(self, index: int, is_wanted: Callable[[], bool]) -> bool:
+        """Runs a closure and holds it no longer: it may hold what ends this thread when it goes."""
+        closure = self._queue.get(index, is_wanted=is_wanted)
+        if closure is not None:
+            self._run(index, closure)
+        return closure is not None
 
     def _run(self, index: int, closure: Closure) -> None:
         try:
@@ -140,21 +164,29 @@ class Dispatcher:
             self._queue.fail(closure, error)
             return
         try:
-            self._make_what_is_kept(index, actor)
-            fn = closure.fn if closure.kept is None else closure.kept
-            run = closure.number, self._describe_run(), fn, closure.args, closure.kwargs
+            args, kwargs = map_nest(
+                lambda x: _choose_value(x, index), (closure.args, closure.kwargs)
+            )
+            self._make_what_is_kept(index, actor, closure)
+            fn = closure.fn if closure.stored is None else closure.stored.kept
+            run = closure.number, self._describe_run(), fn, args, kwargs
             call = self._engine.call(actor, "run", *run)
             completion: Completion = self._engine.result(call, self._timeout_s)
             self._positions.setdefault(index, {}).update(completion.positions)
             self._on_finished(closure, completion)
         except ActorDied as died:
             self._on_died(index, actor, closure, died)
-        except ResultTimeout:
-            why = f"it has not finished {closure} within {self._timeout_s:g} s"
+        except ResultTimeout as timeout:
+            why = f"it has not finished {closure} in time: {timeout}"
             self._engine.kill(actor, why)
             self._replace(index, closure, f"{actor} was given up: {why}")
         except Exception as error:  # the function's own
             _add_note(error, closure, actor)
+            if closure.held:  # what it took is taken, though it says not where the iterators are
+                with contextlib.suppress(Exception):  # of the worker's death the next one hears
+                    call = self._engine.call(actor, "positions")
+                    positions = self._engine.result(call, self._timeout_s)
+                    self._positions.setdefault(index, {}).update(positions)
             self._queue.fail(closure, error)
         else:
             self._queue.finish(closure, completion.value)
@@ -168,17 +200,28 @@ class Dispatcher:
                 self._actors[index] = actor
         return actor
 
-    def _make_what_is_kept(self, index: int, actor: Actor) -> None:
+    def _make_what_is_kept(self, index: int, actor: Actor, closure: Closure | None = None) -> None:
         with self._changed:
-            kept, made = dict(self._kept), self._made.setdefault(actor, set())
-        positions = self._positions.get(index, {})
+            while self.unused:
+                self._kept.pop(self.unused.popleft(), None)
+            kept, is_new = dict(self._kept), actor not in self._made
+            made = self._made.setdefault(actor, set())
+        stored = None if closure is None else closure.stored
+        if stored is not None:  # it may have been forgotten in the meantime
+            kept[stored.kept.key] = stored.make, (stored.data,)
+        limit_s = None if self._timeout_s is None else max(self._timeout_s, START_S)
+        if is_new and limit_s is not None:
+            self._engine.result(self._engine.call(actor, "positions"), limit_s)
+        positions = self._positions.setdefault(index, {})
+        for key in positions.keys() - kept.keys():
+            del positions[key]
         for key in sorted(made - kept.keys()):
             self._engine.call(actor, "forget", key)
             made.discard(key)
         for key in sorted(kept.keys() - made):
             fn, args = kept[key]
             call = self._engine.call(actor, "keep", key, fn, args, positions.get(key))
-            self._engine.result(call, self._timeout_s)
+            self._engine.result(call, limit_s)
             made.add(key)
 
     def _on_died(self, index: int, actor: Actor, closure: Closure, died: ActorDied) -> None:
@@ -193,26 +236,42 @@ class Dispatcher:
             except Exception as error:
                 self._queue.fail(closure, error)
             else:
-                self._queue.put_back(closure, str(died))
+                self._put_back(closure, died.actor.role, str(died))
 
     def _replace(self, index: int, closure: Closure, why: str) -> None:
-        """Forgets a lost worker, so that another one is made when there is something to run."""
+        """Makes another worker in the place of a lost one."""
         with self._changed:
             actor = self._actors.pop(index, None)
             if actor is not None:
                 self._made.pop(actor, None)
-        if len(closure.retries) + 1 > MAX_RETRIES:
+        self._put_back(closure, "worker", why)
+        with self._changed:
+            is_needed = index in self._wanted and not self._queue.is_stopped
+        # It may take long to be made, and others may wait for something to run meanwhile: it is
+        # ready before it takes a closure.
+        if is_needed:
+            with contextlib.suppress(Exception):  # raised again for the closure that needs it
+                self._make_what_is_kept(index, self._actor_of(index))
+
+    def _put_back(self, closure: Closure, lost: str, why: str) -> None:
+        """Has a closure run again, but for one that seems to be what ends workers or servers."""
+        closure.num_lost[lost] += 1
+        if closure.num_lost[lost] > MAX_RETRIES:
             causes = "\n".join([*closure.retries, why])
             self._queue.fail(
                 closure,
                 CancelledError(
-                    f"{closure} was begun {MAX_RETRIES + 1} times, and each time its worker was "
-                    f"lost: it seems to be what ends them.\n{causes}"
+                    f"{closure} was begun {len(closure.retries) + 1} times, and {MAX_RETRIES + 1} "
+                    f"times a {lost} was lost with it: it seems to be what ends them.\n{causes}"
                 ),
             )
             return
         _log.warning("%s: runs again. %s", closure, why)
         self._queue.put_back(closure, why)
+
+
+def _choose_value(x: Any, worker: int) -> Any:
+    return x.of_worker(worker) if isinstance(x, PerWorkerValue) else x
 
 
 def _add_note(error: BaseException, closure: Closure, actor: Actor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,21 @@ from tpudist.engine.engine import Serializer
 
 MAX_FUNCTIONS = 64
 """How many functions workers keep; then that which was scheduled longest ago is sent again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFunction:
+    """A function as workers have it.
+
+    Attributes:
+        kept: Stands for it.
+        make: Gives it.
+        data: Of which.
+    """
+
+    kept: Kept
+    make: Callable[[bytes], Any]
+    data: bytes
 
 
 class FunctionStore:
@@ -35,20 +51,21 @@ class FunctionStore:
             forget: Has them forget what has a key.
         """
         self._serializer, self._keep, self._forget = serializer, keep, forget
-        self._keys: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._stored: collections.OrderedDict[bytes, StoredFunction] = collections.OrderedDict()
 
-    def store(self, fn: Callable[..., Any]) -> Kept:
-        """What stands for `fn` on workers.
+    def store(self, fn: Callable[..., Any]) -> StoredFunction:
+        """What stands for `fn` on workers, which may be told to forget it before it is used.
 
         Raises:
             TypeError: It captures what cannot be sent.
         """
         data = self._serializer.dumps(fn)
         digest = hashlib.sha256(data).digest()
-        if digest in self._keys:
-            self._keys.move_to_end(digest)
+        if digest in self._stored:
+            self._stored.move_to_end(digest)
         else:
-            self._keys[digest] = self._keep(self._serializer.loads, (data,))
-            if len(self._keys) > MAX_FUNCTIONS:
-                self._forget(self._keys.popitem(last=False)[1])
-        return Kept(self._keys[digest])
+            make = self._serializer.loads
+            self._stored[digest] = StoredFunction(Kept(self._keep(make, (data,))), make, data)
+            if len(self._stored) > MAX_FUNCTIONS:
+                self._forget(self._stored.popitem(last=False)[1].kept.key)
+        return self._stored[digest]

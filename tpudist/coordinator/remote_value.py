@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ class RemoteValue:
         self._is_there = False
         self._value: Any = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
 
     def fetch(self) -> Any:
         """The result, with NumPy arrays for arrays; waits for it.
@@ -47,14 +49,15 @@ class RemoteValue:
         with self._changed:
             self._changed.wait_for(lambda: self._is_there)
         if self._error is not None:
-            raise self._error
+            # Each `raise` adds to the traceback, and this error may be raised any number of times.
+            raise self._error.with_traceback(self._traceback)
         return self._value
 
     def _set(self, value: Any) -> None:
         self._value, self._error, self._is_there = value, None, True
 
     def _fail(self, error: BaseException) -> None:
-        self._error, self._is_there = error, True
+        self._error, self._traceback, self._is_there = error, error.__traceback__, True
 
     def __repr__(self) -> str:
         if not self._is_there:
@@ -82,6 +85,21 @@ class PerWorkerValue:
                     f"a RemoteValue of each worker, as create_per_worker_dataset makes them."
                 )
         self._values = tuple(values)
+
+    def of_worker(self, worker: int) -> Any:
+        """The value of one worker; waits for it.
+
+        Raises:
+            ValueError: There is none, since the worker came later.
+            Exception: What the function has raised that was to compute it.
+        """
+        if worker >= len(self._values):
+            raise ValueError(
+                f"A PerWorkerValue with values of {len(self._values)} worker(s) was given to a "
+                f"function that worker {worker} runs. Make it with a value for each worker, or do "
+                f"not add workers."
+            )
+        return self._values[worker].fetch()
 
 
 def map_nest(fn: Callable[[Any], Any], nest: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from tpudist.context.closure_place import ClosurePlace, current_place, enter_clo
 from tpudist.coordinator.remote_value import map_nest
 from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import Actor, ActorDied
+from tpudist.ps.server_variable import read_now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +90,20 @@ class Worker:
                 found = self._kept[key] = fn(*args)
                 if position is not None and isinstance(found, WorkerIterator):
                     found.go_to(position)
+        except ActorDied:  # what it is made of was lost, and comes back
+            self.forget(key)
+            raise
         except Exception as error:
-            self._kept[key] = _Failure(error)
+            self._kept[key] = _Failure(error, error.__traceback__)
 
     def forget(self, key: int) -> None:
         """Keeps something no longer."""
         self._kept.pop(key, None)
+
+    def positions(self) -> dict[int, Any]:
+        """Where its iterators are, by key."""
+        kept = self._kept.items()
+        return {key: found.position for key, found in kept if isinstance(found, WorkerIterator)}
 
     def run(
         self,
@@ -111,7 +121,7 @@ class Worker:
                 return x
             found = self._kept[x.key]
             if isinstance(found, _Failure):
-                raise found.error
+                raise found.error.with_traceback(found.traceback)  # any number of times
             if isinstance(found, WorkerIterator):
                 used[x.key] = found
             return found
@@ -140,11 +150,11 @@ class Worker:
     ) -> tuple[Any, int | None]:
         if self._session is None or number is None:
             with self._around(ClosurePlace(self._index, number, self._session)):
-                return jax.block_until_ready(fn(*args, **kwargs)), None
+                return jax.block_until_ready(read_now(fn(*args, **kwargs))), None
         servers = surroundings.servers
         state = self._session.begin(number, surroundings.low, servers, fn)
         with self._around(ClosurePlace(self._index, number, self._session, state)):
-            value = jax.block_until_ready(fn(*args, **kwargs))
+            value = jax.block_until_ready(read_now(fn(*args, **kwargs)))
         return value, state.finish()
 
     @contextlib.contextmanager
@@ -156,6 +166,7 @@ class Worker:
 @dataclasses.dataclass(frozen=True)
 class _Failure:
     error: Exception
+    traceback: TracebackType | None
 
 
 def experimental_get_current_worker_index() -> int:

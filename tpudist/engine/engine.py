@@ -36,16 +36,18 @@ class ActorDied(RuntimeError):
 
     Attributes:
         actor: Which.
+        why: In words.
+        was_made: Whether it has lived; else its factory has raised, as it would again.
     """
 
-    def __init__(self, actor: Actor, why: str):
+    def __init__(self, actor: Actor, why: str, was_made: bool = True):
         """Says why."""
         super().__init__(f"{actor} has died: {why}")
-        self.actor, self.why = actor, why
+        self.actor, self.why, self.was_made = actor, why, was_made
 
     def __reduce__(self) -> tuple:
         """For engines that send it."""
-        return ActorDied, (self.actor, self.why)
+        return ActorDied, (self.actor, self.why, self.was_made)
 
 
 class ResultTimeout(TimeoutError):

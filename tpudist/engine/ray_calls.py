@@ -212,7 +212,8 @@ class Calls:
             raise self._death(actor, why) from None
         except ray.exceptions.RayActorError as error:
             how = "it could not be made.\n" if error.actor_init_failed else ""
-            raise self._death(actor, f"{how}{error}") from None
+            was_made = not error.actor_init_failed
+            raise self._death(actor, f"{how}{error}", was_made) from None
         except ray.exceptions.RayError as error:
             # Whatever else Ray says, such as of a machine that is gone: there is no result.
             raise self._death(actor, f"{type(error).__name__}: {error}") from None
@@ -231,8 +232,9 @@ class Calls:
             self.add(actor, handle)
         return handle
 
-    def _death(self, actor: Actor, why: str) -> ActorDied:
-        return ActorDied(actor, self._why.get(actor, OVER if self._is_over else why))
+    def _death(self, actor: Actor, why: str, was_made: bool = True) -> ActorDied:
+        why = self._why.get(actor, OVER if self._is_over else why)
+        return ActorDied(actor, why, was_made)
 
 
 def put(value: Any) -> RayRef:

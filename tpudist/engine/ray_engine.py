@@ -150,8 +150,9 @@ class RayEngine:
 
     def kill(self, actor: Actor, why: str = "it was killed") -> None:
         """Ends an actor's process, and waits until it is gone if it is on this machine."""
-        if self._calls.kill(actor, why):
-            self._end_process(actor, time.monotonic() + END_S)
+        self._calls.kill(actor, why)
+        # Also if it was killed before because it could not be reached: then nobody has waited.
+        self._end_process(actor, time.monotonic() + END_S)
 
     def shutdown(self) -> None:
         """Ends all actors, and Ray if the engine has started it."""
@@ -191,7 +192,9 @@ class RayEngine:
         One that hangs does not hear Ray, which gives it 5 s; so it is killed from here as well. Not
         at once: Ray would print that a process has died that nobody asked to.
         """
-        ray, reference = import_ray(), self._processes.pop(actor)
+        ray, reference = import_ray(), self._processes.pop(actor, None)
+        if reference is None:
+            return
         try:
             process: Process = ray.get(reference, timeout=0)
         except ray.exceptions.RayError:  # it has not begun to live, or has died by itself

@@ -163,26 +163,26 @@ class _Record:
         self.thread: Thread | None = None
         self.running = ""
         self.is_killed = False
-        self._why = ""
+        self._why, self._was_made = "", True
         self._queue: collections.deque[_Future] = collections.deque()
 
     def add(self, method: str, args: tuple) -> _Future:
         future = _Future(self.actor, method, args)
         with self.changed:
             if self.is_killed:
-                future.finish(None, ActorDied(self.actor, self._why))
+                future.finish(None, ActorDied(self.actor, self._why, self._was_made))
             else:
                 self._queue.append(future)
                 self.changed.notify_all()
         return future
 
-    def end(self, why: str) -> None:
+    def end(self, why: str, was_made: bool = True) -> None:
         with self.changed:
             if self.is_killed:
                 return
-            self.is_killed, self._why = True, why
+            self.is_killed, self._why, self._was_made = True, why, was_made
             while self._queue:
-                self._queue.popleft().finish(None, ActorDied(self.actor, why))
+                self._queue.popleft().finish(None, ActorDied(self.actor, why, was_made))
             self.changed.notify_all()
 
     def wake(self) -> None:
@@ -197,23 +197,32 @@ class _Record:
         except ActorKilled:
             return
         except BaseException:  # reported by all that it is called for
-            self.end(f"it could not be made.\n{traceback.format_exc()}")
+            self.end(f"it could not be made.\n{traceback.format_exc()}", was_made=False)
             return
-        while (future := self._next()) is not None:
-            value, error = None, None
-            try:
-                value = getattr(made, future.method)(*future.args)
-            except ActorKilled:
-                pass
-            except BaseException as raised:  # the caller's
-                error = raised
-            with self.changed:
-                if not future.is_done:
-                    future.finish(value, error)
-                if self._queue and self._queue[0] is future:
-                    self._queue.popleft()
-                self.running = ""
-                self.changed.notify_all()
+        while self._answer_next(made):
+            pass
+
+    def _answer_next(self, made: Any) -> bool:
+        """Does what comes next, and holds nothing of it: it may hold what ends this thread."""
+        future = self._next()
+        if future is None:
+            return False
+        value, error = None, None
+        try:
+            value = getattr(made, future.method)(*future.args)
+        except ActorKilled:
+            pass
+        except BaseException as raised:  # the caller's
+            error = raised
+        with self.changed:
+            if not future.is_done:
+                future.finish(value, error)
+            if self._queue and self._queue[0] is future:
+                self._queue.popleft()
+            self.running = ""
+            self.changed.notify_all()
+        del error  # which holds this frame
+        return True
 
     def _next(self) -> _Future | None:
         with self.changed:

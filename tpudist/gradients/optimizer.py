@@ -149,7 +149,17 @@ class Optimizer(nnx.Optimizer):
         self.slots.get_or_make(self.tx, _unique_names(variables), variables)
 
     def checkpoint_objects(self) -> dict[str, Any]:
-        """What a checkpoint saves besides the NNX state: the slots for Variables."""
+        """What a checkpoint saves besides the NNX state: the slots for Variables.
+
+        Raises:
+            RuntimeError: Parameter servers keep them.
+        """
+        if self.number_on_servers is not None:
+            raise RuntimeError(
+                "A checkpoint was to hold an Optimizer of a ParameterServerStrategy, whose state "
+                "is on the servers and cannot be saved yet. Save the Variables alone, and begin "
+                "with a new state; or keep both with ParameterServerStrategy(..., log=FOLDER)."
+            )
         return {} if self.has_model else {"slots": self.slots.state()}
 
     def apply_gradients(

@@ -34,7 +34,11 @@ class ServerOptimizer:
         self._update_in_place = jax.jit(self._compute, donate_argnums=(0, 2))
 
     def begin(self, numbers: tuple[int, ...], values: Sequence[jax.Array]) -> PyTree:
-        """The state of some variables, which is made if there is none."""
+        """The state of some variables, which is made, and not kept yet, if there is none.
+
+        Raises:
+            ValueError: Some of them are updated together with others.
+        """
         found = self.states.get(numbers)
         if found is None:
             for others in self.states:
@@ -46,27 +50,28 @@ class ServerOptimizer:
                     )
             found = self._tx.init(_by_name(numbers, values))
             # What is donated must not be shared, as zeros of one shape may be.
-            self.states[numbers] = found = jax.tree.map(lambda x: jnp.array(x, copy=True), found)
+            found = jax.tree.map(lambda x: jnp.array(x, copy=True), found)
         return found
 
     def apply(
         self,
         gradients: Gradients,
         values: Sequence[jax.Array],
+        state: PyTree,
         viewed: Collection[int],
         *,
         in_place: bool,
-    ) -> list[jax.Array]:
-        """What the variables hold then.
+    ) -> tuple[list[jax.Array], PyTree]:
+        """What the variables hold then, and the state of the optimizer.
 
         Args:
             gradients: Of variables that this server has.
             values: What they hold now.
+            state: Of the optimizer.
             viewed: The numbers of those that others may read, which are not overwritten.
             in_place: Whether the state and the others may be.
         """
         numbers = gradients.variables
-        state = self.begin(numbers, values)
         dense, rows = {}, {}
         changed = zip(numbers, gradients.values, gradients.indices, strict=True)
         for i, (number, gradient, indices) in enumerate(changed):
@@ -77,13 +82,13 @@ class ServerOptimizer:
         free = [i for i, number in enumerate(numbers) if number not in viewed]
         kept = [i for i, number in enumerate(numbers) if number in viewed]
         update = self._update_in_place if in_place else self._update
-        new, self.states[numbers] = update(
+        new, new_state = update(
             *({str(numbers[i]): values[i] for i in some} for some in (free, kept)),
             state,
             dense,
             rows,
         )
-        return [new[str(number)] for number in numbers]
+        return [new[str(number)] for number in numbers], new_state
 
     def _compute(
         self,

@@ -298,6 +298,15 @@ class LaterRead(ReadsAsArray):
         return self._read(self._variable, self._count)
 
 
+def read_now(value: Any) -> Any:
+    """What a closure gives, with arrays for what assignments have given: that changes later on."""
+    return jax.tree.map(
+        lambda x: x.read_value() if isinstance(x, LaterRead) else x,
+        value,
+        is_leaf=lambda x: isinstance(x, ReadsAsArray),  # variables stay what they are
+    )
+
+
 def current_state() -> ClosureState | None:
     """What the closure of this thread has read and changed; None outside of closures."""
     place = current_place()

@@ -118,19 +118,6 @@ class Servers:
             self._ask(server, "push_direct", self._num_direct[server], list(changes))
             self._num_direct[server] += 1
 
-    def read_states(self, optimizer: int) -> list[dict[tuple[int, ...], list[np.ndarray]]]:
-        """The state of an optimizer on each server; see `Shard.pull_states`."""
-        return self.ask_all("pull_states", optimizer)
-
-    def write_states(
-        self, server: int, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
-    ) -> None:
-        """Replaces the state of an optimizer for some variables of one server."""
-        with self._lock:
-            number = self._num_direct[server]
-            self._ask(server, "push_states", number, optimizer, variables, list(leaves))
-            self._num_direct[server] += 1
-
     def report(self) -> list[Mapping[str, Any]]:
         """What each server says of itself."""
         return self.ask_all("report")
@@ -164,13 +151,28 @@ class Servers:
                     f"ParameterServerStrategy(..., log=FOLDER)."
                 ) from died
             self.engine.kill(died.actor)
-            self._incarnations[index] += 1
+            self._actors[index] = self._revive(index, died)
+
+    def _revive(self, index: int, died: ActorDied) -> Actor:
+        """A server that goes on where a log ends; nobody sees it before it knows all."""
+        while True:
             _log.warning("%s Another one goes on where its log ends.", died)
-            self._actors[index] = self._spawn(index)
-            self._ask(index, "define_optimizers", self._transformations)
-            self._ask(index, "define_tables", self._tables)
-            last = self._ask(index, "define", self._definitions[index])
-            self._num_direct[index] = max(self._num_direct[index], last + 1)
+            self._incarnations[index] += 1
+            actor = self._spawn(index)
+            try:
+                call = self.engine.call(actor, "define_optimizers", self._transformations)
+                self.engine.result(call)
+                self.engine.result(self.engine.call(actor, "define_tables", self._tables))
+                call = self.engine.call(actor, "define", self._definitions[index])
+                last = self.engine.result(call)
+            except ActorDied as again:
+                if again.actor != actor or not again.was_made:
+                    raise
+                self.engine.kill(actor)
+                died = again
+            else:
+                self._num_direct[index] = max(self._num_direct[index], last + 1)
+                return actor
 
     def close(self) -> None:
         """Ends their logs."""
@@ -191,9 +193,7 @@ class Servers:
             try:
                 return self.engine.result(self.engine.call(actor, method, *args))
             except ActorDied as died:
-                if died.actor != actor:
-                    raise
-                if "it could not be made" in died.why:
+                if died.actor != actor or not died.was_made:
                     raise
                 self.replace(died)
 

@@ -1,27 +1,24 @@
-"""Shard: what one parameter server holds, as an actor of an engine.
+"""Shard: one parameter server, as an actor of an engine.
 
-Arrays in host memory, each with a version, and the state of the optimizers that update them. What a
-closure changes comes with the closure's number, and is applied once however often it comes.
+It holds variables (`shard_variables`) and tables (`shard_tables`). What a closure changes comes
+with the closure's number, is logged, and is applied once however often it comes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpudist.ps.changes import Assignment, Change, Gradients, RowChange, TableChange
+from tpudist.ps.changes import Change, TableChange
 from tpudist.ps.closure_ledger import ClosureLedger
-from tpudist.ps.server_optimizer import ServerOptimizer
 from tpudist.ps.shard_log import ShardLog
 from tpudist.ps.shard_tables import ShardTables, state_arrays
+from tpudist.ps.shard_variables import ShardVariables
 from tpudist.ps.table_options import TableOptions
 
 
@@ -71,17 +68,10 @@ class Shard:
             sync_s: After how many seconds at the latest what was logged would outlive the host.
         """
         self._index = index
-        self._device = jax.local_devices(backend="cpu")[0]
-        self._values: dict[int, jax.Array] = {}
-        self._names: dict[int, str] = {}
-        self._constraints: dict[int, Any] = {}
-        self._versions: dict[int, int] = {}
-        self._next_version = itertools.count(incarnation << 40)
-        self._viewed: set[int] = set()  # whose arrays somebody may read
-        self._optimizers: dict[int, ServerOptimizer] = {}
+        self._variables = ShardVariables(index, incarnation)
         self._tables = ShardTables()
         self._ledger = ClosureLedger()
-        self.num_changed = 0
+        self._num_changed = self._num_repeated = 0
         self._log = None if folder is None else ShardLog(folder, sync_s)
         self._is_behind = self._log is not None and self._log.has_records
         self._direct = -1 if self._log is None else self._log.last_direct
@@ -95,27 +85,23 @@ class Shard:
         Raises:
             ValueError: Its log has another variable of the same number.
         """
+        logged = self._log.definitions if self._log is not None else {}
         for wanted in variables:
             if wanted.constraint is not None:
-                self._constraints[wanted.number] = wanted.constraint
-        logged = self._log.definitions if self._log is not None else {}
-        with jax.default_device(self._device):
-            for wanted in variables:
-                if wanted.number in logged:
-                    self._check(wanted, *logged[wanted.number])
-                elif wanted.number not in self._values:
-                    self._add(wanted.number, wanted.name, wanted.initial)
-                    if self._log is not None:
-                        self._log.define(wanted.number, wanted.name, np.asarray(wanted.initial))
+                self._variables.constrain(wanted.number, wanted.constraint)
+            if wanted.number in logged:
+                self._check(wanted, *logged[wanted.number])
+            elif wanted.number not in self._variables:
+                self._variables.add(wanted.number, wanted.name, wanted.initial)
+                if self._log is not None:
+                    self._log.define(wanted.number, wanted.name, np.asarray(wanted.initial))
         return self._direct
 
     def define_optimizers(
         self, transformations: Mapping[int, optax.GradientTransformation]
     ) -> None:
         """Takes the optimizers, by number, that change its variables."""
-        for number, tx in transformations.items():
-            if number not in self._optimizers:
-                self._optimizers[number] = ServerOptimizer(tx)
+        self._variables.define_optimizers(transformations)
 
     def define_tables(self, options: Mapping[int, TableOptions]) -> None:
         """Takes the tables, by number, of which it is to hold parts."""
@@ -126,23 +112,12 @@ class Shard:
     def pull(self, wanted: Mapping[int, int]) -> Values:
         """What variables hold: of those that have another version than the one that is known."""
         self._catch_up()
-        found = {}
-        for number, known in wanted.items():
-            if (version := self._versions[number]) != known:
-                self._viewed.add(number)
-                found[number] = version, np.asarray(self._values[number])
-        return Values(self.num_changed, found)
+        return Values(self._num_changed, self._variables.pull(wanted))
 
     def pull_rows(self, number: int, indices: np.ndarray) -> np.ndarray:
         """Some rows of a variable: `[*indices.shape, ...]`."""
         self._catch_up()
-        return np.take(np.asarray(self._values[number]), indices, axis=0)
-
-    def pull_states(self, optimizer: int) -> dict[tuple[int, ...], list[np.ndarray]]:
-        """The state of an optimizer: the leaves of each set of variables, copied."""
-        self._catch_up()
-        states = self._optimizers[optimizer].states
-        return {k: [np.array(x) for x in jax.tree.leaves(state)] for k, state in states.items()}
+        return self._variables.pull_rows(number, indices)
 
     def pull_table(self, number: int, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows of a table; see `TableShard.pull`."""
@@ -162,19 +137,16 @@ class Shard:
     def report(self) -> dict[str, Any]:
         """Bytes of the values, and how many closures have changed them."""
         self._catch_up()
-        num_bytes = sum(x.nbytes for x in self._values.values()) + self._tables.nbytes
         return {
             "server": self._index,
-            "variables": len(self._values),
-            "bytes": num_bytes,
-            "changed": self.num_changed,
+            "variables": len(self._variables),
+            "bytes": self._variables.nbytes + self._tables.nbytes,
+            "changed": self._num_changed,
             "repeated": self._num_repeated,
             "low": self._ledger.low,
         }
 
     # Changing.
-
-    _num_repeated = 0
 
     def push(self, closure: int, low: int, changes: Sequence[Change]) -> int:
         """Applies what a closure changes, if it was not applied before.
@@ -197,7 +169,7 @@ class Shard:
         self._apply({"closure": closure, "low": low}, changes)
         self._note(closure, low)
         self._save_if_long()
-        return self.num_changed - 1
+        return self._num_changed - 1
 
     def push_direct(self, number: int, changes: Sequence[Change]) -> None:
         """Applies what was changed by no closure; `number` counts such changes."""
@@ -207,18 +179,6 @@ class Shard:
         self._apply({"direct": number}, changes)
         self._direct = number
         self._save_if_long()
-
-    def push_states(
-        self, number: int, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
-    ) -> None:
-        """Replaces the state of an optimizer for some variables; see `push_direct`."""
-        self._catch_up()
-        if number <= self._direct:
-            return
-        self._set_states(optimizer, variables, leaves)
-        self._direct = number
-        if self._log is not None:
-            self._save()
 
     def evict_table(self, number: int, max_age: int | None, min_touches: int) -> int:
         """Forgets rows of a table; how many."""
@@ -245,11 +205,6 @@ class Shard:
 
     # Within.
 
-    def _add(self, number: int, name: str, value: Any) -> None:
-        self._values[number] = jax.device_put(np.array(value), self._device)
-        self._names[number] = name
-        self._versions[number] = next(self._next_version)
-
     def _check(self, wanted: Definition, name: str, shape: tuple, dtype: Any) -> None:
         given = "" if wanted.initial is None else f"{wanted.initial.dtype}{wanted.initial.shape}"
         if wanted.name != name or given not in ("", f"{dtype}{shape}"):
@@ -263,85 +218,27 @@ class Shard:
     def _apply(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> None:
         """Logs some changes and applies them."""
         if self._log is None:
-            self._compute_and_take(changes)
+            self._apply_unlogged(changes)
             return
         place = self._log.append(facts, changes)  # first: then nothing is lost if this fails
         try:
-            self._compute_and_take(changes)
+            self._apply_unlogged(changes)
         except Exception:
             self._log.revoke(place)
             raise
 
-    def _compute_and_take(self, changes: Sequence[Change]) -> None:
+    def _apply_unlogged(self, changes: Sequence[Change]) -> None:
         of_tables = [x for x in changes if isinstance(x, TableChange)]
         for change in of_tables:
             self._tables.check(change)
-        self._take(self._compute([x for x in changes if not isinstance(x, TableChange)]))
+        self._variables.apply([x for x in changes if not isinstance(x, TableChange)])
         for change in of_tables:
             self._tables.apply(change)
-
-    def _compute(self, changes: Sequence[Change]) -> dict[int, jax.Array]:
-        """What variables hold after some changes."""
-        new: dict[int, jax.Array] = {}
-
-        def now(number: int) -> jax.Array:
-            return new[number] if number in new else self._values[number]
-
-        with jax.default_device(self._device):
-            for change in changes:
-                if isinstance(change, Gradients):
-                    numbers = change.variables
-                    values = [now(n) for n in numbers]
-                    # Only the last change may overwrite: should one after it fail, the old values
-                    # are the ones that are kept.
-                    last = change is changes[-1] and not self._constraints.keys() & set(numbers)
-                    viewed = self._viewed - new.keys()
-                    optimizer = self._optimizer(change.optimizer)
-                    after = optimizer.apply(change, values, viewed, in_place=last)
-                    for n, value in zip(numbers, after, strict=True):
-                        constraint = self._constraints.get(n)
-                        new[n] = value if constraint is None else constraint(value)
-                elif isinstance(change, RowChange):
-                    last = change is changes[-1]
-                    number = change.variable
-                    alone = last and (number in new or number not in self._viewed)
-                    new[number] = _change_rows(change, now(number), in_place=alone)
-                else:
-                    assert isinstance(change, Assignment)
-                    number = change.variable
-                    new[number] = jnp.array(change.apply(now(number)), copy=True)
-        return new
-
-    def _optimizer(self, number: int) -> ServerOptimizer:
-        if number not in self._optimizers:
-            raise ValueError(
-                f"Server {self._index} is to apply gradients by optimizer {number}, which the "
-                f"program has not made (yet). Make all optimizers in the strategy's scope, in the "
-                f"same order in each run, before anything is read or scheduled."
-            )
-        return self._optimizers[number]
-
-    def _take(self, new: Mapping[int, jax.Array]) -> None:
-        for number, value in new.items():
-            if value is not self._values[number]:
-                self._viewed.discard(number)
-            self._values[number] = value
-            self._versions[number] = next(self._next_version)
 
     def _note(self, closure: int, low: int) -> None:
         self._ledger.add(closure)
         self._ledger.raise_to(low)
-        self.num_changed += 1
-
-    def _set_states(
-        self, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
-    ) -> None:
-        with jax.default_device(self._device):
-            owner = self._optimizer(optimizer)
-            state = owner.begin(variables, [self._values[n] for n in variables])
-            treedef = jax.tree.structure(state)
-            arrays = [jnp.array(x, copy=True) for x in leaves]
-            owner.states[variables] = jax.tree.unflatten(treedef, arrays)
+        self._num_changed += 1
 
     def _catch_up(self) -> None:
         """Does again what the log says, once optimizers are known."""
@@ -356,24 +253,26 @@ class Shard:
             raise
 
     def _replay(self, log: ShardLog) -> None:
-        self._ledger, self.num_changed = ClosureLedger(), 0
+        self._ledger, self._num_changed = ClosureLedger(), 0
+        self._variables.clear()
         self._tables.clear()
         for facts, arrays, changes in log.read():
             if "define" in facts:
-                self._add(facts["define"], facts["name"], arrays["value"])
+                self._variables.add(facts["define"], facts["name"], arrays["value"])
             elif "table" in facts:
                 self._tables.restore(facts["table"], state_arrays(arrays))
             elif "state_of" in facts:
                 leaves = [arrays[str(i)] for i in range(len(arrays))]
-                self._set_states(facts["state_of"], tuple(facts["variables"]), leaves)
+                variables = tuple(facts["variables"])
+                self._variables.restore_state(facts["state_of"], variables, leaves)
             elif "low_of_base" in facts:
                 self._ledger = ClosureLedger(facts["low_of_base"], facts["above"])
-                self.num_changed, self._direct = facts["changed"], facts["direct"]
+                self._num_changed, self._direct = facts["changed"], facts["direct"]
             elif "direct" in facts:
-                self._compute_and_take(changes)
+                self._apply_unlogged(changes)
                 self._direct = facts["direct"]
             elif facts["closure"] not in self._ledger:
-                self._compute_and_take(changes)
+                self._apply_unlogged(changes)
                 self._note(facts["closure"], facts["low"])
 
     def _save_if_long(self) -> None:
@@ -384,28 +283,13 @@ class Shard:
         """Begins the log anew, with all that is held."""
         assert self._log is not None
         records: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
-        for number, value in self._values.items():
-            facts: dict[str, Any] = {"define": number, "name": self._names[number]}
-            records.append((facts, {"value": np.asarray(value)}))
-        for number, optimizer in self._optimizers.items():
-            for variables, state in optimizer.states.items():
-                leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
-                records.append(({"state_of": number, "variables": list(variables)}, leaves))
+        for number, name, value in self._variables.values():
+            records.append(({"define": number, "name": name}, {"value": value}))
+        for number, variables, leaves in self._variables.states():
+            named = {str(i): x for i, x in enumerate(leaves)}
+            records.append(({"state_of": number, "variables": list(variables)}, named))
         for number in self._tables.numbers():
             records.append(({"table": number}, self._tables.state(number)))
         facts = {"low_of_base": self._ledger.low, "above": self._ledger.above()}
-        facts |= {"changed": self.num_changed, "direct": self._direct}
+        facts |= {"changed": self._num_changed, "direct": self._direct}
         self._log.begin_anew([*records, (facts, {})])
-
-
-def _change_rows(change: RowChange, old: jax.Array, *, in_place: bool) -> jax.Array:
-    apply = _apply_in_place if in_place else _apply
-    return apply(change.what, old, jnp.asarray(change.indices), jnp.asarray(change.values))
-
-
-def _scatter(what: str, old: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
-    return RowChange(0, what, indices, values).apply(old)
-
-
-_apply = jax.jit(_scatter, static_argnums=0)
-_apply_in_place = jax.jit(_scatter, static_argnums=0, donate_argnums=1)

@@ -189,19 +189,34 @@ def embedding_lookup(params: Any, ids: Any) -> jax.Array:
         params: A Variable, or a list of the parts of one.
         ids: Integers from 0.
 
+    Raises:
+        RuntimeError: It is on servers, and the function is traced, so that ids are not known.
+        TypeError: `params` is something else.
+
     As `tf.nn.embedding_lookup`.
     """
     if isinstance(params, Variable):
-        return params.sparse_read(ids)
+        return _look_up(params, ids)
     parts = list(params)
     if parts and all(isinstance(x, ServerVariable) for x in parts):
         whole = getattr(parts[0], "whole", None)
         if whole is not None and list(map(id, whole.variables)) == list(map(id, parts)):
-            return whole.sparse_read(ids)
+            return _look_up(whole, ids)
     raise TypeError(
         f"embedding_lookup was given {type(params).__name__}. It looks rows up in a Variable, or "
         f"in all parts of one, in their order."
     )
+
+
+def _look_up(variable: Variable, ids: Any) -> jax.Array:
+    in_trace = context.current().frame is not None or traces.is_traced(ids)
+    if variable.is_on_servers and in_trace:
+        raise RuntimeError(
+            f"Rows of variable '{variable.name}' were looked up in a function that is traced, "
+            f"where ids are not known: the whole variable would be fetched. Do it in the scheduled "
+            f"function, before strategy.run, and pass the rows."
+        )
+    return variable.sparse_read(ids)
 
 
 def _starts(num_rows: int, count: int) -> list[int]:

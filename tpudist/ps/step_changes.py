@@ -70,7 +70,6 @@ class StepChanges:
     def __init__(self):
         """No function yet."""
         self._by_code: dict[Any, list[tuple[Any, Any]]] = {}
-        self._others: dict[int, tuple[Any, Any]] = {}
 
     def run(
         self,
@@ -92,10 +91,7 @@ class StepChanges:
         One for all functions of a definition that capture the same objects: what is defined in a
         closure is another function in each, and would be compiled for each.
         """
-        code = getattr(fn, "__code__", None)
-        if code is None:
-            return self._others.setdefault(id(fn), (fn, _wrap(fn)))[1]
-        copies = self._by_code.setdefault(code, [])
+        copies = self._by_code.setdefault(getattr(fn, "__code__", type(fn)), [])
         for other, wrapped in copies:
             if other is fn or _captures_equal(fn, other):
                 return wrapped
@@ -126,11 +122,18 @@ def _collect() -> Iterator[list[tuple[_Note, Any]]]:
 
 def _captures_equal(one: Any, other: Any) -> bool:
     """Whether two functions of one definition are the same in all that they can see."""
+    if not hasattr(one, "__code__"):  # another object, of which it is not known what it does
+        return False
     if getattr(one, "__self__", None) is not getattr(other, "__self__", None):
         return False
-    if one.__globals__ is not other.__globals__ or one.__kwdefaults__ != other.__kwdefaults__:
+    if one.__globals__ is not other.__globals__:
         return False
     if not _are_same(one.__defaults__ or (), other.__defaults__ or ()):
+        return False
+    named, others = one.__kwdefaults__ or {}, other.__kwdefaults__ or {}
+    if named.keys() != others.keys() or not _are_same(
+        [*named.values()], [others[k] for k in named]
+    ):
         return False
     try:
         contents = [[x.cell_contents for x in f.__closure__ or ()] for f in (one, other)]

@@ -143,7 +143,7 @@ class Function:
         if context.current().frame is not None:
             return self._function(*args, **kwargs)
         place = current_place()
-        if place is not None and place.session is not None:
+        if place is not None and place.session is not None and not context.has_strategy():
             # In a closure, what strategy.run is given is compiled, and servers are asked between.
             return self._function(*args, **kwargs)
         if eager_mode.is_eager():

@@ -138,6 +138,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
                 "A Variable was made in a replica function that a closure runs: each worker would "
                 "have one of its own. Make it before, with strategy.scope(): ..."
             )
+        self.is_of_closure = place is not None
         self.strategy = strategy._twin_of or strategy
         if name is not None and not isinstance(name, str):
             raise TypeError(f"A variable was given name={name!r}. Give a string, or none.")

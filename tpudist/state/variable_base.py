@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tpudist import context
+from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import variable_value
@@ -30,6 +31,7 @@ class VariableBase:
     strategy: StrategyBase
     on_read: bool
     is_on_servers = False  # whether a parameter server holds it
+    is_of_closure = False  # whether a worker of a coordinator has made it, for itself
     spec: PartitionSpec | None  # over which axes inside a replica it is split; None if that is open
     _value: Any  # the array, with a leading dim of replicas if `on_read`
     # Sets the value out of all traces: of `Variable`, for those of its parts that compute one.
@@ -70,6 +72,14 @@ class VariableBase:
             raise RuntimeError(
                 f"Variable '{self.name}' was made under {self.strategy!r}, but is {what} in the "
                 f"scope of {mode.strategy!r}. Mixing strategies is not supported."
+            )
+        place = current_place()
+        if what == "assigned" and place is not None and place.state and not self.is_of_closure:
+            raise RuntimeError(
+                f"Variable '{self.name}' was assigned in a function that a coordinator has "
+                f"scheduled, and is on no server: workers would change it beside each other, and "
+                f"twice where a function is begun again. Make it in the scope of the "
+                f"ParameterServerStrategy."
             )
         if not is_eager() and not variable_value.computes_here():
             raise RuntimeError(

@@ -21,6 +21,7 @@ from tpudist.options import InputOptions, RunOptions
 from tpudist.ps.servers import Servers
 from tpudist.ps.sharded_variable import UnplacedVariable
 from tpudist.ps.worker_session import WorkerSession
+from tpudist.state import nnx_contents
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import make_mesh
@@ -48,6 +49,7 @@ class ParameterServerStrategy(Strategy):
     num_workers = 0
     _worker_strategy: Callable[[int], Strategy] | None = None
     _cluster_resolver: ClusterResolver | None = None
+    _num_replicas: int | None = None  # of a worker, once somebody has asked
 
     def __init__(
         self,
@@ -120,9 +122,10 @@ class ParameterServerStrategy(Strategy):
         place = current_place()
         if place is not None and place.session is not None:
             return place.session.strategy.num_replicas_in_sync
-        if self._worker_strategy is None:
-            return 1
-        return self._worker_strategy(0).num_replicas_in_sync
+        if self._num_replicas is None:
+            made = self._worker_strategy and self._worker_strategy(0)
+            self._num_replicas = 1 if made is None else made.num_replicas_in_sync
+        return self._num_replicas
 
     def __repr__(self) -> str:
         servers = "" if self.servers is None else f", {len(self.servers)} server(s)"
@@ -160,10 +163,12 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             RuntimeError: Called elsewhere.
+            ValueError: An NNX object is among the arguments, whose state no server holds.
         """
         session = self._session("run")
         if context.current().frame is not None:
             return session.strategy.run(fn, args, kwargs, options)
+        _refuse_objects(args, kwargs)
         return session.steps.run(session.strategy, fn, args, kwargs, options)
 
     def reduce(self, reduce_op: Any, value: PyTree, axis: Any) -> PyTree:
@@ -338,12 +343,29 @@ def _count(
     if resolver.task_type in ("worker", "ps"):
         raise ValueError(
             f"ParameterServerStrategy was made by {resolver.task_type} {resolver.task_id} of the "
-            f"cluster. The program that schedules is that of the chief; this task runs "
-            f"tpudist.Server(cluster, job_name, task_index).join()."
+            f"cluster. One program schedules, that of the chief. On the hosts of workers and "
+            f"servers only Ray runs: ray start --address CHIEF:6379."
         )
     if engine is None:
         _refuse_other_hosts(spec, ("worker", "ps"))
     return spec.num_tasks("worker"), spec.num_tasks("ps")
+
+
+def _refuse_objects(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Refuses NNX objects: several workers would change one, or each a copy that is lost."""
+    for x in jax.tree.leaves((args, kwargs or {}), is_leaf=_is_object):
+        if _is_object(x):
+            raise ValueError(
+                f"strategy.run was given an NNX object, {type(x).__name__}, in a scheduled "
+                f"function. No server holds its state: workers would change it beside each other, "
+                f"and twice where a function is begun again. Take it apart, graph, state = "
+                f"nnx.split(model), hold the state in tpudist.Variables made in the scope, and "
+                f"merge it in the replica function: nnx.merge(graph, state)."
+            )
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, nnx_contents.OBJECT_TYPES)
 
 
 def _refuse_other_hosts(spec: Any, jobs: Iterable[str]) -> None:

@@ -1,0 +1,80 @@
+"""Storms: closures that count once each while workers, servers and the program are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from process_trees import are_gone, descendants
+from server_faults import wait_until
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "server_storm.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+
+@pytest.fixture(params=["threads", "ray"])
+def engine(request):
+    if request.param == "ray":
+        request.getfixturevalue("needs_ray")
+    return request.param
+
+
+def begin(folder, engine, num_closures, num_kills, seed):
+    words = [PROGRAM, folder, engine, num_closures, num_kills, seed, 2]
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        cwd=PROGRAM.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={x: value for x, value in os.environ.items() if not x.startswith("RAY_")},
+    )
+
+
+def finish(program):
+    """The figures of a storm that was survived."""
+    out, error = program.communicate(timeout=200)
+    assert program.returncode == 0, f"{out[-4000:]}\n{error[-4000:]}"
+    return json.loads(out.splitlines()[-1])
+
+
+def test_a_program_that_is_killed_in_a_storm_goes_on_when_it_is_started_again(tmp_path, engine):
+    """With the first closure that had not finished, and through a storm of its own.
+
+    Nothing is left of the program that was killed.
+    """
+    size, num_kills = 300, 6
+    folder = tmp_path / "log"
+    program = begin(folder, engine, size, 2, 1)
+    with program:
+        finished = folder / "finished.records"
+        wait_until(
+            lambda: finished.exists() and finished.stat().st_size > 5000,
+            "some closures",
+            within_s=100,
+        )
+        started = descendants(program.pid)
+        program.send_signal(signal.SIGKILL)
+        program.wait(10)
+    began = time.monotonic()
+    assert are_gone(started, within_s=15)
+    assert time.monotonic() - began < 15
+    figures = finish(begin(folder, engine, size, num_kills, 2))
+    assert 0 < figures["began_at"] < size
+    assert sum(figures["kills"].values()) == num_kills
+    assert figures["finished"] == size
+
+
+def test_each_closure_has_effect_once_in_a_storm(tmp_path):
+    """With processes the second half of the test above is one, and each start takes seconds."""
+    figures = finish(begin(tmp_path / "log", "threads", 300, 6, 0))
+    assert figures["wrong"] == {}
+    assert figures["began_at"] == 0
+    assert sum(figures["kills"].values()) == 6
+    assert figures["finished"] == figures["again"]["next"] == 300

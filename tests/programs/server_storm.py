@@ -1,0 +1,214 @@
+"""Closures that each count once, while workers and servers are killed; prints what became of them.
+
+`python server_storm.py FOLDER ENGINE CLOSURES KILLS SEED [WORKERS]`, in tests/programs; there are 3
+workers unless it says otherwise, and 2 servers. Closure i adds 1 to row i of two variables on two
+servers, and gives an optimizer the gradient -1 of row i of a third one: all rows must be 1 at the
+end. It goes on where an earlier program with this folder has ended; and when all is done it starts
+once more, to find all as it was.
+
+The exit code is 0 if each closure had effect once; the last line is one of JSON, with figures.
+"""
+
+import collections
+import json
+import logging
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import optax
+
+import tpudist
+from server_faults import Cluster
+from tpudist.engine.engine import ActorDied
+
+_RETRIES = collections.Counter()
+_log = logging.getLogger("tpudist")
+
+
+class Variables:
+    """What the closures of the storm change."""
+
+    def __init__(self, cluster, size):
+        with cluster.strategy.scope():
+            self.a = tpudist.Variable(np.zeros(size, np.float32), name="a")
+            self.b = tpudist.Variable(np.zeros(size, np.float32), name="b")
+            self.c = tpudist.Variable(np.zeros(size, np.float32), name="c")
+            self.scale = tpudist.Variable(1.0, name="scale")
+            self.optimizer = tpudist.Optimizer(optax.sgd(1.0))
+
+    def wrong_rows(self):
+        """How many rows are not 1, by variable."""
+        found = {}
+        for v in (self.a, self.b, self.c):
+            rows = v.numpy()
+            if (wrong := rows != 1).any():
+                found[v.name] = {int(i): float(rows[i]) for i in np.flatnonzero(wrong)[:20]}
+        return found
+
+
+def make_work(variables):
+    """The function of the closures."""
+    a, b, c, scale = variables.a, variables.b, variables.c, variables.scale
+    optimizer = variables.optimizer
+
+    def work(row):
+        rows = np.array([row])
+        a.sparse_read(rows)
+        one = np.asarray(scale.read_value())[None]
+        a.scatter_add(tpudist.IndexedSlices(one, rows))
+        b.scatter_add(tpudist.IndexedSlices(one, rows))
+        optimizer.apply_gradients([(tpudist.IndexedSlices(-one, rows), c)])
+        return row
+
+    return work
+
+
+class Killer:
+    """Kills workers and servers, one after the other, while closures finish."""
+
+    def __init__(self, cluster, num_closures, num_kills, seed):
+        self._num_workers = cluster.strategy.num_workers
+        self.kills, self.recoveries_s = collections.Counter(), []
+        self.num_repeated = 0  # pushes of closures that killed servers had heard of before
+        self._cluster, self._chance = cluster, random.Random(seed)
+        self.is_over = threading.Event()
+        # At which counts of finished closures: spread over the run, at random moments.
+        first = cluster.coordinator.num_finished
+        moments = sorted(self._chance.uniform(0.02, 0.95) for _ in range(num_kills))
+        self._moments = [first + x * (num_closures - first) for x in moments]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        for moment in self._moments:
+            while self._cluster.coordinator.num_finished < moment:
+                if self.is_over.wait(0.001):
+                    return
+            while True:
+                role = self._chance.choice(["worker", "worker", "ps"])
+                index = self._chance.randrange(self._num_workers if role == "worker" else 2)
+                before = self._cluster.actor(role, index)
+                repeated = self._count_repeated(before) if role == "ps" else 0
+                began = time.monotonic()
+                if (how := self._cluster.kill(role, index)) is not None:
+                    break
+                if self.is_over.wait(0.01):
+                    return
+            self.kills[f"{role} by {how}"] += 1
+            if role == "ps":
+                self.num_repeated += repeated
+                watcher = threading.Thread(target=self._watch, args=(before, index, began))
+                watcher.daemon = True
+                watcher.start()
+
+    def _count_repeated(self, server):
+        engine = self._cluster.engine
+        try:
+            return engine.result(engine.call(server, "report"))["repeated"]
+        except ActorDied:
+            return 0
+
+    def _watch(self, before, index, began):
+        """Notes when a server is in the place of a killed one, and has answered."""
+        servers = self._cluster.strategy.servers
+        while servers.actors[index] == before:
+            if self.is_over.wait(0.002):
+                return
+        self.recoveries_s.append(time.monotonic() - began)
+
+    def join(self):
+        self.is_over.set()
+        self._thread.join()
+
+
+class CountRetries(logging.Handler):
+    """Counts why closures ran again."""
+
+    def emit(self, record):
+        text = record.getMessage()
+        if "runs again." in text:
+            _RETRIES["worker lost"] += 1
+        elif "goes on where its log ends" in text:
+            _RETRIES["server replaced"] += 1
+
+
+def run(folder, engine, num_closures, num_kills, seed, num_workers):
+    """Figures of a storm."""
+    began = time.monotonic()
+    cluster = Cluster(engine, num_workers=num_workers, log=folder)
+    coordinator = cluster.coordinator
+    variables = Variables(cluster, num_closures)
+    work = make_work(variables)
+    first = coordinator.num_finished
+    start_s = time.monotonic() - began
+    print(f"goes on at {first}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    killer = Killer(cluster, num_closures, num_kills, seed)
+    outputs = {}
+    while (row := coordinator.next_batch()) < num_closures:
+        outputs[row] = coordinator.schedule(work, (row,))
+    joined = coordinator.join(timeout_s=1000)
+    wall_s = time.monotonic() - began
+    killer.join()
+    wrong = variables.wrong_rows()
+    values = coordinator.fetch(outputs) if joined else {}
+    report = cluster.strategy.servers.report()
+    figures = {
+        "engine": engine,
+        "closures": num_closures,
+        "began_at": first,
+        "joined": joined,
+        "wrong": wrong,
+        "values_right": values == {i: i for i in range(first, num_closures)},
+        "start_s": round(start_s, 2),
+        "wall_s": round(wall_s, 2),
+        "kills": dict(sorted(killer.kills.items())),
+        "retries": dict(_RETRIES),
+        "repeated": killer.num_repeated + sum(x["repeated"] for x in report),
+        "changed": [x["changed"] for x in report],
+        "recovery_p50_s": _rounded(statistics.median, killer.recoveries_s),
+        "recovery_max_s": _rounded(max, killer.recoveries_s),
+        "staleness": coordinator.staleness,
+        "finished": coordinator.num_finished,
+    }
+    coordinator.shutdown()
+    return figures
+
+
+def _rounded(of, times_s):
+    return round(of(times_s), 2) if times_s else None
+
+
+def find_again(folder, engine, num_closures):
+    """What a program finds that is started after the end."""
+    cluster = Cluster(engine, num_workers=1, log=folder)
+    variables = Variables(cluster, num_closures)
+    found = {
+        "finished": cluster.coordinator.num_finished,
+        "next": cluster.coordinator.next_batch(),
+        "wrong": variables.wrong_rows(),
+    }
+    cluster.coordinator.shutdown()
+    return found
+
+
+def main(folder, engine, num_closures, num_kills, seed, num_workers=3):
+    """The exit code."""
+    _log.addHandler(CountRetries())
+    _log.propagate = False
+    figures = run(folder, engine, num_closures, num_kills, seed, num_workers)
+    figures["again"] = again = find_again(folder, engine, num_closures)
+    print(json.dumps(figures), flush=True)
+    is_right = figures["joined"] and not figures["wrong"] and figures["values_right"]
+    is_right &= figures["finished"] == num_closures and sum(figures["kills"].values()) == num_kills
+    is_right &= again == {"finished": num_closures, "next": num_closures, "wrong": {}}
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])))

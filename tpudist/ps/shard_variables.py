@@ -1,0 +1,185 @@
+"""ShardVariables: the variables of one server, and the optimizers that update them.
+
+Each array has a version. What is given are views of the arrays, which are not overwritten after
+that; those that nobody has seen are updated in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tpudist.ps.changes import Assignment, Gradients, RowChange
+from tpudist.ps.server_optimizer import ServerOptimizer
+
+PyTree = Any
+
+
+class ShardVariables:
+    """Arrays in host memory by the number of their variable."""
+
+    def __init__(self, server: int, incarnation: int):
+        """None yet.
+
+        Args:
+            server: Which server holds them, for messages.
+            incarnation: How many servers were in its place before, so that no version is given
+                twice.
+        """
+        self._server = server
+        self._device = jax.local_devices(backend="cpu")[0]
+        self._values: dict[int, jax.Array] = {}
+        self._names: dict[int, str] = {}
+        self._constraints: dict[int, Any] = {}
+        self._versions: dict[int, int] = {}
+        self._next_version = itertools.count(incarnation << 40)
+        self._viewed: set[int] = set()  # whose arrays somebody may read
+        self._optimizers: dict[int, ServerOptimizer] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the values take."""
+        return sum(x.nbytes for x in self._values.values())
+
+    def add(self, number: int, name: str, value: Any) -> None:
+        """Takes a variable that begins with `value`."""
+        self._values[number] = jax.device_put(np.array(value), self._device)
+        self._names[number] = name
+        self._versions[number] = next(self._next_version)
+
+    def constrain(self, number: int, constraint: Any) -> None:
+        """Applies a function to a variable after each update by an optimizer."""
+        self._constraints[number] = constraint
+
+    def define_optimizers(
+        self, transformations: Mapping[int, optax.GradientTransformation]
+    ) -> None:
+        """Takes the optimizers, by number, that are not known yet."""
+        for number, tx in transformations.items():
+            if number not in self._optimizers:
+                self._optimizers[number] = ServerOptimizer(tx)
+
+    def clear(self) -> None:
+        """Has no variables and no state any more."""
+        for table in (self._values, self._names, self._versions):
+            table.clear()
+        self._viewed.clear()
+        for optimizer in self._optimizers.values():
+            optimizer.states.clear()
+
+    # Reading.
+
+    def pull(self, wanted: Mapping[int, int]) -> dict[int, tuple[int, np.ndarray]]:
+        """Versions and arrays of those that have another version than the one that is known."""
+        found = {}
+        for number, known in wanted.items():
+            if (version := self._versions[number]) != known:
+                self._viewed.add(number)
+                found[number] = version, np.asarray(self._values[number])
+        return found
+
+    def pull_rows(self, number: int, indices: np.ndarray) -> np.ndarray:
+        """Some rows of a variable: `[*indices.shape, ...]`."""
+        return np.take(np.asarray(self._values[number]), indices, axis=0)
+
+    def values(self) -> Iterator[tuple[int, str, np.ndarray]]:
+        """Number, name and value of each variable."""
+        for number, value in self._values.items():
+            yield number, self._names[number], np.asarray(value)
+
+    def states(self) -> Iterator[tuple[int, tuple[int, ...], list[np.ndarray]]]:
+        """The number of an optimizer, the variables that it updates together, and its state."""
+        for number, optimizer in self._optimizers.items():
+            for variables, state in optimizer.states.items():
+                yield number, variables, [np.asarray(x) for x in jax.tree.leaves(state)]
+
+    def restore_state(
+        self, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
+    ) -> None:
+        """Puts the state of an optimizer for some variables in."""
+        with jax.default_device(self._device):
+            owner = self._optimizer(optimizer)
+            state = owner.begin(variables, [self._values[n] for n in variables])
+            arrays = [jnp.array(x, copy=True) for x in leaves]
+            owner.states[variables] = jax.tree.unflatten(jax.tree.structure(state), arrays)
+
+    # Changing.
+
+    def apply(self, changes: Sequence[Assignment | RowChange | Gradients]) -> None:
+        """Applies all of some changes in their order, or none of them if one raises."""
+        new: dict[int, jax.Array] = {}
+        states: dict[tuple[int, tuple[int, ...]], PyTree] = {}
+
+        def now(number: int) -> jax.Array:
+            return new[number] if number in new else self._values[number]
+
+        with jax.default_device(self._device):
+            for change in changes:
+                # Only the last one may overwrite: should one after it fail, the old values stay.
+                last = change is changes[-1]
+                if isinstance(change, Gradients):
+                    new |= self._update(change, now, self._viewed - new.keys(), states, last)
+                elif isinstance(change, RowChange):
+                    number = change.variable
+                    in_place = last and (number in new or number not in self._viewed)
+                    new[number] = _change_rows(change, now(number), in_place=in_place)
+                else:
+                    number = change.variable
+                    new[number] = jnp.array(change.apply(now(number)), copy=True)
+        for (optimizer, numbers), state in states.items():
+            self._optimizers[optimizer].states[numbers] = state
+        for number, value in new.items():
+            self._viewed.discard(number)
+            self._values[number] = value
+            self._versions[number] = next(self._next_version)
+
+    def _update(
+        self, change: Gradients, now: Any, viewed: set[int], states: dict[Any, PyTree], last: bool
+    ) -> dict[int, jax.Array]:
+        """What variables become by an optimizer, whose new state goes into `states`."""
+        numbers = change.variables
+        optimizer, values = self._optimizer(change.optimizer), [now(n) for n in numbers]
+        key = change.optimizer, numbers
+        state = states[key] if key in states else optimizer.begin(numbers, values)
+        constrained = self._constraints.keys() & set(numbers)  # a function that may raise
+        after, states[key] = optimizer.apply(
+            change, values, state, viewed, in_place=last and not constrained
+        )
+        return {
+            n: self._constraints[n](x) if n in constrained else x
+            for n, x in zip(numbers, after, strict=True)
+        }
+
+    def _optimizer(self, number: int) -> ServerOptimizer:
+        if number not in self._optimizers:
+            raise ValueError(
+                f"Server {self._server} is to apply gradients by optimizer {number}, which the "
+                f"program has not made (yet). Make all optimizers in the strategy's scope, in the "
+                f"same order in each run, before anything is read or scheduled."
+            )
+        return self._optimizers[number]
+
+
+def _change_rows(change: RowChange, old: jax.Array, *, in_place: bool) -> jax.Array:
+    apply = _apply_in_place if in_place else _apply
+    return apply(change.what, old, jnp.asarray(change.indices), jnp.asarray(change.values))
+
+
+def _scatter(what: str, old: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    return RowChange(0, what, indices, values).apply(old)
+
+
+_apply = jax.jit(_scatter, static_argnums=0)
+_apply_in_place = jax.jit(_scatter, static_argnums=0, donate_argnums=1)
