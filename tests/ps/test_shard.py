@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tpudist.ps import shard_log
 from tpudist.ps.changes import Assignment, Gradients, RowChange, pack, unpack
+from tpudist.ps.record_file import RecordError
 from tpudist.ps.server_optimizer import ServerOptimizer
 from tpudist.ps.shard import Definition, Shard
 
@@ -216,5 +217,7 @@ def test_one_that_was_replaced_writes_no_more(tmp_path):
     second = make_shard(tmp_path, 1)
     with pytest.raises(ValueError, match="closed file"):
         first.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))])
+    with pytest.raises(RecordError, match="after incarnation 1 has opened it"):
+        make_shard(tmp_path)  # whose thread was late
     assert second.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))]) == 0
     second.close()

@@ -285,6 +285,17 @@ def test_a_worker_may_have_several_replicas(start):
     np.testing.assert_array_equal(w.numpy(), -18)
 
 
+def test_a_plain_number_is_not_summed_over_replicas(start):
+    run = start(worker_strategy=lambda i: tpudist.MirroredStrategy(["cpu:0", "cpu:1"]))
+    v = run.make(0.0, name="v", aggregation=tpudist.VariableAggregation.SUM)
+    for assign in (v.assign, v.assign_add):
+        with pytest.raises(ValueError, match="'v'"):
+            run.call(lambda assign=assign: run.strategy.run(lambda: assign(1.0)))
+        with pytest.raises(ValueError, match="'v'"):
+            run.coordinator.join()
+    assert v.numpy() == 0
+
+
 def test_values_that_differ_between_replicas_are_refused(start):
     run = start(
         num_workers=1, worker_strategy=lambda i: tpudist.MirroredStrategy(["cpu:0", "cpu:1"])

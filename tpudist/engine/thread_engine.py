@@ -192,6 +192,8 @@ class _Record:
     def run(self, factory: Callable[..., Any], args: tuple) -> None:
         """The life of the thread."""
         _here.record = self
+        if self.is_killed:
+            return
         try:
             made = factory(*args)
         except ActorKilled:

@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpudist.xla import jaxprs
+
 PyTree = Any
+_DRAW = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 
 
 class Rows(NamedTuple):
@@ -49,8 +52,8 @@ class RowOptimizer:
                 f"one, such as optax.adagrad(0.1)."
             )
         row = jax.ShapeDtypeStruct((2,), jnp.float32)
-        jaxpr = jax.make_jaxpr(self._change)(row, jax.eval_shape(self.init, row), row)
-        if "random_bits" in str(jaxpr):
+        closed = jax.make_jaxpr(self._change)(row, jax.eval_shape(self.init, row), row)
+        if any(eqn.primitive.name in _DRAW for eqn in jaxprs.walk(closed)):
             raise ValueError(
                 "The optimizer of a table draws random numbers. Each row keeps its own state, and "
                 "all of them begin with the same key, so that each would draw the same numbers. "

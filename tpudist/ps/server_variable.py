@@ -31,7 +31,8 @@ class ServerVariable(Variable):
 
     In a closure it reads as the server had it when the closure first asked, with what the closure
     itself has changed since; the server applies that when the closure has ended, and once, however
-    often the closure is begun. Outside of closures it is read and changed at once.
+    often the closure is begun. Outside of closures it is read and changed at once. What a closure
+    assigns is given back as something that is fetched when it is used.
 
     Attributes:
         home: Which server holds it, and under which number.
@@ -128,20 +129,7 @@ class ServerVariable(Variable):
 
     # Changing.
 
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        """Replaces the value; see the class.
-
-        Returns:
-            What stands for the new value, which is fetched when it is used; None without
-            `read_value`.
-        """
-        warn_of_op_arguments("assign", use_locking, name)
+    def _assign_value(self, value: Any, read_value: bool) -> Any:
         return self._assign_as("assign", value, read_value)
 
     def _assign_change(self, delta: Any, sign: int, what: str, read_value: bool) -> Any:
@@ -153,8 +141,7 @@ class ServerVariable(Variable):
             self._check_usable_here(mode, "assigned")
             return self._change(Assignment(self.home.number, what, self.conform(value)), read_value)
         if mode.replica_context is not None:
-            if what != "assign":
-                aggregation.check_number(self, value, mode)
+            aggregation.check_number(self, value, mode)
             value = aggregation.aggregate_write(self, self.conform(local_part(value)))
         change = Assignment(self.home.number, what, self.conform(value))
         return self._change_in_step(change, what, (change.value,), read_value)

@@ -20,6 +20,7 @@ from tpudist.engine.engine import Actor, ActorDied, Engine, Future
 from tpudist.errors import UnavailableError
 from tpudist.ps.changes import Change
 from tpudist.ps.shard import Definition, Shard, Values
+from tpudist.ps.shard_log import close_logs
 from tpudist.ps.table_options import TableOptions
 
 ROLE = "ps"
@@ -181,6 +182,8 @@ class Servers:
                 self.engine.result(self.engine.call(actor, "close"), 10.0)
             except Exception as error:
                 _log.warning("%s did not end its log: %s", actor, error)
+        if self.folder is not None:
+            close_logs(self.folder)
 
     def _spawn(self, index: int) -> Actor:
         folder = None if self.folder is None else self.folder / f"server-{index}"

@@ -72,7 +72,7 @@ class Shard:
         self._tables = ShardTables()
         self._ledger = ClosureLedger()
         self._num_changed = self._num_repeated = 0
-        self._log = None if folder is None else ShardLog(folder, sync_s)
+        self._log = None if folder is None else ShardLog(folder, sync_s, incarnation)
         self._is_behind = self._log is not None and self._log.has_records
         self._direct = -1 if self._log is None else self._log.last_direct
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from tpudist.ps import changes as changes_of_closures
 from tpudist.ps.changes import Change
-from tpudist.ps.record_file import RecordFile, read_records
+from tpudist.ps.record_file import RecordError, RecordFile, read_records
 
 MIN_BYTES = 64 << 20
 """Below this many bytes a log does not begin anew."""
 
+_opening = threading.Lock()
 _open_logs: weakref.WeakValueDictionary[Path, ShardLog] = weakref.WeakValueDictionary()
 
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
@@ -36,24 +37,45 @@ class ShardLog:
         last_direct: The number of the last change that came from no closure; -1 if there was none.
     """
 
-    def __init__(self, folder: Path, sync_s: float):
+    def __init__(self, folder: Path, sync_s: float, incarnation: int = 0):
         """Opens the latest log in `folder`, or begins one.
 
+        Args:
+            folder: Where it is.
+            sync_s: After how many seconds at the latest what was logged would outlive the host.
+            incarnation: How many servers were in the place of this one before.
+
         Raises:
-            RecordError: It is damaged before its end.
+            RecordError: It is damaged before its end, or a server that came later has it.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._folder = folder
+        self._folder, self._incarnation = folder, incarnation
         self._lock = threading.Lock()
-        # A thread cannot be killed: one in whose place this is must not write any more.
-        earlier, _open_logs[folder.resolve()] = _open_logs.get(folder.resolve()), self
-        if earlier is not None:
-            earlier.close()
-        numbers = sorted(int(x.stem.split("-")[1]) for x in folder.glob("log-*.records"))
+        self._ended = threading.Event()
+        with _opening:
+            self._take_from_earlier(folder.resolve())
+            self._open(sync_s)
+            _open_logs[folder.resolve()] = self
+
+    def _take_from_earlier(self, folder: Path) -> None:
+        """Ends the log of the server in whose place this is: a thread cannot be killed."""
+        earlier = _open_logs.get(folder)
+        if earlier is None or earlier._ended.is_set():
+            return
+        if earlier._incarnation > self._incarnation:
+            raise RecordError(
+                f"The log in {folder} was to be opened by incarnation {self._incarnation} of a "
+                f"server, after incarnation {earlier._incarnation} has opened it. The earlier "
+                f"one was replaced: there is nothing to do for it."
+            )
+        earlier.close()
+
+    def _open(self, sync_s: float) -> None:
+        numbers = sorted(int(x.stem.split("-")[1]) for x in self._folder.glob("log-*.records"))
         self._number = numbers[-1] if numbers else 0
         for number in numbers[:-1]:  # a crash came between the new one and this
             self._path(number).unlink()
-        for unfinished in folder.glob("*.unfinished"):
+        for unfinished in self._folder.glob("*.unfinished"):
             unfinished.unlink()
         self._file = RecordFile(self._path(self._number))
         self._num_bytes = self._path(self._number).stat().st_size
@@ -67,13 +89,13 @@ class ShardLog:
                 value = arrays["value"]
                 self.definitions[facts["define"]] = facts["name"], value.shape, value.dtype.name
         self._base_bytes = 0
-        self._ended = threading.Event()
         # One that nobody has any more ends, so the thread must not have it.
         target = weakref.WeakMethod(self._sync), self._ended, sync_s
         self._thread = threading.Thread(
             target=_sync_often, args=target, name="tpudist log", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, _end_thread, self._ended, self._thread).atexit = False
 
     def read(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[Change]]]:
         """The records: what was said of each, its arrays, and the changes in it."""
@@ -105,14 +127,16 @@ class ShardLog:
 
     def begin_anew(self, records: Sequence[Record]) -> None:
         """Goes on in a new file that begins with `records`."""
-        path = self._path(self._number + 1)
-        unfinished = path.with_suffix(".unfinished")
-        file = RecordFile(unfinished)
-        size = sum(file.append(facts, arrays) for facts, arrays in records)
-        file.close()
-        os.rename(unfinished, path)
-        self._sync_folder()
         with self._lock:
+            if self._ended.is_set():
+                raise ValueError(f"The log in {self._folder} is closed: it has another writer now.")
+            path = self._path(self._number + 1)
+            unfinished = path.with_suffix(".unfinished")
+            file = RecordFile(unfinished)
+            size = sum(file.append(facts, arrays) for facts, arrays in records)
+            file.close()
+            os.rename(unfinished, path)
+            self._sync_folder()
             self._file.close()
             self._path(self._number).unlink()
             self._number += 1
@@ -146,6 +170,22 @@ class ShardLog:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"log-{number:06d}.records"
+
+
+def _end_thread(ended: threading.Event, thread: threading.Thread) -> None:
+    ended.set()
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def close_logs(folder: Path) -> None:
+    """Ends the logs in `folder` that servers of this process have left open when they were killed.
+
+    Servers that are processes of their own have taken theirs with them.
+    """
+    for place, log in list(_open_logs.items()):
+        if place.parent == folder.resolve():
+            log.close()
 
 
 def _sync_often(sync: weakref.WeakMethod, ended: threading.Event, every_s: float) -> None:

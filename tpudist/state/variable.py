@@ -325,6 +325,9 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
                 `jax.checkpoint` or `jax.custom_jvp`, where it may happen twice or not at all.
         """
         warn_of_op_arguments("assign", use_locking, name)
+        return self._assign_value(value, read_value)
+
+    def _assign_value(self, value: Any, read_value: bool) -> jax.Array | None:
         mode = context.current()
         if mode.frame is None:
             return self._assign_eagerly(value, read_value)
