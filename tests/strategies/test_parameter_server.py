@@ -51,7 +51,19 @@ class Run:
 
 
 @pytest.fixture
-def start():
+def threads_left():
+    """Gives the threads of ours that a test has started and that are still there."""
+    before = set(threading.enumerate())  # those of other tests may end at any time
+
+    def threads_left():
+        started = set(threading.enumerate()) - before
+        return [x.name for x in started if x.name.startswith("tpudist")]
+
+    return threads_left
+
+
+@pytest.fixture
+def start(threads_left):
     runs = []
 
     def start(**options):
@@ -61,7 +73,7 @@ def start():
     yield start
     for run in runs:
         run.coordinator.shutdown()
-    assert not [x for x in threading.enumerate() if x.name.startswith("tpudist")]
+    assert threads_left() == []
 
 
 def ones(*shape):
@@ -701,11 +713,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_refused(case):
+def test_wrong_arguments_are_refused(threads_left, case):
     make, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         make()
-    assert not [x for x in threading.enumerate() if x.name.startswith("tpudist")]
+    assert threads_left() == []
 
 
 def test_wrong_types_are_refused():
@@ -734,17 +746,17 @@ def test_what_belongs_in_closures_is_refused_outside(start):
         iter(run.strategy.experimental_distribute_dataset([1]))
 
 
-def test_nothing_is_left_when_it_is_forgotten():
+def test_nothing_is_left_when_it_is_forgotten(threads_left):
     run = Run()
     v = run.make(0.0)
     run.coordinator.schedule(v.assign_add, (1.0,))
     run.coordinator.join()
     assert v.numpy() == 1
-    assert [x for x in threading.enumerate() if x.name.startswith("tpudist")]
+    assert threads_left() != []
     del run, v
     for _ in range(100):  # a worker that ends is what has held the strategy last
         gc.collect()
-        if not [x for x in threading.enumerate() if x.name.startswith("tpudist")]:
+        if not threads_left():
             return
         time.sleep(0.1)
-    raise AssertionError([x.name for x in threading.enumerate()])
+    raise AssertionError(threads_left())
