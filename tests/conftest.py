@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import zlib
 
 import hypothesis
 import jax
@@ -34,6 +35,12 @@ _WATCH_THE_CLOCK = (
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--one-in`."""
+    text = "of each test's parameters the first and about one in N; the same each time"
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help=text)
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Workers for the whole suite: one per core. A few files or tests run in this process."""
     if any("::" in x or x.endswith(".py") for x in config.args):
@@ -63,17 +70,31 @@ def _skip_without_libtpu(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="libtpu is not installed"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups the tests, and leaves out those that need TensorFlow itself unless asked for."""
-    _in_groups(items)
-    _skip_without_libtpu(items)
-    if "parity" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("parity")]
+def _is_in_sample(item: pytest.Item, one_in: int, seen: set[str]) -> bool:
+    """Whether it is a notebook, the first of its parameters, or chosen by its name."""
+    name = item.nodeid.partition("[")[0]
+    is_first = name not in seen
+    seen.add(name)
+    is_kept = is_first or item.get_closest_marker("notebook") is not None
+    return is_kept or zlib.crc32(item.nodeid.encode()) % one_in == 0
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], keeps: list[bool]) -> None:
+    left_out = [item for item, keep in zip(items, keeps, strict=True) if not keep]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item, keep in zip(items, keeps, strict=True) if keep]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups the tests, and leaves out those that are not asked for."""
+    _in_groups(items)
+    _skip_without_libtpu(items)
+    if "parity" not in config.option.markexpr:
+        _leave_out(config, items, [item.get_closest_marker("parity") is None for item in items])
+    one_in, seen = config.option.one_in, set()
+    _leave_out(config, items, [_is_in_sample(item, one_in, seen) for item in items])
 
 
 @pytest.fixture(scope="session")
