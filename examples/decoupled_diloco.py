@@ -48,6 +48,7 @@ class Options:
     sync_learning_rate: float = 15e-3  # of the AdamW that they are compared with
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.8
+    sent_as: str = "bfloat16"  # what learners have found, and the sums of it on the servers
     grace: float = 2.0  # steps' time that a merge waits for others once it has a quorum
     seed: int = 0
     quick: bool = False  # a few steps of a tiny model instead
@@ -168,7 +169,7 @@ def train_decoupled(task: Task, scenario: Scenario) -> Outcome:
     cuts = [len(task.start) // 2]
     with strategy.scope():
         params = [tpudist.Variable(x) for x in np.split(task.start, cuts)]
-        waiting = [tpudist.Variable(np.zeros(x.size + 1, np.float32)) for x in params]
+        waiting = [tpudist.Variable(np.zeros(x.size + 1, o.sent_as)) for x in params]
         num_merged = [tpudist.Variable(0.0) for _ in params]
         was_applied = tpudist.Variable(np.zeros(num_rounds, np.int32))
         nesterov = optax.sgd(o.outer_learning_rate, momentum=o.outer_momentum, nesterov=True)
@@ -194,17 +195,17 @@ def train_decoupled(task: Task, scenario: Scenario) -> Outcome:
         # Replicas have the same; on the host, what a round begins with is placed alike each time.
         end, learner["moments"] = jax.device_get(strategy.experimental_local_results(state)[0])
         for variable, x in zip(waiting, np.split(start - end, cuts), strict=True):
-            variable.assign_add(np.append(x, np.float32(1)), read_value=False)
+            variable.assign_add(np.append(x, np.float32(1)).astype(o.sent_as), read_value=False)
         was_applied.scatter_add(tpudist.IndexedSlices(np.ones(1, np.int32), np.array([round_])))
 
     def merge():
         """The outer step: the mean of those that have sent, scaled by their share of all."""
         sent = [x.numpy() for x in waiting]
-        means = [x[:-1] / o.num_learners for x in sent]
+        means = [x[:-1].astype(np.float32) / o.num_learners for x in sent]
         outer.apply_gradients(zip(means, params, strict=True))
         for x, variable, count in zip(sent, waiting, num_merged, strict=True):
             variable.assign_sub(x, read_value=False)
-            count.assign_add(x[-1], read_value=False)
+            count.assign_add(np.float32(x[-1]), read_value=False)
 
     learners = iter(coordinator.create_per_worker_dataset(make_learner))
     num_deaths, num_merges, merged, started, begun_s = 0, 0, 0, 0, clock.now_s()
