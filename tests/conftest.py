@@ -41,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help=text)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses a share that is none."""
+    if config.option.one_in < 1:
+        raise pytest.UsageError(f"--one-in {config.option.one_in}: one in N, where N is 1 or more.")
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Workers for the whole suite: one per core. A few files or tests run in this process."""
     if any("::" in x or x.endswith(".py") for x in config.args):
@@ -70,13 +76,11 @@ def _skip_without_libtpu(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="libtpu is not installed"))
 
 
-def _is_in_sample(item: pytest.Item, one_in: int, seen: set[str]) -> bool:
-    """Whether it is a notebook, the first of its parameters, or chosen by its name."""
-    name = item.nodeid.partition("[")[0]
-    is_first = name not in seen
-    seen.add(name)
-    is_kept = is_first or item.get_closest_marker("notebook") is not None
-    return is_kept or zlib.crc32(item.nodeid.encode()) % one_in == 0
+def _sample(items: list[pytest.Item], is_chosen: dict[pytest.Item, bool]) -> list[bool]:
+    """Which are the first of their parameters, chosen, or notebooks."""
+    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+    kept = set(first) | {item for item in items if item.get_closest_marker("notebook")}
+    return [item in kept or is_chosen[item] for item in items]
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], keeps: list[bool]) -> None:
@@ -86,15 +90,20 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], keeps: list[bool
         items[:] = [item for item, keep in zip(items, keeps, strict=True) if keep]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist looks for groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Groups the tests, and leaves out those that are not asked for."""
     _in_groups(items)
     _skip_without_libtpu(items)
     if "parity" not in config.option.markexpr:
         _leave_out(config, items, [item.get_closest_marker("parity") is None for item in items])
-    one_in, seen = config.option.one_in, set()
-    _leave_out(config, items, [_is_in_sample(item, one_in, seen) for item in items])
+    # By its name as it is before pytest-xdist adds the group, so that any number of workers has
+    # the same; the first of those that `-m` and `-k` leave, so that no test is left out.
+    one_in = config.option.one_in
+    is_chosen = {item: zlib.crc32(item.nodeid.encode()) % one_in == 0 for item in items}
+    result = yield
+    _leave_out(config, items, _sample(items, is_chosen))
+    return result
 
 
 @pytest.fixture(scope="session")

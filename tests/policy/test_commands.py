@@ -1,5 +1,6 @@
 """README.md, CONTRIBUTING.md and .ci/run give the same commands, and README's example works."""
 
+import os
 import re
 import subprocess
 import sys
@@ -68,6 +69,46 @@ def test_ci_trains_and_has_the_quick_tests_as_readme_and_contributing_say():
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert "`--one-in 3`" in contributing
     assert '`python -m pytest -m "not slow"`' in contributing
+
+
+SAMPLED = """
+import pytest
+
+@pytest.mark.parametrize("x", [pytest.param(0, marks=pytest.mark.slow), *range(1, 60)])
+def test_whose_first_parameter_is_slow(x): pass
+
+def test_without_parameters(): pass
+"""
+
+
+def collect(folder: Path, one_in: int) -> subprocess.CompletedProcess[str]:
+    """What is collected of `SAMPLED`, with the options and hooks of tests/conftest.py."""
+    (folder / "test_sampled.py").write_text(SAMPLED)
+    options = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(folder), "-n", "0"]
+    options += ["-m", "not slow", "--collect-only", "-q", "--one-in", str(one_in)]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "test_sampled.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_sample_has_each_test_and_some_of_its_parameters(tmp_path):
+    """The first one that is not slow, if no other; by names, so the same ones each time."""
+    names = re.findall(r"::(\S+)", collect(tmp_path, 3).stdout)
+    assert {"test_without_parameters", "test_whose_first_parameter_is_slow[1]"} <= set(names)
+    assert 10 < len(names) < 40
+    few = re.findall(r"::(\S+)", collect(tmp_path, 1_000_003).stdout)
+    assert few == ["test_whose_first_parameter_is_slow[1]", "test_without_parameters"]
+
+
+def test_a_sample_of_none_is_refused(tmp_path):
+    done = collect(tmp_path, 0)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--one-in 0: one in N, where N is 1 or more" in done.stderr
 
 
 def interpreters(folder: Path, *, on_path=(), in_pyenv=()) -> dict[str, str]:
