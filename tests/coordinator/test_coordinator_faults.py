@@ -210,6 +210,9 @@ def test_a_worker_dies_while_datasets_are_made(run, what):
 def test_worker_preemption_error_type(run, caplog):
     """WorkerPreemptionErrorType: it names the worker, and no server."""
     gate = run.gate()
+    # What was killed for the test before may be found dead only now, and would be told of here.
+    run.use_all_workers()
+    caplog.clear()
     output = run.schedule(gate.wait_here)
     (worker,) = gate.wait_for(1)
     assert run.kill("worker", worker)
