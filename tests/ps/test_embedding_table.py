@@ -142,6 +142,37 @@ def test_each_update_has_effect_once_through_deaths(start, tmp_path, seed):
     np.testing.assert_array_equal(table.lookup([common]), size)
 
 
+def test_a_server_without_room_refuses_a_closure_and_changes_nothing(start, tmp_path):
+    options = {"dim": 4, "capacity": 16, "max_bytes": 4000, "optimizer": optax.sgd(1.0)}
+    strategy, coordinator = start(num_servers=1, log=tmp_path)
+    table, other = make(strategy, **options), make(strategy)
+
+    def work(first, last):
+        for ids in (np.arange(first, last), np.arange(-last, -first)):
+            other.apply_gradients(ids, np.ones((len(ids), 4)))
+            table.apply_gradients(ids, np.ones((len(ids), 4)))
+
+    coordinator.schedule(work, (1, 20))
+    coordinator.join()
+    before = table.state(), other.state()
+    for act, args in ((work, (20, 45)), (table.lookup, (np.arange(100, 150),))):
+        with pytest.raises(MemoryError, match=r"With max_bytes=4000 it has room for 64"):
+            coordinator.schedule(act, args).get()
+        with pytest.raises(MemoryError):
+            coordinator.join()
+    strategy.engine.kill(strategy.servers.actors[0], "for a test")
+    for state, expected in zip((table.state(), other.state()), before, strict=True):
+        for name in ("ids", "rows"):
+            np.testing.assert_array_equal(state[name], expected[name])
+    for num_servers, refused in ((2, False), (1, True)):
+        fuller = make(start(num_servers)[0], **options)
+        if refused:
+            with pytest.raises(MemoryError):
+                fuller.lookup(np.arange(100))
+        else:
+            fuller.lookup(np.arange(100))
+
+
 def test_rows_outlive_the_program_and_go_to_other_servers(start, tmp_path):
     adagrad = rowwise_adagrad(0.1)
     ids, gradients = np.arange(50) * 7919, np.random.default_rng(0).normal(size=(50, 4))

@@ -267,6 +267,38 @@ def test_a_restored_table_keeps_its_bound_and_the_rows_that_go_last():
     assert bound.clock == 6
 
 
+def test_a_shard_takes_no_more_memory_than_it_may():
+    options = TableOptions(dim=2, optimizer=ADAM, capacity=16, max_bytes=20_000)
+    shard, room, ids = TableShard(options), options.room, some_ids(1000)
+    assert room >= 64
+    for part in np.array_split(ids[:room], 5):
+        shard.push(part, np.ones((len(part), 2)))
+    assert 0.9 * options.bytes_for(room) < shard.nbytes <= options.bytes_for(room) <= 20_000
+    before, state = shard.state(), TableShard(dataclasses.replace(options, max_bytes=None))
+    state.pull(ids[room - 5 : room + 1])
+    for refused in (
+        lambda: shard.pull(ids[: room + 1]),
+        lambda: shard.push(ids[: room + 1], np.ones((room + 1, 2))),
+        lambda: shard.restore(state.state()),
+    ):
+        with pytest.raises(MemoryError, match=f"{room + 1} rows .* has room for {room}: .* Use mo"):
+            refused()
+    jax.tree.map(np.testing.assert_array_equal, shard.state(), before)
+    shard.pull(ids, create=False)
+    shard.remove(ids[:1])
+    shard.pull(ids[room : room + 1])
+    assert len(shard) == room
+    assert shard.nbytes <= 20_000
+
+
+def test_a_shard_lets_rows_go_before_it_runs_out_of_memory():
+    options = dataclasses.replace(OPTIONS, max_rows=4, max_bytes=OPTIONS.bytes_for(64))
+    shard = TableShard(options)
+    for i in range(80):
+        shard.push([i, i + 1], np.ones((2, 2)))
+    assert sorted(shard.ids().tolist()) == [77, 78, 79, 80]
+
+
 def test_the_table_is_overwritten_in_place():
     """Also after a pull, which looks at it: a copy would take seconds for a large table."""
     shard = shard_with(np.arange(50), OPTIONS)
@@ -314,6 +346,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(call, error, message):
         ({"dim": 0}, ValueError, "asked for with dim=0. It is at least 1"),
         ({"max_rows": 0}, ValueError, "asked for with max_rows=0"),
         ({"capacity": -1}, ValueError, "asked for with capacity=-1"),
+        ({"max_bytes": 0}, ValueError, "asked for with max_bytes=0"),
+        ({"max_bytes": 999}, ValueError, "capacity=64 and max_bytes=999. The .* Use a lower"),
         ({"dtype": "float64"}, ValueError, "rows of float64. They are one of float32, bfloat16"),
         ({"optimizer": None}, TypeError, "The optimizer of a table is None"),
     ],

@@ -51,6 +51,7 @@ class Table:
         dtype: Any = np.float32,
         seed: int = 0,
         max_rows: int | None = None,
+        max_bytes: int | None = None,
         eviction: Eviction | str = Eviction.OLDEST,
         capacity: int = 1024,
         name: str | None = None,
@@ -65,13 +66,18 @@ class Table:
             dtype: Of rows: float32, bfloat16 or float16.
             seed: Of new rows.
             max_rows: How many rows a server may have of it; by default any number.
-            eviction: Which rows go when there would be more: `oldest` or `least frequent`.
+            max_bytes: How much memory a server may give to it; by default any. Room doubles from
+                `capacity`, and a function that asks for a row without room is refused with
+                `MemoryError`, by a server that has changed nothing.
+            eviction: Which rows go when there would be more than `max_rows`: `oldest` or
+                `least frequent`.
             capacity: For how many rows each server has room at first.
             name: For messages.
 
         Raises:
             RuntimeError: In another scope, or in a scheduled function.
-            ValueError: A number below 1, another dtype, or an optimizer that draws random numbers.
+            ValueError: A number below 1, another dtype, or an optimizer that draws random numbers;
+                or the room at first takes more than `max_bytes`.
         """
         strategy = context.get_strategy()
         if strategy.servers is None or current_place() is not None:
@@ -86,6 +92,7 @@ class Table:
             dtype=dtype,
             seed=seed,
             max_rows=max_rows,
+            max_bytes=max_bytes,
             eviction=Eviction(eviction),
             capacity=capacity,
         )

@@ -229,8 +229,7 @@ class Shard:
 
     def _apply_unlogged(self, changes: Sequence[Change]) -> None:
         of_tables = [x for x in changes if isinstance(x, TableChange)]
-        for change in of_tables:
-            self._tables.check(change)
+        self._tables.check(of_tables)
         self._variables.apply([x for x in changes if not isinstance(x, TableChange)])
         for change in of_tables:
             self._tables.apply(change)

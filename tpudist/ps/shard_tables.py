@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,22 +29,28 @@ class ShardTables:
         """The rows of ids; see `TableShard.pull`."""
         return self._find(number).pull(ids, create=create)
 
-    def check(self, change: TableChange) -> None:
+    def check(self, changes: Sequence[TableChange]) -> None:
         """Refuses what does not fit.
 
         Raises:
             TypeError: Ids are no integers, or rows no floats.
             ValueError: The shapes do not fit.
+            MemoryError: There is no room for their rows.
         """
-        values = np.asarray(change.values)
-        options = self._find(change.table).options
-        options.check_rows(change.what, values, len(change.ids))
-        most = options.max_rows
-        if most is not None and len(np.unique(change.ids)) > most:
-            raise ValueError(
-                f"A closure changes more than max_rows={most} rows of a table on one server. All "
-                f"rows of a closure are there at once: raise max_rows."
-            )
+        ids_of: dict[int, list[np.ndarray]] = {}
+        for change in changes:
+            values = np.asarray(change.values)
+            options = self._find(change.table).options
+            options.check_rows(change.what, values, len(change.ids))
+            most = options.max_rows
+            if most is not None and len(np.unique(change.ids)) > most:
+                raise ValueError(
+                    f"A closure changes more than max_rows={most} rows of a table on one server. "
+                    f"All rows of a closure are there at once: raise max_rows."
+                )
+            ids_of.setdefault(change.table, []).append(change.ids)
+        for number, ids in ids_of.items():
+            self._find(number).require_room(np.concatenate(ids))
 
     def apply(self, change: TableChange) -> None:
         """Changes rows."""

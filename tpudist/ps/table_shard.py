@@ -51,11 +51,9 @@ class TableShard:
         """
         self.options, self.clock = options, 0
         self._seed = words(np.array([options.seed & (1 << 64) - 1], np.uint64))[0]
-        value = jax.ShapeDtypeStruct((options.dim,), options.dtype)
         self._optimizer = RowOptimizer(options.optimizer)
-        self._row = Rows(value, jax.eval_shape(self._optimizer.init, value))
         self._map = IdMap()
-        self._arrays = RowArrays(self._row, options.capacity)
+        self._arrays = RowArrays(options.row, options.capacity)
         self._touches = RowTouches(options.capacity)
         self._duplicates = RowDuplicates()
         self._keep_changes = keep_changes
@@ -88,6 +86,7 @@ class TableShard:
             TypeError: The ids are not integers.
             ValueError: The ids have not one dim, `out` does not fit, or there are more ids than
                 `max_rows`.
+            MemoryError: There is no room for new rows in `max_bytes`.
         """
         ids = as_ids(ids)
         if out is None:
@@ -211,13 +210,15 @@ class TableShard:
 
         Raises:
             ValueError: The state is of a table with another dim, dtype or optimizer.
+            MemoryError: There is no room for them in `max_bytes`.
         """
-        rows, ids = table_state.rows_of_state(state, self._row), state["ids"]
+        rows, ids = table_state.rows_of_state(state, self.options.row), state["ids"]
         if len(np.unique(ids)) < len(ids):
             raise ValueError(
                 f"A table was to be restored from {len(ids)} rows, of which some have the same id. "
                 f"Each id has one row. Restore states one after the other."
             )
+        self.require_room(ids, may_evict=False)
         self._map.remove(state.get("evicted", ids[:0]))
         numbers = self._map.find_or_add(ids)
         self._reserve()
@@ -228,6 +229,31 @@ class TableShard:
         self.clock = max(self.clock, int(state["clock"]))
         if self.options.max_rows is not None:
             self._evict_first(len(self) - self.options.max_rows, numbers[:0])
+
+    def require_room(self, ids: np.ndarray, *, may_evict: bool = True) -> None:
+        """Refuses ids whose rows would take more memory than `max_bytes`.
+
+        Args:
+            ids: Of rows that are to be there at once.
+            may_evict: Whether others go before, as `max_rows` says.
+
+        Raises:
+            MemoryError: They would.
+        """
+        room = self.options.room
+        if room is None or len(self) + len(ids) <= room:
+            return
+        num_rows = len(self) + len(np.unique(ids[self._map.find(ids) < 0]))
+        if may_evict and self.options.max_rows is not None:
+            num_rows = min(num_rows, self.options.max_rows)
+        if num_rows > room:
+            raise MemoryError(
+                f"A server was to hold {num_rows} rows of a table of dim {self.options.dim}. With "
+                f"max_bytes={self.options.max_bytes} it has room for {room}: room doubles from "
+                f"capacity={self.options.capacity}, and for {2 * room} rows it would take "
+                f"{self.options.bytes_for(2 * room)} bytes. Use more servers, have rows go with "
+                f"max_rows, or raise max_bytes."
+            )
 
     def _find_or_create(self, ids: np.ndarray) -> np.ndarray:
         """The rows of ids, of which those that are missing are created."""
@@ -243,6 +269,7 @@ class TableShard:
         self._touches.touch(rows, self.clock)
 
     def _create(self, ids: np.ndarray, rows_in_use: np.ndarray) -> None:
+        self.require_room(ids)
         if self.options.max_rows is not None:
             in_call = len(ids) + len(np.unique(rows_in_use))
             if in_call > self.options.max_rows:
