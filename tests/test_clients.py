@@ -88,48 +88,41 @@ def test_actors_and_a_learner_balance_the_pole(load, capsys):
     assert "at most 4" in capsys.readouterr().out
 
 
-@pytest.fixture
-def recommender(load):
-    """The program, and a short run of it."""
+def test_servers_in_order_learn_what_one_process_does(load, tmp_path):
     program = load("recommender")
-    options = program.Options(
-        dim=8, steps=45, batch_size=64, test_batches=16, servers=12, budget_mb=0.08, kills=4
-    )
-    return program, options
-
-
-def test_a_table_of_ten_times_the_memory_is_learned_as_by_one_process_through_deaths(
-    recommender, tmp_path
-):
-    program, options = recommender
-    options = program.dataclasses.replace(options, in_order=True)
+    options = program.Options(dim=8, steps=12, batch_size=64, servers=3, in_order=True)
     alone, losses = program.train_alone(options)
     outcome = program.run(options, tmp_path)
-    assert outcome.num_kills == 4
     np.testing.assert_array_equal(outcome.was_counted, 1)
     np.testing.assert_allclose(outcome.losses, losses, rtol=1e-4)
-    assert abs(outcome.auc - alone) <= program.IN_ORDER_TOLERANCE
-    assert outcome.table_bytes >= 10 * 80_000
+    np.testing.assert_allclose(outcome.logits, alone, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_workers_that_do_not_wait_learn_as_one_process_what_one_server_cannot_hold(
-    recommender, capsys
-):
-    program, options = recommender
-    # Of few steps AUC is less certain than the TOLERANCE of the whole run.
-    outcome = program.main(program.dataclasses.replace(options, tolerance=0.02))
+def test_a_table_of_ten_times_the_memory_of_a_server_is_learned_through_deaths(load, capsys):
+    program = load("recommender")
+    outcome = program.main(
+        program.Options(
+            dim=8,
+            steps=45,
+            batch_size=64,
+            servers=12,
+            budget_mb=0.08,
+            kills=4,
+            tolerance=0.02,  # of so few steps AUC is less certain
+        )
+    )
     assert outcome.num_kills == 4
     np.testing.assert_array_equal(outcome.was_counted, 1)
+    assert outcome.table_bytes >= 10 * 80_000
     assert "With max_bytes=80000 it has room for 1024" in capsys.readouterr().out
 
 
-def test_ids_of_the_recommender_are_those_that_no_float_can_hold(recommender):
-    program, _ = recommender
+def test_no_float_could_hold_the_ids_of_the_recommender(load):
+    program = load("recommender")
     clicks = program.Clicks(0, 64)
-    ids, _, clicked = clicks.batch(3)
-    assert (np.abs(ids.astype(float)) > 2.0**53).mean() > 0.99
-    assert len(np.unique(ids.astype(np.float64))) <= len(np.unique(ids))
+    ids, *_ = clicks.batch(3)
+    assert ids.dtype == np.int64
+    assert (ids != ids.astype(np.float64).astype(np.int64)).mean() > 0.9
     np.testing.assert_array_equal(clicks.batch(3)[0], ids)
     assert program.auc(np.array([0.0, 1, 1, 2]), np.array([0, 0, 1, 1])) == 0.875
-    assert 0 < clicked.mean() < 1
