@@ -11,6 +11,7 @@ have one of their own.
 import contextlib
 import gc
 import itertools
+import json
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ import pytest
 
 import tpudist
 from process_trees import are_gone, descendants
-from server_faults import Cluster, Gate, wait_until
+from server_faults import Cluster, Gate, check_sums, wait_until
 from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
 from tpudist.coordinator.remote_value import PerWorkerValue
 from tpudist.coordinator.worker import experimental_get_current_worker_index
@@ -773,3 +774,40 @@ def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
     wait_until(is_over, "the end of all threads", within_s=5)
     assert are_gone(started, within_s=5)
     assert len(started) == (engine == "ray")
+
+
+# Progress, which is ours.
+
+
+def test_progress_adds_up_through_the_deaths_of_a_worker_and_a_server(run, tmp_path, caplog):
+    """A server dies while it is asked, and the one in its place counts from 0."""
+    lines, v = tmp_path / "lines", run.make(np.zeros(1000, np.float32))
+    server = v.home.server
+    before = run.coordinator.progress().sample()
+    with run.coordinator.progress(every_s=0.05, show=False, json_lines=lines):
+        for i in range(40):
+            run.schedule(lambda: v.assign_add(np.ones(1000, np.float32)))
+            if i == 15:
+                run.coordinator.join()
+                wait_until(lambda: run.kill("worker", 0), "the death of a worker")
+            if i == 25:
+                run.coordinator.join()
+                wait_until(lambda: run.kill("ps", server), "the death of a server")
+        run.coordinator.join()
+        run.use_all_workers()
+    np.testing.assert_array_equal(v.numpy(), 40)
+    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    for line in written:
+        check_sums(line)
+    first, last = written[0], written[-1]
+    assert last["finished"] - before.finished == 40 + len(run.coordinator.workers)
+    assert last["retries"]["server died"] > before.retries.get("server died", 0)
+    assert last["workers"][0]["restarts"] == first["workers"][0]["restarts"] + 1
+    assert last["servers"][server]["restarts"] == first["servers"][server]["restarts"] + 1
+    traffic = last["servers"][server]["bytes_in"] - first["servers"][server]["bytes_in"]
+    # What the dead one had counted since it answered last is not known.
+    assert 4000 * 14 <= traffic <= 4000 * 60
+    states = {line["servers"][server]["state"] for line in written}
+    assert "answers" in states
+    if run.cluster.is_ray:  # else it takes no time
+        assert states & {"starts", "dead"}

@@ -119,3 +119,19 @@ def wait_until(predicate, what: str, within_s: float = 60.0) -> None:
     while not predicate():
         assert time.monotonic() < end_s, f"{what}: not within {within_s:g} s"
         time.sleep(0.005)
+
+
+def check_sums(line: dict) -> None:
+    """That what workers have done and what was cancelled are all that has finished.
+
+    Raises:
+        AssertionError: A sample of progress does not add up.
+    """
+    workers, servers = line["workers"], line["servers"]
+    assert line["done"] == sum(x["done"] for x in workers)
+    assert line["failed"] == sum(x["failed"] for x in workers) == sum(line["errors"].values())
+    assert line["done"] + line["failed"] + line["cancelled"] == line["finished"]
+    assert sum(line["retries"].values()) == sum(x["retries"] for x in workers)
+    assert line["in_flight"] == sum(x["state"] == "runs" for x in workers)
+    assert [x["worker"] for x in workers] == sorted(x["worker"] for x in workers)
+    assert [x["server"] for x in servers] == list(range(len(servers)))

@@ -42,9 +42,20 @@ class Closure:
     retries: list[str] = dataclasses.field(default_factory=list)
     num_lost: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def __str__(self) -> str:
-        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+    @property
+    def function(self) -> str:
+        """What its function is called, and where it is: `train_step (train.py:12)`."""
+        return f"{self._name}{self._place}"
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.fn, "__qualname__", type(self.fn).__name__)
+
+    @property
+    def _place(self) -> str:
         code = getattr(self.fn, "__code__", None)
-        place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+        return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+
+    def __str__(self) -> str:
         which = "A closure" if self.number is None else f"closure {self.number}"
-        return f"{which}, '{name}'{place}"
+        return f"{which}, '{self._name}'{self._place}"

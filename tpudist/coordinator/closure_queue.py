@@ -13,10 +13,12 @@ far workers may be ahead of the oldest closure that has not finished can be boun
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Callable
 
 from tpudist.coordinator.closure import Closure
+from tpudist.coordinator.closure_tally import ClosureTally
 from tpudist.engine.concurrency import Concurrency
 from tpudist.errors import CancelledError
 from tpudist.ps.closure_ledger import ClosureLedger
@@ -26,12 +28,28 @@ REPORT_S = 10.0
 _log = logging.getLogger("tpudist")
 
 
+@dataclasses.dataclass(frozen=True)
+class RunningClosure:
+    """A closure that a worker was given.
+
+    Attributes:
+        closure: Which.
+        worker: The worker.
+        since_s: When, by the clock of the engine.
+    """
+
+    closure: Closure
+    worker: int
+    since_s: float
+
+
 class ClosureQueue:
     """Closures that wait for workers.
 
     Attributes:
         changed: The condition of all that is here, and of the RemoteValues.
         finished: The numbers of closures that will not run any more.
+        tally: Counts them, by worker.
         is_stopped: Whether nothing more is given to workers.
     """
 
@@ -48,11 +66,12 @@ class ClosureQueue:
         """
         self.changed = concurrency.condition()
         self.finished = ClosureLedger()
+        self.tally = ClosureTally()
         self._concurrency, self._max_size = concurrency, max_size
         self._max_staleness = max_staleness
         self._waiting: collections.deque[Closure] = collections.deque()
         self._of_workers: dict[int, collections.deque[Closure]] = {}
-        self._running: dict[int, Closure] = {}  # by `id`
+        self._running: dict[int, RunningClosure] = {}  # by `id` of the closure
         self._error: BaseException | None = None
         self.is_stopped = False
 
@@ -151,31 +170,40 @@ class ClosureQueue:
             if source is None:
                 return None
             closure = source.popleft()
-            self._running[id(closure)] = closure
+            now_s = self._concurrency.now_s()
+            self._running[id(closure)] = RunningClosure(closure, worker, now_s)
             self.changed.notify_all()
             return closure
 
     def finish(self, closure: Closure, value: object) -> None:
         """Says that a closure has run, and what it gave."""
         with self.changed:
-            self._leave(closure, "finish")
+            left = self._leave(closure, "finish")
             closure.output._set(value)
-            self._note_finished(closure)
+            if self._note_finished(closure):
+                self.tally.finish(left.worker, self._concurrency.now_s() - left.since_s)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """Says that a closure has raised: the first error is kept, and nothing more is begun."""
         with self.changed:
-            self._leave(closure, "fail")
+            left = self._leave(closure, "fail")
             closure.output._fail(error)
-            self._note_finished(closure)
+            if self._note_finished(closure):
+                self.tally.fail(left.worker, error)
             if self._error is None:
                 self._error = error
             self._cancel_waiting(f"{closure} has failed")
 
-    def put_back(self, closure: Closure, why: str) -> None:
-        """Has a closure run again, before all others; cancelled if another one has failed."""
+    def put_back(self, closure: Closure, why: str, cause: str = "put back") -> None:
+        """Has a closure run again, before all others; cancelled if another one has failed.
+
+        Args:
+            closure: Which.
+            why: Why, in words.
+            cause: Why, in a word or two, as it is counted.
+        """
         with self.changed:
-            self._leave(closure, "put back")
+            left = self._leave(closure, "put back")
             closure.retries.append(why)
             if closure.worker is not None:
                 self._of_workers.setdefault(closure.worker, collections.deque()).appendleft(closure)
@@ -184,6 +212,7 @@ class ClosureQueue:
             else:  # in a place of its own: who has run it must not wait for one
                 later = (i for i, x in enumerate(self._waiting) if _number(x) > _number(closure))
                 self._waiting.insert(next(later, len(self._waiting)), closure)
+                self.tally.put_back(left.worker, cause)
             self.changed.notify_all()
 
     def clear(self, worker: int) -> None:
@@ -191,6 +220,18 @@ class ClosureQueue:
         with self.changed:
             for closure in self._of_workers.pop(worker, ()):
                 self._cancel(closure, f"worker {worker} was replaced")
+
+    # Who looks on, and holds the condition meanwhile.
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for any worker."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> list[RunningClosure]:
+        """What workers were given and have not finished."""
+        return list(self._running.values())
 
     # Within; the condition is held.
 
@@ -205,23 +246,28 @@ class ClosureQueue:
         return self._waiting if may_begin else None
 
     def _is_done(self) -> bool:
-        return not self._waiting and not any(x.worker is None for x in self._running.values())
+        return not self._waiting and not any(
+            x.closure.worker is None for x in self._running.values()
+        )
 
     def _must_raise(self) -> bool:
         return self._error is not None or self.is_stopped
 
-    def _leave(self, closure: Closure, what: str) -> None:
-        if self._running.pop(id(closure), None) is None:
+    def _leave(self, closure: Closure, what: str) -> RunningClosure:
+        left = self._running.pop(id(closure), None)
+        if left is None:
             raise AssertionError(f"There is no closure under way to {what}: {closure}.")
         self.changed.notify_all()
+        return left
 
-    def _note_finished(self, closure: Closure) -> None:
-        if closure.number is not None:
-            self.finished.add(closure.number)
+    def _note_finished(self, closure: Closure) -> bool:
+        """Whether it is one of those that are counted, and was not among them."""
+        return closure.number is not None and self.finished.add(closure.number)
 
     def _cancel(self, closure: Closure, why: str) -> None:
         closure.output._fail(CancelledError(f"{closure} was cancelled before it ran: {why}."))
-        self._note_finished(closure)
+        if self._note_finished(closure):
+            self.tally.cancelled += 1
         self.changed.notify_all()
 
     def _cancel_waiting(self, why: str) -> None:
@@ -234,7 +280,8 @@ class ClosureQueue:
             return True
         came = self._wait(
             lambda: (
-                self._error is None or not any(x.worker is None for x in self._running.values())
+                self._error is None
+                or not any(x.closure.worker is None for x in self._running.values())
             ),
             lambda: "the error of a closure is raised when no other one runs any more",
             timeout_s,
@@ -267,7 +314,7 @@ class ClosureQueue:
                 return False
             if waited_s >= report_s:
                 report_s = 2 * waited_s
-                running = "; ".join(map(str, self._running.values())) or "none"
+                running = "; ".join(str(x.closure) for x in self.running) or "none"
                 _log.warning("%s: %.0f s. Under way: %s.", describe(), waited_s, running)
 
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 
 from tpudist.coordinator.closure import Closure
 from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.coordinator_progress import CoordinatorProgress
 from tpudist.coordinator.dispatcher import Dispatcher
 from tpudist.coordinator.finished_file import FinishedFile
 from tpudist.coordinator.function_store import FunctionStore
+from tpudist.coordinator.progress_sampler import ProgressSampler
 from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
 from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker
 from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import ActorDied
+from tpudist.ps.server_figures import ServerWatch
 
 PyTree = Any
 QUEUE_SIZE_PER_WORKER = 256
@@ -113,7 +117,10 @@ class ClusterCoordinator:
         self._functions = serializer and FunctionStore(
             serializer, self._kept.add, self._dispatcher.forget
         )
-        self._ending = weakref.finalize(self, _end, self._dispatcher, self._finished)
+        self._watching: set[CoordinatorProgress] = set()
+        self._ending = weakref.finalize(
+            self, _end, self._dispatcher, self._finished, self._watching
+        )
         for _ in range(strategy.num_workers):
             self._dispatcher.add_worker()
 
@@ -275,6 +282,55 @@ class ClusterCoordinator:
         with self._queue.changed:
             return dict(sorted(self._staleness.items()))
 
+    def progress(
+        self,
+        *,
+        every_s: float = 1.0,
+        show: bool = True,
+        file: IO[str] | None = None,
+        json_lines: str | os.PathLike | None = None,
+        tensorboard: str | os.PathLike | None = None,
+    ) -> CoordinatorProgress:
+        """Watches the run in a `with` block: what is done, how fast, and who holds it up.
+
+        `with coordinator.progress(): ...` has a table on the terminal, of workers and servers, that
+        is drawn anew; in a notebook below the cell, and elsewhere a line now and then. To look
+        once, `print(coordinator.progress())`, or `coordinator.progress().sample()` for the figures.
+
+        Args:
+            every_s: After how many seconds there is a new sample.
+            show: Whether it is shown.
+            file: Where; by default on standard error.
+            json_lines: A file to which each sample is added, as a line of JSON.
+            tensorboard: A folder for scalars that TensorBoard shows (`pip install tensorboardX`).
+
+        Returns:
+            What watches in a `with` block. A file that cannot be written is a warning, once, and
+            the run goes on.
+
+        Raises:
+            ValueError: `every_s` is not more than 0.
+            ModuleNotFoundError: `tensorboard` is given, and tensorboardX is not installed.
+        """
+        concurrency = self.strategy.engine.concurrency
+        sampler = ProgressSampler(
+            self._queue,
+            self._dispatcher,
+            ServerWatch(self.strategy.servers),
+            self._staleness,
+            concurrency,
+        )
+        return CoordinatorProgress(
+            sampler,
+            concurrency,
+            self._watching,
+            every_s=every_s,
+            show=show,
+            file=file,
+            json_lines=json_lines,
+            tensorboard=tensorboard,
+        )
+
     def shutdown(self) -> None:
         """Ends the workers after what they are running, and the servers of the strategy."""
         self._ending()
@@ -383,8 +439,12 @@ def _make_worker(index: int, make_session: Callable[[int], Any]) -> Worker:
     return Worker(index, devices[index % len(devices)], make_session)
 
 
-def _end(dispatcher: Dispatcher, finished: FinishedFile) -> None:
+def _end(
+    dispatcher: Dispatcher, finished: FinishedFile, watching: set[CoordinatorProgress]
+) -> None:
     dispatcher.close()
+    for progress in list(watching):  # afterwards, so that they see the end
+        progress.close()
     finished.close()
 
 

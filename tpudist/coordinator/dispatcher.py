@@ -17,6 +17,7 @@ from tpudist.coordinator.worker import Completion, Surroundings
 from tpudist.engine.concurrency import Thread
 from tpudist.engine.engine import Actor, ActorDied, Engine, ResultTimeout
 from tpudist.errors import CancelledError
+from tpudist.ps import servers
 
 MAX_RETRIES = 10
 """How many workers, or servers, may be lost with one closure: then it is what ends them."""
@@ -72,6 +73,8 @@ class Dispatcher:
         self._wanted: set[int] = set()
         self._kept: dict[int, tuple[Callable[..., Any], Sequence[Any]]] = {}
         self._made: dict[Actor, set[int]] = {}
+        self._num_replaced: collections.Counter[int] = collections.Counter()
+        self._starting: set[int] = set()  # workers of which another one is being made
         self._indices = itertools.count()
         self.unused: collections.deque[int] = collections.deque()
 
@@ -80,6 +83,18 @@ class Dispatcher:
         """The numbers of the workers that take closures."""
         with self._changed:
             return sorted(self._wanted)
+
+    @property
+    def restarts(self) -> dict[int, int]:
+        """How many workers were lost in the place of each one, for those that take closures."""
+        with self._changed:
+            return {index: self._num_replaced[index] for index in sorted(self._wanted)}
+
+    @property
+    def starting(self) -> set[int]:
+        """The numbers of lost workers in whose place another one is being made."""
+        with self._changed:
+            return set(self._starting)
 
     def add_worker(self) -> int:
         """Has one more worker take closures; its number."""
@@ -179,7 +194,7 @@ class Dispatcher:
         except ResultTimeout as timeout:
             why = f"it has not finished {closure} in time: {timeout}"
             self._engine.kill(actor, why)
-            self._replace(index, closure, f"{actor} was given up: {why}")
+            self._replace(index, closure, f"{actor} was given up: {why}", "too late")
         except Exception as error:  # the function's own
             _add_note(error, closure, actor)
             if closure.held:  # what it took is taken, though it says not where the iterators are
@@ -236,15 +251,19 @@ class Dispatcher:
             except Exception as error:
                 self._queue.fail(closure, error)
             else:
-                self._put_back(closure, died.actor.role, str(died))
+                lost = died.actor.role
+                cause = "server died" if lost == servers.ROLE else f"{lost} died"
+                self._put_back(closure, lost, str(died), cause)
 
-    def _replace(self, index: int, closure: Closure, why: str) -> None:
+    def _replace(self, index: int, closure: Closure, why: str, cause: str = "worker died") -> None:
         """Makes another worker in the place of a lost one."""
         with self._changed:
             actor = self._actors.pop(index, None)
             if actor is not None:
                 self._made.pop(actor, None)
-        self._put_back(closure, "worker", why)
+            self._num_replaced[index] += 1
+            self._starting.add(index)
+        self._put_back(closure, "worker", why, cause)
         with self._changed:
             is_needed = index in self._wanted and not self._queue.is_stopped
         # It may take long to be made, and others may wait for something to run meanwhile: it is
@@ -252,8 +271,10 @@ class Dispatcher:
         if is_needed:
             with contextlib.suppress(Exception):  # raised again for the closure that needs it
                 self._make_what_is_kept(index, self._actor_of(index))
+        with self._changed:
+            self._starting.discard(index)
 
-    def _put_back(self, closure: Closure, lost: str, why: str) -> None:
+    def _put_back(self, closure: Closure, lost: str, why: str, cause: str) -> None:
         """Has a closure run again, but for one that seems to be what ends workers or servers."""
         closure.num_lost[lost] += 1
         if closure.num_lost[lost] > MAX_RETRIES:
@@ -267,7 +288,7 @@ class Dispatcher:
             )
             return
         _log.warning("%s: runs again. %s", closure, why)
-        self._queue.put_back(closure, why)
+        self._queue.put_back(closure, why, cause)
 
 
 def _choose_value(x: Any, worker: int) -> Any:

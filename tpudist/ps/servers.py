@@ -71,6 +71,14 @@ class Servers:
         with self._lock:
             return tuple(self._actors)
 
+    def look(self) -> list[tuple[Actor, int]]:
+        """The actors, and how many were in the place of each; does not wait.
+
+        While another one is made in the place of an actor that has died, it is one more than the
+        actor's incarnation. Without the lock, which is held until that one goes on.
+        """
+        return list(zip(self._actors, self._incarnations, strict=True))
+
     # What they hold.
 
     def define(self, name: str, initial: np.ndarray, constraint: Any, server: int | None) -> Home:

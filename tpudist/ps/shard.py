@@ -18,6 +18,7 @@ from tpudist.ps.changes import Change, TableChange
 from tpudist.ps.closure_ledger import ClosureLedger
 from tpudist.ps.shard_log import ShardLog
 from tpudist.ps.shard_tables import ShardTables, state_arrays
+from tpudist.ps.shard_traffic import ShardTraffic
 from tpudist.ps.shard_variables import ShardVariables
 from tpudist.ps.table_options import TableOptions
 
@@ -67,8 +68,9 @@ class Shard:
             folder: Where its log is; None for none.
             sync_s: After how many seconds at the latest what was logged would outlive the host.
         """
-        self._index = index
+        self._index, self._incarnation = index, incarnation
         self._variables = ShardVariables(index, incarnation)
+        self._traffic = ShardTraffic()
         self._tables = ShardTables()
         self._ledger = ClosureLedger()
         self._num_changed = self._num_repeated = 0
@@ -87,6 +89,7 @@ class Shard:
         """
         logged = self._log.definitions if self._log is not None else {}
         for wanted in variables:
+            self._traffic.take(wanted.initial)
             if wanted.constraint is not None:
                 self._variables.constrain(wanted.number, wanted.constraint)
             if wanted.number in logged:
@@ -112,22 +115,27 @@ class Shard:
     def pull(self, wanted: Mapping[int, int]) -> Values:
         """What variables hold: of those that have another version than the one that is known."""
         self._catch_up()
-        return Values(self._num_changed, self._variables.pull(wanted))
+        found = self._variables.pull(wanted)
+        for _, array in found.values():
+            self._traffic.give(array)
+        return Values(self._num_changed, found)
 
     def pull_rows(self, number: int, indices: np.ndarray) -> np.ndarray:
         """Some rows of a variable: `[*indices.shape, ...]`."""
         self._catch_up()
-        return self._variables.pull_rows(number, indices)
+        self._traffic.take(indices)
+        return self._traffic.give(self._variables.pull_rows(number, indices))
 
     def pull_table(self, number: int, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows of a table; see `TableShard.pull`."""
         self._catch_up()
-        return self._tables.pull(number, ids, create)
+        self._traffic.take(ids)
+        return self._traffic.give(self._tables.pull(number, ids, create))
 
     def state_of_table(self, number: int) -> dict[str, np.ndarray]:
         """All rows of a table, copied."""
         self._catch_up()
-        return self._tables.state(number)
+        return {name: self._traffic.give(x) for name, x in self._tables.state(number).items()}
 
     def size_of_table(self, number: int) -> int:
         """How many rows of a table there are."""
@@ -137,10 +145,18 @@ class Shard:
     def report(self) -> dict[str, Any]:
         """Bytes of the values, and how many closures have changed them."""
         self._catch_up()
+        return self.measure()
+
+    def measure(self) -> dict[str, Any]:
+        """As `report`, without doing what the log says first, for which not all may be known."""
         return {
             "server": self._index,
+            "incarnation": self._incarnation,
             "variables": len(self._variables),
+            "rows": sum(self._tables.size(number) for number in self._tables.numbers()),
             "bytes": self._variables.nbytes + self._tables.nbytes,
+            "bytes_in": self._traffic.bytes_in,
+            "bytes_out": self._traffic.bytes_out,
             "changed": self._num_changed,
             "repeated": self._num_repeated,
             "low": self._ledger.low,
@@ -163,6 +179,7 @@ class Shard:
             Exception: A change does not fit, and none of them was applied.
         """
         self._catch_up()
+        self._traffic.take_changes(changes)
         if closure in self._ledger:
             self._num_repeated += 1
             return -1
@@ -174,6 +191,7 @@ class Shard:
     def push_direct(self, number: int, changes: Sequence[Change]) -> None:
         """Applies what was changed by no closure; `number` counts such changes."""
         self._catch_up()
+        self._traffic.take_changes(changes)
         if number <= self._direct:
             return
         self._apply({"direct": number}, changes)
@@ -191,6 +209,7 @@ class Shard:
     def restore_table(self, number: int, table: int, state: Mapping[str, np.ndarray]) -> None:
         """Puts rows into a table; see `push_direct`."""
         self._catch_up()
+        self._traffic.take(*state.values())
         if number <= self._direct:
             return
         self._tables.restore(table, state_arrays(state))

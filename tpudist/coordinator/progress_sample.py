@@ -1,0 +1,175 @@
+"""ProgressSample: how far a coordinator's run is at one moment, and who holds it up."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tpudist.coordinator.closure_tally import WorkerTally
+from tpudist.ps.server_figures import ServerFigures
+
+SLOW = 3.0
+"""By how many times more than the median of the workers somebody is slow."""
+LEAST_SLOW_S = 1.0
+"""A closure that has run no longer makes nobody slow."""
+LEAST_DURATIONS = 5
+"""Of fewer closures the median of one worker says nothing: the first ones compile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerFigures:
+    """One worker.
+
+    Attributes:
+        worker: Its number.
+        state: `runs` a closure; `idle`, if it was given none; `starts`, while another one is made
+            in the place of a lost one; or `left`, if it was removed.
+        done: How many closures have given a result, as all counts since the coordinator was made.
+        failed: How many have raised.
+        retries: How many were begun in vain, and again.
+        restarts: How many workers were lost in its place.
+        per_s: How many were done in a second, of late; None in a first sample.
+        median_s: How long the last ones took; None before the first.
+        closure: The number of that which it runs, if it runs one.
+        function: What that calls, and where it is.
+        running_s: For how long it runs.
+        is_slow: Whether that, or what the worker takes in general, is more than `SLOW` times what
+            workers take.
+    """
+
+    worker: int
+    state: str
+    done: int = 0
+    failed: int = 0
+    retries: int = 0
+    restarts: int = 0
+    per_s: float | None = None
+    median_s: float | None = None
+    closure: int | None = None
+    function: str = ""
+    running_s: float | None = None
+    is_slow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerProgress:
+    """One server.
+
+    Attributes:
+        figures: What it says.
+        bytes_in_per_s: Of arrays that it was sent in a second, of late; None in a first sample.
+        bytes_out_per_s: Of arrays that it has given, alike.
+    """
+
+    figures: ServerFigures
+    bytes_in_per_s: float | None
+    bytes_out_per_s: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressSample:
+    """A run at one moment.
+
+    The closures that workers have done or that have failed there, and those that were cancelled,
+    are all that have finished in this run of the program. What is *of late* is since the sample ten
+    before this one.
+
+    Attributes:
+        time: In seconds since 1970.
+        elapsed_s: Since somebody began to look.
+        finished: How many closures will not run any more, in all runs of this log.
+        done: How many have given a result, in this run of the program as what follows.
+        failed: How many have raised.
+        cancelled: How many were cancelled before they ran.
+        per_s: How many were done in a second, of late; None in a first sample.
+        in_flight: How many workers have, and have not finished.
+        waiting: How many wait for a worker.
+        retries: How many were begun again, by the cause.
+        errors: How many have raised, by the type of the error.
+        staleness: By how many functions changes were ahead of what they had read: how often.
+        staleness_of_late: The mean, of late; None if nothing was changed that was read.
+        workers: In the order of their numbers.
+        servers: Alike.
+    """
+
+    time: float
+    elapsed_s: float
+    finished: int
+    done: int
+    failed: int
+    cancelled: int
+    per_s: float | None
+    in_flight: int
+    waiting: int
+    retries: Mapping[str, int]
+    errors: Mapping[str, int]
+    staleness: Mapping[int, int]
+    staleness_of_late: float | None
+    workers: tuple[WorkerFigures, ...]
+    servers: tuple[ServerProgress, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """What a line of JSON holds."""
+        facts = dataclasses.asdict(self)
+        facts["staleness"] = {str(ahead): count for ahead, count in self.staleness.items()}
+        facts["servers"] = [x.pop("figures") | x for x in facts["servers"]]
+        return _round_all(facts)
+
+    def scalars(self) -> dict[str, float]:
+        """What is drawn over time, by name; what is not known is left out."""
+        found: dict[str, float | None] = {
+            "closures/done": self.done,
+            "closures/per_s": self.per_s,
+            "closures/in_flight": self.in_flight,
+            "closures/waiting": self.waiting,
+            "closures/failed": self.failed,
+            "closures/cancelled": self.cancelled,
+            "closures/slow_workers": sum(x.is_slow for x in self.workers),
+            "retries/all": sum(self.retries.values()),
+        }
+        found |= {f"retries/{cause}".replace(" ", "_"): n for cause, n in self.retries.items()}
+        found["staleness/of_late"] = self.staleness_of_late
+        found["staleness/most"] = max(self.staleness, default=None)
+        for worker in self.workers:
+            found[f"worker_{worker.worker}/done"] = worker.done
+            found[f"worker_{worker.worker}/per_s"] = worker.per_s
+            found[f"worker_{worker.worker}/median_s"] = worker.median_s
+        for server in self.servers:
+            name = f"server_{server.figures.server}"
+            found[f"{name}/bytes_held"] = server.figures.bytes_held
+            found[f"{name}/bytes_in_per_s"] = server.bytes_in_per_s
+            found[f"{name}/bytes_out_per_s"] = server.bytes_out_per_s
+            found[f"{name}/restarts"] = server.figures.restarts
+        return {name: float(x) for name, x in found.items() if x is not None}
+
+
+def median_of(tally: WorkerTally) -> float | None:
+    """How long a worker's last closures took."""
+    return statistics.median(tally.durations_s) if tally.durations_s else None
+
+
+def median_of_workers(tallies: Iterable[WorkerTally]) -> float | None:
+    """What a worker takes for a closure: of two the faster one, as one of them may be slow."""
+    medians = [x for x in map(median_of, tallies) if x is not None]
+    return statistics.median_low(medians) if medians else None
+
+
+def is_slow(tally: WorkerTally, running_s: float | None, usual_s: float | None) -> bool:
+    """Whether a worker, or what it runs, takes long, where workers take `usual_s`."""
+    if usual_s is None:
+        return False
+    if running_s is not None and running_s > max(SLOW * usual_s, LEAST_SLOW_S):
+        return True
+    median_s = median_of(tally)
+    has_several = len(tally.durations_s) >= LEAST_DURATIONS
+    return has_several and median_s is not None and median_s > SLOW * usual_s
+
+
+def _round_all(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _round_all(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_round_all(value) for value in x]
+    return round(x, 6) if isinstance(x, float) else x
