@@ -7,7 +7,7 @@ all of them is refused, and twelve train together, also while they and the worke
 
 Clicks are drawn from a model that is known, and so is the best AUC. A program of one process does
 the same in order, without servers and without a bound: its AUC is met to TOLERANCE where workers do
-not wait for each other, and to IN_ORDER_TOLERANCE with --in-order:
+not wait for each other, and to IN_ORDER_TOLERANCE with --in-order where nobody dies:
 
     python examples/recommender.py --kills 20 --engine ray
 """
@@ -48,6 +48,7 @@ class Options:
     workers: int = 2
     servers: int = 12
     budget_mb: float = 20.0  # of the table that a server may hold
+    capacity: int = 1 << 16  # rows that a server has room for at first; growing compiles anew
     dim: int = 64
     steps: int = 1000
     batch_size: int = 512
@@ -161,15 +162,15 @@ class Outcome(NamedTuple):
     was_counted: np.ndarray  # [server, step]: how often the changes of a step had effect
     num_kills: int
     num_rows: int
-    table_bytes: int  # what that many rows take at least
+    table_bytes: int  # what they would take in one process
     server_bytes: list[int]
     wall_s: float
     cpu_s: float
 
 
-def make_table(dim: int, max_bytes: int | None = None) -> tpudist.ps.Table:
+def make_table(o: Options, max_bytes: int | None = None) -> tpudist.ps.Table:
     optimizer = tpudist.ps.rowwise_adagrad(ROW_RATE)
-    return tpudist.ps.Table(dim, optimizer, capacity=256, max_bytes=max_bytes)
+    return tpudist.ps.Table(o.dim, optimizer, capacity=o.capacity, max_bytes=max_bytes)
 
 
 def run(o: Options, log: str | os.PathLike | None) -> Outcome:
@@ -182,7 +183,7 @@ def run(o: Options, log: str | os.PathLike | None) -> Outcome:
     order = {"max_staleness": 0} if o.in_order else {}
     coordinator = ClusterCoordinator(strategy, queue_size=4 * o.workers, **order)
     with strategy.scope():
-        table = make_table(o.dim, int(o.budget_mb * 1e6))
+        table = make_table(o, int(o.budget_mb * 1e6))
         weights = tpudist.Variable(model.start)
         adam = tpudist.Optimizer(optax.adam(DENSE_RATE))
         zeros = np.zeros(o.steps, np.int32)
@@ -213,7 +214,7 @@ def run(o: Options, log: str | os.PathLike | None) -> Outcome:
         while (number := coordinator.next_batch()) < o.steps:
             losses.append(coordinator.schedule(train, (number,)))
             role = chance.choice(["worker", "ps"])
-            found = [x for (r, _), x in alive.items() if r == role and x not in killed]
+            found = [x for x in list(alive.values()) if x.role == role and x not in killed]
             if found and (number + 1) * o.kills // o.steps > len(killed):
                 read_cpu_s(seen)
                 killed.add(victim := found[chance.integers(len(found))])
@@ -236,7 +237,7 @@ def train_alone(o: Options) -> tuple[np.ndarray, np.ndarray]:
     ids = np.unique([clicks.batch(i)[0] for i in (*range(o.steps), *TESTS)])
     strategy = tpudist.ParameterServerStrategy(num_workers=1)
     with strategy.scope():
-        rows = np.array(make_table(o.dim).lookup(ids, create=False))  # what each begins with
+        rows = np.array(make_table(o).lookup(ids, create=False))  # what each begins with
     strategy.shutdown()
     sums, weights, state = np.full(len(ids), 0.1, np.float32), model.start, adam.init(model.start)
 

@@ -90,7 +90,9 @@ def test_actors_and_a_learner_balance_the_pole(load, capsys):
 
 def test_servers_in_order_learn_what_one_process_does(load, tmp_path):
     program = load("recommender")
-    options = program.Options(dim=8, steps=12, batch_size=64, servers=3, in_order=True)
+    options = program.Options(
+        dim=8, steps=12, batch_size=64, capacity=1024, servers=3, in_order=True
+    )
     alone, losses = program.train_alone(options)
     outcome = program.run(options, tmp_path)
     np.testing.assert_array_equal(outcome.was_counted, 1)
@@ -108,6 +110,7 @@ def test_a_table_of_ten_times_the_memory_of_a_server_is_learned_through_deaths(l
             batch_size=64,
             servers=12,
             budget_mb=0.08,
+            capacity=512,
             kills=4,
             tolerance=0.02,  # of so few steps AUC is less certain
         )
