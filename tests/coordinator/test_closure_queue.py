@@ -44,9 +44,9 @@ class Setting:
             try:
                 value = closure.fn()
             except Exception as error:
-                self.queue.fail(closure, error)
+                self.queue.fail(closure, worker, error)
             else:
-                self.queue.finish(closure, value)
+                self.queue.finish(closure, worker, value)
             done()
 
     def start(self, count=1):
@@ -90,25 +90,54 @@ def test_what_is_put_back_is_the_next(setting):
     first, second = setting.put(), setting.put()
     got = setting.queue.get(0)
     assert got is first
-    setting.queue.put_back(got, "worker 0 has died")
+    setting.queue.put_back(got, 0, "worker 0 has died")
     assert not setting.queue.is_done()
     assert setting.queue.get(0) is first
     assert first.retries == ["worker 0 has died"]
     assert setting.queue.get(1) is second
-    setting.queue.put_back(second, "again")
-    setting.queue.put_back(first, "again")
+    setting.queue.put_back(second, 1, "again")
+    setting.queue.put_back(first, 0, "again")
     assert setting.queue.get(0) is first  # in the order of their numbers
     for closure in (first, setting.queue.get(0)):
-        setting.queue.finish(closure, None)
+        setting.queue.finish(closure, 0, None)
     assert setting.queue.wait()
+
+
+def test_what_waits_to_be_begun_can_be_withdrawn(setting):
+    first, second = setting.put(), setting.put()
+    assert setting.queue.get(0) is first
+    assert setting.queue.withdraw(first.output) is None
+    assert setting.queue.withdraw(second.output) == 1
+    assert second.output.done()
+    setting.queue.put_back(first, 0, "its worker has died")
+    assert setting.queue.withdraw(first.output) is None  # it has begun, and may have had effect
+    assert setting.queue.get(0) is first
+    setting.queue.finish(first, 0, None)
+    assert setting.queue.wait()
+    assert setting.queue.finished.low == 2
+    with pytest.raises(CancelledError, match="closure 1, .* cancel.. of its RemoteValue"):
+        second.output.fetch()
+    third = setting.put(lambda: 7)
+    assert third.number == 2
+    assert not RemoteValue().cancel()  # of no queue
+
+
+def test_a_place_in_the_queue_is_free_when_a_closure_is_withdrawn():
+    setting = Setting(max_size=1, seed=0)
+    first = setting.put()
+    putting = setting.concurrency.start("schedule", setting.put)
+    setting.concurrency.sleep(1.0)
+    assert setting.queue.withdraw(first.output) == 0
+    assert putting.join(1.0)
+    setting.close()
 
 
 def test_what_is_not_under_way_cannot_finish(setting):
     closure = setting.closure()
     for leave in (
-        lambda: setting.queue.finish(closure, 1),
-        lambda: setting.queue.fail(closure, ValueError()),
-        lambda: setting.queue.put_back(closure, ""),
+        lambda: setting.queue.finish(closure, 0, 1),
+        lambda: setting.queue.fail(closure, 0, ValueError()),
+        lambda: setting.queue.put_back(closure, 0, ""),
     ):
         with pytest.raises(AssertionError, match="There is no closure under way"):
             leave()
@@ -118,7 +147,7 @@ def test_what_is_not_under_way_cannot_finish(setting):
 def test_an_error_is_raised_once_and_then_all_is_well(setting, raise_by):
     failing = setting.put(lambda: 1 / 0)
     closure = setting.queue.get(0)
-    setting.queue.fail(closure, ZeroDivisionError("of closure 0"))
+    setting.queue.fail(closure, 0, ZeroDivisionError("of closure 0"))
     action = {"wait": setting.queue.wait, "is_done": setting.queue.is_done, "put": setting.put}
     with pytest.raises(ZeroDivisionError, match="of closure 0"):
         action[raise_by]()
@@ -137,7 +166,7 @@ def test_the_first_error_wins_and_nothing_runs_when_it_is_raised(setting):
     running = [setting.queue.get(i) for i in range(2)]
     assert running == [first, second]
     third = setting.put()
-    setting.queue.fail(first, KeyError("the first"))
+    setting.queue.fail(first, 0, KeyError("the first"))
     with pytest.raises(CancelledError, match="was cancelled before it ran: closure 0"):
         third.output.get()
     order = []
@@ -145,7 +174,7 @@ def test_the_first_error_wins_and_nothing_runs_when_it_is_raised(setting):
     def end():
         setting.concurrency.sleep(0.05)
         order.append("ended")
-        setting.queue.fail(second, ValueError("the second"))
+        setting.queue.fail(second, 1, ValueError("the second"))
 
     thread = setting.concurrency.start("worker 1", end)
     with pytest.raises(KeyError, match="the first"):
@@ -162,8 +191,8 @@ def test_what_is_put_back_after_an_error_is_cancelled(setting):
     first, second = setting.put(), setting.put()
     for i in range(2):
         setting.queue.get(i)
-    setting.queue.fail(first, KeyError("the first"))
-    setting.queue.put_back(second, "worker 1 has died")
+    setting.queue.fail(first, 0, KeyError("the first"))
+    setting.queue.put_back(second, 1, "worker 1 has died")
     with pytest.raises(CancelledError, match="another closure has failed"):
         second.output.get()
     with pytest.raises(KeyError):
@@ -220,7 +249,7 @@ def test_an_error_ends_the_wait_for_a_place():
 
     thread = setting.concurrency.start("scheduling", schedule)
     assert not thread.join(1.0)
-    setting.queue.fail(running, KeyError("the first"))
+    setting.queue.fail(running, 0, KeyError("the first"))
     assert thread.join(10)
     assert len(seen) == 1
     assert setting.queue.is_done()
@@ -231,11 +260,11 @@ def test_what_one_worker_is_to_run_only_that_one_gets(setting):
     assert setting.queue.get(0) is common
     assert setting.queue.get(0, 0.01) is None
     assert setting.queue.get(1) is own
-    setting.queue.finish(common, None)
+    setting.queue.finish(common, 0, None)
     assert setting.queue.wait()  # which does not wait for what is of one worker
-    setting.queue.put_back(own, "again")
+    setting.queue.put_back(own, 1, "again")
     assert setting.queue.get(1) is own
-    setting.queue.finish(own, 5)
+    setting.queue.finish(own, 1, 5)
     assert own.output.get() == 5
     dropped = setting.put(worker=1)
     setting.queue.clear(1)

@@ -339,6 +339,45 @@ def test_server_failure_while_recovering_from_worker_failure(run):
     model.join(10)
 
 
+def test_a_server_that_hangs_is_replaced(run, monkeypatch):
+    """Whoever waits for it: workers, and the program itself."""
+    if not run.cluster.is_ray:
+        pytest.skip("a thread cannot be stopped; test_server_watch has what follows")
+    model = Model(run)
+    model.schedule(2)
+    model.join(2)
+    stopped = run.cluster.actor("ps", 0)
+    os.kill(run.cluster.pid(stopped), signal.SIGSTOP)
+    monkeypatch.setattr(run.strategy.servers._watch, "_timeout_s", 2.0)
+    model.schedule(4)
+    v = run.make(0)
+    w = run.make(1)  # one of both on the stopped server
+    assert (v.numpy(), w.numpy()) == (0, 1)
+    model.join(6)
+    assert run.cluster.actor("ps", 0).incarnation == stopped.incarnation + 1
+
+
+def test_what_waits_can_be_cancelled(run):
+    """Beyond TensorFlow."""
+    v, gate = run.make(np.zeros(8)), run.gate()
+    running = [run.schedule(gate.wait_here) for _ in run.coordinator.workers]
+    gate.wait_for(2)
+
+    def add(row):
+        v.scatter_add(tpudist.IndexedSlices(np.ones(1), np.array([row])))
+
+    outputs = [run.schedule(add, (i,)) for i in range(8)]
+    assert [x.cancel() for x in outputs[::2]] == [True] * 4
+    assert not any(x.cancel() for x in running)
+    assert [x.done() for x in outputs] == [True, False] * 4
+    gate.open()
+    assert run.coordinator.join()
+    np.testing.assert_array_equal(v.numpy(), [0, 1] * 4)
+    with pytest.raises(CancelledError, match=r"cancel\(\) of its RemoteValue"):
+        run.coordinator.fetch(outputs)
+    assert run.coordinator._queue.finished.low == run.coordinator.num_finished
+
+
 def fail_for_want_of_a_server(cluster):
     v = getattr(cluster, "v", None)
     if v is None:

@@ -111,6 +111,18 @@ def test_all_that_a_dead_actor_was_called_for_says_so(engine):
     assert engine.result(engine.call(again, "get")) == [0]
 
 
+def test_an_actor_says_that_it_is_there_in_the_midst_of_a_call(engine):
+    actor = spawn(engine, "ps", 0)
+    engine.result(engine.call(actor, "get"))
+    napping = engine.call(actor, "nap", 1.0)
+    assert engine.result(engine.ping(actor), 0.9) is None
+    with pytest.raises(ResultTimeout):
+        engine.result(napping, 0.0)
+    engine.kill(actor, "for a test")
+    with pytest.raises(ActorDied, match="ps 0 has died: for a test"):
+        engine.result(engine.ping(actor))
+
+
 def test_who_waits_for_a_dead_actor_is_told(engine):
     first, second = (spawn(engine, "worker", i) for i in range(2))
     asked = engine.call(first, "ask", engine, second, "nap", 0.3)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tpudist.engine.seeded_concurrency import AllWait, SeededConcurrency
+from tpudist.engine.seeded_concurrency import LEAST_S, AllWait, SeededConcurrency
 from tpudist.engine.thread_engine import ThreadEngine
 
 
@@ -134,3 +134,16 @@ def test_threads_of_others_are_refused():
     thread.start()
     thread.join()
     assert "The thread 'of somebody' uses what is replayed from a seed" in found[0]
+
+
+def test_who_waits_until_a_moment_comes_there_whatever_rounding_leaves():
+    """Else `while now < end: wait(end - now)` would go on for ever, with no time passing."""
+    concurrency = SeededConcurrency(0)
+    concurrency.sleep(1e9)
+    changed, began_s = concurrency.condition(), concurrency.now_s()
+    with changed:
+        assert not changed.wait_for(lambda: False, 1e-9)
+        assert concurrency.now_s() > began_s
+        assert not changed.wait_for(lambda: False, 0.0)
+    concurrency.sleep(0.0)
+    assert concurrency.now_s() == pytest.approx(began_s + LEAST_S, abs=1e-6)

@@ -430,7 +430,8 @@ def test_the_state_of_optimizers_is_refused_in_checkpoints(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_staleness": -1}, {"closure_timeout_s": 0}, {"queue_size": 0}]
+    "options",
+    [{"max_staleness": -1}, {"closure_timeout_s": 0}, {"queue_size": 0}, {"speculate": 1}],
 )
 def test_wrong_options_of_the_coordinator_are_refused(options):
     strategy = ParameterServerStrategy(num_workers=1)
@@ -615,6 +616,58 @@ def test_a_program_that_is_started_again_goes_on(start, tmp_path):
     np.testing.assert_array_equal(run.v.numpy(), 1)
 
 
+def test_what_was_cancelled_is_not_run_by_a_program_that_goes_on(start, tmp_path):
+    """Nor does it hold back what comes after it: its number counts as finished."""
+
+    def begin(**options):
+        run = start(seed=0, log=tmp_path, num_workers=1, max_staleness=3, **options)
+        run.v = run.make(jnp.zeros(20), name="v")
+        return run
+
+    def add(run, row, is_slow=False):
+        run.strategy.engine.concurrency.sleep(1.0 if is_slow else 0.0)
+        run.v.scatter_add(slices([1], [row]))
+
+    def schedule(run):
+        row = run.coordinator.next_batch()
+        return run.coordinator.schedule(add, (run, row, row == 3))
+
+    run = begin()
+    outputs = [schedule(run) for _ in range(3)]
+    run.coordinator.join()
+    outputs += [schedule(run) for _ in range(7)]
+    assert [x.cancel() for x in outputs[5:7]] == [True, True]
+    assert outputs[5].cancel()
+    assert outputs[5].done()
+    run.strategy.engine.concurrency.sleep(0.5)
+    assert not outputs[3].cancel()  # a worker has begun it
+    assert not outputs[3].done()
+    run.coordinator._finished.close()  # as if the program were killed
+    run.coordinator._finished._file = None
+    run.coordinator.join()
+    assert not outputs[3].cancel()
+    assert run.coordinator.num_finished == run.coordinator._queue.finished.low == 10
+    for get in (outputs[5].get, outputs[6].fetch):
+        with pytest.raises(tpudist.errors.CancelledError, match="cancel.. of its RemoteValue"):
+            get()
+    run.coordinator.shutdown()
+    for _ in range(2):
+        run = begin()
+        assert run.coordinator.num_finished == 3
+        run.coordinator._finished.close()
+        run.coordinator._finished._file = None
+        outputs = [None] * 3 + [schedule(run) for _ in range(12)]
+        run.coordinator.join()
+        expected = np.ones(20)
+        expected[[5, 6, *range(15, 20)]] = 0
+        np.testing.assert_array_equal(run.v.numpy(), expected)
+        assert run.coordinator.num_finished == 15
+        assert outputs[6].cancel()
+        with pytest.raises(tpudist.errors.CancelledError, match="an earlier program with this log"):
+            outputs[6].fetch()
+        run.coordinator.shutdown()
+
+
 def test_without_a_log_the_death_of_a_server_is_the_end(start):
     run = start()
     v = run.make(0.0)
@@ -704,6 +757,10 @@ WRONG = {
             SimpleClusterResolver(ClusterSpec(LOCAL), task_type="worker", task_id=1)
         ),
         "made by worker 1",
+    ),
+    "no time": (
+        lambda: ParameterServerStrategy(num_workers=1, server_timeout_s=0),
+        "server_timeout_s=0. It must be more than 0 seconds",
     ),
     "an engine by name": (
         lambda: ParameterServerStrategy(num_workers=1, engine="mpi"),

@@ -26,9 +26,12 @@ class Closure:
         output: Where its result goes.
         worker: Which one is to run it; None for any.
         stored: What workers make the function of, where they are not sent it each time.
-        held: What must live until it has finished: iterators of which it is one of the last users.
+        held: What it is given that is another thing on each worker, and must live until it has
+            finished: iterators of which it is one of the last users, and values.
         retries: Why it was begun again, each time.
         num_lost: How many actors of a role were lost with it.
+        workers: Who runs it, and since when, in seconds: more than one if it was slow.
+        is_claimed: Whether one of them has finished it, so that the others do not count.
     """
 
     number: int | None
@@ -41,6 +44,13 @@ class Closure:
     held: Sequence[Any] = ()
     retries: list[str] = dataclasses.field(default_factory=list)
     num_lost: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    workers: dict[int, float] = dataclasses.field(default_factory=dict)
+    is_claimed: bool = False
+
+    @property
+    def begun_s(self) -> float:
+        """When the first of those that run it began."""
+        return min(self.workers.values())
 
     @property
     def function(self) -> str:

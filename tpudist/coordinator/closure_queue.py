@@ -5,9 +5,11 @@ run. An error empties them: what has not begun is cancelled, what is under way i
 then the error is raised once, by whoever puts, waits or asks next; after that all is as if nothing
 had been.
 
-As the queue of `tf.distribute.coordinator.ClusterCoordinator`, whose tests this passes, with three
-differences: what is waited for is named, a closure that is put back is the next to be run, and how
-far workers may be ahead of the oldest closure that has not finished can be bounded.
+As the queue of `tf.distribute.coordinator.ClusterCoordinator`, whose tests this passes, with some
+differences: what is waited for is named, a closure that is put back is the next to be run, how far
+workers may be ahead of the oldest closure that has not finished can be bounded, and a worker that
+has nothing to do may run what another one is slow at. Then the first to finish counts, and an error
+of one counts if nobody else runs the closure: who is slow may still finish it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from collections.abc import Callable
 
 from tpudist.coordinator.closure import Closure
 from tpudist.coordinator.closure_tally import ClosureTally
+from tpudist.coordinator.remote_value import RemoteValue
+from tpudist.coordinator.stragglers import Stragglers
 from tpudist.engine.concurrency import Concurrency
 from tpudist.errors import CancelledError
 from tpudist.ps.closure_ledger import ClosureLedger
@@ -50,11 +54,18 @@ class ClosureQueue:
         changed: The condition of all that is here, and of the RemoteValues.
         finished: The numbers of closures that will not run any more.
         tally: Counts them, by worker.
+        withdrawn: Numbers of those that are not to be run when they come.
+        num_speculated: How many were begun a second time since they were slow.
         is_stopped: Whether nothing more is given to workers.
     """
 
     def __init__(
-        self, max_size: int, concurrency: Concurrency, *, max_staleness: int | None = None
+        self,
+        max_size: int,
+        concurrency: Concurrency,
+        *,
+        max_staleness: int | None = None,
+        stragglers: Stragglers | None = None,
     ):
         """Empty.
 
@@ -63,15 +74,18 @@ class ClosureQueue:
             concurrency: Of the threads that use it.
             max_staleness: A closure is given to a worker only if at most so many older ones have
                 not finished; None for any number.
+            stragglers: Says which ones another worker runs as well; None for none.
         """
         self.changed = concurrency.condition()
         self.finished = ClosureLedger()
         self.tally = ClosureTally()
+        self.withdrawn: set[int] = set()
+        self.num_speculated = 0
         self._concurrency, self._max_size = concurrency, max_size
-        self._max_staleness = max_staleness
+        self._max_staleness, self._stragglers = max_staleness, stragglers
         self._waiting: collections.deque[Closure] = collections.deque()
         self._of_workers: dict[int, collections.deque[Closure]] = {}
-        self._running: dict[int, RunningClosure] = {}  # by `id` of the closure
+        self._running: dict[int, Closure] = {}  # by `id`
         self._error: BaseException | None = None
         self.is_stopped = False
 
@@ -102,8 +116,26 @@ class ClosureQueue:
                     raise CancelledError(f"{closure} was scheduled after the end of its run.")
                 if next_number is not None:
                     closure.number = next_number()
-                self._waiting.append(closure)
+                if closure.number in self.withdrawn:
+                    closure.output._is_withdrawn = True
+                    self._cancel(closure, "an earlier program with this log has cancelled it")
+                else:
+                    self._waiting.append(closure)
             self.changed.notify_all()
+
+    def withdraw(self, output: RemoteValue) -> int | None:
+        """Has a closure that waits to be begun for the first time never run.
+
+        Returns:
+            Its number; None if no such closure has this output.
+        """
+        with self.changed:
+            found = [x for x in self._waiting if x.output is output and not x.retries]
+            for closure in found:
+                self._waiting.remove(closure)
+                output._is_withdrawn = True
+                self._cancel(closure, "cancel() of its RemoteValue was called")
+            return _number(found[0]) if found else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until all have finished; whether they have, after at most `timeout_s`.
@@ -158,52 +190,79 @@ class ClosureQueue:
         None if there is none in time, the queue was stopped, or the worker is not wanted any more
         (`changed` is to be told of that).
         """
+        end_s = None if timeout_s is None else self._concurrency.now_s() + timeout_s
         with self.changed:
+            while not self.is_stopped and is_wanted():
+                closure = self._take(worker)
+                now_s = self._concurrency.now_s()
+                if closure is not None or (end_s is not None and now_s >= end_s):
+                    return closure
+                self._wait_for_work(worker, is_wanted, end_s)
+            return None
 
-            def is_over() -> bool:
-                return self.is_stopped or not is_wanted()
+    def claim(self, closure: Closure, worker: int) -> bool:
+        """Says that a worker has come to the end of a closure; whether it is the first to.
 
-            self.changed.wait_for(
-                lambda: is_over() or self._next_for(worker) is not None, timeout_s
-            )
-            source = None if is_over() else self._next_for(worker)
-            if source is None:
-                return None
-            closure = source.popleft()
-            now_s = self._concurrency.now_s()
-            self._running[id(closure)] = RunningClosure(closure, worker, now_s)
-            self.changed.notify_all()
-            return closure
-
-    def finish(self, closure: Closure, value: object) -> None:
-        """Says that a closure has run, and what it gave."""
+        It is to say what has become of it then; one that is not the first has nothing more to say.
+        """
         with self.changed:
-            left = self._leave(closure, "finish")
+            if closure.is_claimed:
+                self._leave(closure, worker, "claim")
+                return False
+            closure.is_claimed = True
+            return True
+
+    def disclaim(self, closure: Closure) -> None:
+        """Takes back that a closure has come to its end, since it could not be finished."""
+        with self.changed:
+            closure.is_claimed = False
+
+    def finish(self, closure: Closure, worker: int, value: object) -> None:
+        """Says that a worker has run a closure, and what it gave."""
+        with self.changed:
+            closure.is_claimed = True
+            since_s = closure.workers.get(worker, 0.0)
+            self._leave(closure, worker, "finish")
+            del self._running[id(closure)]
+            took_s = self._concurrency.now_s() - since_s
+            if self._stragglers is not None:
+                self._stragglers.note(closure, took_s)
             closure.output._set(value)
             if self._note_finished(closure):
-                self.tally.finish(left.worker, self._concurrency.now_s() - left.since_s)
+                self.tally.finish(worker, took_s)
 
-    def fail(self, closure: Closure, error: BaseException) -> None:
-        """Says that a closure has raised: the first error is kept, and nothing more is begun."""
+    def fail(self, closure: Closure, worker: int, error: BaseException) -> None:
+        """Says that a closure has raised: the first error is kept, and nothing more is begun.
+
+        Not if another worker runs it, which may finish it, or has.
+        """
         with self.changed:
-            left = self._leave(closure, "fail")
+            if not self._leave(closure, worker, "fail"):
+                return
+            del self._running[id(closure)]
             closure.output._fail(error)
             if self._note_finished(closure):
-                self.tally.fail(left.worker, error)
+                self.tally.fail(worker, error)
             if self._error is None:
                 self._error = error
             self._cancel_waiting(f"{closure} has failed")
 
-    def put_back(self, closure: Closure, why: str, cause: str = "put back") -> None:
+    def put_back(self, closure: Closure, worker: int, why: str, cause: str = "put back") -> None:
         """Has a closure run again, before all others; cancelled if another one has failed.
+
+        Not if another worker runs it, which may finish it, or has.
 
         Args:
             closure: Which.
+            worker: Which worker has given it up.
             why: Why, in words.
             cause: Why, in a word or two, as it is counted.
         """
         with self.changed:
-            left = self._leave(closure, "put back")
+            if not self._leave(closure, worker, "put back"):
+                return
+            del self._running[id(closure)]
+            _log.warning("%s: runs again. %s", closure, why)
             closure.retries.append(why)
             if closure.worker is not None:
                 self._of_workers.setdefault(closure.worker, collections.deque()).appendleft(closure)
@@ -212,7 +271,7 @@ class ClosureQueue:
             else:  # in a place of its own: who has run it must not wait for one
                 later = (i for i, x in enumerate(self._waiting) if _number(x) > _number(closure))
                 self._waiting.insert(next(later, len(self._waiting)), closure)
-                self.tally.put_back(left.worker, cause)
+                self.tally.put_back(worker, cause)
             self.changed.notify_all()
 
     def clear(self, worker: int) -> None:
@@ -231,9 +290,66 @@ class ClosureQueue:
     @property
     def running(self) -> list[RunningClosure]:
         """What workers were given and have not finished."""
-        return list(self._running.values())
+        return [
+            RunningClosure(closure, worker, since_s)
+            for closure in self._running.values()
+            for worker, since_s in closure.workers.items()
+        ]
 
     # Within; the condition is held.
+
+    def _take(self, worker: int) -> Closure | None:
+        source, now_s = self._next_for(worker), self._concurrency.now_s()
+        if source is not None:
+            closure = source.popleft()
+            closure.is_claimed = False
+            self._running[id(closure)] = closure
+        else:
+            closure = self._find_slow(now_s)
+            if closure is None:
+                return None
+            assert self._stragglers is not None
+            why = f"it is slow: {self._stragglers.describe(closure, now_s)}"
+            _log.warning("%s: worker %d runs it as well, since %s", closure, worker, why)
+            closure.retries.append(why)
+            self.num_speculated += 1
+        closure.workers[worker] = now_s
+        self.changed.notify_all()
+        return closure
+
+    def _wait_for_work(
+        self, worker: int, is_wanted: Callable[[], bool], end_s: float | None
+    ) -> None:
+        """Until there may be some, or it may be that another closure is the next to be slow."""
+        slow_s = self._slow_s()
+        until_s = min((x for x in (slow_s, end_s) if x is not None), default=None)
+        left_s = None if until_s is None else max(until_s - self._concurrency.now_s(), 0.0)
+        self.changed.wait_for(
+            lambda: (
+                self.is_stopped
+                or not is_wanted()
+                or self._next_for(worker) is not None
+                or self._slow_s() != slow_s
+            ),
+            left_s,
+        )
+
+    def _slow_s(self) -> float | None:
+        """When the first of those that run is to be run by another worker as well."""
+        if self._stragglers is None or self._must_raise():
+            return None
+        slow = self._stragglers
+        times = [slow.slow_s(x) for x in self._running.values() if _may_run_twice(x)]
+        return min((x for x in times if x is not None), default=None)
+
+    def _find_slow(self, now_s: float) -> Closure | None:
+        slow_s = self._slow_s()
+        if slow_s is None or slow_s > now_s:
+            return None
+        slow = self._stragglers
+        assert slow is not None
+        running = self._running.values()
+        return next(x for x in running if _may_run_twice(x) and slow.slow_s(x) == slow_s)
 
     def _next_for(self, worker: int) -> collections.deque[Closure] | None:
         own = self._of_workers.get(worker)
@@ -246,19 +362,18 @@ class ClosureQueue:
         return self._waiting if may_begin else None
 
     def _is_done(self) -> bool:
-        return not self._waiting and not any(
-            x.closure.worker is None for x in self._running.values()
-        )
+        return not self._waiting and not any(x.worker is None for x in self._running.values())
 
     def _must_raise(self) -> bool:
         return self._error is not None or self.is_stopped
 
-    def _leave(self, closure: Closure, what: str) -> RunningClosure:
-        left = self._running.pop(id(closure), None)
-        if left is None:
+    def _leave(self, closure: Closure, worker: int, what: str) -> bool:
+        """Says that a worker runs a closure no longer; whether that leaves nobody to finish it."""
+        if worker not in closure.workers:
             raise AssertionError(f"There is no closure under way to {what}: {closure}.")
+        del closure.workers[worker]
         self.changed.notify_all()
-        return left
+        return not closure.workers and not closure.is_claimed
 
     def _note_finished(self, closure: Closure) -> bool:
         """Whether it is one of those that are counted, and was not among them."""
@@ -280,8 +395,7 @@ class ClosureQueue:
             return True
         came = self._wait(
             lambda: (
-                self._error is None
-                or not any(x.closure.worker is None for x in self._running.values())
+                self._error is None or not any(x.worker is None for x in self._running.values())
             ),
             lambda: "the error of a closure is raised when no other one runs any more",
             timeout_s,
@@ -314,8 +428,13 @@ class ClosureQueue:
                 return False
             if waited_s >= report_s:
                 report_s = 2 * waited_s
-                running = "; ".join(str(x.closure) for x in self.running) or "none"
+                running = "; ".join(map(str, self._running.values())) or "none"
                 _log.warning("%s: %.0f s. Under way: %s.", describe(), waited_s, running)
+
+
+def _may_run_twice(closure: Closure) -> bool:
+    """Whether a second worker may run it: what it sees is the same there, and it is the second."""
+    return len(closure.workers) == 1 and not closure.is_claimed and not closure.held
 
 
 def _number(closure: Closure) -> int:

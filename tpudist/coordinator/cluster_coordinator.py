@@ -20,6 +20,7 @@ from tpudist.coordinator.finished_file import FinishedFile
 from tpudist.coordinator.function_store import FunctionStore
 from tpudist.coordinator.progress_sampler import ProgressSampler
 from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
+from tpudist.coordinator.stragglers import Stragglers
 from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker
 from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import ActorDied
@@ -67,6 +68,7 @@ class ClusterCoordinator:
         closure_timeout_s: float | None = None,
         max_staleness: int | None = None,
         queue_size: int | None = None,
+        speculate: float | None = None,
     ):
         """Starts the workers of `strategy`.
 
@@ -79,15 +81,19 @@ class ClusterCoordinator:
                 default any number, as in TensorFlow.
             queue_size: How many functions may wait for a worker before `schedule` waits; by default
                 256 for each worker.
+            speculate: After how many times the usual duration a function is begun a second time, by
+                a worker that has nothing else to do; the first of the two to end counts. Usual is
+                the median of the last calls of the function, and at least a second. Not for
+                functions with an argument that is another one on each worker. By default never.
 
         Raises:
             ValueError: `strategy` is another one, or has a coordinator with other options; or a
                 number is too small.
         """
-        _check_options(closure_timeout_s, max_staleness, queue_size)
-        options = closure_timeout_s, max_staleness, queue_size
+        _check_options(closure_timeout_s, max_staleness, queue_size, speculate)
+        options = closure_timeout_s, max_staleness, queue_size, speculate
         if hasattr(self, "_options"):
-            if options != self._options and options != (None, None, None):
+            if options != self._options and options != (None,) * 4:
                 raise ValueError(
                     f"ClusterCoordinator was given other options than when it was made for "
                     f"{strategy!r}, which has one coordinator. Give them the first time."
@@ -97,10 +103,17 @@ class ClusterCoordinator:
         self.strategy = strategy
         engine = strategy.engine
         size = queue_size or QUEUE_SIZE_PER_WORKER * strategy.num_workers
-        self._queue = ClosureQueue(size, engine.concurrency, max_staleness=max_staleness)
+        self._queue = ClosureQueue(
+            size,
+            engine.concurrency,
+            max_staleness=max_staleness,
+            stragglers=None if speculate is None else Stragglers(speculate),
+        )
         folder = strategy.servers.folder
         self._finished = FinishedFile(None if folder is None else folder / "finished.records")
         self._queue.finished = self._finished.ledger
+        self._queue.withdrawn = self._finished.withdrawn
+        self._withdraw = _make_withdraw(self._queue, self._finished)
         self._next_number = self._next_batch = self._finished.ledger.low
         self._staleness: collections.Counter[int] = collections.Counter()
         self._dispatcher = Dispatcher(
@@ -157,10 +170,10 @@ class ClusterCoordinator:
                 f"schedule was given {fn!r} of type {type(fn).__name__}. Give a function, and its "
                 f"arguments apart: schedule(fn, args=(...))."
             )
-        held: list[PerWorkerIterator] = []
+        held: list[PerWorkerValue] = []
 
         def take(x: Any) -> Any:
-            if isinstance(x, PerWorkerIterator):
+            if isinstance(x, PerWorkerValue):
                 held.append(x)
             return _take_argument(x)
 
@@ -168,7 +181,7 @@ class ClusterCoordinator:
         named = map_nest(take, dict(kwargs or {}))
         with self._queue.changed:
             stored = None if self._functions is None else self._functions.store(fn)
-        output = RemoteValue(changed=self._queue.changed)
+        output = RemoteValue(changed=self._queue.changed, withdraw=self._withdraw)
         closure = Closure(None, fn, positional, named, output, stored=stored, held=held)
         self._queue.put(closure, self._take_number)
         return output
@@ -277,6 +290,12 @@ class ClusterCoordinator:
             return len(self._queue.finished)
 
     @property
+    def num_speculated(self) -> int:
+        """How many functions were begun a second time since they were slow; see `speculate`."""
+        with self._queue.changed:
+            return self._queue.num_speculated
+
+    @property
     def staleness(self) -> dict[int, int]:
         """How often what a function changed was so many functions ahead of what it had read."""
         with self._queue.changed:
@@ -357,8 +376,11 @@ class ClusterCoordinator:
     def _on_finished(self) -> Callable[[Closure, Completion], None]:
         # Nothing that threads call may hold the coordinator, which ends them when it goes.
         queue, finished, staleness = self._queue, self._finished, self._staleness
+        servers = self.strategy.servers
 
         def on_finished(closure: Closure, completion: Completion) -> None:
+            if closure.number is not None and closure.retries:
+                servers.seal(closure.number)
             with queue.changed:
                 if closure.number is not None:
                     finished.write(closure.number)
@@ -439,6 +461,17 @@ def _make_worker(index: int, make_session: Callable[[int], Any]) -> Worker:
     return Worker(index, devices[index % len(devices)], make_session)
 
 
+def _make_withdraw(queue: ClosureQueue, finished: FinishedFile) -> Callable[[RemoteValue], bool]:
+    def withdraw(output: RemoteValue) -> bool:
+        with queue.changed:
+            number = queue.withdraw(output)
+            if number is not None:
+                finished.write(number, is_withdrawn=True)
+        return number is not None
+
+    return withdraw
+
+
 def _end(
     dispatcher: Dispatcher, finished: FinishedFile, watching: set[CoordinatorProgress]
 ) -> None:
@@ -449,12 +482,20 @@ def _end(
 
 
 def _check_options(
-    closure_timeout_s: float | None, max_staleness: int | None, queue_size: int | None
+    closure_timeout_s: float | None,
+    max_staleness: int | None,
+    queue_size: int | None,
+    speculate: float | None,
 ) -> None:
     if closure_timeout_s is not None and not closure_timeout_s > 0:
         raise ValueError(
             f"ClusterCoordinator was given closure_timeout_s={closure_timeout_s!r}. It must be "
             f"more than 0 seconds, or None for no limit."
+        )
+    if speculate is not None and not speculate > 1:
+        raise ValueError(
+            f"ClusterCoordinator was given speculate={speculate!r}. It must be more than 1 times "
+            f"the usual duration of a function, or None."
         )
     for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
         if value is not None and (isinstance(value, bool) or value < least):

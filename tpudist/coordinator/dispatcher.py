@@ -70,6 +70,7 @@ class Dispatcher:
         self._changed = queue.changed
         self._actors: dict[int, Actor] = {}
         self._threads: dict[int, Thread] = {}
+        self._running: dict[Actor, Closure] = {}
         self._wanted: set[int] = set()
         self._kept: dict[int, tuple[Callable[..., Any], Sequence[Any]]] = {}
         self._made: dict[Actor, set[int]] = {}
@@ -138,6 +139,9 @@ class Dispatcher:
     def close(self) -> None:
         """Ends all workers, after what they are running."""
         self._queue.stop()
+        for actor, closure in list(self._running.items()):
+            if closure.is_claimed:
+                self._engine.kill(actor, f"another worker has finished {closure}")
         limit_s = self._engine.concurrency.now_s() + END_S
         for index, thread in self._threads.items():
             left_s = max(limit_s - self._engine.concurrency.now_s(), 0.0)
@@ -176,7 +180,7 @@ class Dispatcher:
         try:
             actor = self._actor_of(index)
         except Exception as error:  # there can be none
-            self._queue.fail(closure, error)
+            self._queue.fail(closure, index, error)
             return
         try:
             args, kwargs = map_nest(
@@ -186,9 +190,19 @@ class Dispatcher:
             fn = closure.fn if closure.stored is None else closure.stored.kept
             run = closure.number, self._describe_run(), fn, args, kwargs
             call = self._engine.call(actor, "run", *run)
-            completion: Completion = self._engine.result(call, self._timeout_s)
+            self._running[actor] = closure
+            try:
+                completion: Completion = self._engine.result(call, self._timeout_s)
+            finally:
+                del self._running[actor]
             self._positions.setdefault(index, {}).update(completion.positions)
-            self._on_finished(closure, completion)
+            if not self._queue.claim(closure, index):
+                return
+            try:
+                self._on_finished(closure, completion)
+            except BaseException:
+                self._queue.disclaim(closure)
+                raise
         except ActorDied as died:
             self._on_died(index, actor, closure, died)
         except ResultTimeout as timeout:
@@ -202,9 +216,9 @@ class Dispatcher:
                     call = self._engine.call(actor, "positions")
                     positions = self._engine.result(call, self._timeout_s)
                     self._positions.setdefault(index, {}).update(positions)
-            self._queue.fail(closure, error)
+            self._queue.fail(closure, index, error)
         else:
-            self._queue.finish(closure, completion.value)
+            self._queue.finish(closure, index, completion.value)
 
     def _actor_of(self, index: int) -> Actor:
         with self._changed:
@@ -244,16 +258,16 @@ class Dispatcher:
             self._replace(index, closure, str(died))
         elif self._on_lost is None:
             _add_note(died, closure, actor)
-            self._queue.fail(closure, died)
+            self._queue.fail(closure, index, died)
         else:
             try:
                 self._on_lost(died)
             except Exception as error:
-                self._queue.fail(closure, error)
+                self._queue.fail(closure, index, error)
             else:
                 lost = died.actor.role
                 cause = "server died" if lost == servers.ROLE else f"{lost} died"
-                self._put_back(closure, lost, str(died), cause)
+                self._put_back(closure, index, lost, str(died), cause)
 
     def _replace(self, index: int, closure: Closure, why: str, cause: str = "worker died") -> None:
         """Makes another worker in the place of a lost one."""
@@ -263,7 +277,7 @@ class Dispatcher:
                 self._made.pop(actor, None)
             self._num_replaced[index] += 1
             self._starting.add(index)
-        self._put_back(closure, "worker", why, cause)
+        self._put_back(closure, index, "worker", why, cause)
         with self._changed:
             is_needed = index in self._wanted and not self._queue.is_stopped
         # It may take long to be made, and others may wait for something to run meanwhile: it is
@@ -274,21 +288,21 @@ class Dispatcher:
         with self._changed:
             self._starting.discard(index)
 
-    def _put_back(self, closure: Closure, lost: str, why: str, cause: str) -> None:
+    def _put_back(self, closure: Closure, worker: int, lost: str, why: str, cause: str) -> None:
         """Has a closure run again, but for one that seems to be what ends workers or servers."""
         closure.num_lost[lost] += 1
         if closure.num_lost[lost] > MAX_RETRIES:
             causes = "\n".join([*closure.retries, why])
             self._queue.fail(
                 closure,
+                worker,
                 CancelledError(
                     f"{closure} was begun {len(closure.retries) + 1} times, and {MAX_RETRIES + 1} "
                     f"times a {lost} was lost with it: it seems to be what ends them.\n{causes}"
                 ),
             )
             return
-        _log.warning("%s: runs again. %s", closure, why)
-        self._queue.put_back(closure, why, cause)
+        self._queue.put_back(closure, worker, why, cause)
 
 
 def _choose_value(x: Any, worker: int) -> Any:

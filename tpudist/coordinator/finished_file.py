@@ -13,11 +13,13 @@ class FinishedFile:
 
     Attributes:
         ledger: The numbers that were in it when it was opened; who writes adds to it.
+        withdrawn: Those above the first that is missing that were cancelled, and never run.
     """
 
     def __init__(self, path: Path | None):
         """Opens or makes it; None for no file."""
         self.ledger = ClosureLedger()
+        self.withdrawn: set[int] = set()
         self._file = None
         if path is None:
             return
@@ -28,20 +30,27 @@ class FinishedFile:
                     self.ledger.raise_to(facts["low"])
                 else:
                     self.ledger.add(facts["finished"])
+                    if "withdrawn" in facts:
+                        self.withdrawn.add(facts["finished"])
         # Those above the first that is missing run again, by their numbers: they have no effect.
+        # But for those that have never run.
         self.ledger = ClosureLedger(self.ledger.low)
+        self.withdrawn = {x for x in self.withdrawn if x >= self.ledger.low}
         unfinished = path.with_suffix(".unfinished")
         unfinished.unlink(missing_ok=True)
         beginning = RecordFile(unfinished)
         beginning.append({"low": self.ledger.low}, {})
+        for number in sorted(self.withdrawn):
+            beginning.append({"finished": number, "withdrawn": True}, {})
         beginning.close()
         unfinished.replace(path)
         self._file = RecordFile(path)
 
-    def write(self, number: int) -> None:
-        """Notes that a closure has finished."""
+    def write(self, number: int, *, is_withdrawn: bool = False) -> None:
+        """Notes that a closure has finished, or will never run."""
         if self._file is not None:
-            self._file.append({"finished": number}, {})
+            more = {"withdrawn": True} if is_withdrawn else {}
+            self._file.append({"finished": number, **more}, {})
 
     def close(self) -> None:
         """Ends the file."""

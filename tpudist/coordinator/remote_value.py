@@ -18,23 +18,55 @@ class RemoteValue:
     As `tf.distribute.coordinator.RemoteValue`.
     """
 
-    def __init__(self, *, changed: Condition | None = None):
+    def __init__(
+        self,
+        *,
+        changed: Condition | None = None,
+        withdraw: Callable[[RemoteValue], bool] = lambda output: False,
+    ):
         """Without a value yet; made by `ClusterCoordinator.schedule`.
 
         Args:
             changed: Is told when there is one; by default a condition of its own.
+            withdraw: Has the function never run, if it has not begun; whether that was so.
         """
         self._changed = SystemConcurrency().condition() if changed is None else changed
-        self._is_there = False
+        self._withdraw = withdraw
+        self._is_there = self._is_withdrawn = False
         self._value: Any = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
+
+    def done(self) -> bool:
+        """Whether there is a result or an error, so that `fetch` and `get` do not wait.
+
+        As `concurrent.futures.Future.done`; TensorFlow's has none.
+        """
+        with self._changed:
+            return self._is_there
+
+    def cancel(self) -> bool:
+        """Has the function never run, if it waits for its first worker.
+
+        `fetch` and `get` raise CancelledError then; `schedule`, `join` and `done` of the
+        coordinator do not. The function keeps its number: a program that is started again does not
+        run it, either.
+
+        Returns:
+            Whether it was withdrawn, now or before. One that a worker has begun cannot be, also if
+            it waits for another worker since that one was lost: a server may have applied its
+            changes.
+
+        As `concurrent.futures.Future.cancel`; TensorFlow's has none.
+        """
+        with self._changed:
+            return self._is_withdrawn or self._withdraw(self)
 
     def fetch(self) -> Any:
         """The result, with NumPy arrays for arrays; waits for it.
 
         Raises:
-            CancelledError: Another function has failed before this one ran.
+            CancelledError: It was cancelled, or another function has failed before this one ran.
             Exception: What the function has raised, with the worker's traceback.
         """
         return jax.tree.map(_as_numpy, self.get())
@@ -43,7 +75,7 @@ class RemoteValue:
         """The result; waits for it.
 
         Raises:
-            CancelledError: Another function has failed before this one ran.
+            CancelledError: It was cancelled, or another function has failed before this one ran.
             Exception: What the function has raised, with the worker's traceback.
         """
         with self._changed:

@@ -1,4 +1,4 @@
-"""What an engine is: seven methods that run actors somewhere, and say when one has died.
+"""What an engine is: eight methods that run actors somewhere, and say when one has died.
 
 An actor is an object that lives in a thread or process of its own and is called from elsewhere: a
 worker, or a shard of what parameter servers hold. Who uses an engine decides what to do when one
@@ -97,10 +97,13 @@ class Engine(Protocol):
     Attributes:
         concurrency: What who uses the engine has its own threads from.
         serializer: How values are sent; None where actors share them.
+        actors_may_hang: Whether an actor may stop as a whole while this program goes on, as a
+            process may, and a thread of this one may not.
     """
 
     concurrency: Concurrency
     serializer: Serializer | None
+    actors_may_hang: bool
 
     def start(self) -> None:
         """Gets ready to spawn actors."""
@@ -129,6 +132,10 @@ class Engine(Protocol):
             ResultTimeout: It takes longer.
             Exception: What the method has raised.
         """
+        ...
+
+    def ping(self, actor: Actor) -> Future:
+        """Asks an actor whether it is there; it answers None, also in the midst of a call."""
         ...
 
     def put(self, value: Any) -> Ref:

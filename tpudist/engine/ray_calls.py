@@ -20,6 +20,8 @@ END_S = 5.0
 """How long a killed process has to be gone, and who waits for results to see that it is over."""
 PATIENCE_S = 0.3
 """How long Ray has to end a process that it was asked to kill, for which it takes 0.01 s."""
+PINGS = "pings"
+"""The thread of an actor that answers while another one runs its calls, as Ray names it."""
 OVER = "the engine was shut down"
 """Why all actors have died in the end."""
 
@@ -123,6 +125,9 @@ class Host:
         node, pid = import_ray().get_runtime_context().get_node_id(), os.getpid()
         return Process(node, pid, _start_of(pid))
 
+    def ping(self) -> None:
+        """Says that this is there."""
+
     def call(self, method: str, *args: Any) -> Any:
         """What a method gives; an error as a value, so that Ray leaves its type as it is."""
         try:
@@ -161,6 +166,13 @@ class Calls:
             return RayFuture(actor, method, None)
         with name_what_cannot_be_pickled(f"{method} of {actor}", args):
             return RayFuture(actor, method, handle.call.remote(method, *references(args)))
+
+    def ping(self, actor: Actor) -> RayFuture:
+        """As `RayEngine.ping`."""
+        handle = self._handle(actor)
+        if handle is None:
+            return RayFuture(actor, "ping", None)
+        return RayFuture(actor, "ping", handle.ping.options(concurrency_group=PINGS).remote())
 
     def result(self, future: RayFuture, timeout_s: float | None) -> Any:
         """As `RayEngine.result`."""

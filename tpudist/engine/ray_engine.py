@@ -26,6 +26,7 @@ from tpudist.engine.engine import Actor, Serializer
 from tpudist.engine.ray_calls import (
     END_S,
     OVER,
+    PINGS,
     Calls,
     Host,
     Process,
@@ -53,9 +54,11 @@ class RayEngine:
     Attributes:
         concurrency: Threads and time of the system.
         serializer: That of Ray.
+        actors_may_hang: True: they are processes.
     """
 
     serializer: Serializer | None = RaySerializer()
+    actors_may_hang = True
 
     def __init__(
         self,
@@ -122,7 +125,8 @@ class RayEngine:
         with self._lock:
             self.start()
             actor = Actor(role, index, self._counts[role, index])
-            host = import_ray().remote(Host).options(**self._options(actor))
+            kind = import_ray().remote(concurrency_groups={PINGS: 1})(Host)
+            host = kind.options(**self._options(actor))
             with name_what_cannot_be_pickled(f"the factory of {actor}", (factory, *args)):
                 handle = host.remote(actor, factory, *references(args))
             self._counts[role, index] += 1
@@ -142,6 +146,10 @@ class RayEngine:
     def result(self, future: RayFuture, timeout_s: float | None = None) -> Any:
         """Waits for Ray to have what the method has given."""
         return self._calls.result(future, timeout_s)
+
+    def ping(self, actor: Actor) -> RayFuture:
+        """Has another thread of the process answer than the one that runs its calls."""
+        return self._calls.ping(actor)
 
     def put(self, value: Any) -> RayRef:
         """Puts a value into Ray's memory, which the processes of a machine share."""
@@ -211,9 +219,11 @@ class RayMember:
     Attributes:
         concurrency: Threads and time of the system.
         serializer: That of Ray.
+        actors_may_hang: True: they are processes.
     """
 
     serializer: Serializer | None = RaySerializer()
+    actors_may_hang = True
 
     def __init__(self, namespace: str):
         """Of the run with a namespace."""
@@ -234,6 +244,10 @@ class RayMember:
     def result(self, future: RayFuture, timeout_s: float | None = None) -> Any:
         """As `RayEngine.result`."""
         return self._calls.result(future, timeout_s)
+
+    def ping(self, actor: Actor) -> RayFuture:
+        """As `RayEngine.ping`."""
+        return self._calls.ping(actor)
 
     def put(self, value: Any) -> RayRef:
         """As `RayEngine.put`; the value lives as long as this actor."""

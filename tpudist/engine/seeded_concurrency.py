@@ -13,6 +13,9 @@ from typing import NoReturn
 
 from tpudist.engine.concurrency import Condition, Thread
 
+LEAST_S = 1e-6
+"""How much time passes at least in a wait, so that who waits until a moment comes there."""
+
 
 class AllWait(RuntimeError):
     """All threads wait, none of them with an end: a deadlock, which says who waits for what."""
@@ -93,10 +96,15 @@ class SeededConcurrency:
             Whether that was so; else the time was over.
         """
         me.can_go_on, me.why = can_go_on, why
-        me.until_s = None if limit_s is None else self._now_s + max(limit_s, 0.0)
+        me.until_s = self._until_s(limit_s)
         me.is_late = False
         self._choose(me)
         return not me.is_late
+
+    def _until_s(self, limit_s: float | None) -> float | None:
+        if limit_s is None:
+            return None
+        return self._now_s + (max(limit_s, LEAST_S) if limit_s > 0 else 0.0)
 
     def _choose(self, me: "_Participant") -> None:
         with self._mutex:
@@ -199,7 +207,7 @@ class _SeededCondition(Condition):
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
         me, depth = self._concurrency._me(), self._depth
         now_s = self._concurrency.now_s
-        until_s = None if timeout_s is None else now_s() + timeout_s
+        until_s = self._concurrency._until_s(timeout_s)
         while not predicate():
             left_s = None if until_s is None else until_s - now_s()
             if left_s is not None and left_s <= 0:

@@ -31,7 +31,10 @@ class ThreadEngine:
         concurrency: Of the threads; who uses the engine has its own threads from there, so that
             those are replayed, too.
         serializer: None: actors share values.
+        actors_may_hang: False: a thread is there as long as the program is.
     """
+
+    actors_may_hang = False
 
     def __init__(self, seed: int | None = None):
         """No actor yet.
@@ -89,6 +92,10 @@ class ThreadEngine:
         if future.error is not None:
             raise future.error.with_traceback(future.traceback)
         return future.value
+
+    def ping(self, actor: Actor) -> "_Future":
+        """Says at once whether an actor is alive."""
+        return self._record_of(actor).ping()
 
     def put(self, value: Any) -> "_Ref":
         """The value itself."""
@@ -174,6 +181,13 @@ class _Record:
             else:
                 self._queue.append(future)
                 self.changed.notify_all()
+        return future
+
+    def ping(self) -> _Future:
+        future = _Future(self.actor, "ping", ())
+        with self.changed:
+            died = ActorDied(self.actor, self._why, self._was_made) if self.is_killed else None
+            future.finish(None, died)
         return future
 
     def end(self, why: str, was_made: bool = True) -> None:

@@ -6,6 +6,7 @@ has a log goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -19,6 +20,7 @@ import numpy as np
 from tpudist.engine.engine import Actor, ActorDied, Engine, Future
 from tpudist.errors import UnavailableError
 from tpudist.ps.changes import Change
+from tpudist.ps.server_watch import ServerWatch
 from tpudist.ps.shard import Definition, Shard, Values
 from tpudist.ps.shard_log import close_logs
 from tpudist.ps.table_options import TableOptions
@@ -48,8 +50,22 @@ class Servers:
         folder: Where their logs are; None for none.
     """
 
-    def __init__(self, engine: Engine, num_servers: int, folder: str | os.PathLike | None):
-        """Starts them."""
+    def __init__(
+        self,
+        engine: Engine,
+        num_servers: int,
+        folder: str | os.PathLike | None,
+        timeout_s: float | None = None,
+    ):
+        """Starts them.
+
+        Args:
+            engine: Where they live.
+            num_servers: How many.
+            folder: Where their logs are; None for none.
+            timeout_s: After how many seconds without a sign of life one is given up; None for
+                never.
+        """
         self.engine = engine
         self.folder = None if folder is None else Path(folder)
         self._lock = engine.concurrency.condition()
@@ -60,7 +76,12 @@ class Servers:
         self._num_variables = 0
         self._num_direct = [0] * num_servers
         self._incarnations = [0] * num_servers
+        self._newest: dict[int, Actor] = {}  # of each, also if nobody sees it yet
         self._actors = [self._spawn(i) for i in range(num_servers)]
+        self._watch = None
+        if timeout_s is not None and engine.actors_may_hang:
+            newest = self._newest
+            self._watch = ServerWatch(engine, lambda: list(newest.values()), timeout_s)
 
     def __len__(self) -> int:
         return len(self._definitions)
@@ -141,6 +162,17 @@ class Servers:
         """What a method of each server gives."""
         return [self._ask(i, method, *args) for i in range(len(self))]
 
+    def seal(self, closure: int) -> None:
+        """Has a closure change nothing from now on: it has finished, and was begun several times.
+
+        Changes of one that began earlier and is late are refused also where those of the one that
+        has finished never were. A server that is dead cannot be late.
+        """
+        calls = [self.engine.call(actor, "seal", closure) for actor in self.actors]
+        for call in calls:
+            with contextlib.suppress(ActorDied):
+                self.engine.result(call)
+
     # When one has died.
 
     def replace(self, died: ActorDied) -> None:
@@ -185,6 +217,8 @@ class Servers:
 
     def close(self) -> None:
         """Ends their logs."""
+        if self._watch is not None:
+            self._watch.close()
         for actor in self.actors:
             try:
                 self.engine.result(self.engine.call(actor, "close"), 10.0)
@@ -195,7 +229,9 @@ class Servers:
 
     def _spawn(self, index: int) -> Actor:
         folder = None if self.folder is None else self.folder / f"server-{index}"
-        return self.engine.spawn(ROLE, index, Shard, index, self._incarnations[index], folder)
+        made = self.engine.spawn(ROLE, index, Shard, index, self._incarnations[index], folder)
+        self._newest[index] = made
+        return made
 
     def _ask(self, server: int, method: str, *args: Any) -> Any:
         """Calls a method of a server, again if it has died before it has answered."""

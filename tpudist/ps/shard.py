@@ -184,9 +184,16 @@ class Shard:
             self._num_repeated += 1
             return -1
         self._apply({"closure": closure, "low": low}, changes)
-        self._note(closure, low)
+        self._note(closure, low, changes)
         self._save_if_long()
         return self._num_changed - 1
+
+    def seal(self, closure: int) -> None:
+        """Has a closure change nothing from now on, if it has not; see `Servers.seal`."""
+        self._catch_up()
+        if closure not in self._ledger:
+            self._apply({"closure": closure, "low": 0}, ())
+            self._note(closure, 0, ())
 
     def push_direct(self, number: int, changes: Sequence[Change]) -> None:
         """Applies what was changed by no closure; `number` counts such changes."""
@@ -253,10 +260,10 @@ class Shard:
         for change in of_tables:
             self._tables.apply(change)
 
-    def _note(self, closure: int, low: int) -> None:
+    def _note(self, closure: int, low: int, changes: Sequence[Change]) -> None:
         self._ledger.add(closure)
         self._ledger.raise_to(low)
-        self._num_changed += 1
+        self._num_changed += bool(changes)
 
     def _catch_up(self) -> None:
         """Does again what the log says, once optimizers are known."""
@@ -291,7 +298,7 @@ class Shard:
                 self._direct = facts["direct"]
             elif facts["closure"] not in self._ledger:
                 self._apply_unlogged(changes)
-                self._note(facts["closure"], facts["low"])
+                self._note(facts["closure"], facts["low"], changes)
 
     def _save_if_long(self) -> None:
         if self._log is not None and self._log.is_long():

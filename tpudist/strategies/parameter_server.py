@@ -60,6 +60,7 @@ class ParameterServerStrategy(Strategy):
         num_servers: int | None = None,
         engine: Engine | str | None = None,
         log: str | os.PathLike | None = None,
+        server_timeout_s: float | None = 60.0,
         worker_strategy: Callable[[int], Strategy] | None = None,
     ):
         """Starts the servers.
@@ -78,12 +79,16 @@ class ParameterServerStrategy(Strategy):
                 that has died goes on where it was, and so does a program that is started again with
                 the same folder. By default nothing is kept, and the death of a server ends the run
                 with `UnavailableError`, as in TensorFlow.
+            server_timeout_s: After how many seconds a server is given up, and has died, that gives
+                no sign of life, as when its process was stopped: by default a minute; None for
+                never. One that takes long for what it was asked for gives signs of life. Threads do
+                not hang so.
             worker_strategy: Gives the synchronous strategy of a worker, by its number. By default
                 each worker has one device: of those of this process, in turn.
 
         Raises:
             TypeError: An argument of another type.
-            ValueError: No worker, or no server; or the cluster has other hosts.
+            ValueError: No worker, or no server; the cluster has other hosts; or no time.
         """
         workers, servers = _count(cluster_resolver, num_workers, num_servers, engine)
         if variable_partitioner is not None and not callable(variable_partitioner):
@@ -93,12 +98,17 @@ class ParameterServerStrategy(Strategy):
                 f"be a function of a shape and a dtype, such as "
                 f"tpudist.experimental.partitioners.FixedShardsPartitioner(2)."
             )
+        if server_timeout_s is not None and not server_timeout_s > 0:
+            raise ValueError(
+                f"ParameterServerStrategy was given server_timeout_s={server_timeout_s!r}. It must "
+                f"be more than 0 seconds, or None for no limit."
+            )
         self._cluster_resolver, self.variable_partitioner = cluster_resolver, variable_partitioner
         self.engine = _make_engine(engine)
         self.num_workers, self._worker_strategy = workers, worker_strategy
         self._become_member(uuid.uuid4().hex)
         self.engine.start()
-        self.servers = Servers(self.engine, servers, log)
+        self.servers = Servers(self.engine, servers, log, server_timeout_s)
         self._ending = weakref.finalize(self, _end, self.servers, self.engine)
 
     def _become_member(self, key: str) -> None:

@@ -1,0 +1,127 @@
+"""Servers that give no sign of life are replaced; those that take long are not."""
+
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpudist
+from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
+from tpudist.engine.thread_engine import ThreadEngine, _Future
+from tpudist.errors import UnavailableError
+from tpudist.ps.shard import Shard
+from tpudist.strategies.parameter_server import ParameterServerStrategy
+
+TIMEOUT_S = 4.0
+LONG_S = 100.0
+
+
+class HangingEngine(ThreadEngine):
+    """Threads of a seed that seem to hang, as processes do: they are there, and do not answer."""
+
+    actors_may_hang = True
+
+    def __init__(self):
+        super().__init__(seed=0)
+        self.silent = set()
+
+    def ping(self, actor):
+        return _Future(actor, "ping", ()) if actor in self.silent else super().ping(actor)
+
+
+class Run:
+    """A strategy whose servers take long for the fourth of all pushes."""
+
+    def __init__(self, monkeypatch, log, *, is_silent):
+        self.engine = HangingEngine()
+        self.now_s = self.engine.concurrency.now_s
+        self.strategy = ParameterServerStrategy(
+            engine=self.engine, num_workers=2, log=log, server_timeout_s=TIMEOUT_S
+        )
+        self.coordinator = ClusterCoordinator(self.strategy)
+        with self.strategy.scope():
+            self.v = tpudist.Variable(jnp.zeros(8))
+        push, self.num_pushes, self.late = Shard.push, 0, []
+
+        def push_later(shard, closure, low, changes):
+            self.num_pushes += 1
+            if self.num_pushes == 4:
+                if is_silent:
+                    self.engine.silent.add(self.strategy.servers.actors[0])
+                self.engine.concurrency.sleep(LONG_S)
+                try:
+                    return push(shard, closure, low, changes)
+                except ValueError as error:  # its log has another writer now
+                    self.late.append(error)
+                    raise
+            return push(shard, closure, low, changes)
+
+        monkeypatch.setattr(Shard, "push", push_later)
+
+    def add_to_each_row(self):
+        def add(row):
+            one = np.ones(1, np.float32)
+            self.v.scatter_add(tpudist.IndexedSlices(one, np.array([row])))
+
+        for row in range(8):
+            self.coordinator.schedule(add, (row,))
+        self.coordinator.join()
+
+    @property
+    def incarnation(self):
+        return self.strategy.servers.actors[0].incarnation
+
+
+def test_a_server_without_a_sign_of_life_is_replaced(monkeypatch, tmp_path, caplog):
+    """In the midst of a push, which it does when it comes back: that has no effect."""
+    run = Run(monkeypatch, tmp_path, is_silent=True)
+    run.add_to_each_row()
+    assert TIMEOUT_S < run.now_s() < 1.5 * TIMEOUT_S
+    assert run.incarnation == 1
+    assert "ps 0 hangs: it has not answered for 4 s, and was given up." in caplog.text
+    np.testing.assert_array_equal(run.v.numpy(), 1)
+    run.engine.concurrency.sleep(2 * LONG_S)
+    assert len(run.late) == 1
+    np.testing.assert_array_equal(run.v.numpy(), 1)
+    run.coordinator.shutdown()
+
+
+def test_a_server_that_takes_long_is_left_alone(monkeypatch, tmp_path):
+    run = Run(monkeypatch, tmp_path, is_silent=False)
+    run.add_to_each_row()
+    assert run.now_s() >= LONG_S
+    assert run.incarnation == 0
+    np.testing.assert_array_equal(run.v.numpy(), 1)
+    run.coordinator.shutdown()
+
+
+def test_without_a_log_a_server_that_hangs_is_the_end(monkeypatch):
+    run = Run(monkeypatch, None, is_silent=True)
+    with pytest.raises(UnavailableError, match="ps 0 has died: it has not answered for 4 s"):
+        run.add_to_each_row()
+    run.engine.concurrency.sleep(2 * LONG_S)
+    run.coordinator.shutdown()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_a_server_is_given_up_when_it_has_been_there(after_s, caplog):
+    """A log may take long to be read; who has answered once is there."""
+    engine = HangingEngine()
+    spawn, spawned = engine.spawn, []
+
+    def spawn_silent(*args):
+        spawned.append(spawn(*args))
+        if not after_s:
+            engine.silent.add(spawned[0])
+        return spawned[-1]
+
+    engine.spawn = spawn_silent
+    strategy = ParameterServerStrategy(engine=engine, num_workers=1, server_timeout_s=TIMEOUT_S)
+    engine.concurrency.sleep(after_s)
+    engine.silent.add(spawned[0])
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        engine.concurrency.sleep(LONG_S)
+    assert ("hangs" in caplog.text) == (after_s > 0)
+    engine.silent.clear()
+    strategy.shutdown()
