@@ -60,12 +60,23 @@ class Cluster:
     """A strategy, its coordinator, and who may die."""
 
     def __init__(
-        self, engine: str, *, num_workers: int = 2, num_servers: int = 2, log=None, **options
+        self,
+        engine: str,
+        *,
+        num_workers: int = 2,
+        num_servers: int = 2,
+        log=None,
+        server_timeout_s: float | None = 60.0,
+        **options,
     ):
         """Starts workers and servers."""
         self.is_ray = engine == "ray"
         self.strategy = ParameterServerStrategy(
-            engine=ENGINES[engine](), num_workers=num_workers, num_servers=num_servers, log=log
+            engine=ENGINES[engine](),
+            num_workers=num_workers,
+            num_servers=num_servers,
+            log=log,
+            server_timeout_s=server_timeout_s,
         )
         self.engine = self.strategy.engine
         self.coordinator = ClusterCoordinator(self.strategy, **options)
@@ -87,8 +98,13 @@ class Cluster:
 
         return ray.get(self.engine._processes[actor], timeout=timeout_s).pid
 
-    def kill(self, role: str, index: int) -> str | None:
+    def kill(self, role: str, index: int, *, may_stop: bool = False) -> str | None:
         """Kills who is in a place: processes from outside, and by the engine, in turn.
+
+        Args:
+            role: Of the actor.
+            index: Its number.
+            may_stop: Whether every other process is not killed from outside, but stopped.
 
         Returns:
             How; None if there was nobody to kill.
@@ -101,10 +117,11 @@ class Cluster:
             import ray
 
             try:
-                os.kill(self.pid(actor, 10.0), signal.SIGKILL)
+                how = signal.SIGSTOP if may_stop and self._num_kills % 4 == 1 else signal.SIGKILL
+                os.kill(self.pid(actor, 10.0), how)
             except (KeyError, ProcessLookupError, ray.exceptions.RayError):
                 return None  # dead, and not replaced yet
-            return "SIGKILL"
+            return how.name
         self.engine.kill(actor, "for a test")
         return "engine.kill"
 

@@ -1,10 +1,13 @@
 """Closures that each count once, while workers and servers are killed; prints what became of them.
 
-`python server_storm.py FOLDER ENGINE CLOSURES KILLS SEED [WORKERS]`, in tests/programs; there are 3
-workers unless it says otherwise, and 2 servers. Closure i adds 1 to row i of two variables on two
-servers, and gives an optimizer the gradient -1 of row i of a third one: all rows must be 1 at the
-end. It goes on where an earlier program with this folder has ended; and when all is done it starts
-once more, to find all as it was.
+`python server_storm.py FOLDER ENGINE CLOSURES KILLS SEED [WORKERS] [--speculate] [--stop]`, in
+tests/programs; there are 3 workers unless it says otherwise, and 2 servers. With `--speculate` one
+closure in 50 takes 3 s, and a worker with nothing else to do begins it as well; with `--stop` as
+many take 10 s, after 5 s of which their worker is given up, and every fourth kill of processes of
+Ray stops one (SIGSTOP), be it a worker or a server. Closure i adds 1 to row i of two variables on
+two servers, and gives an optimizer the gradient -1 of row i of a third one: all rows must be 1 at
+the end. It goes on where an earlier program with this folder has ended; and when all is done it
+starts once more, to find all as it was.
 
 The exit code is 0 if each closure had effect once; the last line is one of JSON, with figures.
 """
@@ -26,6 +29,10 @@ import tpudist
 from server_faults import Cluster
 from tpudist.engine.engine import ActorDied
 
+STALLS_S = {"speculate": 3.0, "stop": 10.0}
+"""How long one in `ONE_IN` closures takes, by what is tried."""
+ONE_IN = 50
+OF_STOPS = {"closure_timeout_s": 5.0, "server_timeout_s": 3.0}
 _RETRIES = collections.Counter()
 _log = logging.getLogger("tpudist")
 
@@ -51,14 +58,17 @@ class Variables:
         return found
 
 
-def make_work(variables):
-    """The function of the closures."""
+def make_work(variables, stalls_s):
+    """The function of the closures, which takes so long now and then."""
     a, b, c, scale = variables.a, variables.b, variables.c, variables.scale
     optimizer = variables.optimizer
 
     def work(row):
         rows = np.array([row])
         a.sparse_read(rows)
+        for stall_s in stalls_s:
+            if random.random() * ONE_IN < 1:
+                time.sleep(stall_s)
         one = np.asarray(scale.read_value())[None]
         a.scatter_add(tpudist.IndexedSlices(one, rows))
         b.scatter_add(tpudist.IndexedSlices(one, rows))
@@ -71,11 +81,12 @@ def make_work(variables):
 class Killer:
     """Kills workers and servers, one after the other, while closures finish."""
 
-    def __init__(self, cluster, num_closures, num_kills, seed):
+    def __init__(self, cluster, num_closures, num_kills, seed, *, may_stop=False):
         self._num_workers = cluster.strategy.num_workers
         self.kills, self.recoveries_s = collections.Counter(), []
         self.num_repeated = 0  # pushes of closures that killed servers had heard of before
         self._cluster, self._chance = cluster, random.Random(seed)
+        self._may_stop = may_stop
         self.is_over = threading.Event()
         # At which counts of finished closures: spread over the run, at random moments.
         first = cluster.coordinator.num_finished
@@ -95,7 +106,7 @@ class Killer:
                 before = self._cluster.actor(role, index)
                 repeated = self._count_repeated(before) if role == "ps" else 0
                 began = time.monotonic()
-                if (how := self._cluster.kill(role, index)) is not None:
+                if (how := self._cluster.kill(role, index, may_stop=self._may_stop)) is not None:
                     break
                 if self.is_over.wait(0.01):
                     return
@@ -135,20 +146,25 @@ class CountRetries(logging.Handler):
             _RETRIES["worker lost"] += 1
         elif "goes on where its log ends" in text:
             _RETRIES["server replaced"] += 1
+        elif "given up" in text and "hangs" in text:
+            _RETRIES["server hung"] += 1
 
 
-def run(folder, engine, num_closures, num_kills, seed, num_workers):
+def run(folder, engine, num_closures, num_kills, seed, num_workers, tried=()):
     """Figures of a storm."""
     began = time.monotonic()
-    cluster = Cluster(engine, num_workers=num_workers, log=folder)
+    options = dict(OF_STOPS) if "stop" in tried else {}
+    if "speculate" in tried:
+        options |= {"speculate": 5.0, "max_staleness": 4}  # so that workers wait for slow ones
+    cluster = Cluster(engine, num_workers=num_workers, log=folder, **options)
     coordinator = cluster.coordinator
     variables = Variables(cluster, num_closures)
-    work = make_work(variables)
+    work = make_work(variables, [STALLS_S[x] for x in tried])
     first = coordinator.num_finished
     start_s = time.monotonic() - began
     print(f"goes on at {first}", file=sys.stderr, flush=True)
     began = time.monotonic()
-    killer = Killer(cluster, num_closures, num_kills, seed)
+    killer = Killer(cluster, num_closures, num_kills, seed, may_stop="stop" in tried)
     outputs = {}
     while (row := coordinator.next_batch()) < num_closures:
         outputs[row] = coordinator.schedule(work, (row,))
@@ -169,6 +185,7 @@ def run(folder, engine, num_closures, num_kills, seed, num_workers):
         "wall_s": round(wall_s, 2),
         "kills": dict(sorted(killer.kills.items())),
         "retries": dict(_RETRIES),
+        "speculated": coordinator.num_speculated,
         "repeated": killer.num_repeated + sum(x["repeated"] for x in report),
         "changed": [x["changed"] for x in report],
         "recovery_p50_s": _rounded(statistics.median, killer.recoveries_s),
@@ -197,11 +214,11 @@ def find_again(folder, engine, num_closures):
     return found
 
 
-def main(folder, engine, num_closures, num_kills, seed, num_workers=3):
+def main(folder, engine, num_closures, num_kills, seed, num_workers=3, tried=()):
     """The exit code."""
     _log.addHandler(CountRetries())
     _log.propagate = False
-    figures = run(folder, engine, num_closures, num_kills, seed, num_workers)
+    figures = run(folder, engine, num_closures, num_kills, seed, num_workers, tried)
     figures["again"] = again = find_again(folder, engine, num_closures)
     print(json.dumps(figures), flush=True)
     is_right = figures["joined"] and not figures["wrong"] and figures["values_right"]
@@ -211,4 +228,6 @@ def main(folder, engine, num_closures, num_kills, seed, num_workers=3):
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])))
+    words = [x for x in sys.argv[1:] if not x.startswith("--")]
+    tried = [x[2:] for x in sys.argv[1:] if x.startswith("--")]
+    sys.exit(main(Path(words[0]), words[1], *map(int, words[2:6]), tried=tried))

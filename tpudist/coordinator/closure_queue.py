@@ -313,6 +313,7 @@ class ClosureQueue:
             _log.warning("%s: worker %d runs it as well, since %s", closure, worker, why)
             closure.retries.append(why)
             self.num_speculated += 1
+            self.tally.put_back(next(iter(closure.workers)), "slow")
         closure.workers[worker] = now_s
         self.changed.notify_all()
         return closure
