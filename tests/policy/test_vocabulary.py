@@ -34,13 +34,14 @@ IRREGULAR = set(
 # What ends in -ed or -ing and is a verb or a noun of the field.
 NO_PARTICIPLES = {
     "embed", "exceed", "feed", "need", "proceed", "seed", "speed", "unembed",
-    "binding", "bring", "embedding", "mapping", "packing", "padding", "ring", "setting",
+    "binding", "bring", "embedding", "mapping", "packing", "padding", "ping", "ring", "setting",
     "sharding", "string",
 }  # fmt: skip
 
 # Names that stay, each for a reason.
 ALLOWED = {
     "coordinator.cluster_coordinator.ClusterCoordinator.done": "tf.distribute's name",
+    "coordinator.remote_value.RemoteValue.done": "the name of concurrent.futures",
     "pytest_plugin.__init__.emulated_devices": "a fixture, named by what a test is given",
     "cluster_resolver.tpu_topology.Topology.serialized": "tf.tpu.experimental.Topology has it",
     "xla.internals.call_at_preemption_poll.Manager.reached_sync_point": "JAX calls it so",
