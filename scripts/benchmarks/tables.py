@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.figures import Figure, at_least_times
 from tpudist.ps.id_map import IdMap
-from tpudist.ps.row_duplicates import RowDuplicates, sum_duplicates
+from tpudist.ps.row_duplicates import sum_duplicates
+from tpudist.ps.row_touches import RowTouches
 from tpudist.ps.rowwise_adagrad import rowwise_adagrad
 from tpudist.ps.table_options import TableOptions
 from tpudist.ps.table_shard import TableShard
@@ -78,11 +79,10 @@ def _of_ids(subject: str, ids: np.ndarray) -> Iterator[Figure]:
 def _of_duplicates(num_rows: int, random: np.random.Generator) -> Iterator[Figure]:
     rows = (np.minimum(random.zipf(1.2, size=NUM_ZIPF), num_rows) - 1).astype(np.int32)
     gradients = random.normal(size=(NUM_ZIPF, DIM)).astype(np.float32)
-    duplicates = RowDuplicates()
-    duplicates.reserve(num_rows)
+    touches = RowTouches(num_rows)
 
     def merge() -> None:
-        last, which = duplicates.unique(rows)
+        last, which = touches.touch_each(rows, 1)
         sum_duplicates(gradients, which, len(last))
 
     def merge_by_hand() -> None:

@@ -18,7 +18,8 @@ _LEAST_BITS = 6
 class IdMap:
     """Ids of 64 bits, each with a row of its own.
 
-    At most half of the slots are taken, and their number doubles when more would be.
+    At most a quarter of the slots is taken, so that few ids look at several, and their number
+    doubles when more would be.
 
     Attributes:
         num_rows: All rows are below this number.
@@ -28,7 +29,7 @@ class IdMap:
         """No ids."""
         self.num_rows = 0
         self._slots = np.full(1 << _LEAST_BITS, _FREE, np.int32)
-        self._id_of_row = np.zeros(1 << (_LEAST_BITS - 1), np.int64)
+        self._id_of_row = np.zeros(1 << (_LEAST_BITS - 2), np.int64)
         self._free_rows = np.zeros(0, np.int32)
 
     def __len__(self) -> int:
@@ -40,7 +41,7 @@ class IdMap:
         return self._slots.nbytes + self._id_of_row.nbytes + self._free_rows.nbytes
 
     def find(self, ids: Any) -> np.ndarray:
-        """The row of each id, int32 `[n]`; -1 for one that is not there.
+        """The row of each id, int64 `[n]`; -1 for one that is not there.
 
         Raises:
             TypeError: The ids are not integers.
@@ -108,7 +109,9 @@ class IdMap:
     def _probe(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The row of each id, and its slot; -1 and a free slot for one that is not there."""
         at = self._home(ids)
-        rows = self._slots.take(at)
+        rows = self._slots.take(at).astype(
+            np.int64
+        )  # which NumPy looks up with; once, and not anew
         left = np.flatnonzero(self._is_other(rows, ids))
         if not len(left):
             return rows, at
@@ -149,12 +152,12 @@ class IdMap:
         next_rows = np.arange(self.num_rows, self.num_rows + num - len(free), dtype=np.int32)
         self.num_rows += len(next_rows)
         size = len(self._slots)
-        while size < 2 * self.num_rows:
+        while size < 4 * self.num_rows:
             size *= 2
         if size > len(self._slots):
             used = self._slots[self._slots >= 0]
             self._id_of_row = np.concatenate(
-                [self._id_of_row, np.zeros(size // 2 - len(self._id_of_row), np.int64)]
+                [self._id_of_row, np.zeros(size // 4 - len(self._id_of_row), np.int64)]
             )
             self._slots = np.full(size, _FREE, np.int32)
             self._place(self._id_of_row[used], used)

@@ -5,12 +5,14 @@ to a power of two, so that few programs are compiled, whatever the numbers of ro
 are donated to it: a view of them must not outlive the call that took it, so none is given away.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from tpudist.ps import huge_pages
 
 PyTree = Any
 
@@ -24,9 +26,7 @@ class RowArrays:
     def __init__(self, row: PyTree, capacity: int):
         """Of arrays or shapes of one row."""
         self.device = jax.local_devices(backend="cpu")[0]
-        with jax.default_device(self.device):
-            zeros = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), row)
-        self._tree = jax.device_put(zeros, self.device)
+        self._tree = self._zeros(row, capacity)
         self._capacity = capacity
 
     @property
@@ -40,13 +40,15 @@ class RowArrays:
         while capacity < num_rows:
             capacity *= 2
         if capacity > self._capacity:
-            more = capacity - self._capacity
-            self._tree = jax.block_until_ready(
-                jax.tree.map(
-                    lambda x: jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1)), self._tree
-                )
-            )
+            row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._tree)
+            larger = self._zeros(row, capacity)
+            self._tree = jax.block_until_ready(_copy_to_start(larger, self._tree))
             self._capacity = capacity
+
+    def _zeros(self, row: PyTree, capacity: int) -> PyTree:
+        return jax.tree.map(
+            lambda x: huge_pages.zeros((capacity, *x.shape), x.dtype, self.device), row
+        )
 
     def read(self, rows: np.ndarray, select: Callable[[PyTree], PyTree] = lambda tree: tree) -> Any:
         """Copies of rows of all arrays, or of those of `select`, as a pytree of NumPy arrays."""
@@ -65,18 +67,23 @@ class RowArrays:
             function: A jitted one of the pytree of arrays, which it donates, the numbers of the
                 rows, and what stands for them in `values`. Numbers past the end are padding, and
                 must have no effect.
-            rows: int32 `[n]`.
+            rows: Integers `[n]`.
             values: Pytrees of arrays `[n, ...]`.
         """
         for start, stop, size in chunks(len(rows)):
             padding = np.arange(self._capacity, self._capacity + size - (stop - start))
-            numbers = np.concatenate([rows[start:stop], padding.astype(np.int32)])
+            numbers = np.concatenate([rows[start:stop], padding]).astype(np.int32)
             parts = jax.tree.map(lambda x: pad(x[start:stop], size), values)  # noqa: B023
             self._tree = function(self._tree, numbers, *parts)
 
     def wait(self) -> None:
         """Returns when all is changed."""
         jax.block_until_ready(self._tree)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copy_to_start(larger: PyTree, smaller: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: x.at[: len(y)].set(y), larger, smaller)
 
 
 def chunks(num_rows: int) -> Iterator[tuple[int, int, int]]:

@@ -14,38 +14,64 @@ class Eviction(enum.Enum):
     """Those that were touched by the fewest calls; of these the oldest ones."""
 
 
-class RowTouches:
-    """Two numbers for each row of a table.
+_RECORD = np.dtype([("last", np.int64), ("num", np.int64)])
 
-    Attributes:
-        last: int64 `[capacity]`: the clock when a row was touched last.
-        num: int64 `[capacity]`: how many calls touched it.
-    """
+
+class RowTouches:
+    """Two numbers for each row of a table, which lie side by side: they are needed together."""
 
     def __init__(self, capacity: int):
         """None so far."""
-        self.last = np.zeros(capacity, np.int64)
-        self.num = np.zeros(capacity, np.int64)
+        self._records = np.zeros(capacity, _RECORD)
+
+    @property
+    def last(self) -> np.ndarray:
+        """The clock when a row was touched last, int64 `[capacity]`; may be written to."""
+        return self._records["last"]
+
+    @property
+    def num(self) -> np.ndarray:
+        """How many calls touched it, int64 `[capacity]`; may be written to."""
+        return self._records["num"]
 
     @property
     def nbytes(self) -> int:
         """How much memory it takes."""
-        return self.last.nbytes + self.num.nbytes
+        return self._records.nbytes
 
     def reserve(self, num_rows: int) -> None:
         """Makes room for rows below `num_rows`, by doubling."""
-        more = len(self.last)
-        while more < num_rows:
-            more *= 2
-        if more > len(self.last):
-            padding = np.zeros(more - len(self.last), np.int64)
-            self.last = np.concatenate([self.last, padding])
-            self.num = np.concatenate([self.num, padding])
+        capacity = len(self._records)
+        while capacity < num_rows:
+            capacity *= 2
+        if capacity > len(self._records):
+            larger = np.zeros(capacity, _RECORD)
+            larger[: len(self._records)] = self._records
+            self._records = larger
 
-    def touch(self, rows: np.ndarray, clock: int) -> None:
+    def touch(self, rows: np.ndarray, clock: int | np.ndarray) -> None:
         """Notes one call, which may name a row more than once."""
+        found = self._records.take(rows)
+        found["last"] = clock
+        found["num"] += 1
+        self._records[rows] = found
+
+    def touch_each(self, rows: np.ndarray, clock: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Notes one call, and finds the rows that it names more than once, without sorting them.
+
+        Returns:
+            Where each row is named last, positions `[unique]` in order, and which of those rows
+            each of `rows` is, int32 `[n]`; None if all of them differ.
+        """
+        positions = np.arange(len(rows), dtype=np.int32)
+        self.touch(rows, positions)  # in place of the clock, which comes when they have been read
+        last = self.last[rows]  # whatever order NumPy wrote in: one of each row's positions
         self.last[rows] = clock
-        self.num[rows] = self.num[rows] + 1
+        is_last = last == positions
+        if is_last.all():
+            return positions, None
+        rank = np.cumsum(is_last, dtype=np.int32) - 1
+        return np.flatnonzero(is_last), rank[last]
 
     def first_to_go(
         self, count: int, eviction: Eviction, ids: np.ndarray, rows: np.ndarray

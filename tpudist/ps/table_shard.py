@@ -19,7 +19,7 @@ from tpudist.ps.id_hash import as_ids
 from tpudist.ps.id_map import IdMap
 from tpudist.ps.row_arrays import RowArrays
 from tpudist.ps.row_creation import create_rows, initial_rows, words
-from tpudist.ps.row_duplicates import RowDuplicates, sum_duplicates
+from tpudist.ps.row_duplicates import sum_duplicates
 from tpudist.ps.row_optimizers import RowOptimizer, Rows, scatter
 from tpudist.ps.row_touches import RowTouches
 from tpudist.ps.table_options import TableOptions
@@ -55,7 +55,6 @@ class TableShard:
         self._map = IdMap()
         self._arrays = RowArrays(options.row, options.capacity)
         self._touches = RowTouches(options.capacity)
-        self._duplicates = RowDuplicates()
         self._keep_changes = keep_changes
         self._changed: list[np.ndarray] = []
         self._evicted: list[np.ndarray] = []
@@ -66,8 +65,7 @@ class TableShard:
     @property
     def nbytes(self) -> int:
         """How much memory it takes, with the room for further rows."""
-        parts = (self._map, self._arrays, self._touches, self._duplicates)
-        return sum(part.nbytes for part in parts)
+        return self._map.nbytes + self._arrays.nbytes + self._touches.nbytes
 
     def ids(self) -> np.ndarray:
         """The ids that have rows, int64 `[n]`."""
@@ -94,7 +92,7 @@ class TableShard:
         self.options.check_out(out, len(ids))
         rows = self._find_or_create(ids) if create else self._map.find(ids)
         if create:
-            self._touch(rows)
+            self._touches.touch(rows, self._tick())
         self._arrays.read_into(out, rows, lambda table: table.values)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
@@ -113,13 +111,12 @@ class TableShard:
         ids, gradients = as_ids(ids), np.asarray(gradients)
         self.options.check_rows("gradients", gradients, len(ids))
         rows = self._find_or_create(ids)
-        last, which = self._duplicates.unique(rows)
+        last, which = self._touches.touch_each(rows, self._tick())
         if which is not None:
             gradients = sum_duplicates(gradients, which, len(last))
             rows = rows[last]
         update = functools.partial(_update_rows, optimizer=self._optimizer)
         self._arrays.change(update, rows, gradients)
-        self._touch(rows)  # while another core computes
         self._note_changes(ids)
         self._arrays.wait()
 
@@ -135,9 +132,8 @@ class TableShard:
         ids, values = as_ids(ids), np.asarray(rows)
         self.options.check_rows("rows", values, len(ids))
         numbers = self._find_or_create(ids)
-        last, _ = self._duplicates.unique(numbers)
+        last, _ = self._touches.touch_each(numbers, self._tick())
         self._arrays.change(_set_values, numbers[last], values[last])
-        self._touch(numbers)
         self._note_changes(ids)
         self._arrays.wait()
 
@@ -264,9 +260,9 @@ class TableShard:
             rows[missing] = self._map.find(ids[missing])
         return rows
 
-    def _touch(self, rows: np.ndarray) -> None:
+    def _tick(self) -> int:
         self.clock += 1
-        self._touches.touch(rows, self.clock)
+        return self.clock
 
     def _create(self, ids: np.ndarray, rows_in_use: np.ndarray) -> None:
         self.require_room(ids)
@@ -295,7 +291,6 @@ class TableShard:
     def _reserve(self) -> None:
         self._arrays.reserve(self._map.num_rows)
         self._touches.reserve(self._map.num_rows)
-        self._duplicates.reserve(len(self._touches.last))
 
     def _evict_first(self, count: int, rows_in_use: np.ndarray) -> None:
         if count <= 0:
