@@ -56,7 +56,6 @@ def test_a_slow_closure_is_begun_again_after_some_times_the_median():
     assert setting.queue.get(1, 60.0) is closure
     assert setting.concurrency.now_s() - began_s == pytest.approx(6.0)
     assert setting.queue.get(2, 60.0) is None  # two are enough
-    assert setting.queue.num_speculated == 1
     assert setting.queue.tally.retries == {"slow": 1}
     assert setting.queue.tally.workers[0].retries == 1
     (why,) = closure.retries

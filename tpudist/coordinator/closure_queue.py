@@ -55,7 +55,6 @@ class ClosureQueue:
         finished: The numbers of closures that will not run any more.
         tally: Counts them, by worker.
         withdrawn: Numbers of those that are not to be run when they come.
-        num_speculated: How many were begun a second time since they were slow.
         is_stopped: Whether nothing more is given to workers.
     """
 
@@ -80,7 +79,6 @@ class ClosureQueue:
         self.finished = ClosureLedger()
         self.tally = ClosureTally()
         self.withdrawn: set[int] = set()
-        self.num_speculated = 0
         self._concurrency, self._max_size = concurrency, max_size
         self._max_staleness, self._stragglers = max_staleness, stragglers
         self._waiting: collections.deque[Closure] = collections.deque()
@@ -312,7 +310,6 @@ class ClosureQueue:
             why = f"it is slow: {self._stragglers.describe(closure, now_s)}"
             _log.warning("%s: worker %d runs it as well, since %s", closure, worker, why)
             closure.retries.append(why)
-            self.num_speculated += 1
             self.tally.put_back(next(iter(closure.workers)), "slow")
         closure.workers[worker] = now_s
         self.changed.notify_all()

@@ -293,7 +293,7 @@ class ClusterCoordinator:
     def num_speculated(self) -> int:
         """How many functions were begun a second time since they were slow; see `speculate`."""
         with self._queue.changed:
-            return self._queue.num_speculated
+            return self._queue.tally.retries["slow"]
 
     @property
     def staleness(self) -> dict[int, int]:
