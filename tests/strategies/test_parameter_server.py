@@ -422,13 +422,6 @@ def test_a_constraint_that_raises_leaves_all_as_it_was(start, tmp_path):
     np.testing.assert_allclose(v.numpy(), value, rtol=1e-6)
 
 
-def test_the_state_of_optimizers_is_refused_in_checkpoints(start, tmp_path):
-    run = start()
-    optimizer = run.make_optimizer(optax.adam(0.1))
-    with pytest.raises(RuntimeError, match="whose state is on the servers"):
-        CheckpointManager(Checkpoint(optimizer=optimizer), tmp_path).save(0)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"max_staleness": -1}, {"closure_timeout_s": 0}, {"queue_size": 0}, {"speculate": 1}],

@@ -6,14 +6,13 @@ an array's contents, so objects whose arrays have been donated can still be rest
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tpudist.state import nnx_binding, nnx_contents
-from tpudist.state.variable import Variable
 
 Path = tuple[str, ...]
 
@@ -28,7 +27,7 @@ class Entry:
         path: Its name, in parts.
         kind: `ARRAY`, `KEY` (typed random keys), `VALUE` (a Python number, bool or string) or
             `STATE` (the position of an iterator).
-        shape: Of an array or of keys.
+        shape: Of an array or of keys; -1 for a number of rows that only the value says.
         dtype: Name of the dtype, of the keys' implementation, or of the value's type.
         variable_type: The type of the NNX Variable that holds it, if one does.
         sharding: Where it lives; None on the host, or on no device in particular.
@@ -51,6 +50,12 @@ class Entry:
     def name(self) -> str:
         """The path, for people and for JSON."""
         return join_path(self.path)
+
+    def fit(self, shape: Sequence[int]) -> "Entry":
+        """The entry with the rows of a value of this shape, if it may have any number of them."""
+        if self.shape[:1] != (-1,) or len(shape) != len(self.shape):
+            return self
+        return dataclasses.replace(self, shape=(shape[0], *self.shape[1:]))
 
     def __str__(self) -> str:
         return f"{self.name} {describe(self.kind, self.shape, self.dtype)}"
@@ -101,6 +106,7 @@ class Entries:
         self._keep: list[Any] = []  # so that ids stay those of these objects
         self._states: list[Callable[[], None]] = []
         self._finish: list[Callable[[], None]] = []
+        self._ends: list[Callable[[], None]] = []
         self._refused: list[str] = []
         self._around: list[Any] = []
         for name, x in objects.items():
@@ -119,7 +125,7 @@ class Entries:
 
         First the positions, which may be refused: then the arrays are as they were.
         """
-        for finish in (*self._states, *self._finish):
+        for finish in (*self._states, *self._finish, *self._ends):
             finish()
 
     def _add(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
@@ -127,9 +133,9 @@ class Entries:
             return
         if isinstance(x, nnx_contents.OBJECT_TYPES):
             self._add_nnx(path, x)
-        elif isinstance(x, Variable):
+        elif has_array(x):
             self._add_variable(path, x)
-        elif isinstance(x, Container):
+        elif has_objects(x):
             self._add_container(path, x)
         elif has_state(x):
             write = _DeferredWriter(x.set_state, self._states)
@@ -137,12 +143,13 @@ class Entries:
         else:
             self._add_tree(path, x, replace)
 
-    def _add_container(self, path: Path, x: "Container") -> None:
+    def _add_container(self, path: Path, x: Any) -> None:
         if any(x is outer for outer in self._around):
             return  # a way back up: it is saved where it was first met
         self._around.append(x)
         for name, inner in x.checkpoint_objects().items():
-            self._add((*path, name), inner, _ObjectReplacer(x.replace_object, name))
+            replace = _ObjectReplacer(x.replace_object, name) if isinstance(x, Container) else None
+            self._add((*path, name), inner, replace)
         self._around.pop()
 
     def _add_nnx(self, path: Path, x: Any) -> None:
@@ -160,13 +167,19 @@ class Entries:
             for name, inner in x.checkpoint_objects().items():
                 self._add((*path, name), inner, None)
 
-    def _add_variable(self, path: Path, variable: Variable) -> None:
+    def _add_variable(self, path: Path, variable: Any) -> None:
         if self._is_known(variable, path):
             return
         shape, dtype, sharding = variable.checkpoint_spec()
-        what = jax.ShapeDtypeStruct(shape, dtype)
         write = _DeferredWriter(variable.restore, self._finish)
-        self._add_array(path, what, sharding, variable.checkpoint_value, write)
+        if hasattr(variable, "finish_restore"):
+            self._ends.append(variable.finish_restore)
+        read = variable.checkpoint_value
+        if sharding is None:
+            name = np.dtype(dtype).name
+            self.entries.append(Entry(path, ARRAY, shape, name, read, write, on_host=True))
+            return
+        self._add_array(path, jax.ShapeDtypeStruct(shape, dtype), sharding, read, write)
 
     def _add_tree(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
         self._add_leaves(path, x, replace, None)
@@ -235,6 +248,16 @@ def has_state(x: Any) -> bool:
     return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")
 
 
+def has_array(x: Any) -> bool:
+    """Whether `x` gives and takes one array, as Variables do."""
+    return hasattr(type(x), "checkpoint_spec")
+
+
+def has_objects(x: Any) -> bool:
+    """Whether `x` says which objects it has, as containers do and tables of servers."""
+    return hasattr(type(x), "checkpoint_objects")
+
+
 def _has_numbers(x: np.ndarray | np.generic) -> bool:
     return jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool
 
@@ -255,7 +278,8 @@ def _describe_duplicates(names: Iterable[str]) -> list[str]:
 
 
 def _is_object(x: Any) -> bool:
-    return isinstance(x, (*nnx_contents.OBJECT_TYPES, Variable, Container)) or has_state(x)
+    is_nnx = isinstance(x, nnx_contents.OBJECT_TYPES)
+    return is_nnx or has_array(x) or has_objects(x) or has_state(x)
 
 
 def key_name(key: Any) -> str:

@@ -103,11 +103,11 @@ def match(
             continue
         used.add(old)
         known = saved[old]
-        difference = _difference(entry, known, cast)
+        difference = _difference(entry.fit(known["shape"]), known, cast)
         if difference:
             problems.append(difference)
             continue
-        pairs.append((entry, old))
+        pairs.append((entry.fit(known["shape"]), old))
         if known["dtype"] != entry.dtype:
             casts.append(f"{entry.name}: {known['dtype']} to {entry.dtype}")
     left = [
@@ -125,8 +125,8 @@ def match(
             f"with names or NNX types, rename={{name in the checkpoint: name here}}, cast=True "
             f"for other dtypes."
         )
-    chosen = {id(entry) for entry, _ in pairs}
-    not_restored = tuple(str(x) for x in found.entries if id(x) not in chosen)
+    chosen = {entry.name for entry, _ in pairs}
+    not_restored = tuple(str(x) for x in found.entries if x.name not in chosen)
     return Match(pairs, not_restored, tuple(left), tuple(casts))
 
 

@@ -34,9 +34,10 @@ def gather(
     leaves: dict[str, dict[str, Any]] = {}
     gone, abstract = [], []
     for entry in found.entries:
+        value = entry.read()
+        entry = entry.fit(np.shape(value)) if entry.kind == ARRAY else entry
         leaf = {"kind": entry.kind, "shape": list(entry.shape), "dtype": entry.dtype}
         leaves[entry.name] = leaf
-        value = entry.read()
         if entry.kind in (VALUE, STATE):
             leaf["value"] = _check_json(entry, value)
             continue

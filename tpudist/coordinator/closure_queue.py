@@ -359,8 +359,13 @@ class ClosureQueue:
         may_begin = self._max_staleness is None or ahead <= self._max_staleness
         return self._waiting if may_begin else None
 
+    def num_unfinished(self) -> int:
+        """How many wait or run, of those that any worker may run."""
+        with self.changed:
+            return len(self._waiting) + sum(x.worker is None for x in self._running.values())
+
     def _is_done(self) -> bool:
-        return not self._waiting and not any(x.worker is None for x in self._running.values())
+        return not self.num_unfinished()
 
     def _must_raise(self) -> bool:
         return self._error is not None or self.is_stopped

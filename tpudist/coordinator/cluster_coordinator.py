@@ -296,6 +296,11 @@ class ClusterCoordinator:
             return self._queue.tally.retries["slow"]
 
     @property
+    def num_unfinished(self) -> int:
+        """How many functions were scheduled and have not finished yet."""
+        return self._queue.num_unfinished()
+
+    @property
     def staleness(self) -> dict[int, int]:
         """How often what a function changed was so many functions ahead of what it had read."""
         with self._queue.changed:

@@ -100,10 +100,9 @@ class Optimizer(nnx.Optimizer):
         self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
         self.has_model = model is not None
-        self.slots = _Slots()
-        self.number_on_servers = (
-            None if self.has_model else context.get_strategy()._number_optimizer(tx)
-        )
+        strategy = context.get_strategy()
+        self.number_on_servers = None if self.has_model else strategy._number_optimizer(tx)
+        self.slots = _Slots(None if self.number_on_servers is None else strategy)
 
     def update(self, model: Any, grads: PyTree, /, **kwargs: Any) -> PyTree:
         """Reduces `grads` over the replicas and applies them to `model`.
@@ -145,22 +144,23 @@ class Optimizer(nnx.Optimizer):
         """
         variables = list(variables)
         if any(v.is_on_servers for v in variables):
-            return  # the servers make them
+            self.slots.on_servers = variables  # which make them
+            return
         self.slots.get_or_make(self.tx, _unique_names(variables), variables)
 
     def checkpoint_objects(self) -> dict[str, Any]:
         """What a checkpoint saves besides the NNX state: the slots for Variables.
 
         Raises:
-            RuntimeError: Parameter servers keep them.
+            RuntimeError: Parameter servers keep them, and functions are under way; or for which
+                Variables is not known here (`build`).
         """
-        if self.number_on_servers is not None:
-            raise RuntimeError(
-                "A checkpoint was to hold an Optimizer of a ParameterServerStrategy, whose state "
-                "is on the servers and cannot be saved yet. Save the Variables alone, and begin "
-                "with a new state; or keep both with ParameterServerStrategy(..., log=FOLDER)."
-            )
-        return {} if self.has_model else {"slots": self.slots.state()}
+        if self.number_on_servers is None:
+            return {} if self.has_model else {"slots": self.slots.state()}
+        variables = self.slots.on_servers
+        named = dict(zip(_unique_names(variables), variables, strict=True))
+        slots = self.slots.strategy.slots_on_servers(self.number_on_servers, self.tx, named)
+        return {"slots": slots}
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], name: str | None = None
@@ -244,6 +244,7 @@ class Optimizer(nnx.Optimizer):
                     variable.name, variable.shape, variable.dtype, values, indices
                 )
         gradients = self._reduce([g for g, _ in pairs])
+        self.slots.on_servers = self.slots.on_servers or variables
         variables[0].send_gradients(self.number_on_servers, self.tx, variables, gradients)
 
     def _reduce(self, gradients: PyTree) -> PyTree:
@@ -266,9 +267,16 @@ class Optimizer(nnx.Optimizer):
 
 
 class _Slots:
-    """The optimizer state for Variables, as Variables of the same strategy."""
+    """The optimizer state for Variables, as Variables of the same strategy.
 
-    def __init__(self):
+    Attributes:
+        strategy: The one whose servers have the state; None if they are Variables here.
+        on_servers: For which Variables that is; none as long as it is not known.
+    """
+
+    def __init__(self, strategy: Any):
+        self.strategy = strategy
+        self.on_servers: list[Any] = []
         self._made_for: list[str] | None = None  # which Variables, by name
         self._tree: PyTree = None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpudist.checkpoint import CheckpointManager, entry_values, restore_match
 from tpudist.checkpoint.checkpoint import Checkpoint
-from tpudist.checkpoint.entries import KEY, STATE, VALUE, Entries, Entry
+from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry
 from tpudist.xla import goodput, host_copies
 from tpudist.xla.generations import GenerationEnded
 
@@ -56,9 +56,10 @@ class Copies:
         arrays: dict[str, Any] = {}
         on_devices: dict[str, jax.Array] = {}
         for entry in found.entries:
+            value = entry.read()
+            entry = entry.fit(np.shape(value)) if entry.kind == ARRAY else entry
             leaf = {"kind": entry.kind, "shape": list(entry.shape), "dtype": entry.dtype}
             leaves[entry.name] = leaf
-            value = entry.read()
             if entry.kind in (VALUE, STATE):
                 leaf["value"] = value
             elif isinstance(value, jax.Array):

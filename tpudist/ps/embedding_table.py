@@ -14,7 +14,7 @@ import optax
 from tpudist import context
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import ActorDied, Engine
-from tpudist.ps import table_options
+from tpudist.ps import table_checkpoint, table_options
 from tpudist.ps.changes import TableChange
 from tpudist.ps.id_hash import as_ids, shard_of
 from tpudist.ps.row_touches import Eviction
@@ -186,9 +186,30 @@ class Table:
         Raises:
             ValueError: They are of another dim, dtype or optimizer.
         """
+        self._restore(state, replace=False)
+
+    def _restore(self, state: State, *, replace: bool) -> None:
         for server in range(self._num_servers):
             part = part_of_shard(state, server, self._num_servers)
-            self._servers.restore_table(server, self._number, part)
+            self._servers.restore_table(server, self._number, part, replace=replace)
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        """What checkpoints save: all arrays of `state`, which take the place of what there is.
+
+        Raises:
+            RuntimeError: Scheduled functions are under way.
+        """
+        strategy: Any = self._strategy
+        strategy.check_quiet(f"Table '{self.name}'")
+        return table_checkpoint.arrays_of_table(self, self.options)
+
+    def replace(self, state: State) -> None:
+        """Has the rows of `state`, and no others: as `restore` into a table that is empty.
+
+        Raises:
+            ValueError: They are of another dim, dtype or optimizer.
+        """
+        self._restore(state, replace=True)
 
     def __repr__(self) -> str:
         return f"Table('{self.name}', dim={self.options.dim}, {self.options.dtype})"

@@ -144,18 +144,41 @@ class Servers:
 
     def change(self, server: int, changes: Sequence[Change]) -> None:
         """Changes variables of one server, once, whatever becomes of it meanwhile."""
-        with self._lock:
-            self._ask(server, "push_direct", self._num_direct[server], list(changes))
-            self._num_direct[server] += 1
+        self._change_once(server, "push_direct", list(changes))
 
     def report(self) -> list[Mapping[str, Any]]:
         """What each server says of itself."""
         return self.ask_all("report")
 
-    def restore_table(self, server: int, number: int, state: Mapping[str, np.ndarray]) -> None:
-        """Puts rows into a table on one server."""
+    def restore_table(
+        self, server: int, number: int, state: Mapping[str, np.ndarray], *, replace: bool = False
+    ) -> None:
+        """Puts rows into a table on one server, or in the place of all that it has there."""
+        self._change_once(server, "restore_table", number, dict(state), replace)
+
+    def variables_of_optimizer(self, number: int) -> list[list[tuple[int, ...]]]:
+        """For each server the numbers of variables that an optimizer has updated together."""
+        return self.ask_all("variables_of_optimizer", number)
+
+    def read_optimizer(
+        self, server: int, number: int, variables: tuple[int, ...]
+    ) -> list[np.ndarray]:
+        """The arrays of an optimizer's state for variables of one server."""
+        return self._ask(server, "state_of_optimizer", number, variables)
+
+    def restore_optimizer(
+        self,
+        server: int,
+        number: int,
+        variables: tuple[int, ...],
+        arrays: Mapping[int, np.ndarray],
+    ) -> None:
+        """Replaces some of the arrays that `read_optimizer` gives."""
+        self._change_once(server, "restore_optimizer", number, variables, dict(arrays))
+
+    def _change_once(self, server: int, method: str, *args: Any) -> None:
         with self._lock:
-            self._ask(server, "restore_table", self._num_direct[server], number, dict(state))
+            self._ask(server, method, self._num_direct[server], *args)
             self._num_direct[server] += 1
 
     def ask_all(self, method: str, *args: Any) -> list[Any]:

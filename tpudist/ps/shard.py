@@ -132,6 +132,16 @@ class Shard:
         self._traffic.take(ids)
         return self._traffic.give(self._tables.pull(number, ids, create))
 
+    def variables_of_optimizer(self, optimizer: int) -> list[tuple[int, ...]]:
+        """Which variables an optimizer has updated together."""
+        self._catch_up()
+        return self._variables.variables_of_optimizer(optimizer)
+
+    def state_of_optimizer(self, optimizer: int, variables: tuple[int, ...]) -> list[np.ndarray]:
+        """Copies of an optimizer's state for variables of this server."""
+        self._catch_up()
+        return self._variables.state(optimizer, variables)
+
     def state_of_table(self, number: int) -> dict[str, np.ndarray]:
         """All rows of a table, copied."""
         self._catch_up()
@@ -213,13 +223,32 @@ class Shard:
             self._save()  # when rows were looked up is not in the log
         return count
 
-    def restore_table(self, number: int, table: int, state: Mapping[str, np.ndarray]) -> None:
-        """Puts rows into a table; see `push_direct`."""
+    def restore_table(
+        self, number: int, table: int, state: Mapping[str, np.ndarray], replace: bool
+    ) -> None:
+        """Puts rows into a table, or in the place of all that it has; see `push_direct`."""
         self._catch_up()
         self._traffic.take(*state.values())
         if number <= self._direct:
             return
-        self._tables.restore(table, state_arrays(state))
+        self._tables.restore(table, state_arrays(state), replace=replace)
+        self._direct = number
+        if self._log is not None:
+            self._save()
+
+    def restore_optimizer(
+        self,
+        number: int,
+        optimizer: int,
+        variables: tuple[int, ...],
+        arrays: Mapping[int, np.ndarray],
+    ) -> None:
+        """Replaces some arrays of an optimizer's state; see `push_direct`."""
+        self._catch_up()
+        if number <= self._direct:
+            return
+        leaves = dict(enumerate(self._variables.state(optimizer, variables))) | dict(arrays)
+        self._variables.restore_state(optimizer, variables, [*leaves.values()])
         self._direct = number
         if self._log is not None:
             self._save()

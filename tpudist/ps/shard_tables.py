@@ -68,9 +68,14 @@ class ShardTables:
         """All of a table's rows; see `table_state`."""
         return self._find(number).state()
 
-    def restore(self, number: int, state: Mapping[str, np.ndarray]) -> None:
-        """Puts rows in, over those that are there."""
-        self._find(number).restore(state)
+    def restore(
+        self, number: int, state: Mapping[str, np.ndarray], *, replace: bool = False
+    ) -> None:
+        """Puts rows in, over those that are there or in the place of all of them."""
+        found = self._find(number)
+        table = TableShard(found.options) if replace else found
+        table.restore(state)
+        self._tables[number] = table
 
     def numbers(self) -> Iterator[int]:
         """Of the tables."""

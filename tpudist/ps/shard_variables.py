@@ -105,6 +105,21 @@ class ShardVariables:
             for variables, state in optimizer.states.items():
                 yield number, variables, [np.asarray(x) for x in jax.tree.leaves(state)]
 
+    def variables_of_optimizer(self, optimizer: int) -> list[tuple[int, ...]]:
+        """Those that an optimizer updates together, of each state that it has."""
+        return list(self._optimizer(optimizer).states)
+
+    def state(self, optimizer: int, variables: tuple[int, ...]) -> list[np.ndarray]:
+        """Copies of an optimizer's state for some variables; where it has none, of a new one.
+
+        Raises:
+            ValueError: Some of them are updated together with others.
+        """
+        with jax.default_device(self._device):
+            values = [self._values[n] for n in variables]
+            state = self._optimizer(optimizer).begin(variables, values)
+            return [np.array(x) for x in jax.tree.leaves(state)]
+
     def restore_state(
         self, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
     ) -> None:

@@ -25,7 +25,7 @@ def to_state(
     return {
         "ids": ids,
         "rows": rows.values,
-        **{_slot_name(path): x for path, x in slots},
+        **{slot_name(path): x for path, x in slots},
         "last": last,
         "num": num,
         "clock": np.array(clock, np.int64),
@@ -39,7 +39,7 @@ def rows_of_state(state: State, row: Rows) -> Rows:
         ValueError: The state is of a table with another dim, dtype or optimizer, or not whole.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(row.slots)
-    shapes = {_slot_name(path): x for path, x in paths} | {"rows": row.values}
+    shapes = {slot_name(path): x for path, x in paths} | {"rows": row.values}
     shapes |= {name: jax.ShapeDtypeStruct((), np.int64) for name in ("ids", "last", "num")}
     needed, found = {*shapes, "clock"}, set(state) - {"evicted"}
     if needed != found:
@@ -55,7 +55,7 @@ def rows_of_state(state: State, row: Rows) -> Rows:
                 f"With {shape[0]} ids, its dim and its dtype it is {x.dtype} {list(shape)}. "
                 f"Restore it with the dim and dtype that it was saved with."
             )
-    return Rows(state["rows"], structure.unflatten([state[_slot_name(path)] for path, _ in paths]))
+    return Rows(state["rows"], structure.unflatten([state[slot_name(path)] for path, _ in paths]))
 
 
 def part_of_shard(state: State, shard: int, num_shards: int) -> dict[str, np.ndarray]:
@@ -72,5 +72,6 @@ def part_of_shard(state: State, shard: int, num_shards: int) -> dict[str, np.nda
     return part
 
 
-def _slot_name(path: Any) -> str:
+def slot_name(path: Any) -> str:
+    """The name of an array of the optimizer's state, by its path in that."""
     return f"slots{jax.tree_util.keystr(path)}"

@@ -18,6 +18,8 @@ from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import Engine
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.options import InputOptions, RunOptions
+from tpudist.ps.optimizer_slots import OptimizerSlots
+from tpudist.ps.server_variable import ServerVariable
 from tpudist.ps.servers import Servers
 from tpudist.ps.sharded_variable import UnplacedVariable
 from tpudist.ps.worker_session import WorkerSession
@@ -145,6 +147,54 @@ class ParameterServerStrategy(Strategy):
         """Ends servers and workers; nothing is left of them but the log."""
         if self.servers is not None:
             self._ending()
+
+    # Checkpoints.
+
+    def check_quiet(self, what: str) -> None:
+        """Refuses what must see servers that no function is changing.
+
+        Raises:
+            RuntimeError: Functions are under way, or this is one of them.
+        """
+        coordinator = None if self.coordinator is None else self.coordinator()
+        unfinished = 0 if coordinator is None else coordinator.num_unfinished
+        if unfinished or current_place() is not None:
+            raise RuntimeError(
+                f"{what} was to be in a checkpoint, and {unfinished or 'some'} function(s) of the "
+                f"coordinator have not finished: servers would be seen at different moments. Call "
+                f"coordinator.join() first, and not in a scheduled function."
+            )
+
+    def slots_on_servers(
+        self, number: int, tx: Any, variables: Mapping[str, ServerVariable]
+    ) -> PyTree:
+        """What checkpoints save of an optimizer: its state for variables, as in one place.
+
+        Args:
+            number: Of the optimizer.
+            tx: Its transformation.
+            variables: All that it updates, by the names that its state has for them; none if that
+                is not known here.
+
+        Raises:
+            RuntimeError: Functions are under way; or the optimizer has state, and `variables` are
+                not known.
+            ValueError: The state is for others, or has no place in a checkpoint.
+        """
+        self.check_quiet("The state of an Optimizer")
+        if self.servers is None:
+            raise AssertionError("a worker's closure is never quiet")
+        if variables:
+            slots = OptimizerSlots(self.servers, number, tx, variables)
+            return slots.tree(self.replica_mesh.replicated)
+        if any(self.servers.variables_of_optimizer(number)):
+            raise RuntimeError(
+                "A checkpoint was to hold an Optimizer whose state is on the servers, and which "
+                "Variables it is for is known to workers in other processes alone, or to an "
+                "earlier run. Call optimizer.build(variables) first, with those that "
+                "apply_gradients is given, in that order."
+            )
+        return None
 
     # On workers.
 
