@@ -259,7 +259,7 @@ def test_values_outlive_the_workers_that_gave_them(run):
     for worker in run.coordinator.workers:
         assert run.kill("worker", worker)
     assert output.fetch() == (1, -1)
-    assert all(isinstance(x, np.ndarray) for x in output.fetch())
+    assert all(isinstance(x, np.generic) for x in output.fetch())
     assert output.get() == (1, -1)
     assert all(isinstance(x, jax.Array) for x in output.get())
 

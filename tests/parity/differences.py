@@ -184,3 +184,36 @@ DATASET_IN_FUNCTION = Difference(
     "The loop stays outside, and the function gets a batch, or `Strategy.run_steps` several.",
     "JAX traces a function once: a dataset in it would be frozen into the program.",
 )
+ANY_CALLABLE = Difference(
+    "coordinator.ClusterCoordinator.schedule",
+    "Takes a `tf.function`; what is none is a TypeError.",
+    "Takes anything that can be called; a `tpudist.function` too.",
+    "A function that is scheduled is called on its worker, and what it gives to `strategy.run` is "
+    "compiled there.",
+)
+TRACED_LATER = Difference(
+    "coordinator.ClusterCoordinator.schedule",
+    "The function is traced by `schedule`, which raises what the trace raises: other functions go "
+    "on.",
+    "It is called on its worker, and what it raises is the error of the function, raised once by "
+    "`join`, `done` or `schedule`.",
+    "There is no trace of the function that is scheduled.",
+)
+RUN_ON_COORDINATOR = Difference(
+    "Strategy.run",
+    "With ParameterServerStrategy, outside of scheduled functions it runs on the coordinator.",
+    "It is a RuntimeError that says to schedule the function.",
+    "The workers are what computes; a run that forgot to schedule would have one of them.",
+)
+ROWS_IN_ORDER = Difference(
+    "experimental.ShardedVariable.sparse_read",
+    "Rows come part by part: rows 12 and 0 as 0 and 12.",
+    "Rows come in the order in which they were asked for.",
+    "It is what `tf.Variable.sparse_read` gives, and `tf.nn.embedding_lookup` of the same rows.",
+)
+PARTS_ARE_A_VARIABLE = Difference(
+    "experimental.ShardedVariable",
+    "No `tf.Variable`: it has no `read_value`, and every one is named 'ShardedVariable'.",
+    "A Variable, with all that Variables have and the name that it was given.",
+    "A program need not know whether a partitioner has cut a variable.",
+)

@@ -1,6 +1,9 @@
 """The adapter for TensorFlow: what a case may use of it. Of each strategy there is one object."""
 
+import contextlib
 import functools
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,7 @@ class Api:
 
     library = "tensorflow"
     aborted = False  # TensorFlow ends all collective operations of a process after an error in one
+    has_servers = False  # whose strategies have no such operations
     dist = tf.distribute
     v1 = tf.compat.v1.distribute
     Variable = tf.Variable
@@ -52,6 +56,11 @@ class Api:
         if name == rules.MULTI_WORKER:  # its public constructor takes one CPU device per process
             cls = collective_all_reduce_strategy.CollectiveAllReduceStrategy
             return cls._from_local_devices([f"/device:CPU:{i}" for i in range(NUM_DEVICES)])
+        if name in (rules.SERVERS, rules.PARTS):
+            self.has_servers = True
+            cut = tf.distribute.experimental.partitioners.FixedShardsPartitioner(rules.NUM_PARTS)
+            partitioner = cut if name == rules.PARTS else None
+            return tf.distribute.ParameterServerStrategy(_start_cluster(), partitioner)
         assert name == rules.DEFAULT
         return tf.distribute.get_strategy()
 
@@ -104,8 +113,20 @@ class Api:
         try:
             return self.plain(function())
         except Exception as exception:
-            self.aborted |= isinstance(exception, tf.errors.OpError)
+            if not self.has_servers:
+                self.aborted |= isinstance(exception, tf.errors.OpError)
             return plain.error(exception)
+
+    def fail(self) -> None:
+        """Fails, and not before it is run."""
+        tf.debugging.Assert(False, ["as it was meant to"])
+
+    def pause(self, seconds: float) -> None:
+        """Takes time when it is run."""
+        tf.py_function(lambda: time.sleep(seconds), [], [])
+
+    def embedding_lookup(self, params: Any, ids: Any) -> tf.Tensor:
+        return tf.nn.embedding_lookup(params, ids)
 
     def start_afresh(self) -> None:
         """What follows is run in another process: the case has left something behind in this."""
@@ -115,6 +136,27 @@ class Api:
         """The value on each replica, also where it is equal on all of them."""
         parts = strategy.experimental_local_results(value)
         return list(parts) * (strategy.num_replicas_in_sync // len(parts))
+
+
+def _start_cluster() -> tf.distribute.cluster_resolver.ClusterResolver:
+    """Two workers and two parameter servers in this process, as TensorFlow's tutorial has them."""
+    with contextlib.ExitStack() as sockets:
+        found = [sockets.enter_context(socket.socket()) for _ in range(2 * rules.NUM_TASKS)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        hosts = [f"127.0.0.1:{one.getsockname()[1]}" for one in found]
+    spec = {"worker": hosts[: rules.NUM_TASKS], "ps": hosts[rules.NUM_TASKS :]}
+    cluster = tf.train.ClusterSpec(spec)
+    config = tf.compat.v1.ConfigProto()
+    config.inter_op_parallelism_threads = 4 * rules.NUM_TASKS  # else tasks wait for each other
+    for job in spec:
+        for index in range(rules.NUM_TASKS):
+            server = tf.distribute.Server(cluster, job, index, protocol="grpc", config=config)
+            _servers.append(server)
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
+
+
+_servers: list[tf.distribute.Server] = []  # which end when they are forgotten
 
 
 def _unwrap(x: Any) -> Any:

@@ -1,6 +1,7 @@
 """The adapter for tpudist: what a case may use of it. Of each strategy there is one object."""
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,9 @@ class Api:
     square = staticmethod(jnp.square)
     concat = staticmethod(jnp.concatenate)
     reshape = staticmethod(jnp.reshape)
+
+    def __init__(self) -> None:
+        self.coordinators: list[tpudist.coordinator.ClusterCoordinator] = []
 
     @property
     def v1(self) -> Any:
@@ -57,8 +61,23 @@ class Api:
             return tpudist.MultiWorkerMirroredStrategy()
         if name == rules.TPU:
             return tpudist.TPUStrategy(devices=["cpu:0", "cpu:1"])
+        if name in (rules.SERVERS, rules.PARTS):
+            cut = tpudist.experimental.partitioners.FixedShardsPartitioner(rules.NUM_PARTS)
+            strategy = tpudist.ParameterServerStrategy(
+                variable_partitioner=cut if name == rules.PARTS else None,
+                num_workers=rules.NUM_TASKS,
+                num_servers=rules.NUM_TASKS,
+            )
+            # It ends with the last who holds it; TensorFlow's lives as long as its strategy.
+            self.coordinators.append(tpudist.coordinator.ClusterCoordinator(strategy))
+            return strategy
         assert name == rules.DEFAULT
         return tpudist.get_strategy()
+
+    def close(self) -> None:
+        """Ends what runs for the strategies."""
+        for coordinator in self.coordinators:
+            coordinator.shutdown()
 
     def array(self, value: Any, dtype: str = "float32") -> jax.Array:
         return jnp.asarray(value, dtype)
@@ -100,6 +119,17 @@ class Api:
             return self.plain(function())
         except Exception as exception:
             return plain.error(exception)
+
+    def fail(self) -> None:
+        """Fails, and not before it is run."""
+        raise ValueError("as it was meant to")
+
+    def pause(self, seconds: float) -> None:
+        """Takes time when it is run."""
+        time.sleep(seconds)
+
+    def embedding_lookup(self, params: Any, ids: Any) -> jax.Array:
+        return tpudist.ps.embedding_lookup(params, np.asarray(ids))
 
     def start_afresh(self) -> None:
         """For TensorFlow."""

@@ -14,6 +14,7 @@ ERRORS = {
     "UnimplementedError": "not implemented",
     "StopIteration": "end",
     "OutOfRangeError": "end",
+    "CancelledError": "cancelled",
     "InvalidArgumentError": "value",
     "ValueError": "value",
     "TypeError": "type",

@@ -14,9 +14,13 @@ DEFAULT = "default"
 CENTRAL = "central storage"
 MULTI_WORKER = "multi worker"
 TPU = "tpu"
+SERVERS = "parameter servers"
+PARTS = "parameter servers with a partitioner"
+NUM_TASKS = 2  # as many workers, and as many servers
+NUM_PARTS = 5  # into which the partitioner cuts variables
 
 NUM_REPLICAS = {MIRRORED: 2, MIRRORED_8: 8, ONE_DEVICE: 1, DEFAULT: 1, CENTRAL: 2, TPU: 2}
-NUM_REPLICAS[MULTI_WORKER] = 8
+NUM_REPLICAS |= {MULTI_WORKER: 8, SERVERS: 1, PARTS: 1}
 # TensorFlow has no TPUStrategy without a TPU. Ours is held to what its MirroredStrategy gives.
 RECORDED_ON = {TPU: MIRRORED}
 MANY = (MIRRORED, TPU, CENTRAL)

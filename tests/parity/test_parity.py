@@ -21,7 +21,9 @@ PARAMETERS = [
 
 @pytest.fixture(scope="module")
 def api():
-    return on_tpudist.Api()
+    api = on_tpudist.Api()
+    yield api
+    api.close()
 
 
 @pytest.fixture(scope="module")

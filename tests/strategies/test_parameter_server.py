@@ -796,6 +796,26 @@ def test_what_belongs_in_closures_is_refused_outside(start):
         iter(run.strategy.experimental_distribute_dataset([1]))
 
 
+@pytest.mark.parametrize("has_log", [False, True])
+def test_a_coordinator_in_the_place_of_one_that_nobody_held_has_effect(start, has_log, tmp_path):
+    """It numbered its functions as the one before had, and servers took them for done."""
+    run = start(log=tmp_path if has_log else None)
+    v = run.make(0.0)
+    for expected in (1, 2, 3):
+        run.coordinator = None
+        gc.collect()
+        run.coordinator = ClusterCoordinator(run.strategy)
+        run.call(v.assign_add, 1.0)
+        assert v.numpy() == expected
+        assert run.coordinator.num_finished == expected
+    assert run.coordinator.next_batch() == 2
+
+
+def test_numbers_are_fetched_as_numpy_has_them(start):
+    found = start().call(lambda: (jnp.float32(1.5), jnp.arange(2)))
+    assert (type(found[0]), type(found[1])) == (np.float32, np.ndarray)
+
+
 def test_nothing_is_left_when_it_is_forgotten(threads_left):
     run = Run()
     v = run.make(0.0)

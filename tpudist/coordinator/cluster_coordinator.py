@@ -38,8 +38,8 @@ class ClusterCoordinator:
 
     What a function reads of the strategy's Variables comes from their servers; what it changes goes
     there when it has ended, and has effect once on each server, even if the function is begun again
-    because its worker, a server or this program was lost. A strategy has one coordinator: making
-    another gives the same.
+    because its worker, a server or this program was lost. A strategy has one coordinator at a
+    time: making another gives the same. It ends when nobody holds it any more.
 
     As `tf.distribute.coordinator.ClusterCoordinator`, which runs functions at least once. Functions
     need not be `tpudist.function`s.
@@ -111,6 +111,8 @@ class ClusterCoordinator:
         )
         folder = strategy.servers.folder
         self._finished = FinishedFile(None if folder is None else folder / "finished.records")
+        # One before it, which nobody holds any more, may have had workers run what it numbered.
+        self._finished.skip_to(strategy.num_numbered)
         self._queue.finished = self._finished.ledger
         self._queue.withdrawn = self._finished.withdrawn
         self._withdraw = _make_withdraw(self._queue, self._finished)
@@ -188,7 +190,7 @@ class ClusterCoordinator:
 
     def _take_number(self) -> int:
         number = self._next_number
-        self._next_number += 1
+        self.strategy.num_numbered = self._next_number = number + 1
         return number
 
     def join(self, *, timeout_s: float | None = None) -> bool:

@@ -52,6 +52,13 @@ class FinishedFile:
             more = {"withdrawn": True} if is_withdrawn else {}
             self._file.append({"finished": number, **more}, {})
 
+    def skip_to(self, low: int) -> None:
+        """Notes that no closure of a lower number will run any more."""
+        if low > self.ledger.low:
+            self.ledger.raise_to(low)
+            if self._file is not None:
+                self._file.append({"low": low}, {})
+
     def close(self) -> None:
         """Ends the file."""
         if self._file is not None:

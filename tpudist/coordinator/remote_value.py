@@ -155,4 +155,4 @@ def fetch_all(nest: Any) -> Any:
 
 
 def _as_numpy(x: Any) -> Any:
-    return np.asarray(x) if isinstance(x, jax.Array) else x
+    return np.asarray(x)[()] if isinstance(x, jax.Array) else x  # a number of one without dims

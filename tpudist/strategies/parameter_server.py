@@ -47,6 +47,7 @@ class ParameterServerStrategy(Strategy):
     variables_have_components = False
     variable_class = UnplacedVariable
     coordinator: weakref.ref | None = None  # of which there is one at most
+    num_numbered = 0  # closures, by all that it has had: servers know them by their numbers
     # Of the one that stands for it on workers in other processes.
     num_workers = 0
     _worker_strategy: Callable[[int], Strategy] | None = None
