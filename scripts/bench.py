@@ -33,6 +33,7 @@ from benchmarks import (
     programs,
     published,
     scale,
+    servers,
     tables,
     tails,
 )
@@ -57,6 +58,7 @@ Suite = Literal[
     "determinism",
     "processes",
     "tables",
+    "servers",
 ]
 
 
@@ -71,7 +73,8 @@ class Config:
     loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
     published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
     programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
-    and with a state that is kept for survivors; rows of an embedding table by id."""
+    and with a state that is kept for survivors; rows of an embedding table by id; steps of
+    parameter servers, against TensorFlow's and a loop by hand on Ray."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -89,7 +92,8 @@ class Config:
     checkpoint_megabytes: int = 500
     """Size of the state that the checkpoint suite saves and restores."""
     tensorflow_python: Path | None = None
-    """A Python that has TensorFlow, for the input suite; by default this one, if it has."""
+    """A Python that has TensorFlow, for the suites input (by default this one, if it has) and
+    servers (which leaves TensorFlow out without)."""
     out: Path | None = None
     """Write all of it to this file, as JSON."""
 
@@ -144,6 +148,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return processes.figures(config.example_steps)
     if suite == "tables":
         return tables.figures(config.table_rows)
+    if suite == "servers":
+        return servers.figures(config.tensorflow_python)
     if suite == "scale":
         return scale.figures()
     return [
