@@ -29,7 +29,7 @@ _WATCH_THE_CLOCK = (
     "test_exact_resume "
     "test_input_ends test_input_processes test_launch_hosts test_pod_in_a_box test_preemption "
     "test_preemption_processes test_prefetch test_process_guard test_processes test_ray_engine "
-    "test_server_storm test_survival test_train_script"
+    "test_server test_server_storm test_survival test_train_script"
 ).split()
 # The longest ones first, so that no worker is left with one of them at the end.
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")

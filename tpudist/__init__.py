@@ -1,13 +1,10 @@
 """The programming model of `tf.distribute` on JAX: write the step for one replica."""
 
-import typing
-
 from tpudist import (
     checkpoint,
     cluster_resolver,
     compat,
     coordinator,
-    deprecated,
     errors,
     experimental,
     planner,
@@ -21,6 +18,7 @@ from tpudist.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from tpudist.coordinator.server import Server
 from tpudist.deprecated import get_loss_reduction
 from tpudist.gradients.losses import compute_average_loss, scale_regularization_loss
 from tpudist.gradients.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
@@ -94,6 +92,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
@@ -134,10 +133,3 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names: those of the rooms are found in the rooms."""
     return sorted(__all__)
-
-
-if not typing.TYPE_CHECKING:  # which would take any name to be there
-
-    def __getattr__(name: str) -> typing.NoReturn:
-        """Says of a name of `tf.distribute` that it is not offered yet."""
-        raise deprecated.make_attribute_error(__name__, name, ("Server",))

@@ -1,13 +1,12 @@
 """The old names of tf.distribute: each does what its replacement does, and says what that is.
 
 They are TensorFlow's deprecated methods and those of its 1.x, for programs that are ported as they
-are. Here they stand in one place, to be left out of the classes that new programs read. What is
-still to come of tf.distribute is named where somebody asks for it.
+are. Here they stand in one place, to be left out of the classes that new programs read.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpudist.options import InputReplicationMode
@@ -19,22 +18,6 @@ PyTree = Any
 def warn(name: str, instead: str, *, stacklevel: int = 3) -> None:
     """Warns that `name` is deprecated, at the line that uses it, and says what to do `instead`."""
     warnings.warn(f"{name} is deprecated: {instead}.", DeprecationWarning, stacklevel=stacklevel)
-
-
-def make_attribute_error(module: str, name: str, to_come: Collection[str]) -> AttributeError:
-    """What to raise for a name that `module` does not have; some are `to_come`.
-
-    Args:
-        module: Its dotted name.
-        name: What was asked for.
-        to_come: Its names in tf.distribute that are not offered yet.
-    """
-    if name in to_come:
-        return AttributeError(
-            f"{module}.{name} is not offered yet. Workers and parameter servers run in threads or "
-            f"processes that tpudist.ParameterServerStrategy starts: no server is to be started."
-        )
-    return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def get_loss_reduction() -> ReduceOp:

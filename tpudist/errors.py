@@ -2,6 +2,7 @@
 
 __all__ = [
     "CancelledError",
+    "DeadlineExceededError",
     "OutOfRangeError",
     "ProcessFailedError",
     "ProcessesDifferError",
@@ -13,7 +14,16 @@ __all__ = [
 class CancelledError(RuntimeError):
     """A function that was scheduled has not run, since another one had failed before.
 
+    Or a call was given up.
+
     As `tf.errors.CancelledError`.
+    """
+
+
+class DeadlineExceededError(TimeoutError):
+    """A call to another program has taken longer than it may.
+
+    As `tf.errors.DeadlineExceededError`.
     """
 
 
@@ -52,5 +62,5 @@ class StartupError(RuntimeError):
 class UnavailableError(RuntimeError):
     """A parameter server has died, and what it held was kept nowhere.
 
-    As `tf.errors.UnavailableError`.
+    Or a server that was called has gone. As `tf.errors.UnavailableError`.
     """

@@ -1,13 +1,11 @@
 """What `tf.distribute` keeps under `experimental`, and what is new here."""
 
-import typing
-
-from tpudist import deprecated
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment, DeviceOrderMode
 from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_system
 from tpudist.cluster_resolver.tpu_topology import Topology
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.coordinator import experimental_coordinator as coordinator
+from tpudist.coordinator import rpc
 from tpudist.options import ValueContext
 from tpudist.preemption import (
     PreemptionCheckpointHandler,
@@ -51,12 +49,6 @@ __all__ = [
     "coordinator",
     "initialize_tpu_system",
     "partitioners",
+    "rpc",
     "survive",
 ]
-
-
-if not typing.TYPE_CHECKING:  # which would take any name to be there
-
-    def __getattr__(name: str) -> typing.NoReturn:
-        """Says of a name of `tf.distribute.experimental` that it is not offered yet."""
-        raise deprecated.make_attribute_error(__name__, name, ("rpc",))

@@ -101,17 +101,17 @@ def test_a_token_that_others_can_read_is_reported(monkeypatch, tmp_path, caplog)
     with pytest.raises(
         RuntimeError, match="no token for Ray at 10.0.0.1:6379: it is in RAY_AUTH_T"
     ):
-        ray_session._choose_token("10.0.0.1:6379", was_imported=False)
-    ray_session._choose_token(None, was_imported=False)
+        ray_session.choose_token("10.0.0.1:6379", was_imported=False)
+    ray_session.choose_token(None, was_imported=False)
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
     file.write_text("secret")
     file.chmod(0o644)
-    ray_session._choose_token(None, was_imported=True)
+    ray_session.choose_token(None, was_imported=True)
     assert f"Others can read {file}" in caplog.text
     caplog.clear()
     file.chmod(0o600)
-    ray_session._choose_token(None, was_imported=True)
+    ray_session.choose_token(None, was_imported=True)
     assert caplog.text == ""
     assert "RAY_AUTH_TOKEN" not in os.environ
 
@@ -120,12 +120,12 @@ def test_ray_that_was_imported_too_early_cannot_join(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "")
     monkeypatch.delenv("RAY_AUTH_MODE")
     with pytest.raises(RuntimeError, match="imported before it could know .* for 10.0.0.1:6379"):
-        ray_session._choose_token("10.0.0.1:6379", was_imported=True)
+        ray_session.choose_token("10.0.0.1:6379", was_imported=True)
 
 
 def test_the_folder_is_private_and_its_name_short(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 50)))
-    folder = ray_session._folder()
+    folder = ray_session.make_folder()
     assert folder.parent == Path("/tmp")
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()

@@ -54,12 +54,13 @@ ONLY_IN = {
     "jax.extend": ("xla",),
     "jaxlib": ("xla",),
     "ray": ("engine.ray_session",),
+    "grpc": ("coordinator.grpc_layer",),
     "flax": ("state", "run", "strategy", "gradients", "training", "models"),
 }
 
 # Never at the top of a module: `import tpudist` must not load them.
 ONLY_WHEN_USED = ("keras", "matplotlib", "ray", "sklearn", "tensorboardX", "tensorflow", "pytest")
-ONLY_WHEN_USED += ("datasets", "pyarrow", "torch")
+ONLY_WHEN_USED += ("datasets", "grpc", "pyarrow", "torch")
 
 
 def violations(package: Path) -> list[str]:

@@ -1,20 +1,13 @@
 """The public names: tf.distribute's, where tf.distribute has them, and each explained.
 
 `data/surface.json` lists every name of tf.distribute (of TensorFlow 2.21 and of the r1.15 pages),
-under the place where tpudist mirrors it, and those that are still to come. That second list only
-shrinks. After adding names, run
-
-    PYTHONPATH=tests:tests/programs python tests/policy/test_public_api.py
-
-which takes what is offered now off the list, and lower `NUM_STILL_TO_COME` to the number it prints.
-`tf.distribute`'s Mirrored values are not listed: here they are plain arrays.
+under the place where tpudist mirrors it. `tf.distribute`'s Mirrored values are not listed: here
+they are plain arrays.
 """
 
 import ast
-import importlib
 import inspect
 import json
-import re
 import subprocess
 import sys
 import textwrap
@@ -28,11 +21,7 @@ from parity import signatures
 from places import DATA
 
 SURFACE_FILE = DATA / "surface.json"
-SURFACE: dict[str, list[str]]
-STILL_TO_COME: list[str]
-SURFACE, STILL_TO_COME = json.loads(SURFACE_FILE.read_text()).values()
-
-NUM_STILL_TO_COME = 14
+SURFACE: dict[str, list[str]] = json.loads(SURFACE_FILE.read_text())["surface"]
 
 
 def is_offered(dotted: str) -> bool:
@@ -73,20 +62,8 @@ def _all_names() -> list[str]:
     return [f"{owner}.{name}" for owner, names in SURFACE.items() for name in names]
 
 
-def test_every_name_of_tf_distribute_is_offered_or_still_to_come():
-    missing = [n for n in _all_names() if not is_offered(n) and n not in STILL_TO_COME]
-    assert missing == []
-
-
-def test_a_name_that_is_offered_is_no_longer_to_come():
-    """Otherwise it could be lost again without anybody noticing."""
-    assert [n for n in STILL_TO_COME if is_offered(n)] == []
-
-
-def test_the_list_of_names_to_come_only_shrinks():
-    assert len(STILL_TO_COME) == NUM_STILL_TO_COME
-    assert sorted(set(STILL_TO_COME)) == STILL_TO_COME
-    assert set(STILL_TO_COME) <= set(_all_names())
+def test_every_name_of_tf_distribute_is_offered():
+    assert [name for name in _all_names() if not is_offered(name)] == []
 
 
 def test_a_missing_name_and_a_missing_owner_are_not_offered():
@@ -138,7 +115,7 @@ def test_a_signature_is_compatible_with_tensorflows(dotted):
     owner: Any = tpudist
     for name in dotted.split(".")[1:]:
         if not hasattr(owner, name):
-            assert dotted in STILL_TO_COME or not is_offered(dotted)
+            assert not is_offered(dotted)
             return
         owner = (
             inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
@@ -241,7 +218,9 @@ def test_what_lacks_a_docstring_is_found():
     assert _undocumented(module) == ["silent", "silent.Silent", "silent.Silent.run"]
 
 
-@pytest.mark.parametrize("heavy", ["keras", "matplotlib", "ray", "sklearn", "tensorflow", "pytest"])
+@pytest.mark.parametrize(
+    "heavy", ["grpc", "keras", "matplotlib", "ray", "sklearn", "tensorflow", "pytest"]
+)
 def test_importing_tpudist_loads_nothing_heavy(heavy, modules_after_import):
     assert heavy not in modules_after_import
 
@@ -266,22 +245,3 @@ print(*sys.modules, "settings unchanged, no backend", sep="\\n")
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
-
-
-def test_a_name_that_is_still_to_come_says_so():
-    to_come = {name for name in STILL_TO_COME if name.split(".")[-2] in ("tpudist", "experimental")}
-    assert {"tpudist.Server", "tpudist.experimental.rpc"} <= to_come
-    for name in to_come:
-        path, _, last = name.rpartition(".")
-        module: Any = importlib.import_module(path)
-        with pytest.raises(AttributeError, match=f"^{re.escape(name)} is not offered yet"):
-            getattr(module, last)
-        with pytest.raises(AttributeError, match=f"^module '{path}' has no attribute 'nothing'"):
-            _ = module.nothing
-
-
-if __name__ == "__main__":
-    still_to_come = [name for name in STILL_TO_COME if not is_offered(name)]
-    data = {"surface": SURFACE, "still_to_come": still_to_come}
-    SURFACE_FILE.write_text(json.dumps(data, indent=2) + "\n")
-    print(len(still_to_come), "names are still to come.")

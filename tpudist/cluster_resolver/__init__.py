@@ -10,6 +10,7 @@ from tpudist.cluster_resolver.kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
+from tpudist.cluster_resolver.server_def import ServerDef
 from tpudist.cluster_resolver.simple import SimpleClusterResolver
 from tpudist.cluster_resolver.slurm import SlurmClusterResolver
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
@@ -22,6 +23,7 @@ __all__ = [
     "GCEClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
+    "ServerDef",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",

@@ -37,6 +37,7 @@ from tpudist.engine.ray_calls import (
     put,
     references,
 )
+from tpudist.engine.ray_cluster import RayCluster
 from tpudist.engine.ray_session import RaySession, import_ray
 
 RESOURCES = frozenset(
@@ -64,6 +65,7 @@ class RayEngine:
         self,
         address: str | None = None,
         *,
+        cluster: RayCluster | None = None,
         resources: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
         needs_token: bool = True,
@@ -77,6 +79,8 @@ class RayEngine:
         Args:
             address: Of Ray, such as `10.0.0.1:6379`. By default that of the variable RAY_ADDRESS;
                 where there is none, Ray is started.
+            cluster: Machines that join Ray by themselves (`tpudist.Server`), each for one actor.
+                Ray is started here for them, and `start` waits until all of them are there.
             resources: What actors of a role need, in Ray's words (see `RESOURCES`), such as
                 `{"worker": {"num_cpus": 1}}`. By default nothing, so that any machine can hold
                 them.
@@ -87,8 +91,13 @@ class RayEngine:
             log_to_driver: Whether what actors print is printed here.
 
         Raises:
-            ValueError: An option in `resources` says something else.
+            ValueError: An option in `resources` says something else; or an address and a cluster.
         """
+        if address and cluster:
+            raise ValueError(
+                f"RayEngine was given address={address!r} and cluster={cluster!r}. Give the "
+                f"address of Ray that runs, or the cluster whose head is to be started here."
+            )
         for role, options in (resources or {}).items():
             if strange := sorted(set(options) - RESOURCES):
                 raise ValueError(
@@ -98,7 +107,13 @@ class RayEngine:
         self.concurrency: Concurrency = SystemConcurrency()
         self._resources = {role: dict(x) for role, x in (resources or {}).items()}
         self._environment = dict(environment or {})
-        self._session = RaySession(address, needs_token=needs_token, log_to_driver=log_to_driver)
+        self._cluster = cluster
+        self._session = RaySession(
+            address,
+            needs_token=needs_token,
+            log_to_driver=log_to_driver,
+            head=cluster and cluster.head,
+        )
         self._calls = Calls(f"tpudist-{secrets.token_hex(8)}", self.concurrency)
         self._lock = threading.RLock()
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -112,12 +127,19 @@ class RayEngine:
             ModuleNotFoundError: Ray is not installed.
             RuntimeError: It does not start, or its tokens are off.
             ConnectionError: It cannot be reached, or wants another token.
+            TimeoutError: A machine of the cluster does not join.
         """
         with self._lock:
             if self._is_over:
                 raise RuntimeError("The engine was shut down. Make a new one.")
             if not self._is_ready:
                 self._session.connect()
+                if self._cluster is not None:
+                    try:
+                        self._cluster.wait()
+                    except BaseException:
+                        self._session.disconnect()
+                        raise
                 self._is_ready = True
 
     def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: Any) -> Actor:
@@ -184,9 +206,11 @@ class RayEngine:
     def _options(self, actor: Actor) -> dict[str, Any]:
         variables = {x: value for x, value in os.environ.items() if _is_of_jax(x)}
         variables["PYTHONPATH"] = os.pathsep.join(_module_folders())
+        place = self._cluster.find_resources(actor.role, actor.index) if self._cluster else {}
+        needs = {"num_cpus": 0, **self._resources.get(actor.role, {})}
         return {
-            "num_cpus": 0,
-            **self._resources.get(actor.role, {}),
+            **needs,
+            "resources": {**needs.get("resources", {}), **place},
             "name": str(actor),
             "namespace": self._calls.namespace,
             "max_restarts": 0,

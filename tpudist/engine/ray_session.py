@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from tpudist.engine.process_guard import ProcessGuard
+from tpudist.engine.ray_addresses import find_local_ip, split_address
 
 START_S = 120.0
 """How long Ray may take to start on this machine; 4 s where nothing else runs."""
@@ -31,9 +32,16 @@ _log = logging.getLogger("tpudist")
 class RaySession:
     """A program's connection to Ray."""
 
-    def __init__(self, address: str | None, *, needs_token: bool, log_to_driver: bool):
-        """None yet; the arguments are those of `RayEngine`."""
-        self._address, self._needs_token = address, needs_token
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        needs_token: bool,
+        log_to_driver: bool,
+        head: str | None = None,
+    ):
+        """None yet; the arguments are those of `RayEngine`, and where to start Ray for others."""
+        self._address, self._needs_token, self._head = address, needs_token, head
         self._log_to_driver = log_to_driver
         self._lock = threading.RLock()
         self._guard: ProcessGuard | None = None
@@ -46,13 +54,13 @@ class RaySession:
 
     def connect(self) -> None:
         """Starts Ray, or joins it; leaves it alone where the program has done so."""
-        _require_token(self._needs_token)
+        require_token(self._needs_token)
         if "ray" in sys.modules and import_ray().is_initialized():
             return
-        address = self._address or os.environ.get("RAY_ADDRESS")
+        address = None if self._head else self._address or os.environ.get("RAY_ADDRESS")
         address = None if address == "local" else address  # Ray's word for one of its own
         if self._needs_token:
-            _choose_token(address, was_imported="ray" in sys.modules)
+            choose_token(self._head or address, was_imported="ray" in sys.modules)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray = import_ray()
         options: dict[str, Any] = {"log_to_driver": self._log_to_driver, "logging_level": "ERROR"}
@@ -71,12 +79,15 @@ class RaySession:
                 raise
 
     def _start(self) -> Path:
-        folder = _folder()
+        host, port = split_address(self._head) if self._head else ("", 0)
+        folder = make_folder()
         # Ray lets everybody write to the folder that it is given, so it is one inside of ours.
         inner = folder / "r"
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"]
         command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={inner}"]
-        env = dict(os.environ)
+        if ip := host and find_local_ip(host):
+            command.append(f"--node-ip-address={ip}")
+        env = {x: value for x, value in os.environ.items() if x != "RAY_ADDRESS"}
         if self._needs_token:
             env["RAY_AUTH_MODE"] = "token"
         self._guard = ProcessGuard(command, folder, env, timeout_s=START_S)
@@ -105,12 +116,19 @@ def import_ray() -> ModuleType:
         if error.name != "ray":
             raise
         raise ModuleNotFoundError(
-            "RayEngine needs Ray, which is not installed: pip install 'tpudist[ray]'.", name="ray"
+            "Ray is not installed, which engine='ray' and servers on several machines need: "
+            "pip install 'tpudist[ray]'.",
+            name="ray",
         ) from None
     return ray
 
 
-def _require_token(needs_token: bool) -> None:
+def require_token(needs_token: bool) -> None:
+    """Refuses to run Ray without tokens where they are needed.
+
+    Raises:
+        RuntimeError: The environment turns them off.
+    """
     mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
     if needs_token and mode != "token":
         raise RuntimeError(
@@ -119,7 +137,7 @@ def _require_token(needs_token: bool) -> None:
         )
 
 
-def _choose_token(address: str | None, *, was_imported: bool) -> None:
+def choose_token(address: str | None, *, was_imported: bool) -> None:
     """Has Ray use tokens, and sees that there is one.
 
     Ray reads RAY_AUTH_MODE when it is imported, and keeps the token that it first has. So both stay
@@ -172,7 +190,7 @@ def _as_it_was() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _folder() -> Path:
+def make_folder() -> Path:
     """A new folder of a short name, that only this user may enter."""
     place = tempfile.gettempdir()
     if len(place) > _MAX_FOLDER - len("/tpudist-ray-xxxxxxxx/r"):

@@ -5,6 +5,7 @@ checksum of all. Nothing in it is code. What a process has appended outlives the
 was synced outlives the host.
 """
 
+import io
 import json
 import os
 import struct
@@ -81,6 +82,18 @@ def encode(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     data = b"".join(np.ascontiguousarray(x).tobytes() for x in parts.values())
     crc = zlib.crc32(data, zlib.crc32(text))
     return _HEADER.pack(_MAGIC, len(text), len(data), crc) + text + data
+
+
+def decode(record: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The facts and the arrays of a record, which cannot be written to.
+
+    Raises:
+        ValueError: It is damaged, or none.
+    """
+    found = _read_record(io.BytesIO(record), len(record))
+    if found is None:
+        raise ValueError("no whole record")
+    return found
 
 
 def read_records(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:

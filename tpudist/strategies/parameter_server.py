@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tpudist import context
-from tpudist.cluster_resolver import ClusterResolver
+from tpudist.cluster_resolver import ClusterResolver, ClusterSpec
+from tpudist.cluster_resolver.server_def import find_other_host
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import Engine
 from tpudist.engine.thread_engine import ThreadEngine
@@ -70,14 +70,17 @@ class ParameterServerStrategy(Strategy):
 
         Args:
             cluster_resolver: How many workers and servers there are: as many as the jobs `worker`
-                and `ps` of its cluster have tasks.
+                and `ps` of its cluster have tasks. Where it says that this is the `chief`, they are
+                the processes of `tpudist.Server`, on this machine or on others, which join this one
+                at its address in the cluster; 300 s are waited for them.
             variable_partitioner: Into how many parts a variable is cut, such as
                 `tpudist.experimental.partitioners.MinSizePartitioner`. By default into one.
             num_workers: How many workers, where there is no cluster resolver.
             num_servers: How many servers, where there is no cluster resolver; by default 1.
-            engine: Where workers and servers run: `threads` of this process, which is the default;
-                `ray`, processes of Ray on this machine or on others (`pip install 'tpudist[ray]'`;
-                where the variable RAY_ADDRESS says, else it is started here); or an engine.
+            engine: Where workers and servers run: `threads` of this process, which is the default
+                unless this is a chief; `ray`, processes of Ray on this machine or on others
+                (`pip install 'tpudist[ray]'`; where the variable RAY_ADDRESS says, else it is
+                started here); or an engine.
             log: A folder for what servers hold and how it changes, which outlives them: a server
                 that has died goes on where it was, and so does a program that is started again with
                 the same folder. By default nothing is kept, and the death of a server ends the run
@@ -92,6 +95,8 @@ class ParameterServerStrategy(Strategy):
         Raises:
             TypeError: An argument of another type.
             ValueError: No worker, or no server; the cluster has other hosts; or no time.
+            RuntimeError: Servers are to join, and there is no token for them.
+            TimeoutError: They have not joined.
         """
         workers, servers = _count(cluster_resolver, num_workers, num_servers, engine)
         if variable_partitioner is not None and not callable(variable_partitioner):
@@ -107,7 +112,7 @@ class ParameterServerStrategy(Strategy):
                 f"be more than 0 seconds, or None for no limit."
             )
         self._cluster_resolver, self.variable_partitioner = cluster_resolver, variable_partitioner
-        self.engine = _make_engine(engine)
+        self.engine = _make_engine(engine, cluster_resolver)
         self.num_workers, self._worker_strategy = workers, worker_strategy
         self._become_member(uuid.uuid4().hex)
         self.engine.start()
@@ -345,7 +350,15 @@ def find_member(key: str) -> ParameterServerStrategy:
 _kept: list[ParameterServerStrategy] = []  # in processes of workers, as long as they live
 
 
-def _make_engine(engine: Engine | str | None) -> Engine:
+def _make_engine(engine: Engine | str | None, resolver: ClusterResolver | None) -> Engine:
+    if engine is None and resolver is not None and _is_chief(resolver):
+        from tpudist.engine.ray_cluster import RayCluster
+        from tpudist.engine.ray_engine import RayEngine
+
+        spec = resolver.cluster_spec()
+        tasks = ((job, i) for job in ("worker", "ps") for i in spec.task_indices(job))
+        head = spec.task_address("chief", 0)
+        return RayEngine(cluster=RayCluster(head, frozenset(tasks)))
     if engine is None or engine == "threads":
         return ThreadEngine()
     if engine == "ray":
@@ -404,12 +417,25 @@ def _count(
     if resolver.task_type in ("worker", "ps"):
         raise ValueError(
             f"ParameterServerStrategy was made by {resolver.task_type} {resolver.task_id} of the "
-            f"cluster. One program schedules, that of the chief. On the hosts of workers and "
-            f"servers only Ray runs: ray start --address CHIEF:6379."
+            f"cluster. One program schedules, that of the chief. Workers and servers join it: "
+            f"tpudist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()."
         )
-    if engine is None:
-        _refuse_other_hosts(spec, ("worker", "ps"))
+    other = find_other_host(spec, ("worker", "ps"))
+    if engine is None and other is not None and not _is_chief(resolver):
+        job, index, address = other
+        raise ValueError(
+            f"The cluster has {job} {index} at {address}, which is another host, and the threads "
+            f"of this process would be all that runs. Have this process be the cluster's 'chief' "
+            f"(a job of one address, and the resolver's task_type), which hosts join by "
+            f"tpudist.Server; or give engine='ray', for Ray that runs there, or engine='threads', "
+            f"to have all of it here."
+        )
     return spec.num_tasks("worker"), spec.num_tasks("ps")
+
+
+def _is_chief(resolver: ClusterResolver) -> bool:
+    """Whether this is the program that machines of workers and servers join."""
+    return resolver.task_type == "chief" and "chief" in ClusterSpec(resolver.cluster_spec()).jobs
 
 
 def _refuse_objects(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -427,17 +453,3 @@ def _refuse_objects(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> No
 
 def _is_object(x: Any) -> bool:
     return isinstance(x, nnx_contents.OBJECT_TYPES)
-
-
-def _refuse_other_hosts(spec: Any, jobs: Iterable[str]) -> None:
-    here = {"localhost", "127.0.0.1", "::1", "", socket.gethostname()}
-    for job in jobs:
-        for index in spec.task_indices(job):
-            address = spec.task_address(job, index)
-            host = address.rsplit(":", 1)[0].strip("[]")
-            if host not in here:
-                raise ValueError(
-                    f"The cluster has {job} {index} at {address}, which is another host, and the "
-                    f"threads of this process would be all that runs. Give engine='ray', which "
-                    f"runs there; or engine='threads', to have all of it here."
-                )

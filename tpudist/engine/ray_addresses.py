@@ -1,0 +1,52 @@
+"""Addresses of Ray's services: of this machine, and whether somebody answers at one."""
+
+import socket
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`.
+
+    Raises:
+        ValueError: It is none.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"{address!r} names no host and port. Give the cluster addresses such as "
+            f"'10.0.0.1:6379', with a port from 1 to 65535."
+        )
+    return host.strip("[]"), int(port)
+
+
+def find_local_ip(host: str) -> str | None:
+    """The IP address of this machine that a name stands for.
+
+    None where it stands for another one, such as that of a load balancer.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for *_, address in found:
+        ip = str(address[0])
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((ip, 0))
+            except OSError:
+                continue
+            return ip
+    return None
+
+
+def is_answered(host: str, port: int, timeout_s: float = 3.0) -> bool | None:
+    """Whether somebody takes connections; None where that cannot be found out.
+
+    False is certain: the host is there, and refuses.
+    """
+    try:
+        with socket.create_connection((host, port), timeout_s):
+            return True
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
