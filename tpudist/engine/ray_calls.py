@@ -1,17 +1,28 @@
-"""Calls of actors that are processes of Ray: what is sent, what runs there, and what comes back."""
+"""Calls of actors that are processes of Ray: what is sent, what runs there, and what comes back.
+
+The first calls of an actor go by Ray. Once it has answered, and says where it listens, a caller
+connects to it, and what it calls later goes that way, for a tenth of the time (`call_line`). Where
+that cannot be, all goes by Ray. It is Ray that knows whether an actor lives.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
+import pickle
 import select
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tpudist.engine.call_line import CallLine, Reply
+from tpudist.engine.call_listener import CallListener
 from tpudist.engine.concurrency import Concurrency
 from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
 from tpudist.engine.ray_session import import_ray
@@ -22,8 +33,11 @@ PATIENCE_S = 0.3
 """How long Ray has to end a process that it was asked to kill, for which it takes 0.01 s."""
 PINGS = "pings"
 """The thread of an actor that answers while another one runs its calls, as Ray names it."""
+LOOK_S = 5.0
+"""How often Ray is asked whether an actor lives that was called by a line and has not answered."""
 OVER = "the engine was shut down"
 """Why all actors have died in the end."""
+_log = logging.getLogger("tpudist")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +77,13 @@ def load(data: bytes) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RayFuture:
-    """A call; without a reference if the actor was known to be dead."""
+    """A call: by Ray, which gives a reference, or by a line; neither if the actor is dead."""
 
     actor: Actor
     method: str
-    reference: Any
+    reference: Any = None
+    line: CallLine | None = None
+    reply: Reply | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +132,11 @@ class Process:
 class Host:
     """What Ray runs: holds the object that a factory has given, and calls its methods."""
 
-    def __init__(self, actor: Actor, factory: Callable[..., Any], *args: Any):
+    def __init__(self, actor: Actor, secret: bytes, factory: Callable[..., Any], *args: Any):
         """Has the factory make the object."""
-        self._actor, self._object = actor, factory(*args)
+        self._actor, self._secret, self._object = actor, secret, factory(*args)
+        self._lock = threading.Lock()  # of calls by Ray and by lines: one runs at a time
+        self._listener: CallListener | None = None
 
     def process(self) -> Process:
         """Where this is."""
@@ -128,14 +146,76 @@ class Host:
     def ping(self) -> None:
         """Says that this is there."""
 
+    def listen(self) -> tuple[str, int]:
+        """Where this takes calls; in the thread of pings."""
+        if self._listener is None:
+            ray = import_ray()
+            self._listener = CallListener(
+                ray.util.get_node_ip_address(),
+                self._secret,
+                lambda message: self.call(*message),
+                lambda error: _Failure(_as_it_travels(error)),
+                pickle.loads,
+                ray.cloudpickle.CloudPickler,
+            )
+        return self._listener.address
+
     def call(self, method: str, *args: Any) -> Any:
         """What a method gives; an error as a value, so that Ray leaves its type as it is."""
         try:
-            return getattr(self._object, method)(*args)
+            with self._lock:
+                return getattr(self._object, method)(*args)
         except Exception as error:
             if not isinstance(error, ActorDied):
                 error.add_note(f"Raised on {self._actor}.\n{traceback.format_exc()}".rstrip())
             return _Failure(_as_it_travels(error))
+
+
+class _Peer:
+    """An actor as one caller sees it.
+
+    Attributes:
+        handle: Ray's.
+        lock: Of what follows, and so that calls go out in their order.
+        address: What Ray is to say of where it listens; None before it was asked.
+        last: The last call that went by Ray.
+        line: How it is called, once it was found out; None for by Ray.
+        may_connect: Whether that is still to be found out.
+    """
+
+    def __init__(self, handle: Any):
+        """By Ray at first."""
+        self.handle, self.lock = handle, threading.Lock()
+        self.address: Any = None
+        self.last: Any = None
+        self.line: CallLine | None = None
+        self.may_connect = True
+
+    def find_line(self, actor: Actor, secret: bytes) -> CallLine | None:
+        """The line, which is begun when no call by Ray is under way, so that none is overtaken."""
+        if not self.may_connect:
+            return self.line
+        ray = import_ray()
+        if self.address is None:
+            self.address = self.handle.listen.options(concurrency_group=PINGS).remote()
+        wanted = [x for x in (self.address, self.last) if x is not None]
+        if len(ray.wait(wanted, num_returns=len(wanted), timeout=0)[0]) < len(wanted):
+            return None
+        self.may_connect = False
+        try:
+            address = ray.get(self.address)
+        except ray.exceptions.RayError:  # it has died, as Ray will say of the next call
+            return None
+        try:
+            self.line = CallLine(address, secret, ray.cloudpickle.CloudPickler)
+        except OSError as error:
+            _log.warning(
+                "%s cannot be called directly at %s:%d, and is called by Ray, which is slower: %s",
+                actor,
+                *address,
+                error,
+            )
+        return self.line
 
 
 class Calls:
@@ -145,43 +225,49 @@ class Calls:
         namespace: Of the run, in which Ray knows actors by their names.
     """
 
-    def __init__(self, namespace: str, concurrency: Concurrency):
+    def __init__(self, namespace: str, secret: bytes, concurrency: Concurrency):
         """None yet."""
-        self.namespace = namespace
-        self._handles: dict[Actor, Any] = {}
+        self.namespace, self.secret = namespace, secret
+        self._peers: dict[Actor, _Peer] = {}
         self._why: dict[Actor, str] = {}
         self._num_waiting = 0
         self._is_over = False
         self._changed = concurrency.condition()
 
-    def add(self, actor: Actor, handle: Any) -> None:
+    def add(self, actor: Actor, handle: Any) -> _Peer:
         """Has Ray's handle of an actor, which lives no longer than that one."""
         with self._changed:
-            self._handles[actor] = handle
+            return self._peers.setdefault(actor, _Peer(handle))
 
     def call(self, actor: Actor, method: str, args: tuple) -> RayFuture:
         """As `RayEngine.call`."""
-        handle = self._handle(actor)
-        if handle is None:
-            return RayFuture(actor, method, None)
-        with name_what_cannot_be_pickled(f"{method} of {actor}", args):
-            return RayFuture(actor, method, handle.call.remote(method, *references(args)))
+        peer = self._find(actor)
+        if peer is None:
+            return RayFuture(actor, method)
+        with name_what_cannot_be_pickled(f"{method} of {actor}", args), peer.lock:
+            line = peer.find_line(actor, self.secret)
+            if line is None:
+                peer.last = peer.handle.call.remote(method, *references(args))
+                return RayFuture(actor, method, peer.last)
+            reply = line.call((method, *values(args)))
+            return RayFuture(actor, method, line=line, reply=reply)
 
     def ping(self, actor: Actor) -> RayFuture:
         """As `RayEngine.ping`."""
-        handle = self._handle(actor)
-        if handle is None:
-            return RayFuture(actor, "ping", None)
-        return RayFuture(actor, "ping", handle.ping.options(concurrency_group=PINGS).remote())
+        peer = self._find(actor)
+        if peer is None:
+            return RayFuture(actor, "ping")
+        return RayFuture(actor, "ping", _ping(peer.handle))
 
     def result(self, future: RayFuture, timeout_s: float | None) -> Any:
         """As `RayEngine.result`."""
         with self._changed:
-            if future.reference is None or self._is_over:
+            if (future.reference is None and future.reply is None) or self._is_over:
                 raise self._death(future.actor, "Ray has no actor of its name any more")
             self._num_waiting += 1
         try:
-            value = self._get(future, timeout_s)
+            by_ray = future.reply is None
+            value = (self._get if by_ray else self._wait)(future, timeout_s)
         finally:
             with self._changed:
                 self._num_waiting -= 1
@@ -196,15 +282,22 @@ class Calls:
             if actor in self._why:
                 return False
             self._why[actor] = why
-            handle = self._handles.pop(actor, None)
-        if handle is not None:
-            import_ray().kill(handle)
-        return handle is not None
+            peer = self._peers.pop(actor, None)
+        if peer is not None:
+            import_ray().kill(peer.handle)
+            if peer.line is not None:
+                peer.line.close()
+        return peer is not None
 
     def close(self) -> None:
         """Refuses what comes later, and lets go who waits: Ray may not end under a call of it."""
         with self._changed:
             self._is_over = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            if peer.line is not None:
+                peer.line.close()
+        with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting, END_S)
 
     def _get(self, future: RayFuture, timeout_s: float | None) -> Any:
@@ -212,9 +305,7 @@ class Calls:
         try:
             return ray.get(future.reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
-            raise ResultTimeout(
-                f"{future.method} of {actor} has no result after {timeout_s:g} s."
-            ) from None
+            raise _timeout(future, timeout_s) from None
         except ray.exceptions.RayTaskError as error:
             # Not raised by the method: an argument, or what it gives, cannot be read or sent.
             raise error.cause from error
@@ -230,23 +321,73 @@ class Calls:
             # Whatever else Ray says, such as of a machine that is gone: there is no result.
             raise self._death(actor, f"{type(error).__name__}: {error}") from None
 
-    def _handle(self, actor: Actor) -> Any:
-        """Ray's handle; None if the actor is not alive."""
+    def _wait(self, future: RayFuture, timeout_s: float | None) -> Any:
+        """As `_get`, of a call by a line, which may not hear that a machine is gone."""
+        line, reply = future.line, future.reply
+        assert line is not None
+        assert reply is not None
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        ping: RayFuture | None = None
+        while True:
+            left_s = LOOK_S if end_s is None else min(LOOK_S, end_s - time.monotonic())
+            try:
+                if line.wait(reply, max(left_s, 0.0)):
+                    return reply.value(pickle.loads)
+            except OSError as error:
+                raise self._find_death(future.actor, error) from None
+            if end_s is not None and time.monotonic() >= end_s:
+                raise _timeout(future, timeout_s)
+            ping = ping or self.ping(future.actor)
+            with contextlib.suppress(ResultTimeout):  # it hangs, or works
+                self._ask(ping, 0.0)
+                ping = None
+
+    def _find_death(self, actor: Actor, broken: OSError) -> ActorDied:
+        """What Ray says of an actor of which the line has ended; if it lives, it does not any more.
+
+        What it was called for may have run or not, and what it is called for later could overtake.
+        """
+        try:
+            self._ask(self.ping(actor), END_S)
+            seen = "Ray says that it lives"
+        except ActorDied as died:
+            return died
+        except ResultTimeout:
+            seen = "it does not answer"
+        why = f"the connection to it has ended, {seen}, and it was killed.\n{broken}"
+        self.kill(actor, why)
+        return self._death(actor, why)
+
+    def _ask(self, ping: RayFuture, timeout_s: float) -> None:
+        if ping.reference is None:
+            raise self._death(ping.actor, "Ray has no actor of its name any more")
+        self._get(ping, timeout_s)
+
+    def _find(self, actor: Actor) -> _Peer | None:
+        """What is known of an actor; None if it is not alive."""
         with self._changed:
             if actor in self._why or self._is_over:
                 return None
-            handle = self._handles.get(actor)
-        if handle is None:
+            peer = self._peers.get(actor)
+        if peer is None:
             try:
                 handle = import_ray().get_actor(str(actor), namespace=self.namespace)
             except ValueError:
                 return None
-            self.add(actor, handle)
-        return handle
+            peer = self.add(actor, handle)
+        return peer
 
     def _death(self, actor: Actor, why: str, was_made: bool = True) -> ActorDied:
         why = self._why.get(actor, OVER if self._is_over else why)
         return ActorDied(actor, why, was_made)
+
+
+def _ping(handle: Any) -> Any:
+    return handle.ping.options(concurrency_group=PINGS).remote()
+
+
+def _timeout(future: RayFuture, timeout_s: float | None) -> ResultTimeout:
+    return ResultTimeout(f"{future.method} of {future.actor} has no result after {timeout_s:g} s.")
 
 
 def put(value: Any) -> RayRef:
@@ -258,6 +399,11 @@ def put(value: Any) -> RayRef:
 def references(args: tuple) -> tuple:
     """The arguments as Ray takes them."""
     return tuple(x.reference if isinstance(x, RayRef) else x for x in args)
+
+
+def values(args: tuple) -> tuple:
+    """The arguments as a line takes them, which Ray does not see."""
+    return tuple(import_ray().get(x.reference) if isinstance(x, RayRef) else x for x in args)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,8 @@ class RayEngine:
             log_to_driver=log_to_driver,
             head=cluster and cluster.head,
         )
-        self._calls = Calls(f"tpudist-{secrets.token_hex(8)}", self.concurrency)
+        secret = secrets.token_bytes(32)
+        self._calls = Calls(f"tpudist-{secrets.token_hex(8)}", secret, self.concurrency)
         self._lock = threading.RLock()
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
         self._processes: dict[Actor, Any] = {}  # references of what `Host.process` gives
@@ -150,7 +151,7 @@ class RayEngine:
             kind = import_ray().remote(concurrency_groups={PINGS: 1})(Host)
             host = kind.options(**self._options(actor))
             with name_what_cannot_be_pickled(f"the factory of {actor}", (factory, *args)):
-                handle = host.remote(actor, factory, *references(args))
+                handle = host.remote(actor, self._calls.secret, factory, *references(args))
             self._counts[role, index] += 1
             # Asked for at once, so that it is known when the actor is to be killed.
             self._processes[actor] = handle.process.remote()
@@ -199,7 +200,7 @@ class RayEngine:
 
     def __reduce__(self) -> tuple:
         """For actors."""
-        return RayMember, (self._calls.namespace,)
+        return RayMember, (self._calls.namespace, self._calls.secret)
 
     # Within.
 
@@ -249,10 +250,10 @@ class RayMember:
     serializer: Serializer | None = RaySerializer()
     actors_may_hang = True
 
-    def __init__(self, namespace: str):
-        """Of the run with a namespace."""
+    def __init__(self, namespace: str, secret: bytes):
+        """Of the run with a namespace, whose processes know a secret."""
         self.concurrency: Concurrency = SystemConcurrency()
-        self._calls = Calls(namespace, self.concurrency)
+        self._calls = Calls(namespace, secret, self.concurrency)
 
     def start(self) -> None:
         """Nothing is to be done: Ray has started this process."""
@@ -287,7 +288,7 @@ class RayMember:
 
     def __reduce__(self) -> tuple:
         """For other actors."""
-        return RayMember, (self._calls.namespace,)
+        return RayMember, (self._calls.namespace, self._calls.secret)
 
 
 def _refuse(what: str) -> RuntimeError:

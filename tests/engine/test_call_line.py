@@ -1,0 +1,221 @@
+"""Calls by a connection of one's own: in their order, once, and only of who knows the secret."""
+
+import contextlib
+import pickle
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tpudist.engine import call_line
+from tpudist.engine.call_line import CallLine
+from tpudist.engine.call_listener import CallListener
+from tpudist.engine.call_messages import MessageReader, dump, send, shake_hands
+
+SECRET = b"of both"
+
+
+def listen(answer, secret=SECRET):
+    return CallListener("127.0.0.1", secret, answer, repr, pickle.loads, pickle.Pickler)
+
+
+def connect(listener, secret=SECRET):
+    return CallLine(listener.address, secret, pickle.Pickler)
+
+
+def get(line, reply, timeout_s=20.0):
+    assert line.wait(reply, timeout_s)
+    return reply.value(pickle.loads)
+
+
+@pytest.fixture
+def seen():
+    return []
+
+
+@pytest.fixture
+def listener(seen):
+    def answer(message):
+        seen.append(message)
+        if callable(message):
+            return message()
+        if isinstance(message, float):
+            time.sleep(message)
+        return message
+
+    return listen(answer)
+
+
+@pytest.fixture
+def line(listener):
+    made = connect(listener)
+    yield made
+    made.close()
+
+
+def test_replies_come_in_the_order_of_the_calls_and_as_often_as_one_asks(line, seen):
+    replies = [line.call(i) for i in range(300)]
+    assert get(line, replies[-1]) == 299
+    assert [get(line, x) for x in replies] == list(range(300)) == seen
+    assert get(line, replies[7]) == 7
+
+
+@pytest.mark.parametrize("size", [0, 1, 3_000_000])
+@pytest.mark.parametrize("count", [1, 700])  # of arrays: more than a system call takes
+def test_arrays_come_as_they_were(line, size, count):
+    size = size // count
+    arrays = [np.arange(i, i + size, dtype=np.int32).reshape(-1, 1) for i in range(count)]
+    found = get(line, line.call({"arrays": arrays, "order": np.asfortranarray(np.eye(3))}))
+    np.testing.assert_array_equal(found["arrays"], arrays)
+    assert found["order"].flags.f_contiguous
+    found["arrays"][0][:] = 5  # nobody else has it
+
+
+def test_calls_do_not_wait_for_replies_that_nobody_reads(line, seen):
+    """Else both sides would wait for each other, with what is larger than the system's buffers."""
+    big = np.zeros(4_000_000, np.uint8)
+    replies = [line.call(big) for _ in range(8)]
+    for reply in replies:
+        assert len(get(line, reply)) == len(big)
+    assert len(seen) == 8
+
+
+def test_calls_do_not_wait_for_one_who_does_not_read(monkeypatch):
+    monkeypatch.setattr(call_line, "PATIENCE_S", 0.01)
+    server = socket.create_server(("127.0.0.1", 0))
+    found = []
+
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(20)
+            assert shake_hands(connection, SECRET, has_called=False)
+            connection.settimeout(None)
+            go_on.wait(20)
+            reader = MessageReader(connection)
+            for _ in range(4):
+                pickled, arrays = reader.read()
+                found.append(pickle.loads(pickled, buffers=arrays))
+            send(connection, dump("done", pickle.Pickler))
+
+    go_on = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    line = CallLine(server.getsockname()[:2], SECRET, pickle.Pickler)
+    big = np.zeros(20_000_000, np.uint8)
+    first, *_ = [line.call(x) for x in (big, 1, big + 1, 2)]
+    big[:] = 9  # what was called with is what was sent
+    assert not line.wait(first, 0.05)
+    go_on.set()
+    assert get(line, first) == "done"
+    thread.join()
+    server.close()
+    line.close()
+    np.testing.assert_array_equal(np.unique(found[0]), [0])
+    assert (found[1], found[3]) == (1, 2)
+    np.testing.assert_array_equal(np.unique(found[2]), [1])
+
+
+def test_who_does_not_know_the_secret_is_not_heard(listener, seen):
+    with pytest.raises(ConnectionError, match="closed the connection|reset|pipe"):
+        connect(listener, b"another one")
+    with socket.create_connection(listener.address) as stranger:
+        stranger.sendall(bytes(64) + pickle.dumps("anything"))
+        stranger.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(100):
+                pass
+    assert seen == []
+
+
+def test_a_listener_that_does_not_know_the_secret_is_not_called():
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(bytes(64))  # a nonce, and what is no digest
+            connection.recv(100)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(ConnectionRefusedError, match="knows another secret"):
+        CallLine(server.getsockname()[:2], SECRET, pickle.Pickler)
+    thread.join()
+    server.close()
+
+
+def test_what_cannot_be_sent_or_read_is_an_error_and_the_line_goes_on(line):
+    with pytest.raises(Exception, match="lock"):
+        line.call(threading.Lock())
+    assert "cannot pickle '_thread.lock' object" in get(line, line.call(make_lock))
+    assert "no such thing" in get(line, line.call(Unreadable()))
+    assert get(line, line.call(3)) == 3
+
+
+def make_lock():
+    return threading.Lock()
+
+
+def refuse():
+    raise ValueError("no such thing")
+
+
+class Unreadable:
+    def __reduce__(self):
+        return refuse, ()
+
+
+def test_a_reply_that_takes_too_long_comes_later(line):
+    reply = line.call(0.2)
+    assert not line.wait(reply, 0.0)
+    assert not line.wait(reply, 0.02)
+    assert get(line, reply) == 0.2
+    assert line.wait(reply, 0.0)
+
+
+def test_who_waits_is_told_that_the_line_has_ended(line):
+    reply, later = line.call(0.3), line.call(1)
+    threading.Timer(0.05, line.close).start()
+    for one in (reply, later, line.call(2)):
+        with pytest.raises(ConnectionAbortedError):
+            line.wait(one, 20.0)
+
+
+def test_who_is_called_may_be_gone():
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            shake_hands(connection, SECRET, has_called=False)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    line = CallLine(server.getsockname()[:2], SECRET, pickle.Pickler)
+    thread.join()
+    server.close()
+    replies = [line.call(np.zeros(9_000_000, np.uint8)) for _ in range(3)]
+    for reply in replies:
+        with pytest.raises(ConnectionError):
+            line.wait(reply, 20.0)
+    line.close()
+
+
+def test_many_threads_call_and_wait(line):
+    found = []
+
+    def work(k):
+        for i in range(100):
+            found.append(get(line, line.call((k, i))))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [(k, i) for k in range(8) for i in range(100)]
+    for k in range(8):
+        assert [i for other, i in found if other == k] == list(range(100))
