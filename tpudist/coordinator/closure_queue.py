@@ -55,6 +55,7 @@ class ClosureQueue:
         finished: The numbers of closures that will not run any more.
         tally: Counts them, by worker.
         withdrawn: Numbers of those that are not to be run when they come.
+        num_scheduled: All that have a place have lower numbers.
         is_stopped: Whether nothing more is given to workers.
     """
 
@@ -79,6 +80,7 @@ class ClosureQueue:
         self.finished = ClosureLedger()
         self.tally = ClosureTally()
         self.withdrawn: set[int] = set()
+        self.num_scheduled = 0
         self._concurrency, self._max_size = concurrency, max_size
         self._max_staleness, self._stragglers = max_staleness, stragglers
         self._waiting: collections.deque[Closure] = collections.deque()
@@ -114,6 +116,7 @@ class ClosureQueue:
                     raise CancelledError(f"{closure} was scheduled after the end of its run.")
                 if next_number is not None:
                     closure.number = next_number()
+                self.num_scheduled = max(self.num_scheduled, _number(closure) + 1)
                 if closure.number in self.withdrawn:
                     closure.output._is_withdrawn = True
                     self._cancel(closure, "an earlier program with this log has cancelled it")

@@ -370,12 +370,14 @@ class ClusterCoordinator:
 
     @property
     def _describe_run(self) -> Callable[[], Surroundings]:
-        queue, servers = self._queue, self.strategy.servers
+        queue, servers, max_staleness = self._queue, self.strategy.servers, self._options[1]
 
         def describe_run() -> Surroundings:
             with queue.changed:
                 low = queue.finished.low
-            return Surroundings(low, servers.actors)
+                may_read_ahead = max_staleness is None and queue.num_waiting
+                num_scheduled = queue.num_scheduled if may_read_ahead else 0
+            return Surroundings(low, servers.actors, num_scheduled)
 
         return describe_run
 

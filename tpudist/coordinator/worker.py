@@ -24,10 +24,13 @@ class Surroundings:
     Attributes:
         low: All closures of lower numbers have finished.
         servers: Who holds the variables now.
+        num_scheduled: How many closures were scheduled before this one began, if some of them wait.
+            What one of them reads may be read when this one ends: none can tell. 0 if not.
     """
 
     low: int = 0
     servers: tuple[Actor, ...] = ()
+    num_scheduled: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +154,8 @@ class Worker:
         if self._session is None or number is None:
             with self._around(ClosurePlace(self._index, number, self._session)):
                 return jax.block_until_ready(read_now(fn(*args, **kwargs))), None
-        servers = surroundings.servers
-        state = self._session.begin(number, surroundings.low, servers, fn)
+        low, servers, ahead = surroundings.low, surroundings.servers, surroundings.num_scheduled
+        state = self._session.begin(number, low, servers, fn, ahead)
         with self._around(ClosurePlace(self._index, number, self._session, state)):
             value = jax.block_until_ready(read_now(fn(*args, **kwargs)))
         return value, state.finish()

@@ -6,7 +6,7 @@ dies; an engine repeats nothing.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from tpudist.engine.concurrency import Concurrency
@@ -83,6 +83,11 @@ class Serializer(Protocol):
         Raises:
             TypeError: Something in it cannot be sent.
         """
+        ...
+
+    @property
+    def modules_by_value(self) -> Collection[str]:
+        """Modules whose functions are sent as they are, and not by their names."""
         ...
 
     @property

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ class RaySerializer:
         name = getattr(value, "__qualname__", type(value).__name__)
         with name_what_cannot_be_pickled(f"'{name}'", (value,)):
             return import_ray().cloudpickle.dumps(value)
+
+    @property
+    def modules_by_value(self) -> Collection[str]:
+        """Those that the program has told Ray to send by value."""
+        return import_ray().cloudpickle.list_registry_pickle_by_value()
 
     @property
     def loads(self) -> Callable[[bytes], Any]:

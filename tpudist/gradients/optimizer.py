@@ -104,6 +104,13 @@ class Optimizer(nnx.Optimizer):
         self.number_on_servers = None if self.has_model else strategy._number_optimizer(tx)
         self.slots = _Slots(None if self.number_on_servers is None else strategy)
 
+    @property
+    def handle_parts(self) -> tuple | None:
+        """What workers make of one on servers depends on; see `coordinator.function_snapshot`."""
+        if self.number_on_servers is None:
+            return None
+        return self, self.tx, self.wrt, self.reduce_op, self.reduce_dtype
+
     def update(self, model: Any, grads: PyTree, /, **kwargs: Any) -> PyTree:
         """Reduces `grads` over the replicas and applies them to `model`.
 

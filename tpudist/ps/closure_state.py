@@ -3,12 +3,17 @@
 What is known to be read comes in one message from each server when the closure begins, and what the
 worker has already is not sent again. What is changed goes to each server in one message when the
 closure has ended, with the closure's number; one that raises changes nothing.
+
+Where closures wait for workers, the answer to that message has what the next one will read. It is
+used if that one was scheduled before this one began: then all that its program had seen happen when
+it was scheduled is in it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -28,6 +33,23 @@ class HeldVariable(Protocol):
     home: Home
 
 
+@dataclasses.dataclass(frozen=True)
+class ReadAhead:
+    """What servers have sent when a closure had ended, for the next one.
+
+    Attributes:
+        limit: The next one's number must be lower: then it was scheduled in time.
+        servers: Who has sent it, by the number of the server.
+        num_changed: How many closures had changed the server then.
+        variables: Of which the copy is as it was then.
+    """
+
+    limit: int
+    servers: Mapping[int, Actor]
+    num_changed: Mapping[int, int]
+    variables: frozenset[int]
+
+
 class ServerCopies:
     """What a worker has of what servers hold, from closure to closure."""
 
@@ -41,11 +63,17 @@ class ServerCopies:
         self.engine, self.device = engine, device
         self.arrays: dict[int, tuple[int, jax.Array]] = {}  # by variable: version and copy
         self.homes_read: dict[Any, dict[int, Home]] = {}  # by function
+        self.ahead: ReadAhead | None = None
 
     def put(self, x: Any) -> jax.Array:
         """A host array where the worker computes, also in the midst of a trace."""
         with traces.run_eagerly():
             return jax.device_put(x, self.device)
+
+    def take(self, values: Values) -> None:
+        """Keeps what a server has sent."""
+        for number, (version, array) in values.arrays.items():
+            self.arrays[number] = version, self.put(array)
 
 
 class ClosureState:
@@ -58,6 +86,7 @@ class ClosureState:
         low: int,
         servers: Sequence[Actor],
         function: Callable[..., Any],
+        num_scheduled: int = 0,
     ):
         """Begins, with what `function` has read before.
 
@@ -67,10 +96,12 @@ class ClosureState:
             low: All closures of lower numbers have finished.
             servers: Who the servers are now.
             function: What the closure calls.
+            num_scheduled: See `worker.Surroundings`.
 
         Raises:
             ActorDied: A server has died.
         """
+        self._num_scheduled = num_scheduled
         self._copies, self._number, self._low = copies, number, low
         self._servers, self._engine = servers, copies.engine
         self._changes: dict[int, list[Change]] = {}  # by server
@@ -80,8 +111,10 @@ class ClosureState:
         self._values: dict[int, jax.Array] = {}
         self._num_seen: dict[int, int] = {}
         self._homes = copies.homes_read.setdefault(_key_of(function), {})
-        if self._homes:
-            self._pull(list(self._homes.values()))
+        missing = [x for x in self._homes.values() if not self._was_read_ahead(x)]
+        copies.ahead = None
+        if missing:
+            self._pull(missing)
 
     # Reading.
 
@@ -139,10 +172,20 @@ class ClosureState:
         values: Values
         for server, values in gather(self._engine, calls).items():
             self._num_seen.setdefault(server, values.num_changed)
-            for number, (version, array) in values.arrays.items():
-                known[number] = version, self._copies.put(array)
+            self._copies.take(values)
         for home in homes:
             self._values[home.number] = known[home.number][1]
+
+    def _was_read_ahead(self, home: Home) -> bool:
+        """Whether the worker has what a variable holds, read late enough; it is taken then."""
+        ahead = self._copies.ahead
+        if ahead is None or self._number >= ahead.limit or home.number not in ahead.variables:
+            return False
+        if ahead.servers[home.server] != self._servers[home.server]:
+            return False  # it has another one in its place, which may know less
+        self._num_seen[home.server] = ahead.num_changed[home.server]
+        self._values[home.number] = self._copies.arrays[home.number][1]
+        return True
 
     # Changing.
 
@@ -189,15 +232,33 @@ class ClosureState:
         Raises:
             ActorDied: A server has died. It has applied all or nothing, and so has each other one.
         """
-        calls = {}
+        calls, homes = {}, [x for x in self._homes.values() if x.number in self._values]
         for server, changes in self._changes.items():
-            sent = [_on_host(change) for change in changes]
+            sent = self._number, self._low, [_on_host(change) for change in changes]
             actor = self._servers[server]
-            calls[server] = self._engine.call(actor, "push", self._number, self._low, sent)
-        staleness = None
-        for server, num_before in gather(self._engine, calls).items():
+            if self._num_scheduled:
+                arrays = self._copies.arrays
+                wanted = {x.number: arrays[x.number][0] for x in homes if x.server == server}
+                calls[server] = self._engine.call(actor, "push_and_pull", *sent, wanted)
+            else:
+                calls[server] = self._engine.call(actor, "push", *sent)
+        staleness, num_changed = None, {}
+        for server, found in gather(self._engine, calls).items():
+            if self._num_scheduled:
+                num_before, values = found
+                self._copies.take(values)
+                num_changed[server] = values.num_changed
+            else:
+                num_before = found
             if server in self._num_seen and num_before >= 0:
                 staleness = max(staleness or 0, num_before - self._num_seen[server])
+        if num_changed:
+            self._copies.ahead = ReadAhead(
+                self._num_scheduled,
+                {server: self._servers[server] for server in num_changed},
+                num_changed,
+                frozenset(x.number for x in homes if x.server in num_changed),
+            )
         return staleness
 
 

@@ -273,6 +273,11 @@ class Table:
         found = ((i, np.flatnonzero(owners == i)) for i in range(self._num_servers))
         return [(i, which) for i, which in found if which.size]
 
+    @property
+    def handle_parts(self) -> tuple:
+        """By what workers know it: which one it is; see `coordinator.function_snapshot`."""
+        return (self,)
+
     def __reduce__(self) -> tuple:
         """For workers in other processes."""
         kept: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k != "_strategy"}

@@ -255,6 +255,11 @@ class ServerVariable(Variable):
         """Takes a value from a checkpoint."""
         self._change(Assignment(self.home.number, "assign", value), read_value=False)
 
+    @property
+    def handle_parts(self) -> tuple:
+        """By what workers know it: which one it is; see `coordinator.function_snapshot`."""
+        return (self,)
+
     def __reduce__(self) -> Any:
         """For workers in other processes: what is needed to read and change it."""
         kept = {k: v for k, v in vars(self).items() if k not in ("strategy", "_components")}

@@ -198,6 +198,12 @@ class Shard:
         self._save_if_long()
         return self._num_changed - 1
 
+    def push_and_pull(
+        self, closure: int, low: int, changes: Sequence[Change], wanted: Mapping[int, int]
+    ) -> tuple[int, Values]:
+        """As `push` and then `pull`, in one call."""
+        return self.push(closure, low, changes), self.pull(wanted)
+
     def seal(self, closure: int) -> None:
         """Has a closure change nothing from now on, if it has not; see `Servers.seal`."""
         self._catch_up()

@@ -37,8 +37,13 @@ class WorkerSession:
         self._copies = ServerCopies(engine, device)
 
     def begin(
-        self, number: int, low: int, servers: Sequence[Actor], function: Callable[..., Any]
+        self,
+        number: int,
+        low: int,
+        servers: Sequence[Actor],
+        function: Callable[..., Any],
+        num_scheduled: int = 0,
     ) -> ClosureState:
         """What a closure sees and does; see `ClosureState`."""
         self.servers = servers
-        return ClosureState(self._copies, number, low, servers, function)
+        return ClosureState(self._copies, number, low, servers, function, num_scheduled)

@@ -125,6 +125,11 @@ class ParameterServerStrategy(Strategy):
         super().__init__(make_mesh(as_devices(["cpu:0"], local=True)))
         _members[key] = self
 
+    @property
+    def handle_parts(self) -> tuple:
+        """By what workers know it: which one it is; see `coordinator.function_snapshot`."""
+        return (self,)
+
     def __reduce__(self) -> tuple:
         """For workers in other processes, which have one of their own that stands for it."""
         return find_member, (self._key,)
