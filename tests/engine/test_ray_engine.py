@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from process_trees import are_gone, descendants
-from tpudist.engine import ray_session
+from tpudist.engine import ray_calls, ray_session
 from tpudist.engine.engine import ActorDied
 from tpudist.engine.ray_engine import RayEngine
 
@@ -201,7 +202,7 @@ def test_what_ray_does_not_know_the_end_of_has_died(engine, monkeypatch, name, a
     import ray
 
     worker, pid = spawn(engine, "worker")
-    future = engine.call(worker, "add", 1)
+    future = engine.ping(worker)  # which goes by Ray, as do calls for which there is no line
     with monkeypatch.context() as context:
         error = getattr(ray.exceptions, name)(*args)
         context.setattr(ray, "get", lambda *_, **__: (_ for _ in ()).throw(error))
@@ -212,6 +213,73 @@ def test_what_ray_does_not_know_the_end_of_has_died(engine, monkeypatch, name, a
         while os.path.exists(f"/proc/{pid}") and time.monotonic() < end_s:
             time.sleep(0.02)
         assert not os.path.exists(f"/proc/{pid}")
+
+
+# Calls that do not go by Ray.
+
+
+def call_by_line(engine, actor):
+    """Calls until one goes by a line."""
+    end_s = time.monotonic() + 30
+    while (future := engine.call(actor, "add", 1)).line is None:
+        engine.result(future)
+        assert time.monotonic() < end_s
+    return future
+
+
+@slow
+def test_an_actor_whose_line_has_ended_lives_no_more(engine):
+    """A call may be under way in it that nobody hears of, and a later one could overtake it."""
+    worker, pid = spawn(engine, "worker")
+    future = call_by_line(engine, worker)
+    assert engine.result(future) > 0
+    future.line._socket.shutdown(socket.SHUT_RDWR)
+    why = "the connection to it has ended, Ray says that it lives, and it was killed"
+    for later in (engine.call(worker, "add", 2), engine.call(worker, "add", 3)):
+        with pytest.raises(ActorDied, match=f"worker 0 has died: {why}"):
+            engine.result(later)
+    assert engine.result(future) > 0
+    end_s = time.monotonic() + 5
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+@slow
+def test_who_waits_asks_ray_now_and_then_whether_the_actor_lives(engine, monkeypatch):
+    """No line hears of a machine that is gone."""
+    monkeypatch.setattr(ray_calls, "LOOK_S", 0.05)
+    worker, _ = spawn(engine, "worker")
+    engine.result(call_by_line(engine, worker))
+    pings, ping = [], ray_calls.Calls.ping
+    monkeypatch.setattr(ray_calls.Calls, "ping", lambda *a: pings.append(1) or ping(*a))
+    engine.result(engine.call(worker, "nap", 0.5))
+    assert len(pings) > 1
+    napping = engine.call(worker, "nap", 60)
+
+    def find_dead(self, ping, timeout_s):
+        raise self._death(ping.actor, "its machine is gone")
+
+    monkeypatch.setattr(ray_calls.Calls, "_ask", find_dead)
+    with pytest.raises(ActorDied, match="worker 0 has died: its machine is gone"):
+        engine.result(napping)
+
+
+@slow
+def test_who_cannot_be_connected_to_is_called_by_ray(engine, monkeypatch, caplog):
+    def refuse(*args):
+        raise TimeoutError("a firewall")
+
+    monkeypatch.setattr(ray_calls, "CallLine", refuse)
+    worker, _ = spawn(engine, "worker")
+    end_s = time.monotonic() + 30
+    while "called by Ray, which is slower: a firewall" not in caplog.text:
+        engine.result(engine.call(worker, "add", 1))
+        assert time.monotonic() < end_s
+    future = engine.call(worker, "add", 1)
+    assert future.reference is not None
+    assert engine.result(future) > 1
+    assert caplog.text.count("a firewall") == 1
 
 
 # What crosses to other processes.

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,8 @@ class CallLine:
         except BaseException:
             self._socket.close()
             raise
+        # Whoever forgets it ends it.
+        self._ending = weakref.finalize(self, self._socket.close)
         self._reader = MessageReader(self._socket)
         self._sending = threading.Lock()
         self._backlog: collections.deque[Any] = collections.deque()
@@ -132,7 +135,7 @@ class CallLine:
         self._end(ConnectionAbortedError("The connection was closed here."))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who reads, which `close` does not
-        self._socket.close()
+        self._ending()
 
     def _read(self, timeout_s: float | None) -> None:
         """Reads one message, without the condition that is held before and after."""

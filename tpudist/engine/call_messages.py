@@ -65,10 +65,7 @@ def send(
         try:
             count = connection.sendmsg(some, [], flags)
         except BlockingIOError:
-            poll = select.poll()
-            poll.register(connection, select.POLLOUT)
-            assert patience_s is not None
-            if not poll.poll(1000 * patience_s):
+            if not _wait(connection, select.POLLOUT, patience_s):
                 break
             continue
         while count and count >= len(left[0]):
@@ -102,10 +99,8 @@ class MessageReader:
             try:
                 count = self._connection.recv_into(self._left, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                poll = select.poll()
-                poll.register(self._connection, select.POLLIN)
                 left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
-                if not poll.poll(None if left_s is None else 1000 * left_s):
+                if not _wait(self._connection, select.POLLIN, left_s):
                     return None
                 continue
             if not count:
@@ -125,6 +120,15 @@ class MessageReader:
                 yield memoryview(array)
             self._whole.append((pickled, arrays))
             yield memoryview(b"")
+
+
+def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(connection, event)
+    except ValueError:
+        raise ConnectionAbortedError("The connection was closed here.") from None
+    return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
 
 def shake_hands(connection: socket.socket, secret: bytes, *, has_called: bool) -> bool:

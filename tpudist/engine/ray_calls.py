@@ -352,6 +352,10 @@ class Calls:
 
         What it was called for may have run or not, and what it is called for later could overtake.
         """
+        with self._changed:
+            peer = self._peers.get(actor)
+        if peer is not None and peer.line is not None:
+            peer.line.close()
         try:
             self._ask(self.ping(actor), END_S)
             seen = "Ray says that it lives"
