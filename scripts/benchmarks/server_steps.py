@@ -14,7 +14,6 @@ from benchmarks.server_tasks import LEARNING_RATE, NUM_WORKERS, make_task, serve
 
 def main(name: str, engine: str) -> None:
     """Trains a task in steps of its workers."""
-    tpudist.emulate(NUM_WORKERS + 1)
     task = make_task(name)
     x, y = task.x, task.y
     strategy = tpudist.ParameterServerStrategy(

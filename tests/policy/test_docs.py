@@ -75,6 +75,7 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
         "model_parallelism",
         "debugging",
         "determinism",
+        "parameter_servers",
     ],
 )
 def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):

@@ -17,8 +17,11 @@ from tpudist import IndexedSlices
 from tpudist.checkpoint import Checkpoint, CheckpointManager
 from tpudist.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
+from tpudist.engine.engine import ActorDied
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.experimental import partitioners
+from tpudist.ps.changes import Assignment
+from tpudist.ps.closure_state import ServerCopies
 from tpudist.ps.server_variable import ServerVariable
 from tpudist.ps.sharded_variable import ShardedVariable, embedding_lookup
 from tpudist.strategies.parameter_server import ParameterServerStrategy
@@ -186,11 +189,8 @@ def test_what_is_only_changed_is_not_fetched(start, monkeypatch):
 def test_what_has_not_changed_is_fetched_once(start, monkeypatch):
     run = start(num_workers=1)
     v, w = run.make(jnp.zeros(3)), run.make(jnp.zeros(3))
-    puts = []
-    put = jax.device_put
-    monkeypatch.setattr(
-        "tpudist.ps.closure_state.jax.device_put", lambda *a: puts.append(1) or put(*a)
-    )
+    puts, put = [], ServerCopies.put
+    monkeypatch.setattr(ServerCopies, "put", lambda *a: puts.append(1) or put(*a))
 
     def work():
         return v + w
@@ -201,6 +201,97 @@ def test_what_has_not_changed_is_fetched_once(start, monkeypatch):
     w.assign_add(ones(3))
     np.testing.assert_array_equal(run.call(work), 1)
     assert len(puts) == 3
+
+
+class Session:
+    """The session of a worker, and what it asks servers for."""
+
+    def __init__(self, run, monkeypatch):
+        self.run, self.asked = run, []
+        self.session = run.strategy.make_session_factory()(0)
+        call, ask = run.strategy.engine.call, self.asked
+
+        def note(actor, method, *args):
+            if actor.role == "ps":
+                ask.append(method)
+            return call(actor, method, *args)
+
+        monkeypatch.setattr(run.strategy.engine, "call", note)
+
+    def begin(self, number, num_scheduled=0):
+        servers = self.run.strategy.servers.actors
+        return self.session.begin(number, 0, servers, Session.add, num_scheduled)
+
+    def add(self, number, variables, num_scheduled=0):
+        """What a closure sees of variables, each of which it adds 1 to."""
+        state = self.begin(number, num_scheduled)
+        found = [float(state.read(v)) for v in variables]
+        for v in variables:
+            state.change(v.home, Assignment(v.home.number, "add", np.float32(1)))
+        self.asked.append(state.finish())
+        return found
+
+
+def test_what_waits_is_read_when_the_closure_before_has_ended(start, monkeypatch):
+    run = start(num_servers=1)
+    v, w, x = (run.make(i) for i in (0.0, 10.0, 20.0))
+    session = Session(run, monkeypatch)
+    assert session.add(0, [v, w]) == [0, 10]
+    assert session.asked == ["pull", "pull", "push", 0]
+    session.asked.clear()
+    assert session.add(1, [v, w], num_scheduled=4) == [1, 11]
+    assert session.asked == ["pull", "push_and_pull", 0]
+    session.asked.clear()
+    assert session.add(2, [v, w, x]) == [2, 12, 20]
+    assert session.asked == ["pull", "push", 0]  # of what nobody had read before
+    assert [float(a.numpy()) for a in (v, w, x)] == [3, 13, 21]
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_who_was_scheduled_later_sees_what_was_done_before(start, monkeypatch, scheduled):
+    run = start(num_servers=1)
+    v = run.make(0.0)
+    session, other = Session(run, monkeypatch), Session(run, monkeypatch)
+    session.add(0, [v], num_scheduled=4)
+    v.assign(50.0)
+    assert other.add(1, [v]) == [50]
+    session.asked.clear()
+    # The last that was scheduled when closure 0 began is closure 3.
+    assert session.add(3 if scheduled else 4, [v]) == ([1] if scheduled else [51])
+    assert session.asked == (["push", 1] if scheduled else ["pull", "push", 0])
+    assert session.add(5, [v]) == [52]  # it is used once
+
+
+def test_what_was_read_of_a_server_that_has_died_is_read_again(start, monkeypatch, tmp_path):
+    run = start(num_servers=1, log=tmp_path)
+    v = run.make(0.0)
+    session = Session(run, monkeypatch)
+    session.add(0, [v], num_scheduled=4)
+    (actor,) = run.strategy.servers.actors
+    run.strategy.engine.kill(actor, "for a test")
+    run.strategy.servers.replace(ActorDied(actor, "for a test"))
+    session.asked.clear()
+    assert session.add(1, [v]) == [1]
+    assert session.asked == ["pull", "push", 0]
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0])
+def test_nothing_is_read_ahead_where_closures_run_in_turn(start, monkeypatch, max_staleness):
+    run = start(max_staleness=max_staleness, num_workers=1, num_servers=1)
+    v, gate = run.make(0.0), threading.Event()
+    session = Session(run, monkeypatch)
+    first = run.coordinator.schedule(gate.wait, (20,))
+
+    def work():
+        return v.assign_add(1.0)
+
+    outputs = [run.coordinator.schedule(work) for _ in range(4)]
+    gate.set()
+    assert first.fetch()
+    assert run.coordinator.fetch(outputs) == [1, 2, 3, 4]
+    ahead = session.asked.count("push_and_pull")
+    assert ahead == (3 if max_staleness is None else 0)
+    assert session.asked.count("pull") == (1 if max_staleness is None else 4)
 
 
 # Replica functions.

@@ -67,8 +67,8 @@ class ServerCopies:
 
     def put(self, x: Any) -> jax.Array:
         """A host array where the worker computes, also in the midst of a trace."""
-        with traces.run_eagerly():
-            return jax.device_put(x, self.device)
+        with traces.run_eagerly(), jax.default_device(self.device):
+            return _put(x)
 
     def take(self, values: Values) -> None:
         """Keeps what a server has sent."""
@@ -139,6 +139,8 @@ class ClosureState:
             self._homes[home.number] = home
             self._pull([home])
         value = self._values[home.number]
+        if not count:
+            return value
         with traces.run_eagerly(), jax.default_device(self._copies.device):
             for change in self._pending.get(home.number, ())[:count]:
                 value = change.apply(value)
@@ -260,6 +262,9 @@ class ClosureState:
                 frozenset(x.number for x in homes if x.server in num_changed),
             )
         return staleness
+
+
+_put = jax.jit(lambda x: x)  # `device_put` takes four times as long
 
 
 def _on_host(change: Change) -> Change:

@@ -7,7 +7,7 @@ or written, so momenta of the others do not decay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,9 +76,9 @@ class ServerOptimizer:
         changed = zip(numbers, gradients.values, gradients.indices, strict=True)
         for i, (number, gradient, indices) in enumerate(changed):
             if indices is None:
-                dense[str(number)] = jnp.asarray(gradient)
+                dense[str(number)] = gradient
             else:
-                rows[str(number)] = merge_rows(np.asarray(indices), gradient, values[i].shape[0])
+                rows[str(number)] = _find_rows(np.asarray(indices), gradient, values[i].shape[0])
         free = [i for i, number in enumerate(numbers) if number not in viewed]
         kept = [i for i, number in enumerate(numbers) if number in viewed]
         update = self._update_in_place if in_place else self._update
@@ -96,11 +96,14 @@ class ServerOptimizer:
         kept: dict[str, jax.Array],
         state: PyTree,
         dense: dict[str, jax.Array],
-        rows: dict[str, tuple[jax.Array, jax.Array]],
+        rows: dict[str, tuple[jax.Array, jax.Array, jax.Array]],
     ) -> tuple[dict[str, jax.Array], PyTree]:
         parameters = free | kept
         names = independence.names_of_state(state, parameters)
-        gradients = dense | {n: values for n, (_, values) in rows.items()}
+        gradients = dense | {
+            n: jax.ops.segment_sum(values, segments, len(where))
+            for n, (where, values, segments) in rows.items()
+        }
 
         def take(x: jax.Array, name: str) -> jax.Array:
             if name not in rows:
@@ -119,28 +122,27 @@ class ServerOptimizer:
         return values, jax.tree.map(put, state, new_state, names)
 
 
-def merge_rows(indices: np.ndarray, values: Any, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Rows of which each is there once: those of one index added up.
+def _find_rows(
+    indices: np.ndarray, values: Any, num_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of which each is there once, values, and to which of the rows each value is added.
 
-    Their number is filled up to a power of two, so that few programs are compiled, with rows of
-    zeros at indices that are past the last one.
+    Their numbers are filled up to powers of two, so that few programs are compiled: with rows that
+    are past the last one, to which nothing is added, and with values that are added to none.
     """
-    indices = indices.reshape(-1)
-    values = jnp.asarray(values).reshape(len(indices), *np.shape(values)[indices.ndim :])
+    indices, values = indices.reshape(-1), np.asarray(values)
     unique, inverse = np.unique(indices, return_inverse=True)
-    size = max(MIN_ROWS, 1 << max(len(unique) - 1, 0).bit_length())
-    padding = num_rows + np.arange(size - len(unique))
-    where = np.concatenate([unique, padding]).astype(np.int32)
-    length = max(MIN_ROWS, 1 << max(len(indices) - 1, 0).bit_length())
-    fill = length - len(indices)
-    values = jnp.pad(values, [(0, fill)] + [(0, 0)] * (values.ndim - 1))
-    segments = np.concatenate([inverse, np.full(fill, size)]).astype(np.int32)
-    return jnp.asarray(where), _sum_segments(values, segments, size)
+    size, length = _round_up(len(unique)), _round_up(len(indices))
+    where = np.concatenate([unique, num_rows + np.arange(size - len(unique))]).astype(np.int32)
+    segments = np.full(length, size, np.int32)
+    segments[: len(indices)] = inverse
+    filled = np.empty((length, *values.shape[1:]), values.dtype)
+    filled[: len(indices)] = values
+    return where, filled, segments
 
 
-_sum_segments: Callable[..., jax.Array] = jax.jit(
-    lambda values, segments, size: jax.ops.segment_sum(values, segments, size), static_argnums=2
-)
+def _round_up(count: int) -> int:
+    return max(MIN_ROWS, 1 << max(count - 1, 0).bit_length())
 
 
 def check_transformation(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tpudist.xla import integers, process_agreement, program_digest, random_keys
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
@@ -26,6 +26,9 @@ _HOST = jax.memory.Space.Host
 
 def replicate(mesh: ReplicaMesh, value: PyTree, *, memory_kind: str | None = None) -> PyTree:
     """Puts every leaf of `value` whole on every device of the mesh; see `shard`."""
+    if memory_kind is None and _is_on_the_only_device(mesh, value):
+        # What `device_put` would give, in a third of the time.
+        return jax.make_array_from_single_device_arrays(value.shape, mesh.replicated, [value])
     return shard(mesh, value, PartitionSpec(), memory_kind=memory_kind)
 
 
@@ -63,6 +66,17 @@ def shard(
     except AssertionError:  # JAX's, in all processes: their values differ
         process_agreement.agree(mesh, _describe_values(value, spec))
         raise
+
+
+def _is_on_the_only_device(mesh: ReplicaMesh, value: Any) -> bool:
+    if mesh.mesh.size != 1 or not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return False
+    sharding, device = value.sharding, mesh.mesh.devices.flat[0]
+    return (
+        isinstance(sharding, SingleDeviceSharding)
+        and sharding.device_set == {device}
+        and sharding.memory_kind == mesh.replicated.memory_kind
+    )
 
 
 def _is_local(value: Any) -> bool:
