@@ -1,13 +1,15 @@
 """Closures that each count once, while workers and servers are killed; prints what became of them.
 
-`python server_storm.py FOLDER ENGINE CLOSURES KILLS SEED [WORKERS] [--speculate] [--stop]`, in
-tests/programs; there are 3 workers unless it says otherwise, and 2 servers. With `--speculate` one
-closure in 50 takes 3 s, and a worker with nothing else to do begins it as well; with `--stop` as
-many take 10 s, after 5 s of which their worker is given up, and every fourth kill of processes of
-Ray stops one (SIGSTOP), be it a worker or a server. Closure i adds 1 to row i of two variables on
-two servers, and gives an optimizer the gradient -1 of row i of a third one: all rows must be 1 at
-the end. It goes on where an earlier program with this folder has ended; and when all is done it
-starts once more, to find all as it was.
+`python server_storm.py FOLDER ENGINE CLOSURES KILLS SEED [WORKERS] [--speculate] [--stop]
+[--tensorflow=PYTHON]`, in tests/programs; there are 3 workers unless it says otherwise, and 2
+servers. With `--speculate` one closure in 50 takes 3 s, and a worker with nothing else to do
+begins it as well; with `--stop` as many take 10 s, after 5 s of which their worker is given up, and
+every fourth kill of processes of Ray stops one (SIGSTOP), be it a worker or a server. Closure i
+adds 1 to row i of two variables on two servers, and gives an optimizer the gradient -1 of row i of
+a third one: all rows must be 1 at the end. It goes on where an earlier program with this folder has
+ended; and when all is done it starts once more, to find all as it was. With `--tensorflow` a Python
+that has TensorFlow runs as many closures first, of which a fifth of the kills takes workers, and
+its line comes before.
 
 The exit code is 0 if each closure had effect once; the last line is one of JSON, with figures.
 """
@@ -17,6 +19,7 @@ import json
 import logging
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -230,4 +233,9 @@ def main(folder, engine, num_closures, num_kills, seed, num_workers=3, tried=())
 if __name__ == "__main__":
     words = [x for x in sys.argv[1:] if not x.startswith("--")]
     tried = [x[2:] for x in sys.argv[1:] if x.startswith("--")]
+    for option in [x for x in tried if x.startswith("tensorflow=")]:
+        tried.remove(option)
+        program = str(Path(__file__).with_name("server_storm_on_tensorflow.py"))
+        counts = [words[2], str(int(words[3]) // 5), words[4], *words[5:6]]
+        subprocess.run([option.partition("=")[2], program, *counts], check=True)
     sys.exit(main(Path(words[0]), words[1], *map(int, words[2:6]), tried=tried))
