@@ -233,7 +233,7 @@ def test_an_actor_whose_line_has_ended_lives_no_more(engine):
     worker, pid = spawn(engine, "worker")
     future = call_by_line(engine, worker)
     assert engine.result(future) > 0
-    future.line._socket.shutdown(socket.SHUT_RDWR)
+    future.line._line._socket.shutdown(socket.SHUT_RDWR)
     why = "the connection to it has ended, Ray says that it lives, and it was killed"
     for later in (engine.call(worker, "add", 2), engine.call(worker, "add", 3)):
         with pytest.raises(ActorDied, match=f"worker 0 has died: {why}"):

@@ -6,15 +6,16 @@ import contextlib
 import logging
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
-from tpudist.engine.call_messages import Message, MessageReader, dump, send, shake_hands
+from tpudist.engine.call_messages import Line, Message, dump, receive, send
 
 HANDSHAKE_S = 5.0
-"""How long who connects may take to show that it knows the secret."""
+"""How long who connects may say nothing before it has shown that it knows the secret."""
 _log = logging.getLogger("tpudist")
 
 
@@ -38,7 +39,7 @@ class CallListener:
 
         Args:
             host: The address of this machine at which it listens.
-            secret: Who does not know it is not heard.
+            secret: Who does not know it is not heard, and it is not sent.
             answer: What is answered to a message, from a thread for each who calls.
             fail: What is answered where a message cannot be read, or an answer not sent.
             load: As `pickle.loads`.
@@ -46,14 +47,16 @@ class CallListener:
         """
         self._secret, self._answer, self._fail = secret, answer, fail
         self._load, self._make_pickler = load, make_pickler
-        self._socket = socket.create_server((host, 0), backlog=128)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        # Without the secret: each who connects is asked for it in a thread of its own, so that one
+        # who says nothing holds up nobody.
+        self._listener = Listener((host, 0), backlog=128)
+        self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._listen, name="tpudist listener", daemon=True).start()
 
     def _listen(self) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection = self._listener.accept()
             except OSError as error:
                 _log.warning("Calls from other processes are not taken any more: %s", error)
                 return
@@ -61,41 +64,40 @@ class CallListener:
                 target=self._serve, args=(connection,), name="tpudist calls", daemon=True
             ).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        """Reads ahead: who calls may read its answers only when it has sent."""
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(HANDSHAKE_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if not shake_hands(connection, self._secret, has_called=False):
-                return
-            connection.settimeout(None)
-            messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-            runner = threading.Thread(
-                target=self._run,
-                args=(connection, messages),
-                name="tpudist actor",
-                daemon=True,
-            )
-            runner.start()
-            reader = MessageReader(connection)
-            try:
-                while True:
-                    messages.put(reader.read())
-            finally:
-                messages.put(None)
-                runner.join()
+    def _serve(self, connection: Connection) -> None:
+        """Reads ahead: who calls need not wait for answers before it calls again."""
+        with connection, contextlib.suppress(OSError, EOFError, AuthenticationError):
+            line = Line(connection)
+            with contextlib.closing(line):
+                line.limit_silence(HANDSHAKE_S)
+                deliver_challenge(connection, self._secret)
+                answer_challenge(connection, self._secret)
+                line.limit_silence(None)
+                self._read(connection)
 
-    def _run(self, connection: socket.socket, messages: queue.SimpleQueue[Message | None]) -> None:
+    def _read(self, connection: Connection) -> None:
+        messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        runner = threading.Thread(
+            target=self._run, args=(connection, messages), name="tpudist actor", daemon=True
+        )
+        runner.start()
+        try:
+            while True:
+                messages.put(receive(connection))
+        finally:
+            messages.put(None)
+            runner.join()
+
+    def _run(self, connection: Connection, messages: queue.SimpleQueue[Message | None]) -> None:
         while (message := messages.get()) is not None:
             try:
-                chunks = self._reply(message)
+                parts = self._reply(message)
             except BaseException:  # SystemExit, as a rule: who runs in a process of its own ends it
                 _log.exception("The process ends.")
                 os._exit(1)
             del message
             with contextlib.suppress(OSError):  # it is gone; what it has called for runs
-                send(connection, chunks)
+                send(connection, parts)
 
     def _reply(self, message: Message) -> list[Any]:
         try:

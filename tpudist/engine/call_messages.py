@@ -1,34 +1,29 @@
-"""Messages between two processes that know one secret: values as pickles, arrays as they are.
+"""Messages between two processes of a run, by a connection of `multiprocessing`.
 
-A message is two numbers, of its arrays and of the bytes of the pickle; the sizes of the arrays; the
-pickle; the arrays. Who does not know the secret is not heard: nothing of it is unpickled.
+A message is a pickle, and the arrays in it, as they are: each goes as bytes of its own.
 """
 
 from __future__ import annotations
 
-import collections
-import hmac
+import contextlib
 import io
-import secrets
-import select
+import os
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
+SILENCE_S = 60.0
+"""After which one who takes nothing of what it is sent cannot be reached."""
+_HEAD = struct.Struct("<I")  # how many arrays follow the pickle
 
-_HEAD = struct.Struct("<II")
-_MAX_CHUNKS = 512  # of one system call; systems take 1024
-_NONCE_BYTES, _DIGEST_BYTES = 32, 32
-
-Message = tuple[bytearray, list[np.ndarray]]
+Message = tuple[memoryview, list[bytes]]
 """A pickle, and the arrays that it refers to."""
 
 
 def dump(value: Any, make_pickler: Callable[..., Any]) -> list[Any]:
-    """The chunks of a message.
+    """The parts of a message.
 
     Args:
         value: What is sent.
@@ -36,137 +31,55 @@ def dump(value: Any, make_pickler: Callable[..., Any]) -> list[Any]:
     """
     arrays: list[Any] = []
     file = io.BytesIO()
+    file.write(_HEAD.pack(0))
     make_pickler(file, protocol=5, buffer_callback=arrays.append).dump(value)
-    pickled, raw = file.getvalue(), [x.raw() for x in arrays]
-    sizes = struct.pack(f"<{len(raw)}Q", *(x.nbytes for x in raw))
-    return [_HEAD.pack(len(raw), len(pickled)) + sizes, pickled, *(x for x in raw if x.nbytes)]
+    file.seek(0)
+    file.write(_HEAD.pack(len(arrays)))
+    return [file.getvalue(), *(x.raw() for x in arrays)]
 
 
-def send(
-    connection: socket.socket, chunks: Sequence[Any], patience_s: float | None = None
-) -> list[memoryview]:
-    """Sends chunks.
+def send(connection: Connection, parts: Sequence[Any]) -> None:
+    """Sends a message.
 
-    Args:
-        connection: To whom.
-        chunks: Of messages.
-        patience_s: How long the other side may take nothing; None for any time.
+    Raises:
+        OSError: The other side is gone, or takes nothing for `SILENCE_S`.
+    """
+    for part in parts:
+        connection.send_bytes(part)
 
-    Returns:
-        What is left then.
+
+def receive(connection: Connection) -> Message:
+    """Waits for a message.
 
     Raises:
         OSError: The other side is gone.
+        EOFError: It has closed the connection.
     """
-    left = collections.deque(memoryview(x).cast("B") for x in chunks)
-    flags = 0 if patience_s is None else socket.MSG_DONTWAIT
-    while left:
-        some = [left[i] for i in range(min(len(left), _MAX_CHUNKS))]
-        try:
-            count = connection.sendmsg(some, [], flags)
-        except BlockingIOError:
-            if not _wait(connection, select.POLLOUT, patience_s):
-                break
-            continue
-        while count and count >= len(left[0]):
-            count -= len(left.popleft())
-        if count:
-            left[0] = left[0][count:]
-    return list(left)
+    first = connection.recv_bytes()
+    (num_arrays,) = _HEAD.unpack_from(first)
+    return memoryview(first)[_HEAD.size :], [connection.recv_bytes() for _ in range(num_arrays)]
 
 
-class MessageReader:
-    """Reads messages, also in several attempts."""
+class Line:
+    """The socket of a connection: small messages go at once, and silence has an end."""
 
-    def __init__(self, connection: socket.socket):
-        """Of the other side of a connection."""
-        self._connection = connection
-        self._whole: collections.deque[Message] = collections.deque()
-        self._parts = self._take_apart()
-        self._left = next(self._parts)
+    def __init__(self, connection: Connection):
+        """Of a connection over TCP."""
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._limit(socket.SO_SNDTIMEO, SILENCE_S)
 
-    def read(self, timeout_s: float | None = None) -> Message | None:
-        """The next message; None if it has not come in time.
+    def limit_silence(self, seconds: float | None) -> None:
+        """After how many seconds without a byte reading is an error."""
+        self._limit(socket.SO_RCVTIMEO, seconds or 0.0)
 
-        Raises:
-            OSError: The other side is gone.
-        """
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._whole:
-            if not len(self._left):
-                self._left = next(self._parts)
-                continue
-            try:
-                count = self._connection.recv_into(self._left, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
-                if not _wait(self._connection, select.POLLIN, left_s):
-                    return None
-                continue
-            if not count:
-                raise ConnectionResetError("The other process has closed the connection.")
-            self._left = self._left[count:]
-        return self._whole.popleft()
+    def close(self) -> None:
+        """Ends the connection, also under a thread that reads from it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
-    def _take_apart(self) -> Iterator[memoryview]:
-        """What is to be filled next."""
-        while True:
-            yield memoryview(head := bytearray(_HEAD.size))
-            num_arrays, size = _HEAD.unpack(head)
-            yield memoryview(sizes := bytearray(8 * num_arrays))
-            yield memoryview(pickled := bytearray(size))
-            arrays = [np.empty(n, np.uint8) for n in struct.unpack(f"<{num_arrays}Q", sizes)]
-            for array in arrays:
-                yield memoryview(array)
-            self._whole.append((pickled, arrays))
-            yield memoryview(b"")
-
-
-def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> bool:
-    poll = select.poll()
-    try:
-        poll.register(connection, event)
-    except ValueError:
-        raise ConnectionAbortedError("The connection was closed here.") from None
-    return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
-
-
-def shake_hands(connection: socket.socket, secret: bytes, *, has_called: bool) -> bool:
-    """Finds out whether both sides know a secret, which is not sent.
-
-    Args:
-        connection: With a timeout.
-        secret: Of both.
-        has_called: Whether this is the side that has connected; the other one was called.
-
-    Returns:
-        Whether the other side knows it.
-
-    Raises:
-        OSError: It is gone, or takes too long.
-    """
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(mine)
-    theirs = _receive(connection, _NONCE_BYTES)
-    nonces = mine + theirs if has_called else theirs + mine
-
-    def digest(of_caller: bool) -> bytes:
-        return hmac.digest(secret, (b"caller" if of_caller else b"called") + nonces, "sha256")
-
-    if has_called:  # first, so that who was called says nothing to strangers
-        connection.sendall(digest(True))
-        return hmac.compare_digest(_receive(connection, _DIGEST_BYTES), digest(False))
-    if not hmac.compare_digest(_receive(connection, _DIGEST_BYTES), digest(True)):
-        return False
-    connection.sendall(digest(False))
-    return True
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = connection.recv(count - len(found))
-        if not more:
-            raise ConnectionResetError("The other process has closed the connection.")
-        found += more
-    return found
+    def _limit(self, option: int, seconds: float) -> None:
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import queue
 import select
 import signal
 import threading
@@ -185,7 +186,6 @@ class _Peer:
         address: What Ray is to say of where it listens; None before it was asked.
         last: The last call that went by Ray.
         line: How it is called, once it was found out; None for by Ray.
-        may_connect: Whether that is still to be found out.
     """
 
     def __init__(self, handle: Any):
@@ -194,11 +194,12 @@ class _Peer:
         self.address: Any = None
         self.last: Any = None
         self.line: CallLine | None = None
-        self.may_connect = True
+        self._found: queue.SimpleQueue[CallLine | None] = queue.SimpleQueue()
+        self._is_connecting = self._is_decided = False
 
     def find_line(self, actor: Actor, secret: bytes) -> CallLine | None:
-        """The line, which is begun when no call by Ray is under way, so that none is overtaken."""
-        if not self.may_connect:
+        """The line, which is taken when no call by Ray is under way, so that none is overtaken."""
+        if self._is_decided:
             return self.line
         ray = import_ray()
         if self.address is None:
@@ -206,13 +207,24 @@ class _Peer:
         wanted = [x for x in (self.address, self.last) if x is not None]
         if len(ray.wait(wanted, num_returns=len(wanted), timeout=0)[0]) < len(wanted):
             return None
-        self.may_connect = False
+        if not self._is_connecting:
+            self._is_connecting = True
+            try:
+                address = ray.get(self.address)
+            except ray.exceptions.RayError:  # it has died, as Ray will say of the next call
+                self._is_decided = True
+                return None
+            threading.Thread(
+                target=self._connect, args=(actor, address, secret), daemon=True
+            ).start()
+        if not self._found.empty():
+            self._is_decided, self.line = True, self._found.get()
+        return self.line
+
+    def _connect(self, actor: Actor, address: tuple[str, int], secret: bytes) -> None:
+        """In a thread: who calls does not wait for the network."""
         try:
-            address = ray.get(self.address)
-        except ray.exceptions.RayError:  # it has died, as Ray will say of the next call
-            return None
-        try:
-            self.line = CallLine(address, secret, ray.cloudpickle.CloudPickler)
+            self._found.put(CallLine(address, secret, import_ray().cloudpickle.CloudPickler))
         except OSError as error:
             _log.warning(
                 "%s cannot be called directly at %s:%d, and is called by Ray, which is slower: %s",
@@ -220,7 +232,16 @@ class _Peer:
                 *address,
                 error,
             )
-        return self.line
+            self._found.put(None)
+
+    def close(self) -> None:
+        """Ends the line."""
+        while not self._found.empty():
+            line = self._found.get()
+            if line is not None:
+                line.close()
+        if self.line is not None:
+            self.line.close()
 
 
 class Calls:
@@ -290,8 +311,7 @@ class Calls:
             peer = self._peers.pop(actor, None)
         if peer is not None:
             import_ray().kill(peer.handle)
-            if peer.line is not None:
-                peer.line.close()
+            peer.close()
         return peer is not None
 
     def close(self) -> None:
@@ -300,8 +320,7 @@ class Calls:
             self._is_over = True
             peers = list(self._peers.values())
         for peer in peers:
-            if peer.line is not None:
-                peer.line.close()
+            peer.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting, END_S)
 
@@ -354,8 +373,8 @@ class Calls:
         """
         with self._changed:
             peer = self._peers.get(actor)
-        if peer is not None and peer.line is not None:
-            peer.line.close()
+        if peer is not None:
+            peer.close()
         try:
             self._ask(self.ping(actor), END_S)
             seen = "Ray says that it lives"
