@@ -177,6 +177,10 @@ class Host:
             return _Failure(_as_it_travels(error))
 
 
+def _warn(actor: Actor, why: str) -> None:
+    _log.warning("%s is called by Ray, which is slower than a connection: %s", actor, why)
+
+
 class _Peer:
     """An actor as one caller sees it.
 
@@ -211,8 +215,12 @@ class _Peer:
             self._is_connecting = True
             try:
                 address = ray.get(self.address)
-            except ray.exceptions.RayError:  # it has died, as Ray will say of the next call
+            except ray.exceptions.RayActorError:  # it has died, as Ray will say of the next call
                 self._is_decided = True
+                return None
+            except ray.exceptions.RayError as error:
+                self._is_decided = True
+                _warn(actor, f"it cannot listen: {error}")
                 return None
             threading.Thread(
                 target=self._connect, args=(actor, address, secret), daemon=True
@@ -226,12 +234,7 @@ class _Peer:
         try:
             self._found.put(CallLine(address, secret, import_ray().cloudpickle.CloudPickler))
         except OSError as error:
-            _log.warning(
-                "%s cannot be called directly at %s:%d, and is called by Ray, which is slower: %s",
-                actor,
-                *address,
-                error,
-            )
+            _warn(actor, f"nothing is reached at {address[0]}:{address[1]}: {error}")
             self._found.put(None)
 
     def close(self) -> None:
