@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -50,8 +51,15 @@ class CallListener:
         # Without the secret: each who connects is asked for it in a thread of its own, so that one
         # who says nothing holds up nobody.
         self._listener = Listener((host, 0), backlog=128)
+        self._is_over = False
+        # What runs here when the process ends finds files that are closed already: nobody may hear
+        # of that, but that the process has ended. Run before what was registered earlier.
+        atexit.register(self._end)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._listen, name="tpudist listener", daemon=True).start()
+
+    def _end(self) -> None:
+        self._is_over = True
 
     def _listen(self) -> None:
         while True:
@@ -96,6 +104,8 @@ class CallListener:
                 _log.exception("The process ends.")
                 os._exit(1)
             del message
+            if self._is_over:
+                return
             with contextlib.suppress(OSError):  # it is gone; what it has called for runs
                 send(connection, parts)
 
