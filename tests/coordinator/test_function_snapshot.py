@@ -1,5 +1,6 @@
 """Functions are known by what they capture; where that may have changed they are sent anew."""
 
+import enum
 import functools
 import math
 import types
@@ -66,6 +67,14 @@ def test_another_object_of_one_definition_that_captures_the_same_is_the_same(cap
     assert equal(make(captured), make(captured))
     assert equal(make(1, default=captured), make(1, default=captured))
     assert not equal(make(captured), make("another one"))
+
+
+def test_what_is_equal_and_not_the_same_is_seen():
+    assert not equal(make(0.0), make(-0.0))
+    assert equal(make(float("nan")), make(float("nan")))
+    assert not equal(make(1), make(True))
+    local = enum.Enum("local", "a")
+    assert take(make(local.a)) is None
 
 
 def test_handles_are_what_they_are_of(handles):

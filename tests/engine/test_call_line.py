@@ -12,7 +12,7 @@ from multiprocessing.connection import Listener
 import numpy as np
 import pytest
 
-from tpudist.engine import call_listener, call_messages
+from tpudist.engine import call_line, call_listener, call_messages
 from tpudist.engine.call_line import CallLine
 from tpudist.engine.call_listener import CallListener
 
@@ -179,6 +179,18 @@ def test_who_waits_is_told_that_the_line_has_ended(line):
     for one in (reply, later, line.call(2)):
         with pytest.raises(ConnectionAbortedError):
             line.wait(one, 20.0)
+
+
+def test_a_reply_that_cannot_be_taken_ends_the_line(line, monkeypatch):
+    def receive(connection):
+        raise MemoryError("too large")
+
+    get(line, line.call(1))
+    monkeypatch.setattr(call_line, "receive", receive)
+    first, second = line.call(2), line.call(3)
+    assert get(line, first) == 2  # for which the thread waited before
+    with pytest.raises(ConnectionAbortedError, match="cannot be read: MemoryError"):
+        line.wait(second, 20.0)
 
 
 def test_who_is_called_may_be_gone():

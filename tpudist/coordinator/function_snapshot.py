@@ -62,6 +62,8 @@ def _are_same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
+    if type(a) in (float, complex):
+        return repr(a) == repr(b)  # 0.0 is equal to -0.0, and NaN not to itself
     return a == b if type(a) in _PLAIN or type(a) is _Array else False
 
 
@@ -135,13 +137,14 @@ class _Walk:
             return type(wrapped) is types.FunctionType and all(map(self.add, _contents(wrapped)))
         return False
 
-    @staticmethod
-    def _is_immutable(x: Any) -> bool:
+    def _is_immutable(self, x: Any) -> bool:
         if isinstance(x, jax.Array):
             return not isinstance(x, Tracer) and not x.is_deleted()
         if isinstance(x, np.generic):
             return not x.dtype.hasobject
-        return isinstance(x, (np.dtype, enum.Enum))
+        if isinstance(x, enum.Enum):
+            return self._is_of_module(type(x))  # else its class is sent as it is
+        return isinstance(x, np.dtype)
 
     def _is_of_module(self, x: Any) -> bool:
         """Whether it is a module, or found under its name in one, and so is sent as that name."""

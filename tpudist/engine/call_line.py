@@ -121,6 +121,8 @@ class CallLine:
             self._end(ConnectionResetError("The other process has closed the connection."))
         except OSError as error:
             self._end(error)
+        except Exception as error:  # no memory for it, say: nobody waits for what does not come
+            self._end(ConnectionAbortedError(f"A reply cannot be read: {error!r}"))
         finally:
             self._connection.close()
 
