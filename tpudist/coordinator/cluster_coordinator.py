@@ -24,7 +24,7 @@ from tpudist.coordinator.stragglers import Stragglers
 from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker
 from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import ActorDied
-from tpudist.ps.server_figures import ServerWatch
+from tpudist.ps.server_figures import ServerSurvey
 
 PyTree = Any
 QUEUE_SIZE_PER_WORKER = 256
@@ -342,7 +342,7 @@ class ClusterCoordinator:
         sampler = ProgressSampler(
             self._queue,
             self._dispatcher,
-            ServerWatch(self.strategy.servers),
+            ServerSurvey(self.strategy.servers),
             self._staleness,
             concurrency,
         )

@@ -19,7 +19,7 @@ from tpudist.coordinator.progress_sample import (
     median_of_workers,
 )
 from tpudist.engine.concurrency import Concurrency
-from tpudist.ps.server_figures import ServerFigures, ServerWatch
+from tpudist.ps.server_figures import ServerFigures, ServerSurvey
 
 NUM_COMPARED = 10
 """A rate is of the time since so many samples ago."""
@@ -42,7 +42,7 @@ class ProgressSampler:
         self,
         queue: ClosureQueue,
         dispatcher: Dispatcher,
-        watch: ServerWatch,
+        watch: ServerSurvey,
         staleness: Mapping[int, int],
         concurrency: Concurrency,
     ):

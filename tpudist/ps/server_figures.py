@@ -61,7 +61,7 @@ class ServerFigures:
         }
 
 
-class ServerWatch:
+class ServerSurvey:
     """Asks all servers of a strategy for their figures, again and again."""
 
     def __init__(self, servers: Servers):
