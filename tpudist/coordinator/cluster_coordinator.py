@@ -18,11 +18,11 @@ from tpudist.coordinator.coordinator_progress import CoordinatorProgress
 from tpudist.coordinator.dispatcher import Dispatcher
 from tpudist.coordinator.finished_file import FinishedFile
 from tpudist.coordinator.function_store import FunctionStore
+from tpudist.coordinator.per_worker_dataset import PerWorkerDataset, PerWorkerIterator
 from tpudist.coordinator.progress_sampler import ProgressSampler
 from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
 from tpudist.coordinator.stragglers import Stragglers
 from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker
-from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import ActorDied
 from tpudist.ps.server_figures import ServerSurvey
 
@@ -251,8 +251,14 @@ class ClusterCoordinator:
                     f"be read once, and each worker reads all of a dataset. Give the function that "
                     f"makes it."
                 )
-            return PerWorkerDataset(self, lambda: dataset_fn)
-        return PerWorkerDataset(self, dataset_fn)
+            return self._make_dataset(lambda: dataset_fn)
+        return self._make_dataset(dataset_fn)
+
+    def _make_dataset(self, make: Callable[[], Any]) -> PerWorkerDataset:
+        return PerWorkerDataset(self._keep, self._dispatcher.unused, make)
+
+    def _keep(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
+        return self._kept.add(fn, args)  # a dataset has this method, and so keeps the coordinator
 
     def next_batch(self) -> int:
         """The number of the next batch, counted from 0 over all workers.
@@ -411,48 +417,6 @@ class _KeptNumbers:
         key = next(self._numbers)
         self._dispatcher.keep(key, fn, args)
         return key
-
-
-class PerWorkerDataset:
-    """A dataset of each worker; made by `ClusterCoordinator.create_per_worker_dataset`."""
-
-    def __init__(self, coordinator: ClusterCoordinator, make: Callable[[], Any]):
-        """Made by `make` on each worker."""
-        self._coordinator, self._make = coordinator, make
-
-    def __iter__(self) -> PerWorkerIterator:
-        """An iterator of each worker, at the beginning: an argument for `schedule`."""
-        key = self._coordinator._kept.add(_begin_iteration, (self._make,))
-        return PerWorkerIterator(key, self._coordinator._dispatcher.unused)
-
-
-class PerWorkerIterator(PerWorkerValue):
-    """An iterator of each worker, of which a function sees that of the worker that runs it.
-
-    Workers keep theirs until this one is forgotten, and what it was given to has run.
-    """
-
-    def __init__(self, key: int, unused: collections.deque[int]):
-        """The one that workers keep under `key`, until that is among `unused`."""
-        super().__init__(())
-        self._key = key
-        weakref.finalize(self, unused.append, key).atexit = False
-
-    def __iter__(self) -> Iterator[Any]:
-        raise NotImplementedError(
-            "A per-worker iterator was iterated over outside of its workers. Give it to a function "
-            "that is scheduled, and call next(iterator) there."
-        )
-
-    def __next__(self) -> Any:
-        """Not here: see `__iter__`."""
-        return self.__iter__()
-
-    get_next = __next__
-
-
-def _begin_iteration(make: Callable[[], Any]) -> WorkerIterator:
-    return WorkerIterator(make)
 
 
 class _WorkerMaker:
