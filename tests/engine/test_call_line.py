@@ -1,11 +1,13 @@
 """Calls by a connection of one's own: in their order, once, and only of who knows the secret."""
 
 import contextlib
+import gc
 import pickle
 import socket
 import struct
 import threading
 import time
+import weakref
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Listener
 
@@ -110,6 +112,35 @@ def silent_listener(secret=SECRET):
     go_on.set()
     thread.join()
     listener.close()
+
+
+class Big:
+    """What the frame of one who waits has."""
+
+
+@pytest.mark.parametrize("when", ["it waits", "it calls"])
+def test_a_line_that_is_broken_keeps_nothing_of_who_was_told(when, monkeypatch):
+    """Else a worker of a dead server would keep the arguments of each function that met it."""
+
+    def broken(*_):
+        raise BrokenPipeError("as if the other process were gone")
+
+    def meet():
+        held = Big()
+        with pytest.raises(ConnectionError):
+            line.wait(line.call(1))
+        return weakref.ref(held)
+
+    with silent_listener() as address:
+        line = CallLine(address, SECRET, pickle.Pickler)
+        if when == "it calls":
+            monkeypatch.setattr(call_line, "send", broken)
+        else:
+            line.close()
+        held = [meet(), meet()]
+        line.close()
+    gc.collect()
+    assert [x() for x in held] == [None, None]
 
 
 def test_who_does_not_know_the_secret_is_not_heard(listener, seen, monkeypatch):

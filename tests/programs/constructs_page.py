@@ -2,7 +2,8 @@
 
     cd tests/programs && PYTHONPATH=../..:.. python constructs_page.py
 
-It trains all of them, which takes some minutes.
+It trains all of them, which takes some ten minutes: before a release, and after a change of what
+is compiled. The tests train a share of them.
 """
 
 from collections.abc import Mapping
@@ -35,6 +36,18 @@ def table(found: Mapping[Cell, str]) -> str:
 def with_table(page: str, found: Mapping[Cell, str]) -> str:
     """The page, with the table of now."""
     return page.partition(START)[0] + START + table(found)
+
+
+def read_table(page: str) -> dict[Cell, str]:
+    """What the page's table says of each cell: "exact", or another kind."""
+    lines = [x for x in page.partition(START)[2].splitlines() if x.startswith("| ")]
+    rows = [[x.strip() for x in line.strip("| ").split(" | ")] for line in lines]
+    geometries = rows[0][1:]
+    return {
+        (row[0], geometry): kind
+        for row in rows[1:]
+        for geometry, kind in zip(geometries, row[1:], strict=True)
+    }
 
 
 def _without_places(told: str) -> str:

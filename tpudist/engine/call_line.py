@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import threading
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
@@ -101,7 +102,7 @@ class CallLine:
         with self._changed:
             self._changed.wait_for(lambda: reply.is_here or self._error is not None, timeout_s)
             if not reply.is_here and self._error is not None:
-                raise self._error
+                raise copy.copy(self._error)  # no frame of who waits is kept by the line
             return reply.is_here
 
     def close(self) -> None:
@@ -128,6 +129,7 @@ class CallLine:
 
     def _end(self, error: OSError) -> None:
         with self._changed:
-            self._error = self._error or error
+            # A copy has neither traceback nor context, which would keep the frames of who called.
+            self._error = self._error or copy.copy(error)
             self._changed.notify_all()
         self._line.close()
