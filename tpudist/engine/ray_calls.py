@@ -1,4 +1,4 @@
-"""Calls of actors that are processes of Ray: what is sent, what runs there, and what comes back.
+"""Calls of actors that are processes of Ray.
 
 The first calls of an actor go by Ray. Once it has answered, and says where it listens, a caller
 connects to it, and what it calls later goes that way, for a tenth of the time (`call_line`). Where
@@ -10,28 +10,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import pickle
 import queue
-import select
-import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 from tpudist.engine.call_line import CallLine, Reply
-from tpudist.engine.call_listener import CallListener
 from tpudist.engine.concurrency import Concurrency
 from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
+from tpudist.engine.ray_host import Failure
+from tpudist.engine.ray_pickle import name_what_cannot_be_pickled, references, values
 from tpudist.engine.ray_session import import_ray
 
 END_S = 5.0
 """How long a killed process has to be gone, and who waits for results to see that it is over."""
-PATIENCE_S = 0.3
-"""How long Ray has to end a process that it was asked to kill, for which it takes 0.01 s."""
 PINGS = "pings"
 """The thread of an actor that answers while another one runs its calls, as Ray names it."""
 LOOK_S = 5.0
@@ -39,46 +32,6 @@ LOOK_S = 5.0
 OVER = "the engine was shut down"
 """Why all actors have died in the end."""
 _log = logging.getLogger("tpudist")
-
-
-@dataclasses.dataclass(frozen=True)
-class RayRef:
-    """A value in Ray's memory.
-
-    Attributes:
-        reference: Ray's.
-    """
-
-    reference: Any
-
-
-class RaySerializer:
-    """Makes bytes as Ray makes them of functions and arguments."""
-
-    def dumps(self, value: Any) -> bytes:
-        """The bytes of a value.
-
-        Raises:
-            TypeError: Something in it cannot be pickled.
-        """
-        name = getattr(value, "__qualname__", type(value).__name__)
-        with name_what_cannot_be_pickled(f"'{name}'", (value,)):
-            return import_ray().cloudpickle.dumps(value)
-
-    @property
-    def modules_by_value(self) -> Collection[str]:
-        """Those that the program has told Ray to send by value."""
-        return import_ray().cloudpickle.list_registry_pickle_by_value()
-
-    @property
-    def loads(self) -> Callable[[bytes], Any]:
-        """What makes a value of them."""
-        return load
-
-
-def load(data: bytes) -> Any:
-    """What was pickled, by a process of the same run."""
-    return import_ray().cloudpickle.loads(data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,91 +43,6 @@ class RayFuture:
     reference: Any = None
     line: CallLine | None = None
     reply: Reply | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    """Stands for the value of a method that has raised an error."""
-
-    error: Exception
-
-
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """A process; its number is used again, but not with the same start.
-
-    Attributes:
-        node: Its machine, as Ray numbers them.
-        pid: Its number.
-        start: When it began, in ticks of its machine.
-    """
-
-    node: str
-    pid: int
-    start: str
-
-    def end(self, timeout_s: float) -> bool:
-        """Kills it, if it does not end by itself; whether it is gone in time."""
-        try:
-            number = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return True
-        try:
-            if _start_of(self.pid) != self.start:
-                return True
-            poll = select.poll()
-            poll.register(number, select.POLLIN)
-            if poll.poll(PATIENCE_S * 1000):
-                return True
-            with contextlib.suppress(PermissionError):  # Ray runs as another user, and ends it
-                signal.pidfd_send_signal(number, signal.SIGKILL)
-            return bool(poll.poll(max(timeout_s, 0.0) * 1000))
-        except ProcessLookupError:
-            return True
-        finally:
-            os.close(number)
-
-
-class Host:
-    """What Ray runs: holds the object that a factory has given, and calls its methods."""
-
-    def __init__(self, actor: Actor, secret: bytes, factory: Callable[..., Any], *args: Any):
-        """Has the factory make the object."""
-        self._actor, self._secret, self._object = actor, secret, factory(*args)
-        self._lock = threading.Lock()  # of calls by Ray and by lines: one runs at a time
-        self._listener: CallListener | None = None
-
-    def process(self) -> Process:
-        """Where this is."""
-        node, pid = import_ray().get_runtime_context().get_node_id(), os.getpid()
-        return Process(node, pid, _start_of(pid))
-
-    def ping(self) -> None:
-        """Says that this is there."""
-
-    def listen(self) -> tuple[str, int]:
-        """Where this takes calls; in the thread of pings."""
-        if self._listener is None:
-            ray = import_ray()
-            self._listener = CallListener(
-                ray.util.get_node_ip_address(),
-                self._secret,
-                lambda message: self.call(*message),
-                lambda error: _Failure(_as_it_travels(error)),
-                pickle.loads,
-                ray.cloudpickle.CloudPickler,
-            )
-        return self._listener.address
-
-    def call(self, method: str, *args: Any) -> Any:
-        """What a method gives; an error as a value, so that Ray leaves its type as it is."""
-        try:
-            with self._lock:
-                return getattr(self._object, method)(*args)
-        except Exception as error:
-            if not isinstance(error, ActorDied):
-                error.add_note(f"Raised on {self._actor}.\n{traceback.format_exc()}".rstrip())
-            return _Failure(_as_it_travels(error))
 
 
 def _warn(actor: Actor, why: str) -> None:
@@ -301,7 +169,7 @@ class Calls:
             with self._changed:
                 self._num_waiting -= 1
                 self._changed.notify_all()
-        if isinstance(value, _Failure):
+        if isinstance(value, Failure):
             raise value.error
         return value
 
@@ -419,60 +287,3 @@ def _ping(handle: Any) -> Any:
 
 def _timeout(future: RayFuture, timeout_s: float | None) -> ResultTimeout:
     return ResultTimeout(f"{future.method} of {future.actor} has no result after {timeout_s:g} s.")
-
-
-def put(value: Any) -> RayRef:
-    """Puts a value into Ray's memory."""
-    with name_what_cannot_be_pickled("put", (value,)):
-        return RayRef(import_ray().put(value))
-
-
-def references(args: tuple) -> tuple:
-    """The arguments as Ray takes them."""
-    return tuple(x.reference if isinstance(x, RayRef) else x for x in args)
-
-
-def values(args: tuple) -> tuple:
-    """The arguments as a line takes them, which Ray does not see."""
-    return tuple(import_ray().get(x.reference) if isinstance(x, RayRef) else x for x in args)
-
-
-@contextlib.contextmanager
-def name_what_cannot_be_pickled(of: str, args: tuple) -> Iterator[None]:
-    """Raises a short TypeError where Ray raises one of pages."""
-    try:
-        yield
-    except Exception:
-        for i, x in enumerate(args):
-            if (why := _why_not_pickled(x)) is not None:
-                raise TypeError(
-                    f"Argument {i} of {of} cannot be sent to another process: {x!r:.200}\n{why}"
-                ) from None
-        raise
-
-
-def _why_not_pickled(x: Any) -> str | None:
-    try:
-        import_ray().cloudpickle.dumps(x)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _as_it_travels(error: Exception) -> Exception:
-    """The error, or a RuntimeError of its text if the other side could not read it."""
-    pickle = import_ray().cloudpickle
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception as why:
-        text = "".join(traceback.format_exception(error))
-        return RuntimeError(f"{type(error).__name__}, which cannot be pickled ({why}).\n{text}")
-    return error
-
-
-def _start_of(pid: int) -> str:
-    try:
-        # Field 22 of proc(5); the name of the program, the second one, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

@@ -6,7 +6,8 @@ Values are copied, and arrays that were sent may be read only. Ray is asked to r
 An actor that Ray cannot reach, but does not know to be dead, is killed and has died: its call may
 have run or not, and a later one could overtake it.
 
-What is sent and comes back: `ray_calls.py`; Ray itself: `ray_session.py`.
+Calls: `ray_calls.py`; what runs there: `ray_host.py`; what is sent and comes back:
+`ray_pickle.py`; Ray itself: `ray_session.py`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,16 @@ from typing import Any
 
 from tpudist.engine.concurrency import Concurrency, SystemConcurrency
 from tpudist.engine.engine import Actor, Serializer
-from tpudist.engine.ray_calls import (
-    END_S,
-    OVER,
-    PINGS,
-    Calls,
-    Host,
-    Process,
-    RayFuture,
+from tpudist.engine.ray_calls import END_S, OVER, PINGS, Calls, RayFuture
+from tpudist.engine.ray_cluster import RayCluster
+from tpudist.engine.ray_host import Host, Process
+from tpudist.engine.ray_pickle import (
     RayRef,
     RaySerializer,
     name_what_cannot_be_pickled,
     put,
     references,
 )
-from tpudist.engine.ray_cluster import RayCluster
 from tpudist.engine.ray_session import RaySession, import_ray
 
 RESOURCES = frozenset(
