@@ -39,7 +39,7 @@ FOLDERS = {
     "input": ("file_formats", "transfer", "sources", "feeds"),
     "planner": ("show", "layouts"),
     "training": ("data", "command", "show"),
-    "models": ("parts",),
+    "models": ("parts", "pretrained"),
     "run": ("eager",),
     "compat": ("v1",),
 }
@@ -60,7 +60,7 @@ ONLY_IN = {
 
 # Never at the top of a module: `import tpudist` must not load them.
 ONLY_WHEN_USED = ("keras", "matplotlib", "ray", "sklearn", "tensorboardX", "tensorflow", "pytest")
-ONLY_WHEN_USED += ("datasets", "grpc", "pyarrow", "torch")
+ONLY_WHEN_USED += ("datasets", "grpc", "pyarrow", "safetensors", "tokenizers", "torch")
 
 
 def violations(package: Path) -> list[str]:

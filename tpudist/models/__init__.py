@@ -1,8 +1,12 @@
 """The models that `scripts/train.py` trains: ordinary Flax NNX, which knows no strategy."""
 
+from tpudist.models import lora
 from tpudist.models.convnet import ConvNet, ConvNetConfig
 from tpudist.models.mlp import MLP
 from tpudist.models.next_token import next_token_loss, next_token_nats
+from tpudist.models.pretrained.hub_config import read_config
+from tpudist.models.pretrained.tokenizer import load_tokenizer
+from tpudist.models.pretrained.weights import load_pretrained, save_pretrained
 from tpudist.models.transformer import Transformer, TransformerConfig
 
 __all__ = [
@@ -11,6 +15,11 @@ __all__ = [
     "ConvNetConfig",
     "Transformer",
     "TransformerConfig",
+    "load_pretrained",
+    "load_tokenizer",
+    "lora",
     "next_token_loss",
     "next_token_nats",
+    "read_config",
+    "save_pretrained",
 ]

@@ -13,6 +13,8 @@ strategy's affair.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -52,13 +54,16 @@ class Transformer(nnx.Module):
         # XLA aborts on a lookup where one mesh axis splits both the table's rows and the batch.
         table = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
         x, routing = self.blocks(constrain_residual(lookup(table, tokens)))
-        return _rms_norm(x, self.final_norm[...]), routing
+        return _rms_norm(x, self.final_norm[...], self.config), routing
 
     def output_weight(self) -> jax.Array:
         """What turns `hidden` into logits, `[embed, vocabulary]`, in float32."""
-        if self.config.tied:  # the embedding's rows have a length of sqrt(embed)
-            return self.embedding[...].T * self.config.embed_dim**-0.5
-        return self.unembedding[...]
+        if not self.config.tied:
+            return self.unembedding[...]
+        scale = self.config.output_scale
+        if scale is None:  # the embedding's rows have a length of sqrt(embed)
+            scale = self.config.embed_dim**-0.5
+        return self.embedding[...].T if scale == 1 else self.embedding[...].T * scale
 
 
 def unembed(hidden: jax.Array, weight: jax.Array) -> jax.Array:
@@ -97,25 +102,28 @@ class Blocks(nnx.Module):
         else:
             self.mlp_in = _weight(rngs, into, **outer, **branches, embed=embed, mlp=mlp)
         self.mlp_out = _weight(rngs, back * mlp**-0.5, **outer, mlp=mlp, embed=embed)
+        self.adapter_scale: float | None = None  # see `tpudist.models.lora`
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
         """Applies every block in turn to the residual stream `[batch, length, embed]`.
 
         Also gives how tokens were spread over experts, the mean of all layers, if there are any.
         """
-        config = self.config
+        config, scale = self.config, self.adapter_scale or 0.0
 
         def block(state, weights, rotation):
             x, routing = state
             x = checkpoint_name(x, "layer_input")
-            out = _attention(_rms_norm(x, weights["attention_norm"]), weights, rotation, config)
+            out = _attention(
+                _rms_norm(x, weights["attention_norm"], config), weights, rotation, config, scale
+            )
             x = constrain_residual(x + checkpoint_name(out, "attention_out"))
-            out = _rms_norm(x, weights["mlp_norm"])
+            out = _rms_norm(x, weights["mlp_norm"], config)
             if config.num_experts:
                 out, found = experts.mlp(out, weights, config)
                 routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, found)
             else:
-                out = _mlp(out, weights)
+                out = _mlp(out, weights, scale)
             return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
 
         block = remat.apply(block, config.remat, platform=attention.platform())
@@ -151,9 +159,10 @@ def _scale(**dims: int) -> nnx.Param:
     return nnx.Param(jnp.ones(tuple(dims.values()), jnp.float32), **axes(*dims))
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6)
+    mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(mean + config.norm_epsilon)
     return (x32 * inverse * scale).astype(x.dtype)
 
 
@@ -177,6 +186,7 @@ def _attention(
     weights: dict[str, jax.Array],
     rotation: tuple[jax.Array, jax.Array],
     config: TransformerConfig,
+    adapter_scale: float,
 ) -> jax.Array:
     sequence = _sequence(x)
     if "attention_in" in weights:
@@ -197,10 +207,13 @@ def _attention(
             None,
         )
         key, value = jnp.moveaxis(key_value, 2, 0)
+    adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale, heads=True)
+    query = adapt(query, x, name="q_proj")
+    key, value = adapt(key, x, name="k_proj"), adapt(value, x, name="v_proj")
     query = checkpoint_name(rotary.rotate(query, rotation), "query")
     key = checkpoint_name(rotary.rotate(key, rotation), "key")
     value = checkpoint_name(value, "value")
-    out = attention.attend(
+    gathered = attention.attend(
         query,
         key,
         value,
@@ -208,13 +221,36 @@ def _attention(
         splash_block=config.splash_block,
         splash_backward_block=config.splash_backward_block,
     )
-    return _project(out, weights["attention_out"], num_dims=2, heads=True)
+    out = _project(gathered, weights["attention_out"], num_dims=2, heads=True)
+    return adapt(out, gathered, name="o_proj", num_dims=2)
 
 
-def _mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+def _mlp(x: jax.Array, weights: dict[str, jax.Array], adapter_scale: float) -> jax.Array:
+    adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale)
     branches = [_project(x, weight) for weight in weights["mlp_in"]]
+    names = ("gate_proj", "up_proj")[-len(branches) :]
+    branches = [adapt(y, x, name=name) for y, name in zip(branches, names, strict=True)]
     branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
     branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
-    if attention.platform() == "tpu" and not _sequence(x):
+    adapted = "down_proj_lora_a" in weights
+    if attention.platform() == "tpu" and not _sequence(x) and not adapted:
         return activation_product(branches, weights["mlp_out"].astype(x.dtype))
-    return _project(activate(*branches), weights["mlp_out"])
+    hidden = activate(*branches)
+    return adapt(_project(hidden, weights["mlp_out"]), hidden, name="down_proj")
+
+
+def _adapt(
+    out: jax.Array,
+    x: jax.Array,
+    *,
+    weights: dict[str, jax.Array],
+    scale: float,
+    name: str,
+    num_dims: int = 1,
+    heads: bool = False,
+) -> jax.Array:
+    """`out`, of `x` and the matrix called `name`, with what its adapter adds, if it has one."""
+    if f"{name}_lora_a" not in weights:
+        return out
+    low = _project(x, weights[f"{name}_lora_a"], num_dims, heads)
+    return out + scale * _project(low, weights[f"{name}_lora_b"], 1, heads)

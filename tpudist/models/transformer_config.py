@@ -44,6 +44,10 @@ class TransformerConfig:
     """Positions whose logits `next_token_nats` holds at a time; None for all of them."""
     rotary_base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength of the rotary positions."""
+    norm_epsilon: float = 1e-6
+    """What RMS norms add to the mean square."""
+    output_scale: float | None = None
+    """What a tied model's logits are multiplied by; None for `embed_dim ** -0.5`."""
     num_experts: int = 0
     """Experts per block (`tpudist.models.parts.experts`) in place of its MLP; 0 for a plain MLP."""
     experts_per_token: int = 2

@@ -1,0 +1,190 @@
+"""Low-rank adapters (LoRA): a model is trained by few parameters, which are added to it.
+
+Beside a frozen matrix `W` stand two thin ones, `A` and `B`, and the transformer computes with
+`W + alpha / rank * A @ B` without making it. `B` begins as zeros: at first the model computes what
+it did. `merge` makes the sum, and takes the adapters away.
+
+To train nothing else, differentiate by these parameters and give them alone to the optimizer:
+
+    lora.add(model, rank=8)
+    optimizer = tpudist.Optimizer(tx, model, wrt=lora.LoRAParam)
+    of_adapters = nnx.DiffState(0, lora.LoRAParam)
+    loss, grads = nnx.value_and_grad(loss_fn, argnums=of_adapters)(model)
+
+Source: Hu et al. 2021, arXiv 2106.09685; the first values as in the package `peft`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpudist.context import get_strategy, has_strategy
+from tpudist.models.parts.logical import axes
+from tpudist.models.transformer import Transformer
+from tpudist.models.transformer_config import TransformerConfig
+
+LoRAParam = nnx.LoRAParam
+"""The type of the parameters of adapters: a filter of NNX's, for `nnx.DiffState` and optimizers."""
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a block that may have adapters, by the names that checkpoints give them."""
+
+
+def add(
+    model: Transformer,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: Iterable[str] = TARGETS,
+    rngs: nnx.Rngs | None = None,
+) -> Transformer:
+    """Adds adapters to a transformer, and gives it back.
+
+    Args:
+        model: The transformer, which is changed: its blocks get `LoRAParam`s, in float32, placed by
+            the strategy in whose scope this is called.
+        rank: Width of the thin matrices.
+        alpha: What they add is multiplied by `alpha / rank`.
+        targets: Which matrices of the blocks get adapters, of `TARGETS`.
+        rngs: What the first values are drawn from, by `rngs.params()`; by default seed 0.
+
+    Raises:
+        ValueError: The model has adapters already, or no such matrices; or `rank` is none.
+    """
+    targets = tuple(targets)
+    _check(model, rank, targets)
+    key = (nnx.Rngs(0) if rngs is None else rngs).params()
+
+    def make() -> dict[str, nnx.Param]:
+        found: dict[str, nnx.Param] = {}
+        for name, key_of_target in zip(TARGETS, jax.random.split(key, len(TARGETS)), strict=True):
+            if name in targets:
+                found |= _make_pair(model.config, name, rank, key_of_target)
+        return found
+
+    made = get_strategy().create(make) if has_strategy() else make()
+    for name, variable in made.items():
+        setattr(model.blocks, name, variable)
+    model.blocks.adapter_scale = alpha / rank
+    return model
+
+
+def merge(model: Transformer) -> Transformer:
+    """Adds what the adapters stand for to the weights, takes them away, and gives the model back.
+
+    The sums are made in float32, a layer at a time, and rounded to the dtype of the weights.
+
+    Raises:
+        ValueError: The model has no adapters.
+    """
+    blocks = model.blocks
+    found = [name for name in TARGETS if hasattr(blocks, f"{name}_lora_a")]
+    if not found:
+        raise ValueError(
+            "lora.merge was given a model without adapters: lora.add(model) makes them, and a "
+            "model is merged once."
+        )
+    for name in found:
+        variable, part = _weight_of(model.config, name)
+        weight = getattr(blocks, variable)
+        pair = [getattr(blocks, f"{name}_lora_{letter}") for letter in "ab"]
+        a, b = (x.get_raw_value() for x in pair)
+        old = weight.get_raw_value()
+        program = _merge_program(part, a.ndim, blocks.adapter_scale, old.sharding)
+        weight.set_raw_value(program(old, a, b))
+        for letter in "ab":
+            delattr(blocks, f"{name}_lora_{letter}")
+    blocks.adapter_scale = None
+    return model
+
+
+@functools.lru_cache
+def _merge_program(part: tuple[int | None, ...], ndim: int, scale: float, sharding: Any) -> Any:
+    """`merge_all(weight, a, b)` for variables `[layers, ...]`, of which a target is `part`."""
+    where = tuple(slice(None) if i is None else i for i in part)
+
+    def merge_layer(_: None, layer: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        weight, a, b = layer
+        more = jnp.tensordot(a, b, axes=1, precision="highest") * scale
+        new = weight[where].astype(jnp.float32) + more
+        return None, weight.at[where].set(new.astype(weight.dtype))
+
+    def merge_all(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.scan(merge_layer, None, (weight, a, b))[1]
+
+    return jax.jit(merge_all, out_shardings=sharding)
+
+
+def _make_pair(
+    config: TransformerConfig, name: str, rank: int, key: jax.Array
+) -> dict[str, nnx.Param]:
+    into, out = _dims_of(config, name)
+    layers = {"layers": config.num_layers}
+    fan_in = 1
+    for size in into.values():
+        fan_in *= size
+    first, second = layers | into | {"lora_rank": rank}, layers | {"lora_rank": rank} | out
+    bound = fan_in**-0.5
+    a = jax.random.uniform(key, tuple(first.values()), jnp.float32, -bound, bound)
+    b = jnp.zeros(tuple(second.values()), jnp.float32)
+    return {
+        f"{name}_lora_a": LoRAParam(a, **axes(*first)),
+        f"{name}_lora_b": LoRAParam(b, **axes(*second)),
+    }
+
+
+def _dims_of(config: TransformerConfig, name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """The dims that a matrix takes and those that it gives, by their logical names."""
+    embed, mlp = {"embed": config.embed_dim}, {"mlp": config.mlp_dim}
+    heads = {"heads": config.num_heads, "head_dim": config.head_dim}
+    kv_heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    if config.kv_heads == config.num_heads:
+        kv_heads = heads
+    return {
+        "q_proj": (embed, heads),
+        "k_proj": (embed, kv_heads),
+        "v_proj": (embed, kv_heads),
+        "o_proj": (heads, embed),
+        "gate_proj": (embed, mlp),
+        "up_proj": (embed, mlp),
+        "down_proj": (mlp, embed),
+    }[name]
+
+
+def _weight_of(config: TransformerConfig, name: str) -> tuple[str, tuple[int | None, ...]]:
+    """The variable of the blocks that holds a matrix, and which part of a layer it is."""
+    if name in ("q_proj", "k_proj", "v_proj"):
+        if config.kv_heads == config.num_heads:
+            return "attention_in", (None, "qkv".index(name[0]))
+        if name == "q_proj":
+            return "query_in", ()
+        return "key_value_in", (None, "kv".index(name[0]))
+    if name in ("gate_proj", "up_proj"):
+        return "mlp_in", (0 if name == "gate_proj" or not config.gated else 1,)
+    return ("attention_out", ()) if name == "o_proj" else ("mlp_out", ())
+
+
+def _check(model: Transformer, rank: int, targets: tuple[str, ...]) -> None:
+    config = model.config
+    possible = [name for name in TARGETS if config.gated or name != "gate_proj"]
+    if config.num_experts:
+        possible = [name for name in possible if "proj" in name and name[0] in "qkvo"]
+    unknown = [name for name in targets if name not in possible]
+    if unknown or not targets:
+        raise ValueError(
+            f"lora.add was asked for adapters of {', '.join(unknown) or 'nothing'}. The matrices "
+            f"of this model that may have one are {', '.join(possible)}: name some of them."
+        )
+    if rank < 1:
+        raise ValueError(f"rank={rank} is no width of an adapter. Use 1 or more, such as 8.")
+    if getattr(model.blocks, "adapter_scale", None) is not None:
+        raise ValueError(
+            "The model has adapters already. Merge them first (lora.merge), or name all targets in "
+            "one call."
+        )

@@ -1,0 +1,1 @@
+"""Pretrained weights: folders of safetensors and `config.json`, read and written."""

@@ -1,0 +1,38 @@
+"""The tokenizer of a pretrained model."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpudist.models.pretrained.checkpoint_folder import TOKENIZER
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+def load_tokenizer(folder: str | PathLike[str]) -> tokenizers.Tokenizer:
+    """The tokenizer of a folder's `tokenizer.json`, as one of the package `tokenizers`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ModuleNotFoundError: `tokenizers` is not installed.
+        ValueError: The file is none of a tokenizer.
+    """
+    file = Path(folder) / TOKENIZER
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file} does not exist: a tokenizer is read from there alone. Tokenizers in other "
+            f"files are converted by the library that made them."
+        )
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "load_tokenizer needs the package tokenizers: pip install 'tpudist[hub]'."
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package has no class of its own
+        raise ValueError(f"{file} is not of a tokenizer: {error}. Fetch it again.") from error
