@@ -5,8 +5,9 @@ from tpudist.models.convnet import ConvNet, ConvNetConfig
 from tpudist.models.mlp import MLP
 from tpudist.models.next_token import next_token_loss, next_token_nats
 from tpudist.models.pretrained.hub_config import read_config
+from tpudist.models.pretrained.loader import load_pretrained
+from tpudist.models.pretrained.saver import save_pretrained
 from tpudist.models.pretrained.tokenizer import load_tokenizer
-from tpudist.models.pretrained.weights import load_pretrained, save_pretrained
 from tpudist.models.transformer import Transformer, TransformerConfig
 
 __all__ = [

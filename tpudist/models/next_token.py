@@ -7,6 +7,7 @@ read in float32; with `TransformerConfig.loss_chunk`, only some positions' at a 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -40,15 +41,16 @@ def _nats_and_imbalance(
     tokens = tokens.astype(jnp.int32)
     hidden, routing = model.hidden(tokens[:, :-1])
     targets, weight, chunk = tokens[:, 1:], model.output_weight(), model.config.loss_chunk
+    cap = model.config.output_cap
     if chunk is None or chunk >= targets.shape[1]:
-        nats = _nats(unembed(hidden, weight), targets)
+        nats = _nats(unembed(hidden, weight, cap), targets)
     else:
-        nats = _nats_by_chunks(weight, hidden, targets, chunk)
+        nats = _nats_by_chunks(weight, hidden, targets, chunk, cap)
     return nats, None if routing is None else routing.imbalance
 
 
 def _nats_by_chunks(
-    weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: int
+    weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: int, cap: float | None
 ) -> jax.Array:
     """The same, `chunk` positions at a time; the backward pass computes their logits again.
 
@@ -71,27 +73,31 @@ def _nats_by_chunks(
     weight, hidden = _gradient_barrier(weight, hidden)
     # Whole but for the vocabulary, so that it is gathered once and not for each chunk.
     weight = constrain(weight.astype(hidden.dtype), None, "vocab")
-    nats = _nats_of_chunks(weight, cut(hidden), cut(targets))
+    nats = _nats_of_chunks(weight, cut(hidden), cut(targets), cap)
     nats = nats.reshape(length // chunk, batch, parts, chunk // parts)
     return jnp.moveaxis(nats, 0, 2).reshape(batch, length)
 
 
-@jax.custom_vjp
-def _nats_of_chunks(weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _nats_of_chunks(
+    weight: jax.Array, hidden: jax.Array, targets: jax.Array, cap: float | None
+) -> jax.Array:
     """Nats `[chunks, batch, chunk]` of targets under `hidden @ weight`, a chunk at a time."""
 
     def body(_, piece):
         hidden, targets = piece
-        return None, _nats(unembed(hidden, weight), targets)
+        return None, _nats(unembed(hidden, weight, cap), targets)
 
     return jax.lax.scan(body, None, (hidden, targets))[1]
 
 
-def _nats_of_chunks_forward(weight: jax.Array, hidden: jax.Array, targets: jax.Array):
-    return _nats_of_chunks(weight, hidden, targets), (weight, hidden, targets)
+def _nats_of_chunks_forward(
+    weight: jax.Array, hidden: jax.Array, targets: jax.Array, cap: float | None
+):
+    return _nats_of_chunks(weight, hidden, targets, cap), (weight, hidden, targets)
 
 
-def _nats_of_chunks_backward(saved, cotangent: jax.Array):
+def _nats_of_chunks_backward(cap: float | None, saved, cotangent: jax.Array):
     """Each device sums the weight's gradient over its own tokens of all chunks, in float32.
 
     The sums of the devices stay apart, `[rows, parts, embed, vocabulary]`, until the last chunk is
@@ -108,9 +114,11 @@ def _nats_of_chunks_backward(saved, cotangent: jax.Array):
     def body(total, piece):
         hidden, targets, cotangent = piece
         with jax.named_scope("rematted_computation"):
-            logits = unembed(hidden, weight)
+            logits = unembed(hidden, weight, cap)
             _, read = _nats_forward(logits, targets)
         d_logits, _ = _nats_backward(read, cotangent)
+        if cap is not None:  # of the tanh
+            d_logits = d_logits * (1 - jnp.square(logits / cap))
         d_hidden = jnp.einsum("blv,ev->ble", d_logits, weight)
         new = jnp.einsum(
             "rpte,rptv->rpev",

@@ -38,13 +38,14 @@ class Transformer(nnx.Module):
         vocab, embed = config.vocabulary, config.embed_dim
         self.embedding = _weight(rngs, 1.0, vocab=vocab, embed=embed)
         self.blocks = Blocks(config, rngs=rngs)
-        self.final_norm = _scale(embed=embed)
+        self.final_norm = _scale(config, embed=embed)
         if not config.tied:
             self.unembedding = _weight(rngs, embed**-0.5, embed=embed, vocab=vocab)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits in float32; `tokens` are integers in `[0, vocabulary)`, as many as you like."""
-        return unembed(self.hidden(tokens)[0], self.output_weight()).astype(jnp.float32)
+        hidden, cap = self.hidden(tokens)[0], self.config.output_cap
+        return unembed(hidden, self.output_weight(), cap).astype(jnp.float32)
 
     def hidden(self, tokens: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
         """What the last block leaves of each token, normalised: `[batch, length, embed]`.
@@ -53,7 +54,10 @@ class Transformer(nnx.Module):
         """
         # XLA aborts on a lookup where one mesh axis splits both the table's rows and the batch.
         table = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
-        x, routing = self.blocks(constrain_residual(lookup(table, tokens)))
+        x = lookup(table, tokens)
+        if (scale := self.config.embedding_scale) is not None:
+            x = x * jnp.asarray(scale, x.dtype)
+        x, routing = self.blocks(constrain_residual(x))
         return _rms_norm(x, self.final_norm[...], self.config), routing
 
     def output_weight(self) -> jax.Array:
@@ -66,9 +70,13 @@ class Transformer(nnx.Module):
         return self.embedding[...].T if scale == 1 else self.embedding[...].T * scale
 
 
-def unembed(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """Logits `[batch, length, vocabulary]`, in the dtype of `hidden`, `[batch, length, embed]`."""
-    return constrain(_project(hidden, weight), "batch", _sequence(hidden), "vocab")
+def unembed(hidden: jax.Array, weight: jax.Array, cap: float | None = None) -> jax.Array:
+    """Logits `[batch, length, vocabulary]`, in the dtype of `hidden`, `[batch, length, embed]`.
+
+    With `cap` they are kept between minus and plus that.
+    """
+    logits = constrain(_project(hidden, weight), "batch", _sequence(hidden), "vocab")
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class Blocks(nnx.Module):
@@ -81,17 +89,28 @@ class Blocks(nnx.Module):
         query = {"heads": config.num_heads, "head_dim": config.head_dim}
         key = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
         into, back = embed**-0.5, (2 * layers) ** -0.5
-        self.attention_norm = _scale(layers=layers, embed=embed)
+        self.attention_norm = _scale(config, layers=layers, embed=embed)
         if config.kv_heads == config.num_heads:
             self.attention_in = _weight(
                 rngs, into, layers=layers, embed=embed, query_key_value=3, **query
             )
+            if config.biased:
+                self.attention_bias = _zeros(layers=layers, query_key_value=3, **query)
         else:
             self.query_in = _weight(rngs, into, layers=layers, embed=embed, **query)
             self.key_value_in = _weight(rngs, into, layers=layers, embed=embed, key_value=2, **key)
+            if config.biased:
+                self.query_bias = _zeros(layers=layers, **query)
+                self.key_value_bias = _zeros(layers=layers, key_value=2, **key)
+        if config.norm_heads:
+            self.query_norm = _scale(config, layers=layers, head_dim=config.head_dim)
+            self.key_norm = _scale(config, layers=layers, head_dim=config.head_dim)
         gathered = (config.num_heads * config.head_dim) ** -0.5
         self.attention_out = _weight(rngs, back * gathered, layers=layers, **query, embed=embed)
-        self.mlp_norm = _scale(layers=layers, embed=embed)
+        if config.norm_outputs:
+            self.attention_out_norm = _scale(config, layers=layers, embed=embed)
+            self.mlp_out_norm = _scale(config, layers=layers, embed=embed)
+        self.mlp_norm = _scale(config, layers=layers, embed=embed)
         # Branches outside: TPUs waste much of a tile on a last dim but one of 2.
         branches, outer = {"branches": 2 if config.gated else 1}, {"layers": layers}
         if config.num_experts:
@@ -111,27 +130,32 @@ class Blocks(nnx.Module):
         """
         config, scale = self.config, self.adapter_scale or 0.0
 
-        def block(state, weights, rotation):
+        def block(state, weights, rotations):
             x, routing = state
             x = checkpoint_name(x, "layer_input")
             out = _attention(
-                _rms_norm(x, weights["attention_norm"], config), weights, rotation, config, scale
+                _rms_norm(x, weights["attention_norm"], config), weights, rotations, config, scale
             )
+            if config.norm_outputs:
+                out = _rms_norm(out, weights["attention_out_norm"], config)
             x = constrain_residual(x + checkpoint_name(out, "attention_out"))
             out = _rms_norm(x, weights["mlp_norm"], config)
             if config.num_experts:
                 out, found = experts.mlp(out, weights, config)
                 routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, found)
             else:
-                out = _mlp(out, weights, scale)
+                out = _mlp(out, weights, config, scale)
+            if config.norm_outputs:
+                out = _rms_norm(out, weights["mlp_out_norm"], config)
             return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
 
         block = remat.apply(block, config.remat, platform=attention.platform())
         nothing = jnp.zeros(x.shape[:1], jnp.float32)
         state = (x, experts.Routing(nothing, nothing) if config.num_experts else None)
         weights = {name: value[...] for name, value in vars(self).items() if _is_param(value)}
-        rotation = rotary.rotation(x.shape[1], config.head_dim, config.rotary_base)
-        return pipeline.apply(block, state, weights, rotation, config)
+        if config.layers_with_window is not None:
+            weights["has_window"] = jnp.asarray(config.layers_with_window)
+        return pipeline.apply(block, state, weights, _rotations(x.shape[1], config), config)
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
@@ -155,14 +179,23 @@ def _weight(rngs: nnx.Rngs, std: float, **dims: int) -> nnx.Param:
     return nnx.Param(value, **axes(*dims))
 
 
-def _scale(**dims: int) -> nnx.Param:
+def _scale(config: TransformerConfig, **dims: int) -> nnx.Param:
+    """Parameters of a norm that leaves lengths as they are."""
+    if config.norm_offset:
+        return _zeros(**dims)
     return nnx.Param(jnp.ones(tuple(dims.values()), jnp.float32), **axes(*dims))
+
+
+def _zeros(**dims: int) -> nnx.Param:
+    return nnx.Param(jnp.zeros(tuple(dims.values()), jnp.float32), **axes(*dims))
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(mean + config.norm_epsilon)
+    if config.norm_offset:
+        scale = 1 + scale.astype(jnp.float32)
     return (x32 * inverse * scale).astype(x.dtype)
 
 
@@ -181,10 +214,28 @@ def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1, heads: bool = F
     return out.reshape(*leading, *weight.shape[num_dims:])
 
 
+def _rotations(length: int, config: TransformerConfig) -> tuple[rotary.Rotation, ...]:
+    """That of positions in layers without a window, then that in layers with one if it differs."""
+    width, local = config.head_dim, config.local_rotary_base
+    usual = rotary.rotation(length, width, config.rotary_base, config.rotary_scaling)
+    if local is None:
+        return (usual,)
+    return usual, rotary.rotation(length, width, local)
+
+
+def _rotation_of_layer(
+    rotations: tuple[rotary.Rotation, ...], has_window: jax.Array | None
+) -> rotary.Rotation:
+    if len(rotations) == 1 or has_window is None:  # all layers have a window, or none
+        return rotations[-1]
+    usual, local = rotations
+    return jax.tree.map(lambda a, b: jnp.where(has_window, b, a), usual, local)
+
+
 def _attention(
     x: jax.Array,
     weights: dict[str, jax.Array],
-    rotation: tuple[jax.Array, jax.Array],
+    rotations: tuple[rotary.Rotation, ...],
     config: TransformerConfig,
     adapter_scale: float,
 ) -> jax.Array:
@@ -193,6 +244,8 @@ def _attention(
         query_key_value = constrain(
             _project(x, weights["attention_in"], heads=True), "batch", sequence, None, "heads", None
         )
+        if config.biased:
+            query_key_value += weights["attention_bias"].astype(x.dtype)
         query, key, value = jnp.moveaxis(query_key_value, 2, 0)
     else:
         query = constrain(
@@ -206,10 +259,18 @@ def _attention(
             "kv_heads",
             None,
         )
+        if config.biased:
+            query += weights["query_bias"].astype(x.dtype)
+            key_value += weights["key_value_bias"].astype(x.dtype)
         key, value = jnp.moveaxis(key_value, 2, 0)
     adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale, heads=True)
     query = adapt(query, x, name="q_proj")
     key, value = adapt(key, x, name="k_proj"), adapt(value, x, name="v_proj")
+    if config.norm_heads:
+        query = _rms_norm(query, weights["query_norm"], config)
+        key = _rms_norm(key, weights["key_norm"], config)
+    has_window = weights.get("has_window")
+    rotation = _rotation_of_layer(rotations, has_window)
     query = checkpoint_name(rotary.rotate(query, rotation), "query")
     key = checkpoint_name(rotary.rotate(key, rotation), "key")
     value = checkpoint_name(value, "value")
@@ -220,12 +281,19 @@ def _attention(
         method=config.attention,
         splash_block=config.splash_block,
         splash_backward_block=config.splash_backward_block,
+        scores=attention.Scores(config.query_scale, config.attention_cap, config.attention_window),
+        has_window=has_window,
     )
     out = _project(gathered, weights["attention_out"], num_dims=2, heads=True)
     return adapt(out, gathered, name="o_proj", num_dims=2)
 
 
-def _mlp(x: jax.Array, weights: dict[str, jax.Array], adapter_scale: float) -> jax.Array:
+def _mlp(
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    config: TransformerConfig,
+    adapter_scale: float,
+) -> jax.Array:
     adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale)
     branches = [_project(x, weight) for weight in weights["mlp_in"]]
     names = ("gate_proj", "up_proj")[-len(branches) :]
@@ -234,8 +302,8 @@ def _mlp(x: jax.Array, weights: dict[str, jax.Array], adapter_scale: float) -> j
     branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
     adapted = "down_proj_lora_a" in weights
     if attention.platform() == "tpu" and not _sequence(x) and not adapted:
-        return activation_product(branches, weights["mlp_out"].astype(x.dtype))
-    hidden = activate(*branches)
+        return activation_product(branches, weights["mlp_out"].astype(x.dtype), config.gelu)
+    hidden = activate(*branches, gelu=config.gelu)
     return adapt(_project(hidden, weights["mlp_out"]), hidden, name="down_proj")
 
 

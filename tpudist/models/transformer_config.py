@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tpudist.models.parts import experts, pipeline, remat
+from tpudist.models.parts.rotary_scaling import RotaryScaling
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,36 @@ class TransformerConfig:
     """Positions whose logits `next_token_nats` holds at a time; None for all of them."""
     rotary_base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength of the rotary positions."""
+    rotary_scaling: RotaryScaling | None = None
+    """How rotary positions are stretched (`tpudist.models.parts.rotary_scaling`)."""
+    local_rotary_base: float | None = None
+    """The base in layers with a window, which are not stretched; None for the same as in others."""
+    gelu: bool = False
+    """Gate with GELU (GeGLU) rather than with SiLU."""
     norm_epsilon: float = 1e-6
     """What RMS norms add to the mean square."""
+    norm_offset: bool = False
+    """Let RMS norms multiply by 1 more than their parameters."""
+    norm_outputs: bool = False
+    """Norm what attention and MLP give, too, before it is added to the residual stream."""
+    norm_heads: bool = False
+    """Norm each head's queries and keys, before their rotation."""
+    biased: bool = False
+    """Add a bias to queries, keys and values."""
+    query_scale: float | None = None
+    """What queries are multiplied by; None for `head_dim ** -0.5`."""
+    attention_cap: float | None = None
+    """Keep attention's scores between minus and plus this, by a tanh; None for no bound."""
+    attention_window: int | None = None
+    """How many positions a token attends to, itself and those before it; None for all of them."""
+    layers_with_window: tuple[bool, ...] | None = None
+    """For each layer whether it has the window; None for all."""
+    embedding_scale: float | None = None
+    """What embeddings are multiplied by where they enter, rounded to `dtype`; None for 1."""
     output_scale: float | None = None
     """What a tied model's logits are multiplied by; None for `embed_dim ** -0.5`."""
+    output_cap: float | None = None
+    """Keep logits between minus and plus this, by a tanh; None for no bound."""
     num_experts: int = 0
     """Experts per block (`tpudist.models.parts.experts`) in place of its MLP; 0 for a plain MLP."""
     experts_per_token: int = 2
@@ -70,6 +97,7 @@ class TransformerConfig:
             "loss_chunk",
             "splash_block",
             "splash_backward_block",
+            "attention_window",
         )
         counts += ("experts_per_token", "pipeline_stages", "pipeline_microbatches")
         for name in counts:
@@ -95,6 +123,16 @@ class TransformerConfig:
                 f"num_heads={self.num_heads} queries do not share num_kv_heads="
                 f"{self.num_kv_heads} keys and values equally. Use one of {fits}."
             )
+        _check_window(self)
+        for name in ("attention_cap", "output_cap", "norm_epsilon"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"A transformer needs {name} > 0; got {value}.")
+        if self.gelu and (self.num_experts or not self.gated):
+            raise ValueError(
+                f"gelu=True is for gated MLPs; this model has gated={self.gated} and num_experts="
+                f"{self.num_experts}. MLPs without a gate have GELU anyway; experts have SiLU."
+            )
         remat.parse(self.remat)
         experts.check(self)
         pipeline.check(self)
@@ -108,3 +146,18 @@ class TransformerConfig:
     def kv_heads(self) -> int:
         """Number of heads of keys and values."""
         return self.num_kv_heads or self.num_heads
+
+
+def _check_window(config: TransformerConfig) -> None:
+    layers = config.layers_with_window
+    for name in ("layers_with_window", "local_rotary_base"):
+        if getattr(config, name) is not None and config.attention_window is None:
+            raise ValueError(
+                f"{name}={getattr(config, name)} is about layers with a window, but "
+                f"attention_window is None: no layer has one. Give both or neither."
+            )
+    if layers is not None and len(layers) != config.num_layers:
+        raise ValueError(
+            f"layers_with_window says of {len(layers)} layers whether they have a window, but "
+            f"there are num_layers={config.num_layers}. Say it of each."
+        )

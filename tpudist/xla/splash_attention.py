@@ -30,6 +30,9 @@ def causal_attention(
     backward_block: int | None = None,
     name: str | None = None,
     interpret: bool = False,
+    scale: float | None = None,
+    cap: float | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """What each position gathers from itself and those before it, `[batch, length, heads, width]`.
 
@@ -43,6 +46,9 @@ def causal_attention(
         name: What remat policies call what the backward pass needs: the result, and the sums of
             the softmax.
         interpret: Whether to interpret the kernel, for want of a TPU.
+        scale: What products of queries and keys are multiplied by; None for `width ** -0.5`.
+        cap: Bound of the scores, by a tanh; None for none.
+        window: How many positions one gathers from, with itself; None for all before it.
 
     Raises:
         ValueError: `block` is not a multiple of 128, or does not divide `backward_block`.
@@ -65,12 +71,12 @@ def causal_attention(
     padding = -length % backward_block
     # Nothing before the end attends to what is after it.
     pads = ((0, 0), (0, padding), (0, 0), (0, 0))
-    scale = query.shape[-1] ** -0.5
-    query = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    query = (query.astype(jnp.float32) * factor).astype(query.dtype)
     query, key, value = (
         jnp.moveaxis(jnp.pad(x, pads) if padding else x, 2, 1) for x in (query, key, value)
     )
-    kernel = _kernel(length + padding, heads, block, backward_block, name, interpret)
+    kernel = _kernel(length + padding, heads, block, backward_block, name, interpret, cap, window)
     out: Any = jax.vmap(kernel)(query, key, value)
     out = jnp.moveaxis(out, 1, 2)
     return out[:, :length] if padding else out
@@ -90,9 +96,21 @@ def _part(length: int, block: int) -> int:
 
 
 def _kernel(
-    length: int, heads: int, block: int, backward_block: int, name: str | None, interpret: bool
+    length: int,
+    heads: int,
+    block: int,
+    backward_block: int,
+    name: str | None,
+    interpret: bool,
+    cap: float | None,
+    window: int | None,
 ) -> splash.SplashAttentionKernel:
-    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    size = (length, length)
+    if window is None:
+        of_head = masks.CausalMask(size)
+    else:
+        of_head = masks.LocalMask(size, (window - 1, 0), 0)
+    mask = masks.MultiHeadMask([of_head] * heads)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -105,6 +123,7 @@ def _kernel(
     return splash.make_splash_mha(
         mask,
         block_sizes=sizes,
+        attn_logits_soft_cap=cap,
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=name,

@@ -11,9 +11,11 @@ device computes its share.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,6 +32,22 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array], Any]
 _NAME = "attention"  # for remat policies
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How much of each position another one gathers: what is beside the softmax of products."""
+
+    scale: float | None = None
+    """What products of queries and keys are multiplied by; None for `width ** -0.5`."""
+    cap: float | None = None
+    """Scores are kept between minus and plus this, by a tanh; None for no bound."""
+    window: int | None = None
+    """How many positions one gathers from, the last of them itself; None for all before it."""
+
+    def without_window(self) -> Scores:
+        """The same for a layer that has none."""
+        return dataclasses.replace(self, window=None)
+
+
 def attend(
     query: jax.Array,
     key: jax.Array,
@@ -38,6 +56,8 @@ def attend(
     method: str = "auto",
     splash_block: int | None = None,
     splash_backward_block: int | None = None,
+    scores: Scores = Scores(),
+    has_window: jax.Array | None = None,
 ) -> jax.Array:
     """What each position gathers from itself and those before it, `[batch, length, heads, width]`.
 
@@ -48,21 +68,31 @@ def attend(
         method: "auto", or the way to force.
         splash_block: Rows and columns of the tiles of Splash attention.
         splash_backward_block: Keys that its backward pass takes at a time.
+        scores: What products of queries and keys become before the softmax.
+        has_window: A truth value, perhaps of a layer in a scan: whether the window of `scores` is
+            in force; None if it is.
 
     Raises:
-        ValueError: An unknown method.
+        ValueError: An unknown method, or one that has no such scores.
     """
     length = query.shape[1]
     if method == "auto":
         method = choose_method(length)
     if method == "dot_product":
-        out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        out = _dot_product(query, key, value, scores, has_window)
         return checkpoint_name(out, _NAME)
     # These name what their backward passes need. Named here, the result would be saved beside it.
     if method == "ring":
+        _check_ring(scores)
         return _ring(query, key, value)
     if method == "splash":
-        return _splash(query, key, value, splash_block, splash_backward_block)
+        run = functools.partial(_splash, block=splash_block, backward_block=splash_backward_block)
+        windowed = functools.partial(run, scores=scores)
+        if has_window is None:
+            return windowed(query, key, value)
+        # Masks are a part of the kernel: there is one for each kind of layer.
+        whole = functools.partial(run, scores=scores.without_window())
+        return jax.lax.cond(has_window, windowed, whole, query, key, value)
     raise ValueError(
         f"attention={method!r} is not a way to compute attention. Use 'auto', 'dot_product', "
         f"'splash' or 'ring'."
@@ -86,12 +116,43 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def _dot_product(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Scores,
+    has_window: jax.Array | None,
+) -> jax.Array:
+    """Attention by matrix products: by JAX's own function, unless there is a cap."""
+    if scores.cap is None and has_window is None:
+        local = None if scores.window is None else (scores.window - 1, 0)
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, scale=scores.scale, local_window_size=local
+        )
+    batch, length, heads, width = query.shape
+    before = jnp.arange(length)[:, None] - jnp.arange(length)  # [queries, keys]
+    mask = before >= 0
+    if scores.window is not None:
+        within = before < scores.window
+        mask &= within if has_window is None else within | ~has_window
+    if scores.cap is None:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scores.scale)
+    grouped = query.reshape(batch, length, key.shape[2], -1, width)
+    products = jnp.einsum("bqkgd,bskd->bkgqs", grouped, key, preferred_element_type=jnp.float32) * (
+        width**-0.5 if scores.scale is None else scores.scale
+    )
+    capped = jnp.where(mask, scores.cap * jnp.tanh(products / scores.cap), -jnp.inf)
+    share = jax.nn.softmax(capped, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgqs,bskd->bqkgd", share, value).reshape(batch, length, heads, width)
+
+
 def _splash(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     block: int | None,
     backward_block: int | None,
+    scores: Scores,
 ) -> jax.Array:
     kernel = functools.partial(
         splash_attention.causal_attention,
@@ -99,8 +160,21 @@ def _splash(
         backward_block=backward_block,
         name=_NAME,
         interpret=platform() != "tpu",
+        scale=scores.scale,
+        cap=scores.cap,
+        window=scores.window,
     )
     return _run_on_each_device(kernel, query, key, value, sequence=())
+
+
+def _check_ring(scores: Scores) -> None:
+    if scores != Scores():
+        given = [name for name, value in vars(scores).items() if value is not None]
+        raise ValueError(
+            f"Ring attention, over a sequence that a mesh axis splits, has plain scores alone; "
+            f"this model's have {', '.join(given)} of their own. Split the batch or the heads "
+            f"instead: replica_axes without 'sequence'."
+        )
 
 
 def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -9,23 +9,32 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.models.parts.attention import platform
+from tpudist.models.parts.rotary_scaling import RotaryScaling, scale_frequencies
 
 Rotation = tuple[jax.Array, jax.Array]
 
 
-def rotation(length: int, width: int, base: float) -> Rotation:
+def rotation(
+    length: int, width: int, base: float, scaling: RotaryScaling | None = None
+) -> Rotation:
     """Cosines and sines `[length, 1, width]`, float32, of the angle of each position and dim.
 
     Args:
         length: Number of positions.
         width: Of a head; even.
         base: Ratio of the longest to the shortest wavelength.
+        scaling: How they are stretched for longer sequences; None for not at all.
     """
     half = width // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None:
+        frequencies = scale_frequencies(scaling, frequencies, base, length)
     angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequencies
     angles = jnp.concatenate((angles, angles), axis=-1)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling is None or scaling.magnitude == 1:
+        return cos, sin
+    return cos * scaling.magnitude, sin * scaling.magnitude
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:

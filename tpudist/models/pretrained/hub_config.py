@@ -1,17 +1,28 @@
-"""`config.json` of a pretrained model: the transformer that it describes, or why there is none."""
+"""`config.json` of a pretrained model: the transformer that it describes, or why there is none.
+
+A key that is not in the file has the value that the package `transformers` (5.24) gives it, which
+is not the same for all families.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from tpudist.models.pretrained.checkpoint_folder import CONFIG, read_json
+from tpudist.models.pretrained.refusal import refuse
+from tpudist.models.pretrained.rotary_config import parse_rotary, parse_scaling
 from tpudist.models.transformer_config import TransformerConfig
+
+Values = dict[str, Any]
 
 
 def read_config(folder: str | PathLike[str]) -> TransformerConfig:
     """The transformer whose weights a folder holds, by its `config.json`; weights are not read.
+
+    Its `dtype` is that of the weights, if the transformer can compute in it, else float32.
 
     Args:
         folder: Of a pretrained model, on this machine.
@@ -23,12 +34,19 @@ def read_config(folder: str | PathLike[str]) -> TransformerConfig:
     return parse_config(read_json(Path(folder) / CONFIG, "its configuration"))
 
 
-def parse_config(values: dict[str, Any]) -> TransformerConfig:
+def parse_config(values: Values) -> TransformerConfig:
     """The transformer that a `config.json` describes.
 
     Raises:
         ValueError: The transformer cannot be it.
     """
+    family = values.get("model_type")
+    if family not in FAMILIES:
+        raise refuse("model_type", family, f"is none of {', '.join(FAMILIES)}")
+    defaults, parse = FAMILIES[family]
+    values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 0} | defaults | values
+    _check(values)
+    fields = parse(values)
     heads = values["num_attention_heads"]
     return TransformerConfig(
         vocabulary=values["vocab_size"],
@@ -38,47 +56,183 @@ def parse_config(values: dict[str, Any]) -> TransformerConfig:
         num_kv_heads=values.get("num_key_value_heads") or heads,
         head_width=values.get("head_dim") or values["hidden_size"] // heads,
         mlp_dim=values["intermediate_size"],
-        tied=values.get("tie_word_embeddings", False),
-        output_scale=1.0,
-        norm_epsilon=values.get("rms_norm_eps", 1e-6),
-        rotary_base=_rotary_base(values),
-        dtype=_dtype(values),
+        tied=values["tie_word_embeddings"],
+        output_scale=1.0 if values["tie_word_embeddings"] else None,
+        norm_epsilon=values["rms_norm_eps"],
+        dtype=parse_dtype(values),
+        **fields,
     )
 
 
-def _dtype(values: dict[str, Any]) -> Any:
+def parse_dtype(values: Values) -> Any:
+    """What to compute in: the dtype of the weights, or float32."""
     stored = values.get("dtype") or values.get("torch_dtype") or "float32"
     return stored if stored in ("float32", "bfloat16") else "float32"
 
 
-def _rotary_base(values: dict[str, Any]) -> float:
-    parameters = values.get("rope_parameters") or {}
-    return float(parameters.get("rope_theta") or values.get("rope_theta") or 10_000.0)
+def _check(values: Values) -> None:
+    """Refuses what no family may say."""
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    for key in (*sizes, "intermediate_size"):
+        if not isinstance(values.get(key), int):
+            raise refuse(key, values.get(key), "has a size that is not known")
+    if values.get("quantization_config") is not None:
+        raise refuse("quantization_config", values["quantization_config"], "has quantized weights")
+    if values.get("attention_bias"):
+        raise refuse("attention_bias", True, "adds a bias after attention")
+    if values.get("mlp_bias"):
+        raise refuse("mlp_bias", True, "adds biases in its MLPs")
+    if values.get("use_bidirectional_attention"):
+        raise refuse("use_bidirectional_attention", True, "attends to what follows a token")
+    if values.get("adapter_config") is not None:
+        raise refuse("adapter_config", values["adapter_config"], "has adapters beside its weights")
 
 
-def make_config(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a transformer whose parameters have this dtype.
+def _parse_llama(values: Values) -> Values:
+    base, scaling = parse_rotary(values)
+    _check_silu(values)
+    return {"rotary_base": base, "rotary_scaling": scaling}
 
-    Raises:
-        ValueError: There is no model outside that computes what the transformer does.
-    """
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocabulary,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.embed_dim,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": config.tied,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rotary_base,
-        "rope_scaling": None,
-        "max_position_embeddings": 131_072,
-        "torch_dtype": dtype,
+
+def _parse_mistral(values: Values) -> Values:
+    if values.get("layer_types") is not None:
+        raise refuse("layer_types", values["layer_types"], "has windows in some layers, perhaps")
+    return _parse_llama(values) | {"attention_window": values["sliding_window"]}
+
+
+def _parse_qwen(values: Values) -> Values:
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    types = values.get("layer_types")
+    if types is None:
+        layers, first = values["num_hidden_layers"], values["max_window_layers"]
+        local = [window is not None and i >= first for i in range(layers)]
+    else:
+        local = _parse_layer_types(types)
+    return _parse_llama(values) | _windows(window, local)
+
+
+def _parse_qwen2(values: Values) -> Values:
+    return _parse_qwen(values) | {"biased": True}
+
+
+def _parse_qwen3(values: Values) -> Values:
+    return _parse_qwen(values) | {"norm_heads": True}
+
+
+def _parse_gemma(values: Values) -> Values:
+    activation = values.get("hidden_activation") or values.get("hidden_act")
+    # "gelu" was written by mistake, and is read as that of the tanh.
+    known = ("gelu_pytorch_tanh", "gelu") if values["model_type"] == "gemma" else None
+    if activation not in (known or ("gelu_pytorch_tanh",)):
+        raise refuse("hidden_activation", activation, "gates its MLPs with something else")
+    fields: Values = {
+        "gelu": True,
+        "norm_offset": True,
+        "embedding_scale": values["hidden_size"] ** 0.5,
     }
+    if values["model_type"] != "gemma3_text":
+        base, scaling = parse_rotary(values)
+        fields |= {"rotary_base": base, "rotary_scaling": scaling}
+    return fields
+
+
+def _parse_gemma2(values: Values) -> Values:
+    fields = _parse_gemma(values) | {
+        "norm_outputs": True,
+        "query_scale": values["query_pre_attn_scalar"] ** -0.5,
+        "attention_cap": values["attn_logit_softcapping"],
+        "output_cap": values["final_logit_softcapping"],
+    }
+    types, layers = values.get("layer_types"), values["num_hidden_layers"]
+    local = [i % 2 == 0 for i in range(layers)] if types is None else _parse_layer_types(types)
+    return fields | _windows(values["sliding_window"], local)
+
+
+def _parse_gemma3(values: Values) -> Values:
+    if values["attn_logit_softcapping"] is not None:
+        cap = values["attn_logit_softcapping"]
+        raise refuse("attn_logit_softcapping", cap, "has a bound that libraries leave out")
+    types, layers = values.get("layer_types"), values["num_hidden_layers"]
+    every = values.get("sliding_window_pattern") or 6
+    pattern = [(i + 1) % every != 0 for i in range(layers)]
+    local = pattern if types is None else _parse_layer_types(types)
+    fields = _parse_gemma(values) | {
+        "norm_outputs": True,
+        "norm_heads": True,
+        "query_scale": values["query_pre_attn_scalar"] ** -0.5,
+        "output_cap": values["final_logit_softcapping"],
+    }
+    fields |= _windows(values["sliding_window"], local)
+    given = values.get("rope_parameters") or {}
+    whole = given.get("full_attention") or values.get("rope_scaling") or {}
+    fields["rotary_base"] = float(
+        whole.get("rope_theta") or values.get("rope_theta") or 1_000_000.0
+    )
+    fields["rotary_scaling"] = parse_scaling(whole, "rope_scaling", values)
+    of_local = given.get("sliding_attention") or {}
+    if parse_scaling(of_local, "rope_parameters", values) is not None:
+        raise refuse("rope_parameters", given, "stretches positions in layers with a window")
+    if any(local):
+        base = of_local.get("rope_theta") or values.get("rope_local_base_freq") or 10_000.0
+        fields["local_rotary_base"] = float(base)
+    return fields
+
+
+def _check_silu(values: Values) -> None:
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise refuse("hidden_act", values["hidden_act"], "gates its MLPs with something else")
+
+
+def _parse_layer_types(types: list[str]) -> list[bool]:
+    """Of each layer whether it has a window."""
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise refuse("layer_types", types, f"has layers of type {kind!r}")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def _windows(window: int | None, local: list[bool]) -> Values:
+    if not any(local):
+        return {}
+    if window is None:
+        raise refuse("sliding_window", None, "has layers with a window of no size")
+    return {
+        "attention_window": window,
+        "layers_with_window": None if all(local) else tuple(local),
+    }
+
+
+_UNTIED: Values = {"tie_word_embeddings": False}
+_TIED: Values = {"tie_word_embeddings": True}
+_QWEN: Values = _UNTIED | {
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA2: Values = _TIED | {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+FAMILIES: dict[str, tuple[Values, Callable[[Values], Values]]] = {
+    "llama": (_UNTIED, _parse_llama),
+    "mistral": (_UNTIED | {"num_key_value_heads": 8, "sliding_window": 4096}, _parse_mistral),
+    "qwen2": (_QWEN, _parse_qwen2),
+    "qwen3": (_QWEN | {"head_dim": 128}, _parse_qwen3),
+    "gemma": (
+        _TIED | {"num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+        _parse_gemma,
+    ),
+    "gemma2": (
+        _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _parse_gemma2,
+    ),
+    "gemma3_text": (
+        _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        _parse_gemma3,
+    ),
+}
+"""What keys that are not there mean, and what the others do; by `model_type`."""

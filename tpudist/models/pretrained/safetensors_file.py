@@ -7,6 +7,8 @@ that stays in memory beside what is made of it, and its writing wants all tensor
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,10 +43,17 @@ class StoredTensor:
     start: int
 
     def map(self) -> np.ndarray:
-        """Its elements, read from the file when they are looked at."""
-        if 0 in self.shape:
-            return np.zeros(self.shape, DTYPES[self.dtype])
-        return np.memmap(self.file, DTYPES[self.dtype], "r", self.start, self.shape)
+        """Its elements: pages of the file, which the system begins to read."""
+        dtype = DTYPES[self.dtype]
+        size = math.prod(self.shape) * dtype.itemsize
+        before = self.start % mmap.ALLOCATIONGRANULARITY
+        with self.file.open("rb") as opened:
+            pages = mmap.mmap(
+                opened.fileno(), before + size, access=mmap.ACCESS_READ, offset=self.start - before
+            )
+        if hasattr(mmap, "MADV_WILLNEED"):
+            pages.madvise(mmap.MADV_WILLNEED)
+        return np.frombuffer(pages, np.uint8, size, before).view(dtype).reshape(self.shape)
 
 
 def read_header(file: Path) -> tuple[bytes, dict[str, StoredTensor]]:
