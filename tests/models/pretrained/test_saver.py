@@ -1,0 +1,109 @@
+"""Weights are written as the files that they were read from, or as files that others read."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import tpudist
+from pretrained_folders import NAMES, RECORDED, files_of, logits_of, recorded_logits, values_of
+from tpudist.models import (
+    Transformer,
+    TransformerConfig,
+    load_pretrained,
+    lora,
+    read_config,
+    save_pretrained,
+)
+from tpudist.models.pretrained.config_export import differences
+
+SMALL = TransformerConfig(
+    vocabulary=48, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2, mlp_dim=40
+)
+
+
+def make(**changes) -> Transformer:
+    return Transformer(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_read_is_written_as_the_same_bytes(name, tmp_path):
+    save_pretrained(load_pretrained(RECORDED / name), tmp_path, like=RECORDED / name)
+    assert files_of(tmp_path) == files_of(RECORDED / name)
+
+
+def test_the_bytes_are_the_same_from_any_geometry(tmp_path):
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
+    with strategy.scope():
+        model = load_pretrained(RECORDED / "qwen3", dtype="float32")
+    save_pretrained(model, tmp_path, like=RECORDED / "qwen3")
+    assert files_of(tmp_path) == files_of(RECORDED / "qwen3")
+
+
+def test_a_folder_may_be_written_over_by_its_own_model(tmp_path):
+    save_pretrained(load_pretrained(RECORDED / "llama"), tmp_path, like=RECORDED / "llama")
+    model = load_pretrained(tmp_path)
+    model.final_norm[...] += 1
+    save_pretrained(model, tmp_path, like=tmp_path)
+    assert files_of(tmp_path).keys() == files_of(RECORDED / "llama").keys()
+    for name, value in values_of(load_pretrained(tmp_path)).items():
+        np.testing.assert_array_equal(value, values_of(model)[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_that_is_written_is_the_same_model(name, tmp_path):
+    """Also without the folder that the model is from."""
+    save_pretrained(load_pretrained(RECORDED / name), tmp_path)
+    assert differences(read_config(tmp_path), read_config(RECORDED / name)) == ()
+    for key, value in values_of(load_pretrained(tmp_path)).items():
+        np.testing.assert_array_equal(value, values_of(load_pretrained(RECORDED / name))[key])
+
+
+def test_a_model_of_ones_own_is_written_in_files_of_bounded_size(tmp_path):
+    model = make()
+    save_pretrained(model, tmp_path, dtype="bfloat16", max_file_bytes=10_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+    assert len(files) > 2
+    tensors = {name: t for f in files for name, t in safetensors.numpy.load_file(f).items()}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert max(file.stat().st_size for file in files) < 12_000
+    mlp = tensors["model.layers.1.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(mlp.T, model.blocks.mlp_in[1, 1].astype(jnp.bfloat16))
+    again = load_pretrained(tmp_path)
+    assert (again.config.dtype, again.embedding.dtype) == ("bfloat16", jnp.bfloat16)
+    save_pretrained(model, tmp_path)  # in one file: the index is of no use any more
+    assert load_pretrained(tmp_path).embedding.dtype == jnp.float32
+
+
+def test_what_others_cannot_compute_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="No family .*nearest is 'llama', .* output_scale.*Train"):
+        save_pretrained(make(tied=True), tmp_path)
+    with pytest.raises(ValueError, match="differs in gated"):
+        save_pretrained(make(gated=False), tmp_path)
+    with pytest.raises(ValueError, match="differs in num_experts"):
+        save_pretrained(make(num_experts=2), tmp_path)
+    with pytest.raises(ValueError, match="Parameters of dtype int8 are in no file of weights"):
+        save_pretrained(make(), tmp_path, dtype="int8")
+    with pytest.raises(ValueError, match="differs from the one there in num_layers"):
+        save_pretrained(make(num_layers=3), tmp_path, like=RECORDED / "mistral")
+    with pytest.raises(ValueError, match="a model with adapters.*Merge them first"):
+        save_pretrained(lora.add(make()), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tied_model_without_a_scale_is_written_and_read(tmp_path):
+    model = make(tied=True, output_scale=1.0)
+    save_pretrained(model, tmp_path)
+    np.testing.assert_array_equal(logits_of(load_pretrained(tmp_path)), logits_of(model))
+
+
+def test_the_record_is_of_models_whose_logits_differ():
+    """Else a test that compares with the wrong one would pass."""
+    for name in NAMES:
+        assert recorded_logits(name).std() > 0.5
