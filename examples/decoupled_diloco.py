@@ -29,8 +29,8 @@ import tpudist
 from tpudist.coordinator import ClusterCoordinator, experimental_get_current_worker_index
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.models import Transformer, TransformerConfig, next_token_nats
-from tpudist.training.command.compilation_cache import enable_compilation_cache
-from tpudist.training.data.corpus import load_corpus, spread_windows
+from tpudist.training.compilation_cache import enable_compilation_cache
+from tpudist.training.corpus import load_corpus, spread_windows
 
 
 @dataclasses.dataclass(frozen=True)

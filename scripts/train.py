@@ -2,7 +2,7 @@
 
 By default a byte-level transformer learns the Python source of this interpreter's standard library,
 on 8 emulated devices where there is no accelerator. Every step is written for one replica
-(`tpudist/training/steps.py`); the strategy runs it on all of them.
+(`tpudist/training/steps.py`); the strategy runs it on all of them, in `tpudist.training.train`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ import tyro
 from flax import nnx
 
 import tpudist
+from experiment import arguments, folder, generate, report, summary
+from experiment.baselines import baselines
+from experiment.batches import InOrder, RandomWindows, ShuffledEpochs
+from experiment.config import Config, check, facts
+from experiment.digits import load_digits
+from experiment.optimizers import adamw_with_clipping, warmup_cosine
+from experiment.units import Unit, UnitWriter
+from tpudist.checkpoint import CheckpointError
 from tpudist.models import ConvNet, ConvNetConfig, Transformer, TransformerConfig, next_token_nats
 from tpudist.models.convnet import label_nats
-from tpudist.training import generate, interrupt, loop, report, steps
-from tpudist.training.command import arguments, folder
-from tpudist.training.command.compilation_cache import enable_compilation_cache
-from tpudist.training.command.config import Config, check, facts
-from tpudist.training.command.optimizers import adamw_with_clipping, warmup_cosine
-from tpudist.training.data.baselines import baselines
-from tpudist.training.data.batches import InOrder, RandomWindows, ShuffledEpochs
-from tpudist.training.data.corpus import load_corpus, spread_windows
-from tpudist.training.data.digits import load_digits
+from tpudist.training import interrupt, metrics_writers
+from tpudist.training.compilation_cache import enable_compilation_cache
+from tpudist.training.corpus import load_corpus, spread_windows
+from tpudist.training.display import Display, clock, make_display
 from tpudist.training.history import History
 from tpudist.training.interrupt import StopOnInterrupt
-from tpudist.training.saves import Saves
-from tpudist.training.show import metrics, summary
-from tpudist.training.show.display import Display, clock, make_display
+from tpudist.training.loop import train
+from tpudist.training.steps import evaluate, make_evaluation_step, make_train_step
 from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
 NUM_EMULATED = 8
@@ -67,7 +69,7 @@ class Job:
     """`(model, batch)` to what is measured on each held-out example."""
     tell: Callable[[Any], dict[str, float]]
     """Means of what was measured, named; first the loss in `unit`."""
-    unit: loop.Unit
+    unit: Unit
     baselines: dict[str, float]
     """Held-out losses, in `unit`, of guesses that a model must beat."""
     dims: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -120,7 +122,7 @@ def text_job(config: Config) -> Job:
         held_out=InOrder({"tokens": windows}, config.batch_size * 4),
         measure=lambda model, batch: next_token_nats(model, batch["tokens"]),
         tell=tell,
-        unit=loop.Unit("bits/byte", 1 / math.log(2), "tokens", config.batch_size * length),
+        unit=Unit("bits/byte", 1 / math.log(2), "tokens", config.batch_size * length),
         baselines=baselines(corpus.train, windows),
         dims={
             "embed-dim": ("embed", options.embed_dim),
@@ -152,7 +154,7 @@ def digits_job(config: Config) -> Job:
         held_out=InOrder(held_out, config.batch_size),
         measure=measure,
         tell=lambda means: {name: float(means[name]) for name in ("nats", "accuracy")},
-        unit=loop.Unit("nats", 1.0, "images", config.batch_size),
+        unit=Unit("nats", 1.0, "images", config.batch_size),
         baselines={"uniform": math.log(10)},
         digest=folder.digest(*train_set.values(), *held_out.values()),
     )
@@ -194,24 +196,8 @@ def make_strategy(config: Config, axes: dict[str, int]) -> tpudist.Strategy:
     return make[kind]()
 
 
-@dataclass
-class Started:
-    """A run at its first step, or where it goes on."""
-
-    model: nnx.Module
-    optimizer: tpudist.Optimizer
-    batches: Any
-    """The iterator of the distributed batches."""
-    history: History
-    saves: Saves
-    kept: list[Any] | None
-    """The lines of metrics.jsonl to go on from."""
-    told: list[str]
-    """How it started, for people."""
-
-
-def start(config: Config, job: Job, strategy: tpudist.Strategy, begun: folder.RunStart) -> Started:
-    """Makes the state of a run, and takes up its newest checkpoint if it goes on."""
+def make_state(config: Config, job: Job, strategy: tpudist.Strategy) -> tuple[Any, Any]:
+    """A model and its optimizer."""
     memory = config.optimizer.optimizer_memory
     with strategy.scope():
         model = strategy.create(job.make_model)
@@ -224,83 +210,73 @@ def start(config: Config, job: Job, strategy: tpudist.Strategy, begun: folder.Ru
             model,
             memory_kind=None if memory == "device" else memory,
         )
-    batches = iter(strategy.experimental_distribute_dataset(job.batches))
-    history = History()
-    state = tpudist.TrainState(
-        model=model, optimizer=optimizer, step=0, batches=batches, history=history
-    )
-    saves = Saves(
-        state,
-        history,
-        config.out / folder.CHECKPOINTS,
-        every=config.checkpoint_every,
-        cluster_resolver=strategy.cluster_resolver,
-    )
-    started = Started(model, optimizer, batches, history, saves, None, [])
-    if begun.moved_to:
-        started.told.append(
-            f"What another run had left in {config.out} is now in {begun.moved_to}."
-        )
+    return model, optimizer
+
+
+def tell_start(config: Config, begun: folder.RunStart, display: Display, history: History) -> None:
+    """Says what becomes of a run that goes on, beside from where."""
+    done, now = history.num_steps, config.steps
     if not begun.goes_on:
-        return started
-    path = saves.restored
-    if path is None:
-        saves.close()
-        raise ValueError(
-            f"No checkpoint in {config.out} is whole. --resume never starts anew, and moves them "
-            f"away."
+        return
+    if done == now:
+        display.say(
+            "To train longer, give more --steps; to train another model, another --out, or "
+            "--resume never."
         )
-    if jax.process_index() == 0:
-        started.kept = history.continue_from(metrics.read_lines(config.out))
-    done = history.num_steps
-    if done == config.steps:
-        started.told.append(
-            f"This run has finished: {path} has its {done} steps. To train longer, give more "
-            f"--steps; to train another model, another --out, or --resume never."
-        )
-        return started
-    started.told.append(f"Goes on after step {done} of {config.steps}, from {path}.")
-    if begun.planned_steps != config.steps:
-        before, now = (
+    elif begun.planned_steps != now:
+        before_rate, rate = (
             float(warmup_cosine(config.optimizer.learning_rate, num_steps)(done))
-            for num_steps in (begun.planned_steps, config.steps)
+            for num_steps in (begun.planned_steps, now)
         )
-        started.told.append(
+        display.say(
             f"It was planned for {begun.planned_steps} steps, and its learning rate to fall over "
-            f"them: stretched over {config.steps}, it is {now:.2g} from here, not {before:.2g}."
+            f"them: stretched over {now}, it is {rate:.2g} from here, not {before_rate:.2g}."
         )
-    return started
 
 
 def run(
-    config: Config, job: Job, strategy: tpudist.Strategy, started: Started, display: Display
+    config: Config,
+    job: Job,
+    strategy: tpudist.Strategy,
+    begun: folder.RunStart,
+    display: Display,
 ) -> int:
     """Trains, then shows and writes what came of it; returns the exit code."""
     begun_s = time.perf_counter()
     out = config.out if jax.process_index() == 0 else None
-    model, optimizer, history = started.model, started.optimizer, started.history
-    stop = StopOnInterrupt(lambda: display.phase("stopping"))
-    with stop, metrics.MetricsWriter(out, started.kept) as writer, started.saves as saves:
-        if 0 < history.num_steps < config.steps:
-            history.resumed_at.append(history.num_steps)
-            replicas = {"replicas": strategy.num_replicas_in_sync}
-            writer.write(history.num_steps, "resumed", replicas)
-        evaluation_step = steps.make_evaluation_step(job.measure)
-        held_out = strategy.experimental_distribute_dataset(job.held_out)
-        loop.train(
+    model, optimizer = make_state(config, job, strategy)
+    loss_of = make_train_step(job.nats, config.microbatches)
+
+    def train_step(model: Any, optimizer: Any, batch: Any) -> dict[str, jax.Array]:
+        return {"loss": loss_of(model, optimizer, batch)}
+
+    judge = make_evaluation_step(job.measure)
+    held_out = strategy.experimental_distribute_dataset(job.held_out)
+    writers, events = [metrics_writers.JsonLinesWriter(config.out)], None
+    if metrics_writers.has_tensorboard():
+        events = metrics_writers.TensorBoardWriter(config.out)
+        writers.append(events)
+    with ExitStack() as stack:
+        # Ctrl-C while the sample is written ends nothing: what was trained is told.
+        stack.enter_context(StopOnInterrupt(lambda: display.phase("stopping")))
+        for writer in writers:
+            stack.callback(writer.close)
+        history = train(
             strategy,
-            steps.make_train_step(job.nats, config.microbatches),
-            (model, optimizer),
-            started.batches,
+            train_step,
+            tpudist.TrainState(model, optimizer),
+            job.batches,
             num_steps=config.steps,
-            unit=job.unit,
-            evaluate=lambda: job.tell(steps.evaluate(strategy, evaluation_step, model, held_out)),
+            evaluate=lambda model, _: job.tell(evaluate(strategy, judge, model, held_out)),
             evaluate_every=-(-config.steps // config.evaluations),
-            display=display,
-            metrics=writer,
-            should_stop=steps.make_should_stop(strategy, lambda: stop.requested),
-            saves=saves,
-            history=history,
+            folder=config.out,
+            checkpoint_every=config.checkpoint_every or None,
+            writers=[UnitWriter(writer, job.unit) for writer in writers],
+            progress=display,
+            items=(job.unit.items, job.unit.items_per_step),
+            format_metrics=job.unit.format,
+            on_start=lambda history: tell_start(config, begun, display, history),
+            exit_when_preempted=False,
         )
         rows = report.rows(strategy, model, optimizer, history, job.unit, job.baselines)
         if isinstance(model, Transformer):
@@ -308,7 +284,8 @@ def run(
         if job.prompt and history.ended == "finished":
             display.phase("writing")
             text = write_text(config, job, strategy, model)
-            writer.text("sample", text=f"    {job.prompt}{text}".replace("\n", "\n    "))
+            if events is not None and out is not None:
+                events.write_text("sample", f"    {job.prompt}{text}".replace("\n", "\n    "))
             display.close()
             display.text("What it writes", job.prompt, text)
     display.close()
@@ -366,17 +343,22 @@ def main(args: Sequence[str] | None = None) -> int:
                 stack.enter_context(folder.lock(out))
                 return folder.begin(out, facts(config, job.digest), config.steps, config.resume)
 
-            started = start(config, job, strategy, folder.agree(begin))
+            begun = folder.agree(begin)
+            folder.require_whole(config.out, begun)
         except (ValueError, ModuleNotFoundError, RuntimeError) as refused:
             print(f"train.py: {refused}", file=sys.stderr)
             return 2
         display = make_display(config.steps, quiet=jax.process_index() != 0)
         why = f": emulated, {emulated}" if emulated else ""
         display.say(f"{type(strategy).__name__} on {summary.describe_mesh(strategy.mesh)}{why}.")
-        for line in started.told:
-            display.say(line)
+        if begun.moved_to:
+            display.say(f"What another run had left in {config.out} is now in {begun.moved_to}.")
         try:
-            return run(config, job, strategy, started, display)
+            return run(config, job, strategy, begun, display)
+        except CheckpointError as refused:
+            display.close()
+            print(f"train.py: {refused}", file=sys.stderr)
+            return 2
         except KeyboardInterrupt:  # pressed twice, or before there was a step to finish
             display.close()
             display.say("Interrupted; the last checkpoint is what a next run goes on from.")

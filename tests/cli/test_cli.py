@@ -16,13 +16,13 @@ import jax
 import optax
 import pytest
 
+from experiment.config import ModelOptions
 from places import PROGRAMS, ROOT
 from tpudist import cli
 from tpudist.cli import reference, user_step
 from tpudist.models import TransformerConfig
 from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.planner import Plan, SearchResult
-from tpudist.training.command.config import ModelOptions
 from tpudist.xla import topology
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS
 

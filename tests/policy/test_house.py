@@ -51,8 +51,9 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     # 138 for the house as it was planned; `supervisor` reads what `xla/goodput.py` notes, and where
     # the hosts of a slice are; `coordinator` and `ps` stand on eleven rooms together, as Variables
     # on servers are Variables, are read in traces and are held by a strategy; `models` asks
-    # `context` for the strategy that says where weights of others are read to.
-    assert found["arrows between rooms"] <= 159
+    # `context` for the strategy that says where weights of others are read to; `training` runs any
+    # step over any data: it distributes them, and refuses metrics that differ between replicas.
+    assert found["arrows between rooms"] <= 161
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports():

@@ -38,7 +38,6 @@ FOLDERS = {
     "xla": ("hlo", "hardware", "compiler", "estimate", "rows"),
     "input": ("file_formats", "transfer", "sources", "feeds"),
     "planner": ("show", "layouts"),
-    "training": ("data", "command", "show"),
     "models": ("parts", "pretrained"),
     "run": ("eager",),
     "compat": ("v1",),

@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 
 import tpudist
-from tpudist.training.command.compilation_cache import enable_compilation_cache
+from tpudist.training.compilation_cache import enable_compilation_cache
 
 NUM_EXAMPLES = 100
 BATCH_SIZE = 12  # 8 full batches in an epoch, and one of 4: half of 8 replicas have none of it

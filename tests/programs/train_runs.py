@@ -11,7 +11,7 @@ import pytest
 
 from kept_programs import jax_keeps_programs
 from places import ROOT
-from tpudist.training.show.metrics import read_lines
+from tpudist.training.metrics_writers import read_lines
 
 SCRIPT = ROOT / "scripts" / "train.py"
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from processes import run_processes, start_processes
-from tpudist.training.show.metrics import read_lines
+from tpudist.training.metrics_writers import read_lines
 from train_runs import (
     SCRIPT,
     compiled_once,  # noqa: F401
@@ -88,7 +88,7 @@ def test_a_run_prints_plain_lines_and_leaves_metrics_curves_and_a_summary(
 def test_what_is_not_installed_is_left_out_and_named(train, text, tmp_path, capsys, monkeypatch):
     """Pictures and TensorBoard are extras: a run does not fail at its end for want of them."""
     monkeypatch.setattr(train.report.curves, "has_matplotlib", lambda: False)
-    monkeypatch.setattr(train.metrics, "has_tensorboard", lambda: False)
+    monkeypatch.setattr(train.metrics_writers, "has_tensorboard", lambda: False)
     out = tmp_path / "out"
     args = [*SMALL, "--data", text, "--steps", "1", "--sample-bytes", "0", "--out", str(out)]
     assert train.main([*args, "--emulate", "8"]) == 0
@@ -355,6 +355,8 @@ def test_an_interrupt_of_one_process_ends_all(text, tmp_path):
     args = [*SMALL, "--data", text, "--steps", "1000000", "--out", str(out)]
     program = f"""
         import importlib.util, os, signal, sys, threading, time
+
+        sys.path.insert(0, {str(SCRIPT.parent)!r})
         from pathlib import Path
         from processes import report
 

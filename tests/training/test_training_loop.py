@@ -1,24 +1,29 @@
-"""The loop, the steps it runs, and the text a model writes, on models one can check by hand."""
+"""`train`: what it does with a step, a state and data, and what it refuses."""
 
 import io
+import json
 import math
 import signal
+import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.training import train_state
 
 import tpudist
-from tpudist.training import loop, steps
-from tpudist.training.data.batches import InOrder
-from tpudist.training.generate import generate
-from tpudist.training.history import History
-from tpudist.training.report import rows
-from tpudist.training.saves import Saves
-from tpudist.training.show.display import make_display
-from tpudist.training.show.metrics import MetricsWriter
+from tpudist.training import evaluate, history, loop, make_evaluation_step, make_train_step, train
+from tpudist.training.display import make_display
+from tpudist.training.metrics_writers import read_lines
+from tpudist.training.steps import make_should_stop
+
+SCALES = [3.0]
+for _ in range(8):
+    SCALES.append(SCALES[-1] - 0.1 * 2 * (SCALES[-1] - 1))
+LOSSES = [(scale - 1) ** 2 for scale in SCALES[:8]]  # of each step
 
 
 class Scale(nnx.Module):
@@ -28,15 +33,19 @@ class Scale(nnx.Module):
         self.scale = nnx.Param(jnp.float32(3.0))
 
 
-class Successor(nnx.Module):
-    """Is sure that a byte is followed by the next one."""
-
-    def __init__(self):
-        self.sure = nnx.Param(jnp.float32(50.0))
-
-
 def distance(model: Scale, batch: dict) -> jnp.ndarray:
     return jnp.square(model.scale[...] * batch["x"] - batch["x"])
+
+
+update = make_train_step(distance)
+
+
+def step(model, optimizer, batch):
+    return {"loss": update(model, optimizer, batch)}
+
+
+def ones(num_batches: int = 8) -> list[dict]:
+    return [{"x": np.ones(8, np.float32)}] * num_batches
 
 
 @pytest.fixture(scope="module")
@@ -44,169 +53,429 @@ def strategy() -> tpudist.Strategy:
     return tpudist.MirroredStrategy()
 
 
-def run(
-    strategy,
-    *,
-    num_steps=8,
-    learning_rate=0.1,
-    should_stop=lambda: False,
-    evaluate=None,
-    saved_in=None,
-):
-    """Trains `Scale` towards 1; returns the history and what was printed."""
+def make_state(strategy, learning_rate=0.1):
     model = strategy.create(Scale)
-    optimizer = strategy.create(
-        lambda model: tpudist.Optimizer(optax.sgd(learning_rate), model), model
-    )
-    batches = [{"x": np.ones(8, np.float32)}] * num_steps
-    batches = iter(strategy.experimental_distribute_dataset(batches))
-    out, history, saves = io.StringIO(), History(), None
-    if saved_in is not None:
-        state = tpudist.TrainState(model, optimizer, batches=batches, history=history)
-        saves = Saves(state, history, saved_in, every=2)
-    history = loop.train(
-        strategy,
-        steps.make_train_step(distance),
-        (model, optimizer),
-        batches,
-        num_steps=num_steps,
-        unit=loop.Unit("nats", 1.0, "examples", 8),
-        evaluate=evaluate or (lambda: {"nats": 0.5}),
-        evaluate_every=3,
-        display=make_display(num_steps, file=out),
-        metrics=MetricsWriter(None),
-        should_stop=should_stop,
-        saves=saves,
-        history=history,
-    )
-    if saves is not None:
-        saves.close()
-    return history, model, optimizer, out.getvalue()
+    make_optimizer = lambda model: tpudist.Optimizer(optax.sgd(learning_rate), model)  # noqa: E731
+    return model, strategy.create(make_optimizer, model)
+
+
+def run(strategy, *, step=step, data=None, learning_rate=0.1, num_steps=8, **options):
+    """Trains `Scale` towards 1; returns the history and what was shown."""
+    out = io.StringIO()
+    options = {"progress": make_display(num_steps or 1, file=out), **options}
+    state = make_state(strategy, learning_rate)
+    data = ones() if data is None else data
+    return train(strategy, step, state, data, num_steps=num_steps, **options), out.getvalue()
 
 
 def test_training_follows_the_gradient_of_the_global_batch(strategy):
-    history, *_ = run(strategy)
-    scale, want = 3.0, []
-    for _ in range(8):
-        want.append((scale - 1) ** 2)
-        scale -= 0.1 * 2 * (scale - 1)
-    np.testing.assert_allclose(history.losses, want, rtol=1e-5)
-    assert history.ended == "finished"
-    assert history.num_steps == 8
-    assert 0 < history.median_step_s < 10
+    found, _ = run(strategy)
+    np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
+    assert (found.ended, found.num_steps) == ("finished", 8)
+    assert 0 < found.median_step_s < 10
+    assert 0 < found.goodput < 1
+    model, _ = found.state
+    np.testing.assert_allclose(model.scale[...], SCALES[8], rtol=1e-5)
 
 
-def test_held_out_examples_are_judged_every_so_often_and_at_the_end(strategy):
-    history, _, _, printed = run(strategy)
-    assert [step for step, _ in history.held_out] == [3, 6, 8]
-    assert "step 6/8  held out 0.500 nats" in printed
+def test_a_user_needs_five_lines_and_is_shown_how_it_goes(strategy, capsys):
+    data = tpudist.NumpyDataset({"x": np.ones(24, np.float32)}).batch(8)
+    state = make_state(strategy)
+    found = train(strategy, step, state, data, num_epochs=2, items=("examples", 8))
+    assert found.num_steps == 6
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1/6  loss 4.000"
+    assert lines[1].startswith("step 6/6  loss 0.429  ")
+    assert " examples/s  0:00 left" in lines[1]
+    assert lines[2].startswith("Finished after 6 steps  0:0")
+    assert lines[2].endswith(" of it in compiled steps  loss 0.429")
+    train(strategy, step, state, data, num_steps=1, progress=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_program_is_that_of_a_loop_by_hand_and_is_compiled_once(strategy):
+    def hand_step(model, optimizer, batch):
+        return {"loss": update(model, optimizer, batch)}
+
+    state = make_state(strategy)
+    for batch in strategy.experimental_distribute_dataset(ones(3)):
+        strategy.run(hand_step, args=(*state, batch))
+    num_compiled = len(tpudist.compile_log())
+    train(strategy, hand_step, state, ones(), num_steps=20, progress=False)
+    assert len(tpudist.compile_log()) == num_compiled
+
+
+def test_no_step_waits_for_the_metrics_of_the_one_before(strategy, monkeypatch):
+    """Devices would idle while the host reads numbers: two later steps are under way by then."""
+    ahead = []
+
+    class Watched(history.History):
+        def add(self, metrics):
+            super().add(metrics)
+            ahead.append(started[0] - self.num_steps)
+
+    started = [0]
+    original = loop._Run.start
+
+    def start(self):
+        original(self)
+        started[0] += 1
+
+    monkeypatch.setattr(loop._Run, "start", start)
+    monkeypatch.setattr(loop, "History", Watched)
+    run(strategy)
+    assert ahead == [0, 2, 2, 2, 2, 2, 1, 0]  # the first compiles, the last are waited for
+
+
+def test_held_out_examples_are_judged_every_so_often_and_at_the_end(strategy, tmp_path):
+    seen = []
+
+    def judge(model, optimizer):
+        seen.append(float(model.scale[...]))
+        return {"distance": jnp.float32(0.5), "other": 2}
+
+    found, shown = run(strategy, evaluate=judge, evaluate_every=3, folder=tmp_path)
+    assert found.held_out == [(n, {"distance": 0.5, "other": 2.0}) for n in (3, 6, 8)]
+    np.testing.assert_allclose(seen, [SCALES[n] for n in (3, 6, 8)], rtol=1e-5)
+    assert "step 6/8  held out distance 0.500, other 2.000" in shown
+    lines = [line for line in read_lines(tmp_path) if line["split"] == "held_out"]
+    assert [(line["step"], line["distance"]) for line in lines] == [(3, 0.5), (6, 0.5), (8, 0.5)]
+    once, _ = run(strategy, evaluate=judge)
+    assert [n for n, _ in once.held_out] == [8]
+
+
+def linen_step(state, batch):
+    def loss_fn(params):
+        predicted = state.apply_fn({"params": params}, batch["x"][:, None])
+        return tpudist.compute_average_loss(jnp.square(predicted - 1).sum(-1))
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    all_reduce = tpudist.get_replica_context().all_reduce
+    return state.apply_gradients(grads=all_reduce("sum", grads)), {"loss": all_reduce("sum", loss)}
+
+
+def make_linen_state():
+    model = linen.Dense(1)
+    params = model.init(jax.random.key(0), jnp.ones((1, 1)))["params"]
+    return train_state.TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.sgd(0.1, momentum=0.9)
+    )
+
+
+def test_a_state_of_linen_is_given_back_and_goes_on_from_a_checkpoint(strategy, tmp_path):
+    options = {"progress": False, "num_steps": 6}
+    whole = train(strategy, linen_step, make_linen_state(), ones(), **options)
+    assert int(whole.state.step) == 6
+    folder = tmp_path / "run"
+    options["folder"] = folder
+    first = train(strategy, linen_step, make_linen_state(), ones(), **options | {"num_steps": 4})
+    again = train(strategy, linen_step, make_linen_state(), ones(), **options)
+    assert first.losses + again.losses[4:] == whole.losses
+    assert again.losses == whole.losses  # those of the first start are in metrics.jsonl
+    assert int(again.state.step) == 6
+    jax.tree.map(np.testing.assert_array_equal, again.state.params, whole.state.params)
+
+
+def test_a_tuple_of_pytrees_is_given_back_as_one(strategy):
+    def pytree_step(params, count, batch):
+        loss = tpudist.compute_average_loss(jnp.square(params["w"] - batch["x"]))
+        loss = tpudist.get_replica_context().all_reduce("sum", loss)
+        return (jax.tree.map(lambda w: w * 0.5, params), count + 1), {"loss": loss}
+
+    state = {"w": jnp.float32(8)}, jnp.int32(0)
+    found = train(strategy, pytree_step, state, ones(), num_steps=3, progress=False)
+    params, count = found.state
+    assert (float(params["w"]), int(count)) == (1.0, 3)
+    assert found.losses == [49.0, 9.0, 1.0]
+
+
+def test_a_train_state_names_what_is_saved_and_knows_its_step(strategy, tmp_path):
+    model, optimizer = make_state(strategy)
+    state = tpudist.TrainState(model, optimizer)
+    found = train(strategy, step, state, ones(), num_steps=8, folder=tmp_path, progress=False)
+    assert found.state is state
+    assert state.step == 8
+    alone = tpudist.TrainState(strategy.create(Scale))
+    manager = tpudist.checkpoint.CheckpointManager(alone, tmp_path / "checkpoints")
+    manager.restore(only="model")
+    assert float(alone.model.scale[...]) == float(model.scale[...])
+
+
+def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy):
+    found, _ = run(strategy, data=ones(3), num_steps=8)
+    np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
+    found, _ = run(strategy, data=lambda: iter(ones(3)), num_steps=4)
+    assert found.num_steps == 4
+    with pytest.raises(ValueError, match="A second pass .* generator, which can be gone through"):
+        run(strategy, data=(batch for batch in ones(3)))
+    iterator = iter(strategy.experimental_distribute_dataset(ones(3)))
+    with pytest.raises(ValueError, match="an iterator, which ended after 3 of 8 steps .* dataset"):
+        run(strategy, data=iterator)
+    with pytest.raises(ValueError, match="no batches"):
+        run(strategy, data=lambda: iter(()))
+
+
+def test_the_default_strategy_trains_too(tmp_path):
+    alone = tpudist.get_strategy()
+    found, _ = run(alone, data=ones(3), folder=tmp_path)
+    np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
+
+
+def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
+    """In the middle of a second pass over shuffled data, from a checkpoint that is not the last."""
+
+    def watched(model, optimizer, batch):
+        x = tpudist.get_replica_context().all_reduce("sum", batch["x"].sum())
+        return step(model, optimizer, batch) | {"x": x}
+
+    def data():
+        values = np.random.default_rng(0).normal(size=40).astype(np.float32)
+        return tpudist.NumpyDataset({"x": values}).shuffle(seed=3).batch(8)
+
+    options = {"step": watched, "learning_rate": 0.05}
+    whole, _ = run(strategy, data=data(), num_steps=12, folder=tmp_path / "whole", **options)
+    stops = iter([False] * 7 + [True])
+    options |= {"folder": tmp_path / "run", "checkpoint_every": 2}
+    part, _ = run(strategy, data=data(), num_steps=12, should_stop=lambda: next(stops), **options)
+    assert (part.ended, part.num_steps) == ("interrupted", 7)
+    started: list = []
+    again, shown = run(
+        strategy,
+        data=data(),
+        num_steps=12,
+        on_start=lambda history: started.append(history.num_steps),
+        **options,
+    )
+    assert started == again.resumed_at == [7]
+    assert shown.startswith(f"Goes on after step 7 of 12, from {tmp_path}/run/checkpoints/7.")
+    assert again.losses == whole.losses
+    lines = [
+        [(line["step"], line["x"]) for line in read_lines(tmp_path / name) if "x" in line]
+        for name in ("run", "whole")
+    ]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 12
+    assert sorted(int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir()) == [8, 10, 12]
+    ended, shown = run(strategy, data=data(), num_steps=12, **options)
+    assert "This run has finished: " in shown
+    assert ended.losses == whole.losses
 
 
 def test_a_run_that_is_asked_to_stop_keeps_what_it_has(strategy):
     asked = iter([False] * 4 + [True])
-    history, model, optimizer, _ = run(strategy, should_stop=lambda: next(asked))
-    assert history.ended == "interrupted"
-    assert history.num_steps == 4
-    told = dict(rows(strategy, model, optimizer, history, loop.Unit("nats", 1.0, "x", 8), {"b": 2}))
-    assert told["  b baseline"] == "2.000, beaten by 1.500"
+    found, _ = run(strategy, should_stop=lambda: next(asked))
+    assert (found.ended, found.num_steps) == ("interrupted", 4)
+    found, _ = run(strategy, should_stop=lambda: True, evaluate=lambda *_: {})
+    assert (found.ended, found.num_steps, found.held_out) == ("interrupted", 0, [])
+    assert math.isnan(found.median_step_s)
 
 
-def test_a_run_may_be_stopped_before_its_first_step(strategy):
-    history, model, optimizer, _ = run(strategy, should_stop=lambda: True)
-    assert (history.ended, history.num_steps, history.held_out) == ("interrupted", 0, [])
-    assert math.isnan(history.median_step_s)
-    told = dict(rows(strategy, model, optimizer, history, loop.Unit("nats", 1.0, "x", 8), {"b": 2}))
-    assert told["  b baseline"] == "2.000"
-    assert "step time" not in told
+def test_ctrl_c_finishes_the_step_and_saves(strategy, tmp_path):
+    interrupted = []
+
+    def interrupt():
+        if not interrupted:
+            interrupted.append(signal.raise_signal(signal.SIGINT))
+        return False
+
+    found, _ = run(strategy, folder=tmp_path, should_stop=interrupt)
+    assert (found.ended, found.num_steps) == ("interrupted", 1)
+    assert (tmp_path / "checkpoints" / "1").is_dir()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_loss_that_is_no_number_ends_the_run(strategy):
-    history, *_ = run(strategy, num_steps=30, learning_rate=1e30)
-    assert history.ended == "diverged"
-    assert history.num_steps < 30
-    assert not math.isfinite(history.losses[-1])
-
-
-def test_a_loss_that_is_no_number_is_not_saved(strategy, tmp_path):
-    history, *_ = run(strategy, num_steps=30, learning_rate=1e30, saved_in=tmp_path)
-    assert history.ended == "diverged"
-    assert all(int(path.name) < history.num_steps for path in tmp_path.iterdir())
-    again, *_ = run(strategy, num_steps=30, learning_rate=1e30, saved_in=tmp_path)
-    assert again.num_steps == history.num_steps  # from the last good one it comes to the same
+def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(strategy, tmp_path):
+    options = {"num_steps": 30, "learning_rate": 1e30, "folder": tmp_path, "checkpoint_every": 1}
+    found, _ = run(strategy, **options)
+    assert found.ended == "diverged"
+    assert found.num_steps < 30
+    assert not math.isfinite(found.losses[-1])
+    saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert max(saved) < found.num_steps
+    again, _ = run(strategy, **options)
+    assert again.num_steps == found.num_steps  # from the last good one it comes to the same
 
 
 def test_sigterm_in_an_evaluation_saves_the_step_and_the_evaluation_is_done_again(
     strategy, tmp_path
 ):
     """Iterators of held-out examples are watched too: grace periods are short."""
-    held_out = strategy.experimental_distribute_dataset(InOrder({"x": np.arange(64)}, 8))
+    held_out = strategy.experimental_distribute_dataset([{"x": np.arange(8)}] * 8)
 
-    def evaluate():
+    def judge(*_):
         signal.raise_signal(signal.SIGTERM)
         assert len(list(held_out)) == 8
         raise AssertionError("SIGTERM was not heard")
 
-    history, *_ = run(strategy, evaluate=evaluate, saved_in=tmp_path)
-    assert (history.ended, history.num_steps, history.held_out) == ("preempted", 3, [])
-    assert history.num_saves == 2
-    assert history.blocked_s > 0
-    assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
+    options = {"evaluate_every": 3, "checkpoint_every": 2, "folder": tmp_path}
+    found, _ = run(strategy, evaluate=judge, exit_when_preempted=False, **options)
+    assert (found.ended, found.num_steps, found.held_out) == ("preempted", 3, [])
+    assert found.num_saves == 2
+    assert found.blocked_s > 0
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "3"}
 
-    again, _, _, printed = run(strategy, saved_in=tmp_path)
-    assert [step for step, _ in again.held_out] == [3, 6, 8]
-    assert printed.startswith("step 3/8  held out 0.500 nats")
-    whole, *_ = run(strategy)
-    assert history.losses + again.losses == whole.losses
-    assert (again.num_steps, again.first_step) == (8, 4)
+    again, shown = run(strategy, evaluate=lambda *_: {"nats": 0.5}, **options)
+    assert [n for n, _ in again.held_out] == [3, 6, 8]
+    assert shown.splitlines()[1] == "step 3/8  held out nats 0.500"
+    np.testing.assert_allclose(again.losses, LOSSES, rtol=1e-5)
+    assert (again.num_steps, again.first_step) == (8, 1)
+
+
+def test_sigterm_exits_as_a_supervisor_expects_once_all_is_saved(strategy, tmp_path):
+    asked = []
+
+    def end():
+        if not asked:
+            asked.append(signal.raise_signal(signal.SIGTERM))
+        return False
+
+    with pytest.raises(SystemExit) as exited:
+        run(strategy, folder=tmp_path, should_stop=end)
+    assert exited.value.code == 143
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert run(strategy, folder=tmp_path)[0].num_steps == 8
+
+
+def test_what_time_goes_to_is_noted_if_asked(strategy, tmp_path, monkeypatch):
+    noted = []
+    monkeypatch.setattr(loop.time_records, "record_goodput", noted.append)
+    run(strategy, folder=tmp_path, goodput=True)
+    assert noted == [tmp_path]
+
+
+def test_writers_of_ones_own_get_all_numbers_and_stay_open(strategy, tmp_path):
+    got = []
+
+    class Writer:
+        def begin(self, history):
+            got.append(("begin", history.num_steps))
+
+        def write(self, step, split, values):
+            got.append((split, step, values["loss"]))
+
+        def sync(self):
+            got.append(("sync",))
+
+        def close(self):
+            raise AssertionError("it is the caller's")
+
+    found, _ = run(strategy, writers=[Writer()], folder=tmp_path, num_steps=2)
+    assert got[0] == ("begin", 0)
+    assert got[1:3] == [("train", 1, found.losses[0]), ("train", 2, found.losses[1])]
+    assert set(got[3:]) == {("sync",)}
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+REFUSED_RESULTS = {
+    "loss": (lambda loss: loss, TypeError, r"a float32\[\]. train tells metrics by their names"),
+    "none": (lambda loss: None, TypeError, "The step returned None"),
+    "pair": (lambda loss: (loss, loss), TypeError, "The step returned a tuple. train tells"),
+    "state": (
+        lambda loss: (loss, {"loss": loss}),
+        TypeError,
+        r"as its new state, but was given 2 part\(s\) of state \(model, optimizer\). Return",
+    ),
+    "vector": (
+        lambda loss: {"loss": loss[None]},
+        TypeError,
+        r"The metric 'loss' is a float32\[1\]. A metric is a name and a scalar",
+    ),
+    "word": (lambda loss: {"loss": "low"}, TypeError, "The metric 'loss' is a str"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_RESULTS)
+def test_a_step_that_returns_no_metrics_is_refused(strategy, name):
+    change, error, said = REFUSED_RESULTS[name]
+
+    def wrong(model, optimizer, batch):
+        return change(update(model, optimizer, batch))
+
+    with pytest.raises(error, match=said):
+        run(strategy, step=wrong)
+
+
+def test_a_metric_that_differs_between_replicas_is_refused(strategy):
+    def wrong(model, optimizer, batch):
+        return step(model, optimizer, batch) | {"first": batch["x"][0]}
+
+    with pytest.raises(ValueError, match="metric 'first' differs between replicas.*Combine it"):
+        run(strategy, step=wrong)
+
+
+def test_a_state_that_would_never_change_is_refused(strategy):
+    def wrong(state, batch):
+        return linen_step(state, batch)[1]
+
+    with pytest.raises(TypeError, match=r"metrics and no state, but its state \(state\) is plain"):
+        train(strategy, wrong, make_linen_state(), ones(), num_steps=1, progress=False)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(strategy, tmp_path):
+    state = (*make_state(strategy), threading.Lock())
+    with pytest.raises(TypeError, match="A checkpoint was given what it cannot save:\n  state_2"):
+        train(strategy, step, state, ones(), num_steps=1, folder=tmp_path)
+
+
+def test_an_evaluation_that_measures_nothing_by_name_is_refused(strategy):
+    with pytest.raises(TypeError, match="evaluate returned a float. It must return a mapping"):
+        run(strategy, evaluate=lambda *_: 0.5)
+
+
+REFUSED = {
+    "no length": (
+        {"num_steps": None, "num_epochs": 2, "data": lambda: iter(ones())},
+        "num_epochs=2 and data that has no known length, .* Give num_steps",
+    ),
+    "both": ({"num_epochs": 2}, "was given both"),
+    "neither": ({"num_steps": None}, "neither num_steps nor num_epochs"),
+    "no steps": ({"num_steps": 0}, "num_steps=0. Give a whole number from 1"),
+    "no folder": ({"checkpoint_every": 2}, "checkpoint_every=2 and no folder"),
+    "nothing to note in": ({"goodput": True}, "goodput=True and no folder"),
+    "nothing to judge": ({"evaluate_every": 2}, "evaluate_every=2 and nothing to evaluate"),
+    "every none": ({"checkpoint_every": 0, "folder": "x"}, "checkpoint_every=0. Give a whole"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_say_nothing_are_refused(strategy, name):
+    options, said = REFUSED[name]
+    with pytest.raises(ValueError, match=said):
+        run(strategy, **options)
+
+
+def test_data_of_another_strategy_are_refused(strategy):
+    other = tpudist.OneDeviceStrategy()
+    with pytest.raises(ValueError, match="OneDeviceStrategy has distributed, and another strategy"):
+        run(strategy, data=other.experimental_distribute_dataset(ones()))
 
 
 def test_a_partial_batch_counts_by_its_examples(strategy):
     """Not by its replicas: two of the eight hold nothing here but padding."""
     model = strategy.create(Scale)
     values = np.arange(22, dtype=np.float32)
-    batches = strategy.experimental_distribute_dataset(InOrder({"x": values}, 16))
-    step = steps.make_evaluation_step(
+    batches = strategy.experimental_distribute_dataset([{"x": values[:16]}, {"x": values[16:]}])
+    judge = make_evaluation_step(
         lambda model, batch: {"x": batch["x"], "both": jnp.stack([batch["x"], -batch["x"]], axis=1)}
     )
-    means = steps.evaluate(strategy, step, model, batches)
+    means = evaluate(strategy, judge, model, batches)
     assert means["x"] == pytest.approx(values.mean())
     np.testing.assert_allclose(means["both"], [values.mean(), -values.mean()], rtol=1e-6)
 
 
 def test_one_process_stops_when_it_wants_to(strategy):
     wants = False
-    should_stop = steps.make_should_stop(strategy, lambda: wants)
+    should_stop = make_should_stop(strategy, lambda: wants)
     assert not should_stop()
     wants = True
     assert should_stop()
 
 
-def successor_logits(model: Successor, tokens: jnp.ndarray) -> jnp.ndarray:
-    return nnx.one_hot(tokens + 1, 256) * model.sure[...]
-
-
-@pytest.mark.parametrize("prompt", [b"a", b"xyza", b"much longer than the window: a"])
-def test_text_goes_on_from_the_last_byte_of_the_prompt(strategy, prompt):
-    """Before the window is full, when it is, and after."""
-    model = strategy.create(Successor)
-    written = generate(strategy, successor_logits, model, prompt, num_bytes=10, window=6)
-    assert written == b"bcdefghijk"
-
-
-def test_another_seed_writes_another_text(strategy):
-    model = strategy.create(Successor)
-
-    def write(**options):
-        options = {"num_bytes": 20, "window": 4, "temperature": 40.0} | options
-        return generate(strategy, successor_logits, model, b"a", **options)
-
-    assert write() == write()
-    assert write() != write(seed=1)
-
-
-def test_a_prompt_and_a_temperature_are_needed_to_write(strategy):
-    model = strategy.create(Successor)
-    with pytest.raises(ValueError, match="empty prompt. Give it a byte at least"):
-        generate(strategy, successor_logits, model, b"", num_bytes=1, window=4)
-    with pytest.raises(ValueError, match="temperature=0. It must be positive"):
-        generate(strategy, successor_logits, model, b"a", num_bytes=1, window=4, temperature=0)
+def test_lines_of_metrics_are_what_was_returned_and_how_fast(strategy, tmp_path):
+    run(strategy, folder=tmp_path, num_steps=3, items=("examples", 8))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.keys() for line in lines] == [
+        {"step", "split", "time_s", "loss"},
+        {"step", "split", "time_s", "loss", "step_s", "examples_per_s"},
+        {"step", "split", "time_s", "loss", "step_s", "examples_per_s"},
+    ]

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiment import folder
+from experiment.config import Config, ModelOptions, facts
 from places import ROOT
-from tpudist.training.command import folder
-from tpudist.training.command.config import Config, ModelOptions, facts
 from tpudist.training.history import History
-from tpudist.training.show.metrics import MetricsWriter, has_tensorboard, read_lines
+from tpudist.training.metrics_writers import JsonLinesWriter, TensorBoardWriter, read_lines
 
 FACTS = {"--seed": 0, "--batch-size": 8}
 
@@ -81,26 +81,34 @@ def test_the_state_of_a_history_comes_back_from_json():
 
 
 def test_metrics_go_on_after_the_lines_that_are_kept(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    writers = JsonLinesWriter(tmp_path), TensorBoardWriter(tmp_path)
+    for writer in writers:
+        writer.begin(History())
         for step in (1, 2, 3):
             writer.write(step, "train", {"loss": 1.0})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "spl')  # killed here
+        writer.close()
+    path = tmp_path / "metrics.jsonl"
     kept = read_lines(tmp_path)[:2]
     kept[1]["time_s"] = 100.0
-    with MetricsWriter(tmp_path, kept) as writer:
+    lines = [*kept, train_line(3)]
+    killed_here = '{"step": 4, "spl'
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + killed_here)
+    history = restored(2)
+    for writer in (JsonLinesWriter(tmp_path), TensorBoardWriter(tmp_path)):
+        writer.begin(history)
         writer.write(3, "train", {"loss": 0.5})
         writer.sync()
+        writer.close()
     lines = read_lines(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[:2] == kept
     assert lines[2]["loss"] == 0.5
     assert 100 <= lines[2]["time_s"] < 110
-    if has_tensorboard():
-        # The events of the first start stay; those of the second hide what comes after step 2.
-        files = sorted((tmp_path / "tensorboard").iterdir(), key=os.path.getmtime)
-        assert 1 <= len(files) <= 2  # of one second they have one name
-        assert purged_steps(files[-1]) == [3]
+    assert history.losses == [1.0, 1.0]
+    # The events of the first start stay; those of the second hide what comes after step 2.
+    files = sorted((tmp_path / "tensorboard").iterdir(), key=os.path.getmtime)
+    assert 1 <= len(files) <= 2  # of one second they have one name
+    assert purged_steps(files[-1]) == [3]
 
 
 def purged_steps(file: Path) -> list[int]:
@@ -204,7 +212,7 @@ def test_metrics_of_another_run_without_checkpoints_are_kept_too(tmp_path):
 def test_two_runs_do_not_share_a_folder(tmp_path):
     program = f"""
 from pathlib import Path
-from tpudist.training.command import folder
+from experiment import folder
 with folder.lock(Path({str(tmp_path)!r})):
     print("in", flush=True)
     input()
@@ -214,7 +222,7 @@ with folder.lock(Path({str(tmp_path)!r})):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"},
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tpudist.planner import answer_cache
-from tpudist.training.command import compilation_cache
+from tpudist.training import compilation_cache
 from tpudist.xla.compiler import private_files
 
 OURS = ("plan.json", "*.gz")

@@ -19,7 +19,7 @@ from tpudist.planner import search_status
 from tpudist.planner.show import html
 from tpudist.planner.show.table import table
 from tpudist.planner.show.words import format_error, format_seconds, plural
-from tpudist.training.command import arguments
+from tpudist.training import arguments
 from tpudist.xla import topology
 from tpudist.xla.compiler.compiler_process import CompilerDied
 from tpudist.xla.hardware.slices import Slice, parse

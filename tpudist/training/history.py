@@ -11,18 +11,20 @@ from typing import Any, Literal
 
 @dataclass
 class History:
-    """What happened in a run, over all its starts.
+    """What happened in a run, over all its starts; `train` returns it.
 
-    Evaluations are part of a checkpoint (`get_state`). Losses and times are not: they would make
+    Evaluations are part of a checkpoint (`get_state`). Metrics and times are not: they would make
     each checkpoint larger than the one before, and `metrics.jsonl` has them (`continue_from`).
     """
 
     ended: Literal["finished", "interrupted", "preempted", "diverged"] = "finished"
-    """Why it ended: all steps done, asked to stop, SIGTERM, or a loss that is not a number."""
+    """Why it ended: all steps done, asked to stop, SIGTERM, or a `loss` that is no number."""
     num_steps: int = 0
     """How many steps were done, whoever did them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the last step returned."""
     losses: list[float] = field(default_factory=list)
-    """Losses of the last so many steps, in nats: of all, where `metrics.jsonl` was kept."""
+    """What the last so many steps returned as `loss`: of all, where `metrics.jsonl` was kept."""
     seconds: list[float] = field(default_factory=list)
     """Time of each step but those that waited for a compilation, an evaluation or a save."""
     held_out: list[tuple[int, dict[str, float]]] = field(default_factory=list)
@@ -36,7 +38,24 @@ class History:
     num_saves: int = 0
     """Checkpoints saved since the last start."""
     blocked_s: float = 0.0
-    """Time in which these held the loop up."""
+    """Time in which these held the loop up, in seconds."""
+    evaluations_s: float = 0.0
+    """Time of the evaluations since the last start, in seconds."""
+    total_s: float = 0.0
+    """Time of all that `train` did since the last start, in seconds."""
+    state: Any = None
+    """The state after the last step, in the form in which `train` was given it."""
+    restored: str | None = None
+    """The path of the checkpoint that the run went on from."""
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time since the last start that was spent in steps that had been compiled.
+
+        `tpudist.record_goodput` tells more, of all processes and all starts. NaN before the end.
+        """
+        steps_s = sum(self.seconds[self.num_earlier_seconds :]) - self.waited_s
+        return steps_s / self.total_s if self.total_s else math.nan
 
     @property
     def first_step(self) -> int:
@@ -57,6 +76,15 @@ class History:
         """Share of the time of the steps, since the last start, that was spent waiting for data."""
         total_s = sum(self.seconds[self.num_earlier_seconds :])
         return self.waited_s / total_s if total_s else math.nan
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Notes what one more step returned."""
+        self.num_steps += 1
+        self.metrics = dict(metrics)
+        if "loss" in metrics:
+            self.losses.append(metrics["loss"])
+            if not math.isfinite(metrics["loss"]):
+                self.ended = "diverged"
 
     def was_measured(self, step: int) -> bool:
         """Whether held-out examples were judged after `step` steps."""
@@ -95,8 +123,8 @@ class History:
         first = self.num_steps + 1
         while ("train", first - 1) in kept:
             first -= 1
-        steps = range(first, self.num_steps + 1)
-        self.losses = [float(kept["train", step]["loss"]) for step in steps]
+        lines_of_steps = [kept["train", step] for step in range(first, self.num_steps + 1)]
+        self.losses = [float(line["loss"]) for line in lines_of_steps if "loss" in line]
         self.seconds = [float(line["step_s"]) for line in trained if "step_s" in line]
         self.num_earlier_seconds = len(self.seconds)
         return list(kept.values())

@@ -1,249 +1,389 @@
-"""The loop: runs steps, judges now and then, tells people, and stops when it should."""
+"""`train`: runs a step, judges now and then, tells people, saves, and stops when it should."""
 
 from __future__ import annotations
 
-import math
-import statistics
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from tpudist.strategy.strategy import Strategy
+from tpudist.training import metrics_writers, step_results
+from tpudist.training.display import Display, clock, make_display
 from tpudist.training.history import History
-from tpudist.training.saves import Preempted, Saves
-from tpudist.training.show.display import Display
-from tpudist.training.show.metrics import MetricsWriter
+from tpudist.training.interrupt import StopOnInterrupt
+from tpudist.training.metrics_writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter
+from tpudist.training.passes import Passes, count_steps
+from tpudist.training.run_checkpoints import Preempted, RunCheckpoints
+from tpudist.training.step_state import StepState
+from tpudist.training.step_timer import StepTimer
+from tpudist.training.steps import make_should_stop
+from tpudist.xla import goodput as time_records
+from tpudist.xla.preemption_service import EXIT_PREEMPTED
+
+if TYPE_CHECKING:
+    from tpudist.options import RunOptions
+
+CHECKPOINTS = "checkpoints"
+"""The folder of the checkpoints in that of a run."""
 
 _AHEAD = 2
-"""Steps that may be under way before the loss of the oldest is waited for."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """In what a loss is told, and what throughput counts."""
-
-    name: str
-    """Unit of the losses that people read, as "bits/byte"."""
-    per_nat: float
-    """How many of it one nat is."""
-    items: str
-    """What throughput counts, as "tokens"."""
-    items_per_step: int
-    """How many items a global batch has."""
+"""Steps that may be under way before the metrics of the oldest are waited for."""
 
 
 def train(
     strategy: Strategy,
-    step: Callable[..., jax.Array],
-    state: tuple[Any, ...],
-    batches: Iterable[Any],
+    step: Callable[..., Any],
+    state: Any,
+    data: Any,
     *,
-    num_steps: int,
-    unit: Unit,
-    evaluate: Callable[[], dict[str, float]],
-    evaluate_every: int,
-    display: Display,
-    metrics: MetricsWriter,
-    should_stop: Callable[[], bool] = lambda: False,
-    saves: Saves | None = None,
-    history: History | None = None,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    evaluate: Callable[..., Mapping[str, Any]] | None = None,
+    evaluate_every: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    max_to_keep: int | None = 3,
+    writers: Sequence[MetricsWriter] | None = None,
+    progress: bool | Display = True,
+    items: tuple[str, int] | None = None,
+    format_metrics: Callable[[str, Mapping[str, float]], str] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    on_start: Callable[[History], None] | None = None,
+    exit_when_preempted: bool = True,
+    goodput: bool = False,
+    options: RunOptions | None = None,
 ) -> History:
-    """Runs `step(*state, batch)` on each of `batches`, and returns what happened.
+    """Runs `step(*state, batch)` on each batch of `data`, and returns what happened.
+
+        history = tpudist.training.train(
+            strategy, step, (model, optimizer), data, num_steps=1000, folder="runs/first"
+        )
+
+    The step is called by `strategy.run`, as it is: the compiled program is that of a loop by hand.
+    Its metrics are fetched when two later steps are under way, so that devices do not wait for the
+    host. With a `folder` the run is kept in it: checkpoints of the state and of the position in the
+    data, `metrics.jsonl`, and with tensorboardX `tensorboard/`. The same call in another process
+    then goes on from the newest checkpoint, exactly, whatever ended the last one; on another mesh
+    too. Ctrl-C ends the run after the step under way, with a checkpoint; so does SIGTERM of any
+    process, in all processes. All processes call this alike.
+
+    `tf.distribute` has no such function; `tf.keras.Model.fit` is what is called so, and has a model
+    where this has a step.
 
     Args:
         strategy: Runs the steps.
-        step: Returns the loss of the global batch in nats.
-        state: Passed to `step` and changed in place: NNX objects.
-        batches: Distributed batches, or their iterator: at least one for each step still to do.
-        num_steps: How many steps to do, those of `history` among them.
-        unit: How to tell losses and throughput.
-        evaluate: Measures on held-out examples; the first thing it measures is the loss in `unit`.
+        step: `step(*state, batch)` for one replica. It returns its metrics, a mapping of names to
+            scalars `[]` that are equal on all replicas; or `(state, metrics)`, where the state is
+            plain pytrees, which are not changed in place. A `loss` that is no number ends the run.
+        state: What the step is given before the batch: a tuple of objects, one object that is no
+            tuple, or a `TrainState` or `Checkpoint`, whose objects but `step` and `batches` are
+            meant, and which names them in checkpoints. Without names the first two of a tuple are
+            `model` and `optimizer` there. NNX objects and Variables are changed in place.
+        data: Global batches: what `experimental_distribute_dataset` takes or gives, or an iterator
+            of the latter. A dataset is gone through again as often as need be.
+        num_steps: How many steps to do, those before a restart among them.
+        num_epochs: How often to go through `data`, instead.
+        evaluate: `evaluate(*state)` measures, and returns a mapping of names to numbers, the first
+            of which is the one that is shown first. See `tpudist.training.evaluate`.
         evaluate_every: Steps between two evaluations; there is one after the last step in any case.
-        display: Shows progress.
-        metrics: Keeps the numbers.
-        should_stop: Asked before each step; must answer alike in all processes.
-        saves: Keeps `state` and the position in `batches` now and then, and at the end.
-        history: The steps done already, of a run that goes on.
+        folder: Of the run. Another run needs another one: checkpoints of another state, or of other
+            data, are refused.
+        checkpoint_every: Steps between two checkpoints; by default there is one at the end only.
+        max_to_keep: How many checkpoints to keep; None keeps all.
+        writers: Where metrics go, instead of into the `folder`; they are not closed at the end.
+        progress: Whether to show it: a bar on a terminal, lines elsewhere, of the first process.
+        items: What a global batch holds, and how many of it, as `("tokens", 4096)`: throughput is
+            told in it. By default in steps.
+        format_metrics: `format_metrics(split, metrics)` tells metrics in a line, of the split
+            `train` or `held_out`.
+        should_stop: Asked before each step; once it is true in any process, the run ends in all.
+        on_start: Called when the state has been restored, before the first step.
+        exit_when_preempted: Whether to exit with code 143 after SIGTERM, as a supervisor expects,
+            once all is saved. Else this returns, with `ended == "preempted"`.
+        goodput: Whether to note in the `folder` what time goes to, for `tpudist doctor folder`.
+        options: How to compile and call the step; `RunOptions(donate_argnums=...)` has a pytree
+            state overwritten in place.
+
+    Returns:
+        How it ended, losses, evaluations, times; its `state` is the state after the last step.
+
+    Raises:
+        TypeError: The step returns no mapping of metrics, or plain pytrees are its state and it
+            returns none; a metric is no scalar; `evaluate` returns no mapping; the `state` holds
+            what no checkpoint can; or `data` is no dataset.
+        ValueError: A metric differs between replicas; neither or both of `num_steps` and
+            `num_epochs` are given; `data` has no length to count epochs by, or ends too early; an
+            option contradicts another.
+        CheckpointError: The checkpoints in `folder` are of another state, or none is whole.
+        SystemExit: See `exit_when_preempted`.
     """
-    run = _Run(strategy, step, state, unit, num_steps, display, metrics, saves, history)
+    begun_s = time.perf_counter()
+    _check_options(folder, checkpoint_every, evaluate, evaluate_every, goodput)
+    passes = Passes(strategy, data)
+    total = count_steps(passes, num_steps, num_epochs)
+    is_first = jax.process_index() == 0
+    history, step_state = History(), StepState(state, passes)
+    step_state.checkpoint.history = history
+    if goodput and folder is not None:
+        time_records.record_goodput(folder)
+    checkpoints = None
+    if folder is not None:
+        checkpoints = RunCheckpoints(
+            step_state.checkpoint,
+            history,
+            Path(folder) / CHECKPOINTS,
+            every=checkpoint_every or 0,
+            max_to_keep=max_to_keep,
+            cluster_resolver=strategy.cluster_resolver,
+        )
+        history.restored = checkpoints.restored
+    is_given = isinstance(progress, Display)
+    display = progress if is_given else make_display(total, quiet=not (progress and is_first))
+    kept = _make_writers(folder) if writers is None else writers
+    kept = kept if is_first else ()
+    run = _Run(
+        strategy, step, step_state, passes, total, display, kept, checkpoints, history, options
+    )
+    run.items, run.format_metrics = items, format_metrics or _format_metrics
+    stop = StopOnInterrupt(lambda: display.phase("stopping"))
+    wants = should_stop or (lambda: False)
     try:
-        _steps(run, iter(batches), evaluate, evaluate_every, should_stop)
-    except Preempted:
-        run.history.ended = "preempted"
-    run.settle(keep=0)
-    run.save()
-    if saves is not None:
-        saves.wait()
-    return run.history
-
-
-def _steps(
-    run: _Run,
-    batches: Any,
-    evaluate: Callable[[], dict[str, float]],
-    evaluate_every: int,
-    should_stop: Callable[[], bool],
-) -> None:
-    history, saves, first = run.history, run.saves, run.started
-    run.display.phase("compiling")
-    while True:
-        done, last = run.started, run.started == run.num_steps
-        # What a run was about to do when it was stopped, it does when it goes on: judge first.
-        due = last or (done > 0 and done % evaluate_every == 0)
-        if due and not history.was_measured(done):
-            run.judge(evaluate)
-        if saves is not None and saves.is_due(done):
-            run.settle(keep=0)
-            run.save()
-        if last or history.ended == "diverged":
-            return
-        if should_stop():
-            history.ended = "interrupted"
-            return
-        run.start(batches)
-        run.settle(keep=0 if done == first else _AHEAD)  # no later step waits for compilation
-        if done == first:
-            run.display.phase("training")
+        for writer in kept:
+            writer.begin(history)
+        run.report_start()
+        if on_start is not None:
+            on_start(history)
+        with stop:
+            asked = make_should_stop(strategy, lambda: stop.requested or wants())
+            run.loop(evaluate, evaluate_every or total, asked)
+    finally:
+        if checkpoints is not None:
+            checkpoints.close()
+        if writers is None:
+            for writer in kept:
+                writer.close()
+        if not is_given:
+            display.close()
+    history.state, step_state.checkpoint.step = step_state.value, history.num_steps
+    history.total_s = time.perf_counter() - begun_s
+    if not is_given:
+        run.report_end()
+    if history.ended == "preempted" and exit_when_preempted:
+        raise SystemExit(EXIT_PREEMPTED)
+    return history
 
 
 class _Run:
-    """The steps under way, and what becomes of their losses."""
+    """The steps under way, and what becomes of their metrics."""
 
     def __init__(
         self,
         strategy: Strategy,
-        step: Callable[..., jax.Array],
-        state: tuple[Any, ...],
-        unit: Unit,
+        step: Callable[..., Any],
+        state: StepState,
+        passes: Passes,
         num_steps: int,
         display: Display,
-        metrics: MetricsWriter,
-        saves: Saves | None,
-        history: History | None,
+        writers: Sequence[MetricsWriter],
+        checkpoints: RunCheckpoints | None,
+        history: History,
+        options: RunOptions | None,
     ):
-        self.history = History() if history is None else history
-        self.num_steps = num_steps
-        self.display = display
-        self.saves = saves
-        self.started = self.history.num_steps
-        self._strategy, self._step, self._state = strategy, step, state
-        self._unit, self._metrics = unit, metrics
-        self._under_way: deque[tuple[jax.Array, float]] = deque()
-        self._timer = _Timer(self.history, num_steps)
-        if saves is not None:
-            saves.before_save = self._before_save
+        self.history, self.num_steps, self.display = history, num_steps, display
+        self.checkpoints = checkpoints
+        self.started = history.num_steps
+        self.items: tuple[str, int] | None = None
+        self.format_metrics: Callable[[str, Mapping[str, float]], str] = _format_metrics
+        self._strategy, self._step, self._options = strategy, step, options
+        self._state, self._passes, self._writers = state, passes, writers
+        self._is_checked = False
+        self._under_way: deque[tuple[Mapping[str, Any], float]] = deque()
+        self._timer = StepTimer(history, num_steps)
+        if checkpoints is not None:
+            checkpoints.before_save = self._before_save
 
-    def start(self, batches: Any) -> None:
+    def loop(
+        self,
+        evaluate: Callable[..., Mapping[str, Any]] | None,
+        evaluate_every: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Does all steps that are left, and what is due between them; then saves."""
+        history = self.history
+        try:
+            self._do_steps(evaluate, evaluate_every, should_stop)
+        except Preempted:
+            history.ended = "preempted"
+        self.settle(keep=0)
+        self.save()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    def _do_steps(
+        self,
+        evaluate: Callable[..., Mapping[str, Any]] | None,
+        evaluate_every: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        history, checkpoints, first = self.history, self.checkpoints, self.started
+        self.display.phase("compiling")
+        while True:
+            done, last = self.started, self.started >= self.num_steps
+            # What a run was about to do when it was stopped, it does when it goes on: judge first.
+            due = last or (done > 0 and done % evaluate_every == 0)
+            if evaluate is not None and due and not history.was_measured(done):
+                self.judge(evaluate)
+            if checkpoints is not None and checkpoints.is_due(done):
+                self.settle(keep=0)
+                self.save()
+            if last or history.ended == "diverged":
+                return
+            if should_stop():
+                history.ended = "interrupted"
+                return
+            self.start()
+            # No later step waits for compilation.
+            self.settle(keep=0 if done == first else _AHEAD)
+            if done == first:
+                self.display.phase("training")
+
+    def start(self) -> None:
         """Takes a batch, and starts a step on it."""
-        waited_s = batches.waited_s
-        batch = next(batches)
-        waited_s = batches.waited_s - waited_s
-        loss = self._strategy.run(self._step, args=(*self._state, batch))
-        self._under_way.append((loss, waited_s))
+        batch, waited_s = self._passes.next_batch(self.started, self.num_steps)
+        self._state.checkpoint.batches = self._passes.batches
+        args = (*self._state.parts, batch)
+        result = self._strategy.run(self._step, args=args, options=self._options)
+        metrics = self._state.take(result)
+        if not self._is_checked:
+            step_results.check_metrics(metrics)
+            self._is_checked = True
+        for value in metrics.values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+        self._under_way.append((metrics, waited_s))
         self.started += 1
 
     def settle(self, keep: int) -> None:
-        """Waits for steps until only `keep` are under way, and tells what they lost."""
+        """Waits for steps until only `keep` are under way, and tells what they returned."""
         history = self.history
         while len(self._under_way) > keep and history.ended != "diverged":
-            loss, waited_s = self._under_way.popleft()
-            loss = float(loss)
-            history.num_steps += 1
-            history.losses.append(loss)
-            if not math.isfinite(loss):
-                history.ended = "diverged"
+            metrics, waited_s = self._under_way.popleft()
+            history.add({name: float(value) for name, value in metrics.items()})
             took_s, typical_s = self._timer.end_step()
             if took_s is not None:
                 history.waited_s += waited_s
-            left_s = self._timer.left_s
-            _report_step(
-                history, self._unit, took_s, typical_s, left_s, self.display, self._metrics
-            )
+            self._report_step(took_s, typical_s)
 
-    def judge(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Measures on held-out examples what the steps so far have made of the model."""
+    def judge(self, evaluate: Callable[..., Mapping[str, Any]]) -> None:
+        """Measures what the steps so far have made of the state."""
         self.settle(keep=0)
         history = self.history
         if history.ended == "diverged":
             return
         self.display.phase("evaluating")
-        measured = evaluate()
+        begun_s = time.perf_counter()
+        measured = step_results.read_evaluation(evaluate(*self._state.parts))
+        history.evaluations_s += time.perf_counter() - begun_s
         history.held_out.append((history.num_steps, measured))
-        self._metrics.write(history.num_steps, "held_out", measured)
-        told = _format_held_out(measured, self._unit)
-        self.display.say(f"step {history.num_steps}/{self.num_steps}  {told}")
+        self._write("held_out", measured)
+        told = self.format_metrics("held_out", measured)
+        self.display.say(f"step {history.num_steps}/{self.num_steps}  held out {told}")
         self.display.phase("training")
         self._timer.pause()
 
     def save(self) -> None:
         """Saves a checkpoint, unless there is one of this step, or nothing worth one."""
-        if self.saves is None or self.history.ended == "diverged":
+        if self.checkpoints is None or self.history.ended == "diverged":
             return
-        self.saves.save()
+        self.checkpoints.save()
         self._timer.pause()
+
+    def report_start(self) -> None:
+        """Says and notes where a run goes on."""
+        history = self.history
+        if history.restored is None:
+            return
+        done = history.num_steps
+        if done >= self.num_steps:
+            said = f"This run has finished: {history.restored} has its {done} steps."
+            self.display.say(said)
+            return
+        self.display.say(f"Goes on after step {done} of {self.num_steps}, from {history.restored}.")
+        if done:
+            history.resumed_at.append(done)
+            self._write("resumed", {"replicas": self._strategy.num_replicas_in_sync})
+
+    def report_end(self) -> None:
+        """Says how the run ended, in a line."""
+        history = self.history
+        told = [f"{history.ended.capitalize()} after {history.num_steps} steps"]
+        told.append(f"{clock(history.total_s)}, {history.goodput:.0%} of it in compiled steps")
+        if history.metrics:
+            told.append(self.format_metrics("train", history.metrics))
+        if history.held_out:
+            told.append(f"held out {self.format_metrics('held_out', history.held_out[-1][1])}")
+        self.display.say("  ".join(told))
+
+    def _write(self, split: str, values: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(self.history.num_steps, split, values)
+
+    def _report_step(self, took_s: float | None, typical_s: float | None) -> None:
+        name, per_step = self.items or ("steps", 1)
+        values, speed = dict(self.history.metrics), ""
+        told = self.format_metrics("train", values)
+        if took_s is not None:
+            values["step_s"] = took_s
+        if typical_s:
+            values[f"{name}_per_s"] = per_s = per_step / typical_s
+            speed = f"{per_s:,.0f} {name}/s"
+        self._write("train", values)
+        self.display.step(self.history.num_steps, told, speed, self._timer.left_s)
 
     def _before_save(self) -> None:
         # The lines of the steps in a checkpoint are on disk before it is.
         self.settle(keep=0)
-        self._metrics.sync()
+        for writer in self._writers:
+            writer.sync()
 
 
-class _Timer:
-    """Times steps by when they end; the first after a pause waited for something else."""
-
-    def __init__(self, history: History, num_steps: int):
-        self._history = history
-        self._num_steps = num_steps
-        self._last: float | None = None
-        self._recent_s: deque[float] = deque(maxlen=20)
-
-    def end_step(self) -> tuple[float | None, float | None]:
-        """Seconds since the step before, if that is what it took; and the mean of recent ones."""
-        now = time.perf_counter()
-        seconds = None if self._last is None else now - self._last
-        self._last = now
-        if seconds is not None:
-            self._recent_s.append(seconds)
-            self._history.seconds.append(seconds)
-        return seconds, statistics.mean(self._recent_s) if self._recent_s else None
-
-    def pause(self) -> None:
-        self._last = None
-
-    @property
-    def left_s(self) -> float | None:
-        if not self._recent_s:
-            return None
-        return statistics.mean(self._recent_s) * (self._num_steps - self._history.num_steps)
+def _make_writers(folder: str | os.PathLike[str] | None) -> list[MetricsWriter]:
+    if folder is None:
+        return []
+    made: list[MetricsWriter] = [JsonLinesWriter(folder)]
+    return [*made, TensorBoardWriter(folder)] if metrics_writers.has_tensorboard() else made
 
 
-def _format_held_out(measured: Mapping[str, float], unit: Unit) -> str:
-    (_, score), *others = measured.items()
-    rest = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in others)
-    return f"held out {score:.3f} {unit.name}" + (f" ({rest})" if rest else "")
+def _format_metrics(split: str, metrics: Mapping[str, float]) -> str:
+    """As `loss 0.512, accuracy 0.870`."""
+    del split
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())
 
 
-def _report_step(
-    history: History,
-    unit: Unit,
-    took_s: float | None,
-    typical_s: float | None,
-    left_s: float | None,
-    display: Display,
-    metrics: MetricsWriter,
+def _check_options(
+    folder: Any,
+    checkpoint_every: int | None,
+    evaluate: Any,
+    evaluate_every: int | None,
+    goodput: bool,
 ) -> None:
-    loss, step = history.losses[-1], history.num_steps
-    values = {"loss": loss, unit.name.replace("/", "_per_"): loss * unit.per_nat}
-    if took_s is not None:
-        values["step_s"] = took_s
-    speed = ""
-    if typical_s:
-        per_s = unit.items_per_step / typical_s
-        values[f"{unit.items}_per_s"] = per_s
-        speed = f"{per_s:,.0f} {unit.items}/s"
-    metrics.write(step, "train", values)
-    display.step(step, f"loss {loss * unit.per_nat:.3f} {unit.name}", speed, left_s)
+    for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if value is not None and not is_count:
+            raise ValueError(f"train was given {name}={value!r}. Give a whole number from 1.")
+    for name, value in (("checkpoint_every", checkpoint_every), ("goodput", goodput)):
+        if value and folder is None:
+            raise ValueError(
+                f"train was given {name}={value!r} and no folder to keep anything in. Give "
+                f"folder='runs/first', or leave {name} out."
+            )
+    if evaluate_every is not None and evaluate is None:
+        raise ValueError(
+            f"train was given evaluate_every={evaluate_every} and nothing to evaluate. Give "
+            f"evaluate as well, or leave evaluate_every out."
+        )

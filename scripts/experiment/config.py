@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tpudist.training.command import arguments, folder
+from experiment import arguments, folder
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import IO, Protocol
+from typing import IO, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 
+@runtime_checkable
 class Display(Protocol):
     """Shows the progress of a run of `num_steps` steps, and what is worth a line."""
 
@@ -22,7 +23,7 @@ class Display(Protocol):
         """Says what takes time now, as "compiling"."""
         ...
 
-    def step(self, step: int, loss: str, speed: str, left_s: float | None) -> None:
+    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
         """Shows that `step` steps are done, with what is left in seconds, if it is known."""
         ...
 
@@ -63,7 +64,7 @@ class _Bar:
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("[cyan]{task.fields[loss]}"),
+            TextColumn("[cyan]{task.fields[metrics]}"),
             TextColumn("[green]{task.fields[speed]}"),
             TextColumn("[yellow]{task.fields[left]}"),
             console=console,
@@ -71,7 +72,7 @@ class _Bar:
             transient=True,
         )
         self._task = self._progress.add_task(
-            "starting", total=num_steps, loss="", speed="", left=""
+            "starting", total=num_steps, metrics="", speed="", left=""
         )
         self._progress.start()
 
@@ -81,9 +82,9 @@ class _Bar:
     def phase(self, name: str) -> None:
         self._progress.update(self._task, description=name)
 
-    def step(self, step: int, loss: str, speed: str, left_s: float | None) -> None:
+    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
         left = "" if left_s is None else f"{clock(left_s)} left"
-        self._progress.update(self._task, completed=step, loss=loss, speed=speed, left=left)
+        self._progress.update(self._task, completed=step, metrics=metrics, speed=speed, left=left)
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
         table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
@@ -120,14 +121,14 @@ class _Lines:
     def phase(self, name: str) -> None:
         pass
 
-    def step(self, step: int, loss: str, speed: str, left_s: float | None) -> None:
+    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
         due = step - self._last_step >= self._every
         rested = time.monotonic() - self._last_time >= self.QUIET_S
         first = self._last_step == 0  # also of a run that goes on
         if not (due and rested) and not first and step != self._num_steps:
             return
         self._last_step, self._last_time = step, time.monotonic()
-        parts = [f"step {step}/{self._num_steps}", loss, speed]
+        parts = [f"step {step}/{self._num_steps}", metrics, speed]
         if left_s is not None:
             parts.append(f"{clock(left_s)} left")
         self.say("  ".join(part for part in parts if part))
@@ -152,7 +153,7 @@ class _Silent:
     def phase(self, name: str) -> None:
         pass
 
-    def step(self, step: int, loss: str, speed: str, left_s: float | None) -> None:
+    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
         pass
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:

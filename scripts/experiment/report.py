@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiment import curves
+from experiment.summary import count_parameters, describe_mesh, describe_placement
+from experiment.units import Unit
 from tpudist.strategy.strategy import Strategy
+from tpudist.training import metrics_writers
 from tpudist.training.history import History
-from tpudist.training.loop import Unit
-from tpudist.training.show import curves, metrics
-from tpudist.training.show.summary import count_parameters, describe_mesh, describe_placement
 from tpudist.xla import compile_log
 
 
@@ -95,7 +96,7 @@ def write(
     written = ["metrics.jsonl", "summary.json"]
     if (folder / "checkpoints").exists():
         written.append("checkpoints/")
-    if metrics.has_tensorboard():
+    if metrics_writers.has_tensorboard():
         written.append("tensorboard/")
     if curves.has_matplotlib():
         curves.draw_curves(
@@ -116,7 +117,7 @@ def write(
 def list_skipped_files() -> list[str]:
     """Files that a run leaves out because what writes them is not installed, with the remedy."""
     hints = {
-        "tensorboard (pip install tensorboardX)": metrics.has_tensorboard(),
+        "tensorboard (pip install tensorboardX)": metrics_writers.has_tensorboard(),
         "curves.png (pip install matplotlib)": curves.has_matplotlib(),
     }
     return [hint for hint, installed in hints.items() if not installed]

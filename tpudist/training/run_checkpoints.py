@@ -7,20 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpudist.checkpoint import CheckpointManager
-from tpudist.checkpoint.train_state import TrainState
+from tpudist.checkpoint import Checkpoint, CheckpointManager
+from tpudist.checkpoint.entries import Entries
 from tpudist.preemption import PreemptionCheckpointHandler, TerminationConfig
 from tpudist.training.history import History
-
-KEPT = 3
-"""How many checkpoints are kept."""
 
 
 class Preempted(Exception):
     """The machine is about to be taken away, and there is a checkpoint of the step reached."""
 
 
-class Saves:
+class RunCheckpoints:
     """Saves a run's state in a folder, and restores it; the loop says when there is a step to save.
 
     From when it is made until the end of its block, SIGTERM of any process makes all of them save
@@ -29,11 +26,12 @@ class Saves:
 
     def __init__(
         self,
-        state: TrainState,
+        state: Checkpoint,
         history: History,
         folder: Path,
         *,
         every: int,
+        max_to_keep: int | None = 3,
         cluster_resolver: Any = None,
     ):
         """Goes on from the newest checkpoint in `folder` that is whole, if there is one.
@@ -43,15 +41,18 @@ class Saves:
             history: How far the run is.
             folder: Where the checkpoints are, each in a folder of its own.
             every: Steps between two of them; 0 for none before the end.
+            max_to_keep: How many of the newest to keep; None keeps all.
             cluster_resolver: Tells where a preemption shows.
 
         Raises:
             CheckpointError: There are checkpoints, but none is whole, or they are of another state.
+            TypeError: `state` holds what no checkpoint can; before there is anything to lose.
         """
+        Entries(state.checkpoint_objects(), state.replace_object)
         self.before_save: Callable[[], None] = lambda: None
         self._state: Any = state
         self._history, self._every = history, every
-        self._manager = CheckpointManager(state, folder, max_to_keep=KEPT)
+        self._manager = CheckpointManager(state, folder, max_to_keep=max_to_keep)
         self._handler = PreemptionCheckpointHandler(
             cluster_resolver,
             self._manager,
@@ -89,7 +90,7 @@ class Saves:
         self._handler.close()
         self._manager.close()
 
-    def __enter__(self) -> Saves:
+    def __enter__(self) -> RunCheckpoints:
         """Closes at the end of the block."""
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optax
 
-from tpudist.training.command.config import OptimizerOptions
+from experiment.config import OptimizerOptions
 
 
 def warmup_cosine(learning_rate: float, num_steps: int) -> optax.Schedule:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tpudist.training.command import arguments, compilation_cache
-from tpudist.training.generate import printable
+from experiment import arguments
+from experiment.curves import draw_curves
+from experiment.generate import printable
+from experiment.summary import describe_placement
+from tpudist.training import compilation_cache, display, metrics_writers
+from tpudist.training.history import History
 from tpudist.training.interrupt import StopOnInterrupt
-from tpudist.training.show import display
-from tpudist.training.show.curves import draw_curves
-from tpudist.training.show.metrics import MetricsWriter
-from tpudist.training.show.summary import describe_placement
+from tpudist.training.metrics_writers import JsonLinesWriter, TensorBoardWriter, WandbWriter
 
 
 @pytest.mark.parametrize(
@@ -71,30 +72,48 @@ def test_the_platform_that_jax_is_told_decides(monkeypatch, platforms, found):
 
 
 def test_metrics_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(3, "train", {"loss": 0.5})
-        line = json.loads((tmp_path / "metrics.jsonl").read_text())
-        writer.text("sample", "text")
+    writer = JsonLinesWriter(tmp_path)
+    writer.begin(History())
+    writer.write(3, "train", {"loss": 0.5})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    writer.close()
     assert line.pop("time_s") >= 0
     assert line == {"step": 3, "split": "train", "loss": 0.5}
-    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_a_run_replaces_the_metrics_of_an_earlier_one_in_its_folder(tmp_path):
     """TensorBoard would draw the curves of both as one."""
     for step in (1, 2):
-        with MetricsWriter(tmp_path) as writer:
+        for writer in (JsonLinesWriter(tmp_path), TensorBoardWriter(tmp_path)):
+            writer.begin(History())
             writer.write(step, "train", {"loss": 0.5})
+            writer.sync()
+            writer.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
-def test_without_a_folder_no_metrics_are_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with MetricsWriter(None) as writer:
-        writer.write(1, "train", {"loss": 1.0})
-        writer.text("sample", "text")
-    assert not list(tmp_path.iterdir())
+def test_events_need_tensorboardx(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_writers, "has_tensorboard", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match="pip install tensorboardX"):
+        TensorBoardWriter(tmp_path)
+
+
+def test_a_run_of_wandb_gets_the_numbers_under_the_names_of_tensorboard():
+    logged = []
+
+    class Run:
+        def log(self, values, step):
+            logged.append((values, step))
+
+    writer = WandbWriter(Run())
+    writer.begin(History())
+    writer.write(3, "train", {"loss": 0.5})
+    writer.sync()
+    writer.close()
+    assert logged == [({"train/loss": 0.5}, 3)]
+    with pytest.raises(TypeError, match=r"a str, which has no log\(\). Give the run"):
+        WandbWriter("my project")
 
 
 @pytest.mark.parametrize("points", [[], [(1, 5.0), (2, 4.0), (3, 3.5)]])

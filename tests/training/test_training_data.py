@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from tpudist.training.data.baselines import baselines
-from tpudist.training.data.batches import InOrder, RandomWindows, ShuffledEpochs
-from tpudist.training.data.corpus import load_corpus, read_corpus, split_files, spread_windows
-from tpudist.training.data.digits import load_digits
+from experiment.baselines import baselines
+from experiment.batches import InOrder, RandomWindows, ShuffledEpochs
+from experiment.digits import load_digits
+from tpudist.training.corpus import load_corpus, read_corpus, split_files, spread_windows
 
 
 def test_a_file_is_held_out_by_its_name_alone():

@@ -83,6 +83,18 @@ def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume
     return RunStart(goes_on=False, moved_to=moved_to)
 
 
+def require_whole(folder: Path, begun: RunStart) -> None:
+    """Refuses to go on where nothing but damaged checkpoints is left. Called by all processes.
+
+    Raises:
+        ValueError: There is none that might be whole.
+    """
+    if begun.goes_on and not Directory(folder / CHECKPOINTS).steps():
+        raise ValueError(
+            f"No checkpoint in {folder} is whole. --resume never starts anew, and moves them away."
+        )
+
+
 def has_checkpoints(folder: Path) -> bool:
     """Whether there are any, damaged ones included: these are no reason to start anew in silence.
 

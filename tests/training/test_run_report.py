@@ -1,0 +1,92 @@
+"""What a run came to, in rows, and the text that a model writes; of models done by hand."""
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import tpudist
+from experiment.generate import generate
+from experiment.report import rows
+from experiment.units import Unit, UnitWriter
+from tpudist.training.history import History
+
+
+class Scale(nnx.Module):
+    """Multiplies by one number."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.float32(3.0))
+
+
+class Successor(nnx.Module):
+    """Is sure that a byte is followed by the next one."""
+
+    def __init__(self):
+        self.sure = nnx.Param(jnp.float32(50.0))
+
+
+@pytest.fixture(scope="module")
+def strategy() -> tpudist.Strategy:
+    return tpudist.MirroredStrategy()
+
+
+@pytest.mark.parametrize(
+    ("held_out", "baseline"), [([(3, {"nats": 0.5})], "2.000, beaten by 1.500"), ([], "2.000")]
+)
+def test_a_run_is_compared_with_its_baselines_if_it_was_judged(strategy, held_out, baseline):
+    model = strategy.create(Scale)
+    history = History(held_out=held_out)
+    told = dict(rows(strategy, model, model, history, Unit("nats", 1.0, "x", 8), {"b": 2}))
+    assert told["  b baseline"] == baseline
+    assert "step time" not in told
+
+
+def test_losses_are_told_in_a_unit_and_written_in_both():
+    unit = Unit("bits/byte", 2.0, "tokens", 8)
+    assert unit.format("train", {"loss": 1.5}) == "loss 3.000 bits/byte"
+    told = unit.format("held_out", {"bits_per_byte": 1.25, "second_half": 1.0})
+    assert told == "1.250 bits/byte (second half 1.000)"
+    got = []
+
+    class Writer:
+        def write(self, step, split, values):
+            got.append((step, split, list(values.items())))
+
+    writer = UnitWriter(Writer(), unit)
+    writer.write(1, "train", {"loss": 1.5, "step_s": 0.1})
+    writer.write(1, "held_out", {"bits_per_byte": 1.25})
+    assert got == [
+        (1, "train", [("loss", 1.5), ("bits_per_byte", 3.0), ("step_s", 0.1)]),
+        (1, "held_out", [("bits_per_byte", 1.25)]),
+    ]
+
+
+def successor_logits(model: Successor, tokens: jnp.ndarray) -> jnp.ndarray:
+    return nnx.one_hot(tokens + 1, 256) * model.sure[...]
+
+
+@pytest.mark.parametrize("prompt", [b"a", b"xyza", b"much longer than the window: a"])
+def test_text_goes_on_from_the_last_byte_of_the_prompt(strategy, prompt):
+    """Before the window is full, when it is, and after."""
+    model = strategy.create(Successor)
+    written = generate(strategy, successor_logits, model, prompt, num_bytes=10, window=6)
+    assert written == b"bcdefghijk"
+
+
+def test_another_seed_writes_another_text(strategy):
+    model = strategy.create(Successor)
+
+    def write(**options):
+        options = {"num_bytes": 20, "window": 4, "temperature": 40.0} | options
+        return generate(strategy, successor_logits, model, b"a", **options)
+
+    assert write() == write()
+    assert write() != write(seed=1)
+
+
+def test_a_prompt_and_a_temperature_are_needed_to_write(strategy):
+    model = strategy.create(Successor)
+    with pytest.raises(ValueError, match="empty prompt. Give it a byte at least"):
+        generate(strategy, successor_logits, model, b"", num_bytes=1, window=4)
+    with pytest.raises(ValueError, match="temperature=0. It must be positive"):
+        generate(strategy, successor_logits, model, b"a", num_bytes=1, window=4, temperature=0)

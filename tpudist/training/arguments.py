@@ -1,0 +1,37 @@
+"""Reads and checks what is given to options of command lines; refuses by `ValueError`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """`"fsdp=4,tensor=2"` as `{"fsdp": 4, "tensor": 2}`; the empty text as no axes."""
+    axes: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if not (name.isidentifier() and equals and size.isdigit() and int(size) > 0):
+            raise ValueError(
+                f"--replica-axes {text!r}: {part!r} is not an axis and its size. Write name=size, "
+                f"with commas between, as in fsdp=4,tensor=2."
+            )
+        if name in axes:
+            raise ValueError(
+                f"--replica-axes {text!r} gives the axis {name!r} twice. Give it once."
+            )
+        axes[name] = int(size)
+    return axes
+
+
+def check_positive(values: Mapping[str, float]) -> None:
+    """Refuses options, by their names, that are not above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"--{name} is {value}. It must be above 0.")
+
+
+def check_not_negative(values: Mapping[str, float]) -> None:
+    """Refuses options, by their names, that are below 0."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"--{name} is {value}. It must be 0 or above.")

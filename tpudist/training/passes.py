@@ -1,0 +1,107 @@
+"""The data of a run: gone through as often as its steps need, from an iterator that is saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpudist.input.dataset import DistributedDataset
+from tpudist.input.iterator import DistributedIterator
+from tpudist.strategy.strategy import Strategy
+
+
+class Passes:
+    """Batches, one pass through the data after the other.
+
+    Attributes:
+        batches: The iterator of the pass that is under way.
+        cardinality: Batches of a pass; as in tf.data, -1 without an end, -2 if not known.
+    """
+
+    def __init__(self, strategy: Strategy, data: Any):
+        """Distributes `data`, unless it is.
+
+        Raises:
+            TypeError: It gives no batches.
+            ValueError: It is not batched, or has been distributed by another strategy.
+        """
+        self._dataset: DistributedDataset | None = None
+        if isinstance(data, DistributedIterator):
+            self.batches = data
+            self.cardinality = -2
+            return
+        if isinstance(data, DistributedDataset):
+            dataset = data
+        elif strategy.keeps_datasets:
+            dataset = DistributedDataset(data, strategy.replica_mesh, strategy=strategy)
+        else:
+            dataset = strategy.experimental_distribute_dataset(data)
+        if dataset.strategy is not None and dataset.strategy is not strategy:
+            raise ValueError(
+                f"train was given data that {type(dataset.strategy).__name__} has distributed, and "
+                f"another strategy, {type(strategy).__name__}, to run the steps. Distribute it "
+                f"with the strategy that trains, or give it as it was before."
+            )
+        self._dataset = dataset
+        self.cardinality = dataset.cardinality
+        self.batches = iter(dataset)
+
+    def next_batch(self, step: int, num_steps: int) -> tuple[Any, float]:
+        """The next batch, and how many seconds it was waited for.
+
+        Args:
+            step: Steps that were begun.
+            num_steps: Those of the run.
+
+        Raises:
+            ValueError: There is none, and no way to begin anew.
+        """
+        try:
+            return self._take()
+        except StopIteration:
+            pass
+        if self._dataset is None:
+            raise ValueError(
+                f"train was given an iterator, which ended after {step} of {num_steps} steps and "
+                f"cannot begin anew. Give the dataset itself, which is gone through again, or ask "
+                f"for {step} steps."
+            )
+        self.batches = iter(self._dataset)
+        try:
+            return self._take()
+        except StopIteration:
+            raise ValueError(
+                f"train was given data that has no batches, with {num_steps - step} steps to do. "
+                f"Give data with a batch at least."
+            ) from None
+
+    def _take(self) -> tuple[Any, float]:
+        batches = self.batches
+        waited_s = batches.waited_s
+        batch = next(batches)
+        return batch, batches.waited_s - waited_s
+
+
+def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -> int:
+    """How many steps a run has.
+
+    Raises:
+        ValueError: Neither or both numbers are given, one is below 1, or the data has no length.
+    """
+    if (num_steps is None) == (num_epochs is None):
+        both = "neither num_steps nor num_epochs" if num_steps is None else "both"
+        raise ValueError(
+            f"train was given {both}. Say with one of them how long to train: num_steps=1000, or "
+            f"num_epochs=3."
+        )
+    name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"train was given {name}={number!r}. Give a whole number from 1.")
+    if num_epochs is None:
+        return number
+    if passes.cardinality < 1:
+        why = {-1: "never ends", 0: "has no batches"}.get(passes.cardinality, "has no known length")
+        raise ValueError(
+            f"train was given num_epochs={num_epochs} and data that {why}, so it is not known how "
+            f"many steps that is. Give num_steps instead, or data with a length."
+        )
+    return number * passes.cardinality
