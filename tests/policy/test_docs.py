@@ -58,7 +58,7 @@ def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_pat
 def test_the_snippets_about_the_training_loop_run_one_after_the_other(tmp_path):
     printed = run("training_loop.md", tmp_path)
     assert "step 48/48  loss " in printed
-    assert "Goes on after step 25 of 60, from runs/first/checkpoints/25." in printed
+    assert "Goes on after step 25 of 60, from " in printed
     assert "step 60/60  held out distance " in printed
 
 
