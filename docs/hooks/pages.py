@@ -16,6 +16,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 IN_REPOSITORY = {site: path for path, site in PAGES.items()}
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")

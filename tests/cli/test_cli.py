@@ -16,6 +16,7 @@ import jax
 import optax
 import pytest
 
+import tpudist
 from experiment.config import ModelOptions
 from places import PROGRAMS, ROOT
 from tpudist import cli
@@ -59,6 +60,11 @@ def refusal(capsys, *options, **others):
 
 
 # Wrong use.
+
+
+def test_the_version_is_said(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tpudist {tpudist.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The command `tpudist`: one module per subcommand, each with its `Options` and `run`.
 
 Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use and where there is no answer, 130 after
-Ctrl-C. Nothing here runs on a device: JAX is told to use the CPU unless `JAX_PLATFORMS` says
-something else.
+Ctrl-C. `tpudist --version` says which tpudist this is. Nothing here runs on a device: JAX is told
+to use the CPU unless `JAX_PLATFORMS` says something else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tpudist.cli import (
     run_command,
     topologies_command,
 )
-from tpudist.cli.console import say
+from tpudist.cli.console import say, write
 from tpudist.cli.errors import WrongUse
 from tpudist.xla.settings import Setting
 
@@ -42,6 +42,9 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
     args = sys.argv[1:] if args is None else list(args)
+    if args == ["--version"]:
+        write(f"tpudist {sys.modules['tpudist'].__version__}")  # its floor is above this one
+        return 0
     if args[:1] in (
         ["run"],
         ["launch"],
@@ -77,7 +80,8 @@ def read(args: Sequence[str] | None = None) -> Any:
         _subcommands(),
         args=args,
         prog="tpudist",
-        description="Plans training steps for TPU slices that nobody has rented, and starts runs.",
+        description="Plans training steps for TPU slices that nobody has rented, and starts runs. "
+        "tpudist --version says which tpudist this is.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs),
     )
     return dataclasses.replace(options, arguments=tuple(own)) if own else options
