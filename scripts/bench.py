@@ -28,6 +28,7 @@ from benchmarks import (
     determinism,
     emulation,
     examples,
+    imports,
     input,
     processes,
     programs,
@@ -59,6 +60,7 @@ Suite = Literal[
     "processes",
     "tables",
     "servers",
+    "imports",
 ]
 
 
@@ -74,7 +76,7 @@ class Config:
     published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
     programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
     and with a state that is kept for survivors; rows of an embedding table by id; steps of
-    parameter servers, against TensorFlow's and a loop by hand on Ray."""
+    parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -87,6 +89,8 @@ class Config:
     """Its numbers of devices."""
     example_steps: int = 100
     """How often each step of the examples, determinism and processes suites is timed."""
+    import_repeats: int = 15
+    """How many processes the imports suite starts of each program."""
     table_rows: int = 4_000_000
     """How many rows of 256 bytes the table of the tables suite has, twice."""
     checkpoint_megabytes: int = 500
@@ -150,6 +154,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return tables.figures(config.table_rows)
     if suite == "servers":
         return servers.figures(config.tensorflow_python)
+    if suite == "imports":
+        return imports.figures(config.import_repeats)
     if suite == "scale":
         return scale.figures()
     return [

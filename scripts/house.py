@@ -6,9 +6,10 @@ FOLDER holds a package `tpudist`; by default the repository of this file. `--dra
 floors: the picture of docs/architecture.md, which a test compares with the imports.
 
 A *room* is a module or a folder at the top of the package. An *arrow* is a room that imports
-another, however often; imports inside functions count, those under `if TYPE_CHECKING` do not. The
-*floor* of a room is one above the highest that it imports. A *circle* is a group of modules, or of
-rooms, that import each other.
+another, however often; imports inside functions count, those under `if TYPE_CHECKING` do not,
+but for those of the package itself, which imports its names when they are asked for. The *floor* of
+a room is one above the highest that it imports. A *circle* is a group of modules, or of rooms, that
+import each other.
 """
 
 import argparse
@@ -62,7 +63,8 @@ def imported_names(tree: ast.Module, name: str, package: str) -> Iterator[tuple[
 
     With each comes whether it is imported when the module is.
     """
-    for node, at_top in _walk(tree, at_top=True):
+    # The package's own names are imported when they are asked for, and say for types what they are.
+    for node, at_top in _walk(tree, at_top=True, types=name == "__init__"):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, at_top
@@ -78,17 +80,24 @@ def imported_names(tree: ast.Module, name: str, package: str) -> Iterator[tuple[
                 yield dotted, at_top
 
 
-def _walk(node: ast.AST, at_top: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """All nodes but those under `if TYPE_CHECKING`, and whether they stand outside of functions."""
+def _walk(node: ast.AST, at_top: bool, types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes, and whether they stand outside of functions.
+
+    Those under `if TYPE_CHECKING` are left out, unless `types`.
+    """
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _dotted(child.test).endswith("TYPE_CHECKING"):
+        if (
+            not types
+            and isinstance(child, ast.If)
+            and _dotted(child.test).endswith("TYPE_CHECKING")
+        ):
             for other in child.orelse:
                 yield other, at_top
                 yield from _walk(other, at_top)
             continue
         yield child, at_top
         in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from _walk(child, at_top and not in_function)
+        yield from _walk(child, at_top and not in_function, types)
 
 
 def _dotted(node: ast.AST) -> str:

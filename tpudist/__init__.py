@@ -1,69 +1,78 @@
-"""The programming model of `tf.distribute` on JAX: write the step for one replica."""
+"""The programming model of `tf.distribute` on JAX: write the step for one replica.
 
-from tpudist import (
-    checkpoint,
-    cluster_resolver,
-    compat,
-    coordinator,
-    errors,
-    experimental,
-    planner,
-    ps,
-)
-from tpudist.checkpoint.train_state import TrainState
-from tpudist.context import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from tpudist.coordinator.server import Server
-from tpudist.deprecated import get_loss_reduction
-from tpudist.gradients.losses import compute_average_loss, scale_regularization_loss
-from tpudist.gradients.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
-from tpudist.gradients.optimizer import Optimizer
-from tpudist.input.dataset import DistributedDataset, DistributedIterator
-from tpudist.input.input_context import InputContext
-from tpudist.input.sources.numpy_arrays import NumpyDataset
-from tpudist.options import (
-    InputOptions,
-    InputReplicationMode,
-    LocalMeanWarning,
-    MutualTLS,
-    RunOptions,
-    UndistributedBatchWarning,
-)
-from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from tpudist.reductions.algorithms import (
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from tpudist.reductions.cross_device_ops import CrossDeviceOps
-from tpudist.run.eager.eager_mode import functions_run_eagerly, run_functions_eagerly
-from tpudist.run.function import function
-from tpudist.run.replica_context import ReplicaContext
-from tpudist.state.placement_table import PlacementTable, describe_placement
-from tpudist.state.variable import Variable
-from tpudist.strategies.mirrored import MirroredStrategy
-from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
-from tpudist.strategies.one_device import OneDeviceStrategy
-from tpudist.strategies.parameter_server import ParameterServerStrategy
-from tpudist.strategies.tpu import TPUStrategy
-from tpudist.strategy import default_strategy
-from tpudist.strategy.extended import StrategyExtended
-from tpudist.strategy.strategy import Strategy
-from tpudist.values.indexed_slices import IndexedSlices
-from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
-from tpudist.xla.compile_log import CompileRecord, compile_log
-from tpudist.xla.goodput import record_goodput
-from tpudist.xla.rows.row_kernels import rowwise
-from tpudist.xla.runtime import emulate
+Names are imported from their rooms when they are first asked for, so `import tpudist` costs little
+beside that of JAX, and a program pays for what it uses.
+"""
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tpudist import context
+
+if TYPE_CHECKING:
+    from tpudist import (
+        checkpoint,
+        cluster_resolver,
+        compat,
+        coordinator,
+        errors,
+        experimental,
+        planner,
+        ps,
+    )
+    from tpudist.checkpoint.train_state import TrainState
+    from tpudist.context import (
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from tpudist.coordinator.server import Server
+    from tpudist.deprecated import get_loss_reduction
+    from tpudist.gradients.losses import compute_average_loss, scale_regularization_loss
+    from tpudist.gradients.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
+    from tpudist.gradients.optimizer import Optimizer
+    from tpudist.input.dataset import DistributedDataset, DistributedIterator
+    from tpudist.input.input_context import InputContext
+    from tpudist.input.sources.numpy_arrays import NumpyDataset
+    from tpudist.options import (
+        InputOptions,
+        InputReplicationMode,
+        LocalMeanWarning,
+        MutualTLS,
+        RunOptions,
+        UndistributedBatchWarning,
+    )
+    from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+    from tpudist.reductions.algorithms import (
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
+    from tpudist.reductions.cross_device_ops import CrossDeviceOps
+    from tpudist.run.eager.eager_mode import functions_run_eagerly, run_functions_eagerly
+    from tpudist.run.function import function
+    from tpudist.run.replica_context import ReplicaContext
+    from tpudist.state.placement_table import PlacementTable, describe_placement
+    from tpudist.state.variable import Variable
+    from tpudist.strategies.mirrored import MirroredStrategy
+    from tpudist.strategies.multi_worker import MultiWorkerMirroredStrategy
+    from tpudist.strategies.one_device import OneDeviceStrategy
+    from tpudist.strategies.parameter_server import ParameterServerStrategy
+    from tpudist.strategies.tpu import TPUStrategy
+    from tpudist.strategy.extended import StrategyExtended
+    from tpudist.strategy.strategy import Strategy
+    from tpudist.values.indexed_slices import IndexedSlices
+    from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
+    from tpudist.xla.compile_log import CompileRecord, compile_log
+    from tpudist.xla.goodput import record_goodput
+    from tpudist.xla.rows.row_kernels import rowwise
+    from tpudist.xla.runtime import emulate
 
 __version__ = "0.1.0"
-
-default_strategy.install()
 
 __all__ = [
     "CompileRecord",
@@ -129,7 +138,87 @@ __all__ = [
     "value_and_grad_in_microbatches",
 ]
 
+# Where the names are that are no modules: those imported above, for who reads types.
+_HOMES = {
+    "CompileRecord": "tpudist.xla.compile_log",
+    "CrossDeviceOps": "tpudist.reductions.cross_device_ops",
+    "DistributedDataset": "tpudist.input.dataset",
+    "DistributedIterator": "tpudist.input.dataset",
+    "DistributedValues": "tpudist.values.per_replica",
+    "HierarchicalCopyAllReduce": "tpudist.reductions.algorithms",
+    "IndexedSlices": "tpudist.values.indexed_slices",
+    "InputContext": "tpudist.input.input_context",
+    "InputOptions": "tpudist.options",
+    "InputReplicationMode": "tpudist.options",
+    "LocalMeanWarning": "tpudist.options",
+    "Mirrored": "tpudist.values.per_replica",
+    "MirroredStrategy": "tpudist.strategies.mirrored",
+    "MultiWorkerMirroredStrategy": "tpudist.strategies.multi_worker",
+    "MutualTLS": "tpudist.options",
+    "NcclAllReduce": "tpudist.reductions.algorithms",
+    "NumpyDataset": "tpudist.input.sources.numpy_arrays",
+    "OneDeviceStrategy": "tpudist.strategies.one_device",
+    "Optimizer": "tpudist.gradients.optimizer",
+    "ParameterServerStrategy": "tpudist.strategies.parameter_server",
+    "PerReplica": "tpudist.values.per_replica",
+    "PlacementTable": "tpudist.state.placement_table",
+    "ReduceOp": "tpudist.reduce_op",
+    "ReductionToOneDevice": "tpudist.reductions.algorithms",
+    "ReplicaContext": "tpudist.run.replica_context",
+    "RunOptions": "tpudist.options",
+    "Server": "tpudist.coordinator.server",
+    "Strategy": "tpudist.strategy.strategy",
+    "StrategyExtended": "tpudist.strategy.extended",
+    "TPUStrategy": "tpudist.strategies.tpu",
+    "TrainState": "tpudist.checkpoint.train_state",
+    "UndistributedBatchWarning": "tpudist.options",
+    "Variable": "tpudist.state.variable",
+    "VariableAggregation": "tpudist.reduce_op",
+    "VariableSynchronization": "tpudist.reduce_op",
+    "compile_log": "tpudist.xla.compile_log",
+    "compute_average_loss": "tpudist.gradients.losses",
+    "describe_placement": "tpudist.state.placement_table",
+    "emulate": "tpudist.xla.runtime",
+    "experimental_set_strategy": "tpudist.context",
+    "function": "tpudist.run.function",
+    "functions_run_eagerly": "tpudist.run.eager.eager_mode",
+    "get_loss_reduction": "tpudist.deprecated",
+    "get_replica_context": "tpudist.context",
+    "get_strategy": "tpudist.context",
+    "has_strategy": "tpudist.context",
+    "in_cross_replica_context": "tpudist.context",
+    "record_goodput": "tpudist.xla.goodput",
+    "rows_of_microbatches": "tpudist.gradients.microbatches",
+    "rowwise": "tpudist.xla.rows.row_kernels",
+    "run_functions_eagerly": "tpudist.run.eager.eager_mode",
+    "scale_regularization_loss": "tpudist.gradients.losses",
+    "value_and_grad_in_microbatches": "tpudist.gradients.microbatches",
+}
+
 
 def __dir__() -> list[str]:
     """The public names: those of the rooms are found in the rooms."""
     return sorted(__all__)
+
+
+def _make_default_mode() -> context.Mode:
+    from tpudist.strategy import default_strategy
+
+    return default_strategy.make_default_mode()
+
+
+context.set_default_mode_factory(_make_default_mode)
+
+if not TYPE_CHECKING:  # a type checker is to find names that are not there
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or a room; both are kept for the next time."""
+        if name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"tpudist.{name}"):
+            value = importlib.import_module(f"tpudist.{name}")
+        else:
+            problem = f"module 'tpudist' has no attribute {name!r}"
+            raise AttributeError(problem, name=name, obj=sys.modules[__name__])
+        globals()[name] = value
+        return value

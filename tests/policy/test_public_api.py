@@ -6,6 +6,7 @@ they are plain arrays.
 """
 
 import ast
+import importlib
 import inspect
 import json
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 import tpudist
 from parity import signatures
-from places import DATA
+from places import DATA, PACKAGE
 
 SURFACE_FILE = DATA / "surface.json"
 SURFACE: dict[str, list[str]] = json.loads(SURFACE_FILE.read_text())["surface"]
@@ -83,15 +84,44 @@ def test_an_attribute_that_every_object_gets_is_offered():
     assert _attributes_of_objects(Owner) == {"annotated", "assigned"}
 
 
-def test_all_lists_exactly_the_public_names():
-    public = [
-        name
-        for name, value in vars(tpudist).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    ]
-    listed = [n for n in tpudist.__all__ if not isinstance(getattr(tpudist, n), types.ModuleType)]
-    assert sorted(listed) == sorted(public)
-    assert len(set(tpudist.__all__)) == len(tpudist.__all__)
+def _imported_for_types() -> dict[str, str]:
+    """What `tpudist/__init__.py` imports for who reads types: each name, and from where."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (x for x in tree.body if isinstance(x, ast.If) and "not " not in ast.unparse(x.test))
+    return {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def test_type_checkers_and_programs_find_the_same_public_names():
+    seen = _imported_for_types()
+    modules = {name for name, home in seen.items() if home == "tpudist"}
+    assert {name: home for name, home in seen.items() if name not in modules} == tpudist._HOMES
+    assert sorted(seen) == sorted(tpudist.__all__) == sorted(modules | tpudist._HOMES.keys())
+
+
+@pytest.mark.parametrize("name", tpudist.__all__)
+def test_a_public_name_is_what_its_room_has(name):
+    home = tpudist._HOMES.get(name)
+    room = importlib.import_module(home or f"tpudist.{name}")
+    assert getattr(tpudist, name) is (getattr(room, name) if home else room)
+    assert vars(tpudist)[name] is getattr(tpudist, name), "it is looked for once"
+
+
+def test_a_name_that_is_not_there_is_an_error_that_says_which_one_is():
+    with pytest.raises(AttributeError, match="'tpudist' has no attribute 'MirorredStrategy'") as e:
+        tpudist.MirorredStrategy  # noqa: B018
+    assert e.value.obj is tpudist
+    assert not hasattr(tpudist, "_private")
+    with pytest.raises(ImportError, match="cannot import name 'Strategie'"):
+        exec("from tpudist import Strategie")
+
+
+def test_rooms_are_there_without_an_import():
+    assert tpudist.input is importlib.import_module("tpudist.input")
 
 
 THEIRS = json.loads(signatures.RECORDED.read_text())["signatures"]
@@ -218,28 +248,53 @@ def test_what_lacks_a_docstring_is_found():
     assert _undocumented(module) == ["silent", "silent.Silent", "silent.Silent.run"]
 
 
-@pytest.mark.parametrize(
-    "heavy", ["grpc", "keras", "matplotlib", "ray", "sklearn", "tensorflow", "pytest"]
-)
-def test_importing_tpudist_loads_nothing_heavy(heavy, modules_after_import):
-    assert heavy not in modules_after_import
+def others(modules: list[str]) -> set[str]:
+    """The libraries of loaded modules, but for Python's and tpudist."""
+    first = {name.partition(".")[0] for name in modules}
+    return first - sys.stdlib_module_names - {"tpudist", "__main__"}
 
 
-def test_importing_tpudist_starts_no_backend_and_changes_no_setting(modules_after_import):
+def test_importing_tpudist_loads_no_other_library():
+    """So it costs nothing beside JAX, Flax and Optax, which the program imports anyway."""
+    alone = modules_after("import sys")
+    assert others(modules_after("import tpudist")) - others(alone) == set()
+
+
+def test_all_public_names_together_load_jax_flax_and_optax_alone(modules_after_use):
+    """Nothing for the terminal, for data, checkpoints or processes, before they are used.
+
+    Flax loads rich itself, for notebooks, so that tpudist does not is to be seen in its own files.
+    """
+    base = modules_after("import jax, optax; from flax import nnx")
+    assert others(modules_after_use) - others(base) == set()
+    assert {"grain", "orbax", "tyro"} & others(modules_after_use) == set()
+    used = [x for x in modules_after_use if x.startswith("tpudist.")]
+    assert [x for x in used if x.startswith(("tpudist.cli", "tpudist.planner.show.table"))] == []
+
+
+def test_public_names_start_no_backend_and_change_no_setting(modules_after_use):
     """Users' functions run beside ours, and `emulate` must still be possible."""
-    assert modules_after_import[-1] == "settings unchanged, no backend"
+    assert "tpudist.strategies.mirrored" in modules_after_use
 
 
 @pytest.fixture(scope="module")
-def modules_after_import() -> list[str]:
-    program = """
-import sys, jax
+def modules_after_use() -> list[str]:
+    return modules_after(
+        """
+import jax
 before = dict(jax.config.values)
 import tpudist
+for name in tpudist.__all__:
+    getattr(tpudist, name)
 assert before == dict(jax.config.values), "a setting changed"
 jax.config.update("jax_num_cpu_devices", 2)  # refused once a backend has started
-print(*sys.modules, "settings unchanged, no backend", sep="\\n")
 """
+    )
+
+
+def modules_after(program: str) -> list[str]:
+    """The modules that are loaded after a program of a fresh process."""
+    program += "\nimport sys\nprint(*sys.modules, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

@@ -33,12 +33,10 @@ class DefaultStrategy(Strategy):
         return contextlib.nullcontext(self)
 
 
-def _default_mode() -> context.Mode:
+def make_default_mode() -> context.Mode:
+    """What is in force outside of every scope: its context, and one replica of it."""
     strategy = DefaultStrategy()
     return context.Mode(ContextKind.DEFAULT, strategy, ReplicaContext(strategy, 0))
 
 
-def install() -> None:
-    """Puts it in force; it is made when it is first asked for."""
-    context.set_default_mode_factory(_default_mode)
-    generations.at_end(context.forget_default_mode)
+generations.at_end(context.forget_default_mode)
