@@ -15,6 +15,9 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
 
+# Keras asks at its import, and is imported by a scope's program only.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
 # No deadline: the first example of a property compiles a program. In CI the same examples each
 # time, so that a failure there is one of the change; others are found on developers' machines.
 hypothesis.settings.register_profile("tpudist", deadline=None, derandomize=bool(os.getenv("CI")))

@@ -80,6 +80,7 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
         "from_pmap",
         "from_jit",
         "batch_norm",
+        "keras_fit",
         "mixed_precision",
         "model_parallelism",
         "debugging",

@@ -48,14 +48,17 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     # other (topologies in `cluster_resolver`, examples in `input`). And `supervisor`: processes
     # seen from outside, which must work though nothing of a run does. And `engine`, `ps` and
     # `coordinator`: functions on workers, and what they change, which no synchronous step knows.
-    assert found["rooms (entries at the top)"] <= 33
+    # And `keras`: another library's loop under the scope, which a strategy enters.
+    assert found["rooms (entries at the top)"] <= 34
     assert found["floors"] <= 13
     # 138 for the house as it was planned; `supervisor` reads what `xla/goodput.py` notes, and where
     # the hosts of a slice are; `coordinator` and `ps` stand on eleven rooms together, as Variables
     # on servers are Variables, are read in traces and are held by a strategy; `models` asks
     # `context` for the strategy that says where weights of others are read to; `training` runs any
-    # step over any data: it distributes them, and refuses metrics that differ between replicas.
-    assert found["arrows between rooms"] <= 161
+    # step over any data: it distributes them, and refuses metrics that differ between replicas;
+    # `keras` asks where it is, places batches, reads distributed datasets, and is entered by a
+    # scope.
+    assert found["arrows between rooms"] <= 166
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports():

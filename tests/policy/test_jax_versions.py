@@ -260,6 +260,12 @@ OF_OTHERS = {
     "_compiler_options_kvs": "xla/internals.py",
     "_update_thread_local_hook": "xla/internals.py",
     "_raw_value": "state/nnx_binding.py",
+    "_distribute_data": "keras/keras_internals.py",
+    "_get_distributed_iterator": "keras/keras_internals.py",
+    "_get_state_sharding_spec": "keras/keras_internals.py",
+    "_initialize_layout": "keras/keras_internals.py",
+    "_layout": "keras/keras_internals.py",
+    "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": None,  # os._exit, which is public in spite of its name
     "_current_frames": "xla/process_watch.py",  # sys._current_frames, likewise

@@ -23,7 +23,7 @@ ROOMS = (
     ("reductions", "input"),
     ("state",),
     ("run", "checkpoint"),
-    ("planner", "gradients", "preemption", "ps"),
+    ("planner", "gradients", "preemption", "ps", "keras"),
     ("strategy", "testing"),
     ("strategies", "training", "coordinator"),
     ("experimental", "supervisor"),
@@ -52,6 +52,7 @@ ONLY_IN = {
     "jax.experimental": ("xla",),
     "jax.extend": ("xla",),
     "jaxlib": ("xla",),
+    "keras": ("keras",),
     "ray": ("engine.ray_session",),
     "grpc": ("coordinator.grpc_layer",),
     "flax": ("state", "run", "strategy", "gradients", "training", "models"),
@@ -125,9 +126,15 @@ def _outside(importer: str, imported: str, at_top: bool) -> str | None:
             places = f"only {', '.join(allowed)} may" if allowed else "nobody may"
             return f"{importer} imports {imported}: {places}."
     for library in ONLY_WHEN_USED:
-        if _covers(library, imported) and at_top and _room(importer) != "pytest_plugin":
+        if _covers(library, imported) and at_top and not _loads_late(importer):
             return f"{importer} imports {imported} at the top: only where it is used."
     return None
+
+
+def _loads_late(importer: str) -> bool:
+    """Whether a module is loaded only where what it imports is there: pytest; Keras, in a scope."""
+    always = ("keras.__init__", "keras.keras_scope", "keras.layout_map")
+    return _room(importer) in ("pytest_plugin", "keras") and importer not in always
 
 
 def _floor(name: str) -> int | None:

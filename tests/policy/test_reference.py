@@ -36,6 +36,7 @@ MODULES = (
     "tpudist.experimental",
     "tpudist.experimental.partitioners",
     "tpudist.input",
+    "tpudist.keras",
     "tpudist.models",
     "tpudist.planner",
     "tpudist.testing",

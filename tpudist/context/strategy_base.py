@@ -72,6 +72,10 @@ class StrategyBase(abc.ABC):
     # Options for the compiler, for all programs of this strategy.
     compiler_options: Mapping[str, Any] = types.MappingProxyType({})
 
+    # What its scope puts in force for Keras, and which variables of Keras it splits; see `keras`.
+    _keras_distribution: Any = None
+    _keras_layout_map: Mapping[str, PartitionSpec] = types.MappingProxyType({})
+
     # The strategy that this one stands for on other devices, while a plan is made; see `on`.
     _twin_of: Self | None = None
     # The Variables whose arrays somebody has read: they must not be overwritten in place.

@@ -16,6 +16,7 @@ from tpudist import context, step_boundaries
 from tpudist.context import ContextKind
 from tpudist.deprecated import DeprecatedStrategyMethods
 from tpudist.input.strategy_methods import DataMethods
+from tpudist.keras import keras_scope
 from tpudist.options import RunOptions, ValueContext
 from tpudist.planner.strategy_methods import PlanMethods
 from tpudist.reduce_op import ReduceOp
@@ -119,6 +120,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
             if traces.is_eager() and not again:  # JAX sets no mesh while it traces
                 stack.enter_context(nnx.logical_axis_rules(self.logical_axis_rules))
                 stack.enter_context(self.around_scope())
+                stack.enter_context(keras_scope.enter(self))
             yield self
 
     def _mode_of_scope(self, now: context.Mode) -> context.Mode:

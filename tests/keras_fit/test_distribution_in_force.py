@@ -1,0 +1,73 @@
+"""Which strategy a model belongs to, wherever that is asked."""
+
+import keras
+import pytest
+
+import keras_models as km
+import tpudist
+from tpudist.keras import distribution_in_force
+from tpudist.keras.mesh_distribution import MeshDistribution
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tpudist.MirroredStrategy()
+
+
+def test_a_scope_puts_its_distribution_in_force_and_takes_it_away(strategy):
+    assert keras.distribution.distribution() is None
+    with strategy.scope(), strategy.scope():
+        found = keras.distribution.distribution()
+        assert isinstance(found, MeshDistribution)
+        assert found.strategy is strategy
+        assert "MirroredStrategy(replica=8" in repr(found)
+        assert found.num_model_replicas == 8
+    assert keras.distribution.distribution() is None
+    with pytest.raises(KeyError), strategy.scope():
+        raise KeyError
+    assert keras.distribution.distribution() is None
+
+
+def test_clearing_the_session_in_a_scope_does_not_end_it(strategy):
+    with strategy.scope():
+        keras.utils.clear_session()
+        assert keras.distribution.distribution() is None
+        model = km.mlp()
+        assert len(model.layers[1].kernel.value.sharding.device_set) == 8
+    assert keras.distribution.distribution() is None
+
+
+def test_a_distribution_of_keras_and_a_scope_do_not_meet(strategy):
+    """In whichever order they come, and at `fit` of a model of the scope."""
+    other = keras.distribution.DataParallel()
+    match = r"Two distributions of Keras meet: that of the scope of MirroredStrategy.*DataParallel"
+    with other.scope(), pytest.raises(RuntimeError, match=match), strategy.scope():
+        pass
+    with strategy.scope(), other.scope(), pytest.raises(RuntimeError, match=match):
+        km.mlp()
+    model = km.make(km.mlp, strategy)
+    with other.scope(), pytest.raises(RuntimeError, match=match):
+        model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+
+
+def test_a_distribution_of_keras_works_as_ever_out_of_scopes():
+    with keras.distribution.DataParallel().scope():
+        assert distribution_in_force.current() is None
+        found = km.train(km.make(km.mlp), km.IMAGES[:64], km.LABELS[:64], 32, epochs=1)
+    km.assert_same(found, km.train(km.make(km.mlp), km.IMAGES[:64], km.LABELS[:64], 32, epochs=1))
+
+
+def test_a_model_belongs_to_one_strategy(strategy):
+    model = km.make(km.mlp, strategy)
+    other = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+    with other.scope(), pytest.raises(RuntimeError, match=r"was made in the scope of .*replica=8"):
+        model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+
+
+def test_a_scope_that_is_set_for_a_notebook_counts(strategy):
+    tpudist.experimental_set_strategy(strategy)
+    try:
+        assert len(km.mlp().layers[1].kernel.value.sharding.device_set) == 8
+    finally:
+        tpudist.experimental_set_strategy(None)
+    assert keras.distribution.distribution() is None

@@ -1,0 +1,111 @@
+"""Variables of Keras split over the axes inside a replica, by their paths."""
+
+import keras
+import pytest
+from keras import layers
+
+import keras_models as km
+import tpudist
+
+
+@pytest.fixture
+def strategy():
+    return tpudist.TPUStrategy(replica_axes={"tensor": 2})
+
+
+def spec(variable):
+    return tuple(variable.value.sharding.spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [km.mlp, km.bag])
+def test_a_split_model_trains_as_one_device_does(strategy, build):
+    """With tails of 7, of an embedding too: where XLA's gradients are wrong if split otherwise."""
+    tpudist.keras.set_layout_map(
+        strategy,
+        {r"sequential.*/dense.*/kernel": ("tensor", None), r".*/embeddings": ("vocab", None)}
+        if build is km.bag
+        else {r".*/dense[_0-9]*/kernel": ("tensor", None)},
+    )
+    x, y = (km.IMAGES, km.LABELS) if build is km.mlp else (km.TOKENS, km.BITS)
+    x, y = x[:187], y[:187]
+    model = km.make(build, strategy, steps_per_execution=1)
+    found = km.train(model, x, y, 60)
+    assert any(spec(v)[:1] == ("tensor",) for v in model.trainable_variables)
+    km.assert_same(found, km.train(km.make(build), x, y, 60))
+
+
+def test_what_an_optimizer_keeps_is_split_as_its_variable(strategy):
+    tpudist.keras.set_layout_map(strategy, {r".*/kernel": (None, "mlp")})
+    with strategy.scope():
+        model = keras.Sequential([layers.Input((8,)), layers.Dense(4)])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    kernel, bias = model.trainable_variables
+    assert (spec(kernel), spec(bias)) == ((None, "tensor"), ())
+    assert [spec(v) for v in model.optimizer.variables if v.shape == (8, 4)] == [spec(kernel)] * 2
+
+
+def test_without_a_pattern_the_strategys_own_rule_holds():
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2})
+    with strategy.scope():
+        model = keras.Sequential([layers.Input((64,)), layers.Dense(32)])
+    kernel, bias = model.trainable_variables
+    assert (spec(kernel), spec(bias)) == (("fsdp",), ())
+
+
+def test_a_layout_map_of_keras_is_taken(strategy):
+    layout_map = keras.distribution.LayoutMap(None)
+    layout_map[".*/kernel"] = (None, "tensor")
+    tpudist.keras.set_layout_map(strategy, layout_map)
+    with strategy.scope():
+        layer = layers.Dense(4)
+        layer.build((None, 8))
+    assert spec(layer.kernel) == (None, "tensor")
+    tpudist.keras.set_layout_map(strategy, None)
+    with strategy.scope():
+        layer = layers.Dense(4)
+        layer.build((None, 8))
+    assert spec(layer.kernel) == ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "match"),
+    [
+        ({".*": "tensor"}, "Give a tuple with None or the name of an axis"),
+        ({".*": ("model",)}, r"over 'model', but replicas have the axes \['tensor'\]"),
+        ({".*": ("replica",)}, "over 'replica', but replicas have the axes"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_at_once(strategy, layout, match):
+    with pytest.raises(ValueError, match=match):
+        tpudist.keras.set_layout_map(strategy, layout)
+
+
+def test_replicas_of_one_device_have_nothing_to_split_over():
+    with pytest.raises(ValueError, match="but a replica is one device"):
+        tpudist.keras.set_layout_map(tpudist.MirroredStrategy(), {".*": ("tensor",)})
+
+
+@pytest.mark.parametrize(
+    ("layout", "match"),
+    [
+        (
+            {".*kernel": (None, "tensor"), ".*/kernel": (None, None)},
+            r"matches 2 patterns of the layout map: \['.\*kernel', '.\*/kernel'\]",
+        ),
+        ({".*bias": (None, "tensor")}, r"has 2 entries for '.\*bias'.* of shape \[3\]"),
+        ({".*kernel": (None, "tensor")}, r"splits dim 1 .* 3 does not divide by 2"),
+    ],
+)
+def test_layouts_that_do_not_fit_a_variable_are_refused(strategy, layout, match):
+    tpudist.keras.set_layout_map(strategy, layout)
+    with strategy.scope(), pytest.raises(ValueError, match=match):
+        layers.Dense(3).build((None, 8))
+
+
+def test_a_pattern_that_no_variable_matches_is_told(strategy):
+    tpudist.keras.set_layout_map(strategy, {"attention/.*": (None, "tensor")})
+    model = km.make(km.mlp, strategy)
+    with pytest.warns(UserWarning, match=r"No variable .* matches \['attention/\.\*'\]"):
+        model.predict(km.IMAGES[:8], verbose=0)

@@ -1,0 +1,56 @@
+"""Where variables live and how batches are split, under each strategy."""
+
+import keras
+import pytest
+from jax.sharding import PartitionSpec
+
+import keras_models as km
+import tpudist
+from tpudist.keras import distribution_in_force
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "axes", "parts"),
+    [
+        (16, ("replica",), 4),
+        (4, ("replica",), 4),
+        (7, ("replica", "tensor"), 8),  # some axes only would make XLA's gradients wrong
+        (6, ("replica", "tensor"), 8),
+    ],
+)
+def test_rows_that_do_not_divide_are_split_over_all_axes(num_rows, axes, parts):
+    strategy = tpudist.TPUStrategy(replica_axes={"tensor": 2})
+    sharding, found = distribution_in_force.distribution_of(strategy).rows_sharding(num_rows)
+    assert (sharding.spec, found) == (PartitionSpec(axes), parts)
+
+
+def test_axes_that_split_the_rows_of_a_replica_split_batches_too():
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
+    sharding, parts = distribution_in_force.distribution_of(strategy).rows_sharding(8)
+    assert (sharding.spec[0], parts) == (("replica", "fsdp"), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (tpudist.experimental.CentralStorageStrategy, "keeps variables on one place"),
+        (lambda: tpudist.MirroredStrategy(deterministic=8), r"deterministic=8\).*Leave out"),
+    ],
+)
+def test_strategies_under_which_keras_cannot_train_are_refused(make, match):
+    strategy = make()
+    with strategy.scope():  # other things can be done in it
+        with pytest.raises(ValueError, match=match):
+            km.mlp()
+    model = keras.Sequential([keras.layers.Dense(1)])  # of no variables yet
+    with strategy.scope(), pytest.raises(ValueError, match=match):
+        model.predict(km.IMAGES[:8], verbose=0)
+
+
+def test_one_device_holds_all_and_is_the_one_that_was_named():
+    strategy = tpudist.OneDeviceStrategy("cpu:3")
+    x, y = km.IMAGES[:13], km.LABELS[:13]
+    model = km.make(km.mlp, strategy)
+    found = km.train(model, x, y, 8)
+    assert {d.id for d in model.layers[1].kernel.value.sharding.device_set} == {3}
+    km.assert_same(found, km.train(km.make(km.mlp), x, y, 8))

@@ -1,0 +1,42 @@
+"""A Keras that is not known is refused by name, and not used in the hope that it is alike."""
+
+import keras
+import pytest
+
+from tpudist.keras import keras_internals, refusals
+
+
+def test_this_keras_is_known():
+    assert refusals.why_not() is None
+    assert refusals.reason is None
+
+
+@pytest.mark.parametrize("version", ["3.14.2", "2.15.0"])
+def test_an_old_keras_is_refused(monkeypatch, version):
+    monkeypatch.setattr(keras, "__version__", version)
+    assert refusals.why_not().startswith(f"Keras is {version}, and a strategy's scope needs 3.15")
+
+
+def test_another_trainer_is_refused(monkeypatch):
+    monkeypatch.setattr(keras, "__version__", "3.99.0")
+    owner = keras_internals.trainer_class()
+
+    def _make_function(self, step_function, concatenate_outputs=False, unroll=1):
+        raise AssertionError
+
+    monkeypatch.setattr(owner, "_make_function", _make_function)
+    monkeypatch.delattr(owner, "_get_state_sharding_spec")
+    reason = refusals.why_not()
+    assert reason.startswith("Keras 3.99.0 is not as the versions that tpudist knows (3.15)")
+    assert "JAXTrainer._make_function has the parameters ('self', 'step_function'" in reason
+    assert "there is no keras.src.backend.jax.trainer.JAXTrainer._get_state_shardi" in reason
+
+
+def test_another_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    assert 'KERAS_BACKEND to "jax" before Keras is imported' in refusals.why_not()
+
+
+def test_the_nnx_mode_of_keras_is_refused(monkeypatch):
+    monkeypatch.setattr(keras_internals, "is_nnx_enabled", lambda: True)
+    assert "Keras was started with KERAS_NNX_ENABLED" in refusals.why_not()

@@ -1,0 +1,284 @@
+"""A program of Keras gives in a scope what it gives on one device, whatever its batches hold."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_models as km
+import tpudist
+from tpudist.keras import distribution_in_force, trainer_hooks, uneven_rows
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tpudist.MirroredStrategy()
+
+
+def both(strategy, build, x, y, batch_size, *, policy="float32", options=None, **fit):
+    """What training gives in the scope, and on one device."""
+    return [
+        km.train(km.make(build, where, policy, **(options or {})), x, y, batch_size, **fit)
+        for where in (strategy, None)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_rows"),
+    [
+        pytest.param(60, 187, id="60 on 8 devices, and a tail of 7"),
+        pytest.param(64, 192, id="batches that divide", marks=pytest.mark.slow),
+        pytest.param(64, 5, id="an epoch smaller than the replicas", marks=pytest.mark.slow),
+    ],
+)
+def test_all_that_a_model_can_do_is_equal(strategy, batch_size, num_rows):
+    x, y = km.IMAGES[:num_rows], km.LABELS[:num_rows]
+    found, wanted = [], []
+    for where, results in ((strategy, found), (None, wanted)):
+        model = km.make(km.mlp, where)
+        results += [km.train(model, x, y, batch_size), km.use(model, x, y, batch_size)]
+        results += [{f"{i}": np.asarray(w.value) for i, w in enumerate(model.weights)}]
+    for one, other in zip(found, wanted, strict=True):
+        km.assert_same(one, other)
+    assert wanted[0]["rows"].tolist() == [num_rows] * 2  # the metric that knows no weights
+
+
+@pytest.mark.parametrize("num_rows", [60, 7])
+def test_statistics_of_batch_norm_and_masks_of_dropout_are_those_of_the_whole_batch(
+    strategy, num_rows
+):
+    """One step: over several, a model with max pooling leaves itself by rounding alone."""
+    x, y = km.IMAGES[:num_rows], km.LABELS[:num_rows]
+    found, wanted = both(strategy, km.convolutions, x, y, num_rows, epochs=1)
+    km.assert_same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [km.bag, km.lstm])
+def test_embeddings_masks_and_recurrent_layers_are_equal(strategy, build):
+    found, wanted = both(strategy, build, km.TOKENS[:187], km.BITS[:187], 60)
+    km.assert_same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+def test_every_reduction_of_a_loss_is_over_the_rows_there_are(strategy, reduction):
+    weights = np.linspace(0.1, 2, 60).astype("float32")
+    options = {"loss": km.cross_entropy(reduction)}
+    results = []
+    for where in (strategy, None):
+        with where.scope() if where else contextlib.nullcontext():
+            options["optimizer"] = keras.optimizers.SGD(1e-3)
+            model = km.make(km.mlp, where, **options)
+        results.append(
+            km.train(model, km.IMAGES[:60], km.LABELS[:60], 60, sample_weight=weights, epochs=1)
+        )
+    km.assert_same(*results)
+
+
+FEATURES = {
+    "sample_weight": {"sample_weight": np.linspace(0.1, 2, 130).astype("float32")},
+    "class_weight": {"class_weight": {i: 1 + i / 3 for i in range(5)}},
+    "validation_split": {"validation_split": 0.2},
+    "steps_per_execution": {"options": {"steps_per_execution": 2}},
+    "Adam": {"options": {"optimizer": "adam"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_of_fit_is_equal(strategy, feature):
+    x, y = km.IMAGES[:130], km.LABELS[:130]
+    found, wanted = both(strategy, km.mlp, x, y, 60, **FEATURES[feature])
+    km.assert_same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "rtol"),
+    [
+        ("mixed_bfloat16", 2e-2),  # 8 bits, and sums in another order
+        ("mixed_float16", 2e-3),  # 11 bits
+    ],
+)
+def test_mixed_precision_is_equal_to_its_rounding(strategy, policy, rtol):
+    x, y = km.IMAGES[:60], km.LABELS[:60]
+    found, wanted = both(strategy, km.mlp, x, y, 60, policy=policy)
+    km.assert_same(found, wanted, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_steps_that_are_not_compiled_are_equal_and_said_to_be_computed_whole(strategy, option):
+    x, y = km.IMAGES[:7], km.LABELS[:7]
+    wanted = km.make(km.mlp).train_on_batch(x, y)
+    model = km.make(km.mlp, strategy, **option)
+    with pytest.warns(UserWarning, match="is computed whole on every one of the 8 devices"):
+        found = model.train_on_batch(x, y)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+class Own(keras.Model):
+    """Its own step and metrics, and dicts on both sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layers.Dense(4), layers.Dense(5)
+
+    def call(self, inputs, training=False):
+        a = self.first(inputs["u"])
+        return {"p": self.second(a + self.first(inputs["v"])), "q": a}
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {**logs, "rows": keras.ops.shape(data[1]["q"])[0]}, state
+
+
+class Numbered(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(50 * index, min(50 * index + 50, 130))
+        x = km.IMAGES[rows].reshape(-1, 36)
+        return {"u": x, "v": 2 * x}, {"p": km.LABELS[rows], "q": x[:, :4]}
+
+
+@pytest.mark.slow
+def test_own_steps_see_real_rows_of_any_structure(strategy):
+    """From a PyDataset, whose last batch has 30 rows."""
+
+    def build():
+        model = Own()
+        model.compile("sgd", {"p": km.cross_entropy(), "q": "mse"})
+        return model
+
+    x = {name: km.IMAGES[:61].reshape(-1, 36) for name in "uv"}
+    results = []
+    for where in (strategy, None):
+        model = km.make(build, where)
+        results.append(km.train(model, Numbered(), None, None, shuffle=False))
+        results[-1] |= model.predict(x, batch_size=60, verbose=0)
+    km.assert_same(*results)
+    assert results[0]["rows"].tolist() == [30, 30]
+
+
+@pytest.mark.slow
+def test_a_generator_is_split(strategy):
+    def batches():
+        while True:
+            yield km.IMAGES[:33], km.LABELS[:33]
+
+    found, wanted = both(strategy, km.mlp, batches(), None, None, steps_per_epoch=2, shuffle=False)
+    km.assert_same(found, wanted)
+
+
+def test_a_model_that_is_not_built_predicts(strategy):
+    """Keras builds it by calling it on a batch, outside of every program."""
+
+    def build():
+        return keras.Sequential([layers.Flatten(), layers.Dense(3)])
+
+    found = km.make(build, strategy)
+    with strategy.scope():
+        found = found.predict(km.IMAGES[:13], batch_size=13, verbose=0)
+    keras.utils.set_random_seed(1)
+    wanted = build().predict(km.IMAGES[:13], batch_size=13, verbose=0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_work_is_split_over_the_devices(strategy):
+    """Of 60 rows each of 8 devices computes 8 at most; on one device all 60 are computed."""
+    flops = []
+    for where in (strategy, tpudist.OneDeviceStrategy()):
+        model = km.make(km.mlp, where)
+        with where.scope():
+            distribution = distribution_in_force.current()
+            batch = (km.IMAGES[:60], km.LABELS[:60])
+            model.train_on_batch(*batch)
+            state = [[v.value for v in vs] for vs in _state(model)]
+            data = uneven_rows.place_batch((*batch, None), distribution)
+            step = trainer_hooks._compile_step(model, "train", distribution)
+            compiled = step.lower(tuple(state), data).compile()
+        flops.append(compiled.cost_analysis()["flops"])
+    assert flops[0] < 0.25 * flops[1]  # an eighth, and what does not depend on rows
+
+
+def _state(model):
+    optimizer = model.optimizer.variables
+    return (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer,
+        model.metrics_variables,
+    )
+
+
+def test_fit_outside_of_the_scope_is_in_it(strategy):
+    """As in TensorFlow's guides; and a model that was only made in it, and is compiled outside."""
+    model = km.make(km.mlp, strategy)
+    model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0)
+    kernel = model.layers[1].kernel.value
+    assert len(kernel.sharding.device_set) == 8
+    with strategy.scope():
+        later = keras.Sequential([layers.Input((6, 6, 1)), layers.Flatten(), layers.Dense(5)])
+    later.compile("sgd", km.cross_entropy())
+    later.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0)
+    assert len(later.optimizer.iterations.value.sharding.device_set) == 8
+    assert keras.distribution.distribution() is None
+
+
+def test_a_model_of_which_a_part_was_made_outside_is_refused(strategy):
+    outside = km.make(km.mlp)
+    with strategy.scope(), pytest.raises(ValueError, match=r"made outside of the strategy's scope"):
+        outside.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+    optimizer = keras.optimizers.SGD()
+    inside = km.make(km.mlp, strategy, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"optimizer's variable 'sgd.*/iteration'.* on 1 device"):
+        inside.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+    metric = km.Rows()
+    inside = km.make(km.mlp, strategy, metrics=[metric])
+    with pytest.raises(ValueError, match=r"metrics' variable 'rows/count'"):
+        inside.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+
+
+def test_a_model_that_compiles_its_steps_itself_is_refused(strategy):
+    class Compiles(keras.Sequential):
+        def make_train_function(self, force=False):
+            return super().make_train_function(force)
+
+    with strategy.scope():
+        model = Compiles([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match=r"Compiles overrides make_train_function.*train_step"):
+            model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def test_fit_in_a_replica_function_is_refused(strategy):
+    model = km.make(km.mlp, strategy)
+
+    def step():
+        model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+
+    with pytest.raises(RuntimeError, match=r"fit of the Keras model .* in a replica function"):
+        strategy.run(step)
+
+
+def test_a_model_goes_on_outside_of_all_scopes_as_ever():
+    model = km.make(km.mlp)
+    model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0)
+    assert len(model.layers[1].kernel.value.sharding.device_set) == 1
+
+
+def test_a_model_that_is_frozen_and_compiled_again_is_trained_as_that(strategy):
+    def build():
+        model = km.mlp()
+        model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0, shuffle=False)
+        model.layers[1].trainable = False
+        model.compile("sgd", km.cross_entropy())
+        return model
+
+    found, wanted = both(strategy, build, km.IMAGES[:13], km.LABELS[:13], 13)
+    km.assert_same(found, wanted)

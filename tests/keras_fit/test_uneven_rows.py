@@ -1,0 +1,58 @@
+"""Batches on the devices: split, padded, and cut to their real rows again."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tpudist
+from tpudist.keras import distribution_in_force, uneven_rows
+
+
+@pytest.fixture(scope="module")
+def distribution():
+    return distribution_in_force.distribution_of(tpudist.MirroredStrategy())
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 13])
+def test_rows_are_padded_on_the_devices_and_whole_again_in_a_program(distribution, num_rows):
+    value = np.arange(2.0 * num_rows).reshape(num_rows, 2)
+    found = uneven_rows.place(value, distribution)
+    assert (found.shape, found.ndim, found.dtype) == (value.shape, 2, np.float32)
+    assert found.padded.shape[0] % 8 == 0
+    total = jax.jit(lambda batch: uneven_rows.cut_batch(batch)[0].sum(0))((found,))
+    np.testing.assert_array_equal(total, value.sum(0))
+    np.testing.assert_array_equal(found, value)
+
+
+def test_what_divides_is_not_padded(distribution):
+    found = uneven_rows.place(np.ones((16, 2), "int64"), distribution)
+    assert found.sharding == NamedSharding(distribution.mesh, PartitionSpec("replica"))
+    assert found.dtype == np.int32
+
+
+def test_a_batch_is_placed_leaf_by_leaf(distribution):
+    """Arrays on a device are split too; a number, and what is not there, stay what they are."""
+    batch = {"a": jax.numpy.ones((7, 2)), "b": None, "c": np.float32(3), "d": np.ones(16)}
+    found = uneven_rows.place_batch(batch, distribution)
+    assert isinstance(found["a"], uneven_rows.UnevenRows)
+    assert (found["b"], found["c"].shape, found["d"].shape) == (None, (), (16,))
+    assert uneven_rows.place_batch(found, distribution)["a"] is found["a"]
+
+
+def test_the_padding_is_seen_by_nothing():
+    """Not even by what would make NaN of it."""
+    strategy = tpudist.MirroredStrategy()
+    distribution = distribution_in_force.distribution_of(strategy)
+    found = uneven_rows.place(np.ones((60, 3), "float32"), distribution)
+    real = jax.numpy.arange(64)[:, None] < 60
+    spoilt = jax.jit(lambda x: jax.numpy.where(real, x, np.nan), out_shardings=found.sharding)
+    found = uneven_rows.UnevenRows(spoilt(found.padded), 60, found.sharding)
+
+    def loss(kernel, batch):
+        y = batch.cut() @ kernel
+        return ((y - y.mean(0)) ** 2 + jax.numpy.log(y)).mean()
+
+    kernel = jax.numpy.ones((3, 2))
+    gradient = jax.jit(jax.grad(loss))(kernel, found)
+    np.testing.assert_allclose(gradient, np.full((3, 2), 1 / 6), rtol=1e-5)

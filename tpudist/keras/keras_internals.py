@@ -1,0 +1,108 @@
+"""What has no public door in Keras, and whether it is still as it is known here.
+
+Keras has no place to say how a batch is placed on devices, or what is compiled around a step. Each
+of these is Keras' own again where no strategy is in force. All private names are in this file.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_TRAINER = "keras.src.backend.jax.trainer"
+# Everything that is replaced or called here, and beside it in public, with its parameters.
+_KNOWN = (
+    (_TRAINER, "_distribute_data", ("data", "layouts")),
+    (_TRAINER, "JAXEpochIterator._get_distributed_iterator", ("self", "distribution")),
+    (_TRAINER, "JAXTrainer._make_function", ("self", "step_function", "concatenate_outputs")),
+    (_TRAINER, "JAXTrainer._get_state_sharding_spec", ("self",)),
+    (_TRAINER, "JAXTrainer.make_train_function", ("self", "force")),
+    (_TRAINER, "JAXTrainer.make_test_function", ("self", "force")),
+    (_TRAINER, "JAXTrainer.make_predict_function", ("self", "force")),
+    ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", ("self",)),
+)
+
+
+def list_changes() -> list[str]:
+    """How this Keras differs from the ones that are known; needs the backend jax."""
+    return [text for text in map(_compare, _KNOWN) if text]
+
+
+def _compare(expected: tuple[str, str, tuple[str, ...]]) -> str | None:
+    module, name, parameters = expected
+    try:
+        value: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return f"there is no {module}.{name}"
+    found = tuple(inspect.signature(value).parameters)
+    if found == parameters:
+        return None
+    return f"{module}.{name} has the parameters {found}, not {parameters}"
+
+
+def is_nnx_enabled() -> bool:
+    """Whether Keras' variables are those of Flax NNX, which it decides when it is imported."""
+    return importlib.import_module("keras.src.backend.config").is_nnx_enabled()
+
+
+def trainer_class() -> Any:
+    """The class of which all models are, with the loops of `fit` and the others."""
+    return importlib.import_module(_TRAINER).JAXTrainer
+
+
+def base_trainer_class() -> Any:
+    """The one below it, with `compile`."""
+    return importlib.import_module(_TRAINER).base_trainer.Trainer
+
+
+def wrap_placement(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces what puts a batch on the devices, `place(batch, layouts=None)`."""
+    module: Any = importlib.import_module(_TRAINER)
+    module._distribute_data = wrap(module._distribute_data)
+
+
+def wrap_batches(choose: Callable[[Any, Iterator[Any]], Iterator[Any] | None]) -> None:
+    """Replaces the batches of an epoch, under any distribution.
+
+    `choose` is given the distribution and the batches on the host, and gives those on the devices;
+    None for as Keras does it.
+    """
+    iterator: Any = importlib.import_module(_TRAINER).JAXEpochIterator
+    plain = iterator._get_distributed_iterator
+
+    def _get_distributed_iterator(self, distribution):
+        chosen = choose(distribution, self.data_adapter)
+        return plain(self, distribution) if chosen is None else chosen
+
+    iterator._get_distributed_iterator = _get_distributed_iterator
+
+
+def call_before_layouts(act: Callable[[], Any]) -> None:
+    """Has `act` called before a variable asks the distribution where it lives."""
+    variable: Any = importlib.import_module("keras.src.backend.jax.core").JaxVariable
+    plain = variable._initialize_layout
+
+    def _initialize_layout(self):
+        act()
+        return plain(self)
+
+    variable._initialize_layout = _initialize_layout
+
+
+def layout_of(variable: Any) -> Any:
+    """Where a variable was said to live: a TensorLayout or a sharding of JAX; None if nowhere."""
+    return getattr(variable, "_layout", None)
+
+
+def state_shardings(model: Any) -> tuple[Any, ...]:
+    """Of trainable and other variables, the optimizer's and the metrics'."""
+    return model._get_state_sharding_spec()
+
+
+def loop_over(model: Any, step: Callable[..., Any], *, join: bool) -> Callable[..., Any]:
+    """What `fit` calls with a state and an iterator: as many steps as one execution has.
+
+    `join` concatenates what the steps return.
+    """
+    return model._make_function(step, concatenate_outputs=join)
