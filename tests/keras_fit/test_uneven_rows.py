@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tpudist
 from tpudist.keras import distribution_in_force, uneven_rows
+from tpudist.values.per_replica import PerReplica
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,22 @@ def test_rows_are_padded_on_the_devices_and_whole_again_in_a_program(distributio
     total = jax.jit(lambda batch: uneven_rows.cut_batch(batch)[0].sum(0))((found,))
     np.testing.assert_array_equal(total, value.sum(0))
     np.testing.assert_array_equal(found, value)
+
+
+@pytest.mark.parametrize("rows", [(2,) * 8, (2, 2, 1, 0, 0, 0, 0, 0), (2, 1, 0, 2, 2, 1, 0, 1)])
+def test_rows_of_replicas_are_joined_in_order(distribution, rows):
+    """Those that are whole, the first ones of all, and pieces here and there."""
+    array = jax.device_put(np.arange(48.0).reshape(8, 2, 3), distribution.rows_sharding(8)[0])
+    found = uneven_rows.of_replicas(PerReplica(array, rows), distribution)
+    wanted = np.concatenate([np.asarray(array)[i, :n] for i, n in enumerate(rows)])
+    assert (found.shape, found.ndim) == (wanted.shape, 2)
+    np.testing.assert_array_equal(jax.jit(uneven_rows.cut_batch)(found), wanted)
+
+
+def test_parts_that_are_no_rows_are_refused(distribution):
+    array = jax.device_put(np.arange(8.0), distribution.rows_sharding(8)[0])
+    with pytest.raises(TypeError, match=r"parts \[\] on each replica that are no rows"):
+        uneven_rows.of_replicas(PerReplica(array), distribution)
 
 
 def test_what_divides_is_not_padded(distribution):
@@ -47,7 +64,7 @@ def test_the_padding_is_seen_by_nothing():
     found = uneven_rows.place(np.ones((60, 3), "float32"), distribution)
     real = jax.numpy.arange(64)[:, None] < 60
     spoilt = jax.jit(lambda x: jax.numpy.where(real, x, np.nan), out_shardings=found.sharding)
-    found = uneven_rows.UnevenRows(spoilt(found.padded), 60, found.sharding)
+    found = uneven_rows.UnevenRows(spoilt(found.padded), (60,), False, found.sharding)
 
     def loss(kernel, batch):
         y = batch.cut() @ kernel

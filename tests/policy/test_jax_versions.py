@@ -265,6 +265,7 @@ OF_OTHERS = {
     "_get_state_sharding_spec": "keras/keras_internals.py",
     "_initialize_layout": "keras/keras_internals.py",
     "_layout": "keras/keras_internals.py",
+    "_symbolic_build": "keras/keras_internals.py",
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": None,  # os._exit, which is public in spite of its name

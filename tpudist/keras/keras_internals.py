@@ -17,6 +17,7 @@ _KNOWN = (
     (_TRAINER, "JAXEpochIterator._get_distributed_iterator", ("self", "distribution")),
     (_TRAINER, "JAXTrainer._make_function", ("self", "step_function", "concatenate_outputs")),
     (_TRAINER, "JAXTrainer._get_state_sharding_spec", ("self",)),
+    (_TRAINER, "JAXTrainer._symbolic_build", ("self", "iterator", "data_batch")),
     (_TRAINER, "JAXTrainer.make_train_function", ("self", "force")),
     (_TRAINER, "JAXTrainer.make_test_function", ("self", "force")),
     (_TRAINER, "JAXTrainer.make_predict_function", ("self", "force")),
@@ -88,6 +89,16 @@ def call_before_layouts(act: Callable[[], Any]) -> None:
         return plain(self)
 
     variable._initialize_layout = _initialize_layout
+
+
+def data_adapter_class() -> Any:
+    """What a source of batches is a subclass of, which Keras then takes as it is."""
+    return importlib.import_module("keras.src.trainers.data_adapters.data_adapter").DataAdapter
+
+
+def build(model: Any, batch: Any) -> None:
+    """Builds a model that was compiled, from the shapes and dtypes of a batch."""
+    model._symbolic_build(data_batch=batch)
 
 
 def layout_of(variable: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 
 from tpudist import context
 from tpudist.keras import (
+    distributed_input,
     distribution_in_force,
     keras_internals,
     layout_map,
@@ -200,6 +201,7 @@ def _hook_training(name: str) -> None:
                 f"is one step of a program. Call it in `with strategy.scope():` instead."
             )
         with _enter(found):
+            args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
             return plain(self, *args, **kwargs)
 
     setattr(owner, name, train)

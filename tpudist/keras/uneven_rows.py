@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from keras import tree
 
 from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.values.per_replica import PerReplica
 from tpudist.xla.traces import is_traced
 
 
@@ -22,20 +23,25 @@ class UnevenRows:
     """An array `[rows, ...]` of a batch, padded on the devices.
 
     Attributes:
-        padded: `[rows and more, ...]`, split over the devices.
-        num_rows: How many rows are real: the first ones.
-        sharding: How they are split where they are cut out.
+        padded: Equal parts of rows and padding, one after the other, split over the devices; or
+            stacked, `[parts, rows of a part, ...]`.
+        rows: How many rows of each part are real: its first ones.
+        is_stacked: Whether the parts are stacked.
+        sharding: How the real rows are split where they are cut out.
     """
 
-    __slots__ = ("num_rows", "padded", "sharding")
+    __slots__ = ("is_stacked", "padded", "rows", "sharding")
 
-    def __init__(self, padded: Any, num_rows: int, sharding: NamedSharding):
+    def __init__(
+        self, padded: Any, rows: tuple[int, ...], is_stacked: bool, sharding: NamedSharding
+    ):
         """Wraps a padded array."""
-        self.padded, self.num_rows, self.sharding = padded, num_rows, sharding
+        self.padded, self.rows, self.is_stacked = padded, rows, is_stacked
+        self.sharding = sharding
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The padded array is the child; how many rows are real is part of a program."""
-        return (self.padded,), (self.num_rows, self.sharding)
+        return (self.padded,), (self.rows, self.is_stacked, self.sharding)
 
     @classmethod
     def tree_unflatten(cls, structure, children):
@@ -45,12 +51,12 @@ class UnevenRows:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of what is real."""
-        return (self.num_rows, *self.padded.shape[1:])
+        return (sum(self.rows), *self.padded.shape[1 + self.is_stacked :])
 
     @property
     def ndim(self) -> int:
         """The number of dims."""
-        return self.padded.ndim
+        return self.padded.ndim - self.is_stacked
 
     @property
     def dtype(self) -> Any:
@@ -60,9 +66,24 @@ class UnevenRows:
     def cut(self) -> jax.Array:
         """The real rows: split, in a program; whole on every device, outside of one."""
         if is_traced(self.padded):
-            real = self.padded[: self.num_rows]
-            return jax.lax.with_sharding_constraint(real, self.sharding)
-        return _cut_whole(self.padded, self.num_rows, self.sharding.mesh)
+            return jax.lax.with_sharding_constraint(self._join(self.padded), self.sharding)
+        whole = NamedSharding(self.sharding.mesh, jax.sharding.PartitionSpec())
+        return jax.jit(self._join, out_shardings=whole)(self.padded)
+
+    def _join(self, padded: jax.Array) -> jax.Array:
+        """The real rows of all parts. Those of one part are where they are: nothing is sent."""
+        if self.is_stacked:
+            padded = padded.reshape(-1, *padded.shape[2:])
+        each = padded.shape[0] // len(self.rows)
+        ranges: list[tuple[int, int]] = []
+        for i, rows in enumerate(self.rows):
+            start, stop = i * each, i * each + rows
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            elif rows:
+                ranges.append((start, stop))
+        pieces = [padded[start:stop] for start, stop in ranges] or [padded[:0]]
+        return pieces[0] if len(pieces) == 1 else jax.numpy.concatenate(pieces)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The real rows on the host; for a model that Keras builds by calling it."""
@@ -70,7 +91,10 @@ class UnevenRows:
 
 
 def place(value: Any, distribution: MeshDistribution) -> Any:
-    """A leaf of a host batch on the devices: split over them, padded if need be."""
+    """A leaf of a host batch on the devices: split over them, padded if need be.
+
+    In several processes all have the whole batch, of which each places its own rows.
+    """
     if value is None or isinstance(value, UnevenRows):
         return value
     if not isinstance(value, jax.Array):
@@ -78,15 +102,15 @@ def place(value: Any, distribution: MeshDistribution) -> Any:
             return jax.device_put(value, distribution.whole)  # a sparse one
         value = _canonical(np.asarray(value))
     if value.ndim == 0:
-        return jax.device_put(value, distribution.whole)
+        return _put(value, distribution.whole)
     num_rows = value.shape[0]
     sharding, parts = distribution.rows_sharding(num_rows)
     missing = -num_rows % parts
     if not missing:
-        return jax.device_put(value, sharding)
+        return _put(value, sharding)
     padding = np.zeros((missing, *value.shape[1:]), value.dtype)
-    padded = jax.device_put(np.concatenate([np.asarray(value), padding]), sharding)
-    return UnevenRows(padded, num_rows, sharding)
+    padded = _put(np.concatenate([np.asarray(value), padding]), sharding)
+    return UnevenRows(padded, (num_rows,), False, sharding)
 
 
 def place_batch(batch: Any, distribution: MeshDistribution) -> Any:
@@ -94,17 +118,43 @@ def place_batch(batch: Any, distribution: MeshDistribution) -> Any:
     return tree.map_structure(lambda x: place(x, distribution), batch)
 
 
+def of_replicas(value: Any, distribution: MeshDistribution) -> Any:
+    """A leaf of an element of a distributed dataset, or of its `element_spec`, as rows.
+
+    Raises:
+        TypeError: Its parts are no rows of a batch.
+    """
+    if not isinstance(value, PerReplica):
+        return value  # of the only replica, or equal everywhere
+    if value.rows is None or value.dim != 0 or value.other_rows:
+        raise TypeError(
+            f"An element of the distributed dataset has parts {list(value.shape)} on each replica "
+            f"that are no rows of a batch, and a Keras model trains on batches. Batch the dataset "
+            f"before it is distributed."
+        )
+    sharding, _ = distribution.rows_sharding(sum(value.rows))
+    return UnevenRows(value.array, value.rows, True, sharding)
+
+
 def cut_batch(batch: Any) -> Any:
     """The real rows of a batch."""
     return tree.map_structure(lambda x: x.cut() if isinstance(x, UnevenRows) else x, batch)
+
+
+def num_rows(batch: Any) -> int:
+    """The rows of the first array of a batch that has any."""
+    shapes = [x.shape for x in tree.flatten(batch) if getattr(x, "shape", ())]
+    return shapes[0][0] if shapes else 0
+
+
+def _put(value: Any, sharding: NamedSharding) -> jax.Array:
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
 def _canonical(value: np.ndarray) -> np.ndarray:
     """With the dtype that JAX gives it: padding would double what is to be halved anyway."""
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
     return value if dtype == value.dtype else value.astype(dtype)
-
-
-def _cut_whole(padded: Any, num_rows: int, mesh: Any) -> jax.Array:
-    whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.jit(lambda x: x[:num_rows], out_shardings=whole)(padded)

@@ -1,0 +1,124 @@
+"""`fit`, `evaluate` and `predict` of a distributed dataset: its elements as batches of Keras."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from tpudist.input.dataset import DistributedDataset
+from tpudist.input.iterator import DistributedIterator
+from tpudist.keras import keras_internals, uneven_rows
+from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.values.per_replica import PerReplica
+
+# What the elements hold already, or have no use for.
+_REFUSED = {
+    "y": "the targets are part of its elements: (x, y)",
+    "sample_weight": "weights are part of its elements: (x, y, sample_weight)",
+    "class_weight": "make the third part of its elements, the sample weights, of the classes",
+    "batch_size": "it is batched already",
+    "validation_split": "give validation_data",
+}
+
+
+class DistributedAdapter(keras_internals.data_adapter_class()):
+    """What Keras asks of data, answered by a `DistributedDataset`: one pass for each epoch."""
+
+    def __init__(self, dataset: DistributedDataset, distribution: MeshDistribution):
+        """Of `dataset`, whose replicas are those of `distribution`."""
+        self._dataset, self._distribution = dataset, distribution
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """The elements of the next pass, which are on the devices, and were made ahead."""
+        for element in self._dataset:
+            yield _rows_of(element, self._distribution)
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of elements of a pass; None if it has no end, or it is not known."""
+        cardinality = self._dataset.cardinality
+        return cardinality if cardinality >= 0 else None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Not known before an element is read."""
+        return None
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Not known either."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Nor this."""
+        return None
+
+
+def adapt(
+    plain: Callable[..., Any],
+    model: Any,
+    distribution: MeshDistribution,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of `fit` and the others, with distributed datasets as Keras takes them.
+
+    Raises:
+        TypeError: A distributed dataset where there can be none, or an iterator of one.
+        ValueError: It belongs to another strategy, or is given with what it holds itself.
+    """
+    given = (*args, *kwargs.values())
+    if not any(isinstance(x, DistributedDataset | DistributedIterator) for x in given):
+        return args, kwargs
+    bound = inspect.signature(plain).bind(model, *args, **kwargs)
+    arguments = bound.arguments
+    name = plain.__name__
+    for key, value in arguments.items():
+        if isinstance(value, DistributedIterator):
+            raise TypeError(
+                f"{name} was given an iterator of a distributed dataset as {key}, which has one "
+                f"pass. Give the dataset itself: each epoch is a pass through it."
+            )
+        if isinstance(value, DistributedDataset):
+            if key not in ("x", "validation_data") or name.endswith("on_batch"):
+                raise TypeError(
+                    f"{name} was given a distributed dataset as {key}. It can be x of fit, "
+                    f"evaluate and predict, and validation_data of fit."
+                )
+            if value.strategy is not distribution.strategy:
+                raise ValueError(
+                    f"{name} of a model of {distribution.strategy!r} was given a dataset that "
+                    f"{value.strategy!r} distributed, as {key}. Distribute it by the strategy of "
+                    f"the model."
+                )
+    if isinstance(arguments.get("x"), DistributedDataset):
+        for key, why in _REFUSED.items():
+            if arguments.get(key) is not None and not (
+                key == "validation_split" and not arguments[key]
+            ):
+                raise ValueError(f"{name} was given a distributed dataset, and {key}: {why}.")
+        if arguments.get("shuffle"):
+            warnings.warn(
+                f"{name} was given a distributed dataset and shuffle=True, which has no effect: "
+                f"shuffle the dataset before it is distributed.",
+                stacklevel=4,
+            )
+        if name != "predict":
+            # By its spec: Keras would read a first element for it, which is a pass of its own.
+            spec = _rows_of(arguments["x"].element_spec, distribution)
+            keras_internals.build(model, spec)
+    for key, value in arguments.items():
+        if isinstance(value, DistributedDataset):
+            arguments[key] = DistributedAdapter(value, distribution)
+    return bound.args[1:], bound.kwargs
+
+
+def _rows_of(element: Any, distribution: MeshDistribution) -> Any:
+    return jax.tree.map(
+        lambda x: uneven_rows.of_replicas(x, distribution),
+        element,
+        is_leaf=lambda x: isinstance(x, PerReplica),
+    )
