@@ -49,7 +49,8 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     # seen from outside, which must work though nothing of a run does. And `engine`, `ps` and
     # `coordinator`: functions on workers, and what they change, which no synchronous step knows.
     # And `keras`: another library's loop under the scope, which a strategy enters.
-    assert found["rooms (entries at the top)"] <= 34
+    # And `port`: programs as text, which `cli` alone asks for.
+    assert found["rooms (entries at the top)"] <= 35
     assert found["floors"] <= 13
     # 138 for the house as it was planned; `supervisor` reads what `xla/goodput.py` notes, and where
     # the hosts of a slice are; `coordinator` and `ps` stand on eleven rooms together, as Variables
@@ -58,7 +59,7 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     # step over any data: it distributes them, and refuses metrics that differ between replicas;
     # `keras` asks where it is, places batches, reads distributed datasets, and is entered by a
     # scope.
-    assert found["arrows between rooms"] <= 166
+    assert found["arrows between rooms"] <= 168
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports():

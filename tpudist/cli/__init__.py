@@ -21,6 +21,7 @@ from tpudist.cli import (
     doctor_command,
     launch_command,
     plan_command,
+    port_command,
     run_command,
     topologies_command,
 )
@@ -36,6 +37,7 @@ COMMANDS = {
     "run": run_command,
     "launch": launch_command,
     "doctor": doctor_command,
+    "port": port_command,
 }
 
 
@@ -80,8 +82,8 @@ def read(args: Sequence[str] | None = None) -> Any:
         _subcommands(),
         args=args,
         prog="tpudist",
-        description="Plans training steps for TPU slices that nobody has rented, and starts runs. "
-        "tpudist --version says which tpudist this is.",
+        description="Plans training steps for TPU slices that nobody has rented, ports programs "
+        "and starts runs. tpudist --version says which tpudist this is.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs),
     )
     return dataclasses.replace(options, arguments=tuple(own)) if own else options

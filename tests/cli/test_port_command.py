@@ -1,0 +1,137 @@
+"""`tpudist port`: what it prints and writes, and how it refuses."""
+
+import builtins
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tpudist import cli
+
+BEFORE = """import tensorflow as tf
+
+strategy = tf.distribute.MirroredStrategy()
+print(tf.random.normal(()))
+"""
+AFTER = """import tensorflow as tf
+import tpudist
+
+strategy = tpudist.MirroredStrategy()
+# tpudist port: tf.random.normal (docs/porting.md#names)
+print(tf.random.normal(()))
+"""
+LEFT = (
+    "train.py:6: tf.random.normal: jax.random with a key, or keras.random (docs/porting.md#names)\n"
+    "train.py: 1 thing is left for hands; lines are those of the program after the port.\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def program(monkeypatch, tmp_path):
+    """A program in the current folder."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    return file
+
+
+def test_it_prints_a_diff_and_what_is_left_and_changes_nothing(capsys, program):
+    assert cli.main(["port", "train.py"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("--- a/train.py\n+++ b/train.py\n")
+    assert "-strategy = tf.distribute.MirroredStrategy()\n" in out
+    assert "+strategy = tpudist.MirroredStrategy()\n" in out
+    assert err == LEFT
+    assert program.read_text() == BEFORE
+
+
+def test_the_diff_is_a_patch(capsys, program):
+    cli.main(["port", "train.py"])
+    patch = capsys.readouterr().out
+    subprocess.run(["patch", "-p1"], input=patch, text=True, check=True, capture_output=True)
+    assert program.read_text() == AFTER
+
+
+def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
+    assert cli.main(["port", "train.py", "--output", "new.py"]) == 1
+    assert capsys.readouterr().out == ""
+    assert program.read_text() == BEFORE
+    assert (tmp_path / "new.py").read_text() == AFTER
+    assert cli.main(["port", "train.py", "--write", "--diff"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("--- a/train.py")
+    assert err == LEFT
+    assert program.read_text() == AFTER
+    assert cli.main(["port", "train.py"]) == 1  # again: the same is left, and nothing changes
+    assert capsys.readouterr() == ("\n", LEFT)
+
+
+def test_its_exit_code_says_whether_hands_are_needed(capsys, program):
+    program.write_text(BEFORE.replace("print(tf.random.normal(()))\n", "d = tf.data.Dataset\n"))
+    assert cli.main(["port", "train.py", "--write"]) == 0
+    assert capsys.readouterr().err == (
+        "train.py: tf.data may stay, and need TensorFlow installed.\n"
+        "train.py: nothing is left for hands.\n"
+    )
+
+
+def test_a_notebook_is_ported_cell_by_cell(capsys, tmp_path):
+    cell = {"cell_type": "code", "source": BEFORE.splitlines(keepends=True)}
+    (tmp_path / "train.ipynb").write_text(json.dumps({"cells": [cell]}))
+    assert cli.main(["port", "train.ipynb"]) == 1
+    out, err = capsys.readouterr()
+    assert "+strategy = tpudist.MirroredStrategy()\n" in out
+    assert "train.ipynb, cell 1:6: tf.random.normal" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.py"], "none.py cannot be read: No such file or directory. Name a Python program."),
+        (["."], ". cannot be read: Is a directory."),
+        (["bytes.py"], "bytes.py is no text in UTF-8."),
+        (["text.py"], "text.py cannot be ported. It is no Python that can be read: line 1"),
+        (["plain.py"], "plain.py cannot be ported. There is nothing of tf.distribute in it"),
+        (["train.py", "--output", "no/new.py"], "no/new.py cannot be written: No such file"),
+        (["train.py", "--write", "--output", "a.py"], "--write is for the file itself"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(capsys, tmp_path, arguments, message):
+    (tmp_path / "bytes.py").write_bytes(b"\xff\xfe")
+    (tmp_path / "text.py").write_text("This is a text.\n")
+    (tmp_path / "plain.py").write_text("model = 1\n")
+    assert cli.main(["port", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tpudist: ")
+    assert message in " ".join(err.split())
+
+
+def test_a_module_of_a_program_needs_no_strategy(tmp_path, capsys):
+    (tmp_path / "model.py").write_text("import tensorflow as tf\nm = tf.keras.Sequential()\n")
+    assert cli.main(["port", "model.py", "--module", "--write"]) == 0
+    assert "m = keras.Sequential()\n" in (tmp_path / "model.py").read_text()
+    capsys.readouterr()
+
+
+def test_without_libcst_it_says_what_to_install(monkeypatch, capsys):
+    load = builtins.__import__
+
+    def load_all_but_libcst(name, *arguments, **more):
+        if name.startswith("libcst"):
+            raise ModuleNotFoundError("No module named 'libcst'", name="libcst")
+        return load(name, *arguments, **more)
+
+    for name in [x for x in sys.modules if x.startswith(("tpudist.port", "libcst"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("tpudist.port", raising=False)
+    monkeypatch.setattr(builtins, "__import__", load_all_but_libcst)
+    assert cli.main(["port", "train.py"]) == 2
+    assert "pip install 'tpudist[port]'" in capsys.readouterr().err
+
+
+def test_libcst_is_loaded_by_this_command_only():
+    code = "import sys, tpudist, tpudist.cli; assert 'libcst' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

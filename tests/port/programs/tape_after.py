@@ -1,0 +1,55 @@
+"""A custom loop with a gradient tape, which hands have to port."""
+
+import jax.numpy as jnp
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import keras
+import tensorflow as tf
+import tpudist
+
+strategy = tpudist.MirroredStrategy()
+
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+    loss_object = keras.losses.MeanSquaredError(reduction="none")
+    mean_loss = keras.metrics.Mean()
+    # tpudist port: tf.train.Checkpoint (docs/porting.md#checkpoints)
+    checkpoint = tf.train.Checkpoint(model=model)
+
+dataset = tf.data.Dataset.range(64).map(lambda i: tf.reshape(tf.cast(i, tf.float32), (1,)))
+dataset = strategy.experimental_distribute_dataset(dataset.batch(16))
+
+
+def compute_loss(labels, predictions):
+    losses = loss_object(labels, predictions)
+    loss = tpudist.compute_average_loss(losses, global_batch_size=16)
+    return loss + tpudist.scale_regularization_loss(sum([jnp.array(0.0)]))
+
+
+def train_step(inputs):
+    def step_fn(inputs):
+        # tpudist port: tf.GradientTape (docs/porting.md#models-and-optimizers-are-arguments)
+        with tf.GradientTape() as tape:
+            # tpudist port: model (docs/porting.md#models-and-optimizers-are-arguments)
+            loss = compute_loss(2 * inputs, model(inputs))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        # tpudist port: optimizer.apply_gradients (docs/porting.md#models-and-optimizers-are-arguments)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        # tpudist port: mean_loss.update_state (docs/porting.md#models-and-optimizers-are-arguments)
+        mean_loss.update_state(loss)
+        # tpudist port: tf.reduce_mean (docs/porting.md#names)
+        return tf.reduce_mean(loss)
+
+    losses = strategy.run(step_fn, args=(inputs,))
+    return strategy.reduce(tpudist.ReduceOp.SUM, losses, axis=None)
+
+
+for batch in dataset:
+    # tpudist port: tf.config.list_physical_devices (docs/gpus.md)
+    if not tf.config.list_physical_devices("GPU"):
+        print(train_step(batch).numpy())
+checkpoint.save("/tmp/checkpoint")
+mean_loss.reset_state()

@@ -1,0 +1,75 @@
+"""Notebooks: what is Python in them is ported, and nothing else is touched."""
+
+import json
+
+import pytest
+
+from tpudist.port import CannotPort, port_notebook, show_code
+
+
+def notebook(*cells: str) -> str:
+    """A notebook of code cells, with a cell of text before them."""
+    code = [
+        {"cell_type": "code", "source": cell.splitlines(keepends=True), "outputs": []}
+        for cell in cells
+    ]
+    return json.dumps({"cells": [{"cell_type": "markdown", "source": ["# T\n"]}, *code]}, indent=2)
+
+
+def code_of(source: str) -> list[str]:
+    cells = json.loads(source)["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+CELLS = (
+    "!pip install tensorflow\n%load_ext tensorboard\nimport tensorflow as tf",
+    "strategy = tf.distribute.MirroredStrategy()",
+    "if True:\n  !ls {folder}\n  print('%d' \n    % 3)",
+    "print('%d of'\n   %(strategy.num_replicas_in_sync))",
+    "%%writefile model.py\nimport tensorflow as tf\n\n"
+    "model = tf.keras.Sequential()\nx = tf.exp(y)\n",
+    "%%bash\npython model.py",
+    "a = tf.random.normal((2,))",
+)
+
+
+def test_cells_are_ported_as_one_program_and_those_that_write_files_as_others():
+    ported = port_notebook(notebook(*CELLS))
+    code = code_of(ported.source)
+    assert code[0] == (
+        "!pip install tensorflow\n%load_ext tensorboard\nimport tensorflow as tf\nimport tpudist"
+    )
+    assert code[1] == "strategy = tpudist.MirroredStrategy()"
+    assert code[2:4] == list(CELLS[2:4])
+    assert code[4].startswith("%%writefile model.py\nimport os\n")
+    assert "model = keras.Sequential()" in code[4]
+    assert code[5] == CELLS[5]
+
+
+def test_leftovers_say_their_cell_and_the_line_in_it():
+    ported = port_notebook(notebook(*CELLS))
+    code = ["", *code_of(ported.source)]
+    found = [(one.name, code[one.cell - 1].splitlines()[one.line - 1]) for one in ported.leftovers]
+    assert found == [
+        ("tf.exp", "x = tf.exp(y)"),
+        ("tf.random.normal", "a = tf.random.normal((2,))"),
+    ]
+
+
+def test_a_notebook_that_was_ported_is_not_changed():
+    ported = port_notebook(notebook(*CELLS))
+    assert port_notebook(ported.source) == ported
+    other = notebook("import tpudist\nstrategy = tpudist.get_strategy()")
+    assert port_notebook(other).source == other
+
+
+def test_code_is_shown_by_cells():
+    assert show_code(notebook("a = 1\nb = 2", "c = 3")) == (
+        "# In cell 2:\na = 1\nb = 2\n# In cell 3:\nc = 3\n"
+    )
+
+
+@pytest.mark.parametrize("source", ["{", "[]", '{"cells": [{"cell_type": "code"}]}'])
+def test_what_is_no_notebook_is_refused(source):
+    with pytest.raises(CannotPort, match="It is no notebook"):
+        port_notebook(source)

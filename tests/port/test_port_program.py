@@ -1,0 +1,122 @@
+"""Whole programs: what comes out is what was recorded, ports to itself, and runs."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+from tpudist.port import CannotPort, port_program
+from tpudist.port.guide_sections import ADVICE
+
+PROGRAMS = Path(__file__).parent / "programs"
+NAMES = sorted(path.name.removesuffix("_before.py") for path in PROGRAMS.glob("*_before.py"))
+# How many things are left for hands.
+LEFT = {"fit": 0, "statistics": 0, "tape": 7, "tpu": 0}
+PRINTED = {
+    "fit": ["Number of devices: 8", "Losses fall: True", "Same accuracy: True"],
+    # What TensorFlow 2.21 printed of the program before.
+    "statistics": ["Steps: 4", "Total: 9900.0", "Rows: 32", "Sum: 48.0"],
+    "tpu": ["Sum of all: 112.0"],
+}
+
+
+def program(name: str, when: str) -> str:
+    return (PROGRAMS / f"{name}_{when}.py").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_becomes_what_is_recorded(name):
+    """`tpudist port PROGRAM_before.py --output PROGRAM_after.py` records it anew."""
+    ported = port_program(program(name, "before"))
+    assert ported.source == program(name, "after")
+    assert len(ported.leftovers) == LEFT[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_that_was_ported_is_not_changed(name):
+    ported = port_program(program(name, "before"))
+    assert port_program(ported.source) == ported
+    compile(ported.source, name, "exec")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_a_program_with_nothing_left_runs_without_tensorflow(name, tmp_path):
+    if name == "fit" and importlib.util.find_spec("keras") is None:
+        pytest.skip("Keras is not installed")
+    hidden = tmp_path / "tensorflow.py"
+    hidden.write_text("raise ImportError('TensorFlow is not to be imported')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tpudist", "run", "--emulate", "8", PROGRAMS / f"{name}_after.py"],
+        env=environment | {"KERAS_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line in PRINTED[name]] == PRINTED[name]
+
+
+def test_leftovers_name_sections_that_are_there():
+    ported = port_program(program("tape", "before"))
+    lines = ported.source.splitlines()
+    assert all(one.name.rpartition(".")[2] in lines[one.line - 1] for one in ported.leftovers)
+    for section in {advice.section for advice in ADVICE.values()}:
+        page, _, anchor = section.partition("#")
+        headings = [
+            line.lstrip("# ").lower().replace(" ", "-").replace(",", "")
+            for line in (ROOT / page).read_text().splitlines()
+            if line.startswith("#")
+        ]
+        assert not anchor or anchor in headings, section
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("print 'two'\n", "no Python that can be read: line 1"),
+        ("import numpy as np\nprint(np.ones(3))\n", "nothing of tf.distribute in it"),
+        ("import tensorflow as tf\nprint(tf.ones(3))\n", "nothing of tf.distribute in it"),
+        (
+            "import tensorflow as tf\ntpudist = 1\ns = tf.distribute.get_strategy()\n",
+            "tpudist stands for something of the program's own",
+        ),
+    ],
+)
+def test_what_cannot_be_ported_is_refused(source, message):
+    with pytest.raises(CannotPort, match=message):
+        port_program(source)
+
+
+def test_a_module_of_a_program_needs_no_strategy():
+    source = "import tensorflow as tf\nmodel = tf.keras.Sequential()\n"
+    assert "model = keras.Sequential()" in port_program(source, is_whole=False).source
+
+
+def test_what_stays_is_named():
+    source = (
+        "import tensorflow as tf\n"
+        "strategy = tf.distribute.get_strategy()\n"
+        "records = tf.data.TFRecordDataset(tf.io.gfile.glob('*.tfrecord'))\n"
+        "dataset = records.map(lambda x: tf.abs(x))\n"
+    )
+    ported = port_program(source)
+    assert ported.leftovers == ()
+    assert ported.stays == ("tf.data", "tf.io")
+    assert "import tensorflow as tf\nimport tpudist\n" in ported.source
+
+
+def test_marks_of_an_earlier_port_go_when_hands_are_done():
+    source = program("tape", "after").replace(
+        "        return tf.reduce_mean(loss)", "        return loss"
+    )
+    ported = port_program(source)
+    assert "tf.reduce_mean" not in ported.source
+    assert len(ported.leftovers) == LEFT["tape"] - 1

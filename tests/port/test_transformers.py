@@ -1,0 +1,304 @@
+"""Single statements before and after the port, by the transformer that changes them."""
+
+import importlib
+
+import pytest
+
+import tpudist
+from tpudist.port import port_program
+from tpudist.port.array_operations import OPERATIONS
+from tpudist.port.tensorflow_names import TPUDIST
+
+STRATEGY = "strategy = tf.distribute.get_strategy()\n"
+
+
+def port(statements: str, imports: str = "import tensorflow as tf\n") -> list[str]:
+    """The statements of a program after the port, but for imports, marks and the strategy."""
+    source = port_program(imports + STRATEGY + statements).source
+    lines = source.splitlines()
+    place = lines.index("strategy = tpudist.get_strategy()")
+    return [line for line in lines[place + 1 :] if not line.strip().startswith("# tpudist port:")]
+
+
+def in_replica(statement: str) -> str:
+    """The one statement of a replica function, after the port."""
+    source = f"def step(x, y):\n    return {statement}\nstrategy.run(step, args=(1, 2))\n"
+    return port(source)[1].strip().removeprefix("return ")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tf.reduce_sum(x, [0, 1], True)", "jnp.sum(x, (0, 1), keepdims=True)"),
+        ("tf.reduce_max(input_tensor=x, axis=0, name='m')", "jnp.max(x, axis=0)"),
+        ("tf.reduce_mean(x)", "tf.reduce_mean(x)"),  # of integers it gives integers
+        ("tf.transpose(x, perm=[1, 0])", "jnp.transpose(x, axes=[1, 0])"),
+        ("tf.cast(x, dtype=tf.dtypes.float32)", "jnp.astype(x, dtype=jnp.float32)"),
+        ("tf.argmax(x, -1, output_type=tf.int32)", "jnp.argmax(x, -1)"),
+        ("tf.argmax(x)", "tf.argmax(x)"),  # axis 0 there, all axes here
+        ("tf.matmul(x, y, transpose_b=True)", "tf.matmul(x, y, transpose_b=True)"),
+        ("tf.where(x > 0, x, y)", "jnp.where(x > 0, x, y)"),
+        ("tf.where(x > 0)", "tf.where(x > 0)"),  # indices
+        ("tf.nn.softmax(x, axis=-1)", "jax.nn.softmax(x, axis=-1)"),
+        ("tf.nn.gelu(x)", "tf.nn.gelu(x)"),  # the default of `approximate` differs
+        ("tf.one_hot(x, depth=3)", "jax.nn.one_hot(x, 3)"),
+        ("tf.shape(x)[0]", "x.shape[0]"),
+        ("tf.shape(x)", "tf.shape(x)"),
+        ("tf.add_n([x, y])", "sum([x, y])"),
+        ("tf.constant('text')", "tf.constant('text')"),
+        ("x[:, tf.newaxis]", "x[:, None]"),
+        ("tf.print(x, y)", 'jax.debug.print("{} {}", x, y)'),
+        ("tf.nn.compute_average_loss(x)", "tpudist.compute_average_loss(x)"),
+        ("tf.concat([x, y], 0)", "jnp.concatenate([x, y], 0)"),
+        ("tf.reduce_sum(*x)", "tf.reduce_sum(*x)"),
+    ],
+)
+def test_operations_on_replicas_are_those_of_jax(before, after):
+    assert in_replica(before) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a = tf.constant([1.0, -2.0])", "a = jnp.array([1.0, -2.0])"),
+        ("a = tf.cast(len([1]), tf.float32)", "a = jnp.astype(len([1]), jnp.float32)"),
+        ("a = tf.cast(unknown(), tf.float32)", "a = tf.cast(unknown(), tf.float32)"),
+        ("tf.print('done')", "print('done')"),
+        ("with tf.device('/cpu:0'): pass", "with tf.device('/cpu:0'): pass"),
+    ],
+)
+def test_operations_around_steps_change_where_no_tensor_can_come(before, after):
+    assert port(before + "\n") == [after]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (".shuffle(9).batch(4)", ".shuffle(seed=0).batch(4)"),
+        (".shuffle(9, 5, True).batch(batch_size=4)", ".shuffle(seed=5).batch(4)"),
+        (".cache().batch(4, True).repeat(-1)", ".batch(4, drop_remainder=True).repeat()"),
+        (".shard(2, 0).batch(4, name='b').prefetch(2)", ".shard(2, 0).batch(4)"),
+        (".batch(4).repeat(count=3)", ".batch(4).repeat(3)"),
+        (".shuffle(9, reshuffle_each_iteration=False).batch(4)", None),
+        (".repeat(3).batch(4)", None),  # batches of two epochs
+        (".shuffle(9).cache().batch(4)", None),  # one order for ever
+        (".batch(4).map(f)", None),
+        (".shuffle(9)", None),  # no batches
+        (".cache('file').batch(4)", None),
+    ],
+)
+def test_pipelines_over_arrays_change_where_they_mean_the_same(before, after):
+    slices = "tf.data.Dataset.from_tensor_slices(data)"
+    give = "strategy.experimental_distribute_dataset"
+    changed = f"tpudist.NumpyDataset(data){after}" if after else f"{slices}{before}"
+    assert port(f"{give}({slices}{before})\n") == [f"{give}({changed})"]
+    assert port(f"ds = {slices}{before}\n{give}(ds)\n") == [f"ds = {changed}", f"{give}(ds)"]
+
+
+@pytest.mark.parametrize(
+    "reader", ["for x in ds: pass", "ds.element_spec", "train(ds)", "model.fit(ds)"]
+)
+def test_pipelines_that_others_read_stay(reader):
+    source = (
+        "ds = tf.data.Dataset.from_tensor_slices(data).batch(4)\n"
+        f"strategy.experimental_distribute_dataset(ds)\n{reader}\n"
+    )
+    assert port(source) == source.splitlines()
+
+
+def test_pipelines_go_on_over_statements_of_one_block():
+    source = (
+        "ds = tf.data.Dataset.from_tensor_slices(data)\n"
+        "ds = ds.batch(4)\n"
+        "ds = strategy.experimental_distribute_dataset(ds)\n"
+        "for x in ds: pass\n"
+    )
+    assert port(source)[:2] == ["ds = tpudist.NumpyDataset(data)", "ds = ds.batch(4)"]
+    branched = source.replace("ds = ds.batch(4)", "if big: ds = ds.batch(4)")
+    assert port(branched) == branched.splitlines()
+
+
+def test_functions_of_pipelines_stay_those_of_tensorflow():
+    source = (
+        "@tf.function\n"
+        "def scale(x):\n"
+        "    return tf.cast(x, tf.float32) / helper(x)\n"
+        "def helper(x):\n"
+        "    return tf.reduce_max(x)\n"
+        "dataset = tf.data.Dataset.range(9).map(scale)\n"
+    )
+    assert port(source) == source.splitlines()
+
+
+def test_a_function_of_replicas_and_of_others_is_left():
+    source = (
+        "def double(x):\n    return tf.add(x, x)\nstrategy.run(double, args=(1,))\ndouble(tensor)\n"
+    )
+    assert port(source) == source.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["@tf.function", "def f(x):", "    return x"], ["def f(x):", "    return x"]),
+        (["@tf.function(jit_compile=True)", "def f(): pass"], ["def f(): pass"]),
+        (["def f(): pass", "g = tf.function(f)"], ["def f(): pass", "g = f"]),
+        (
+            ["@tf.function", "def f(): pass", "f.get_concrete_function()"],
+            ["@tf.function", "def f(): pass", "f.get_concrete_function()"],
+        ),
+        (["for i in tf.range(3): f(i)"], ["for i in range(3): f(i)"]),
+        (["for i in tf.range(3): i.numpy()"], ["for i in tf.range(3): i.numpy()"]),
+    ],
+)
+def test_graphs_go_where_nobody_asks_for_them(before, after):
+    assert port("\n".join(before) + "\n") == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "v = tf.Variable(0, dtype=tf.int32)\nv.assign_add(1)",
+            "v = tpudist.Variable(0, dtype=jnp.int32)",
+        ),
+        ("v = tf.Variable(0)\nprint(v.numpy())", "v = tpudist.Variable(0)"),
+        ("v = tf.Variable(0)\nlayer(v)", "v = tf.Variable(0)"),
+        ("v = tf.Variable(0)\nv + tensor", "v = tf.Variable(0)"),
+        ("self.v = tf.Variable(0)", "self.v = tf.Variable(0)"),
+        ("print(tf.Variable(1.0))", "print(tpudist.Variable(1.0))"),
+    ],
+)
+def test_variables_change_where_all_their_readers_are_known(before, after):
+    assert port(before + "\n")[0] == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "tf.keras.optimizers.legacy.SGD(0.1, momentum=0.9)",
+            "keras.optimizers.SGD(0.1, momentum=0.9)",
+        ),
+        (
+            "tf.keras.optimizers.legacy.SGD(0.1, decay=0.9)",
+            "tf.keras.optimizers.legacy.SGD(0.1, decay=0.9)",
+        ),
+        ("tf.keras.optimizers.legacy.Adam()", "tf.keras.optimizers.legacy.Adam()"),
+        ("tf.keras.backend.mean(x)", "tf.keras.backend.mean(x)"),
+        ("tf.keras.backend.epsilon()", "keras.backend.epsilon()"),
+        ("tf.metrics.Mean()", "keras.metrics.Mean()"),
+        (
+            "tf.keras.losses.MeanSquaredError(tf.keras.losses.Reduction.SUM)",
+            'keras.losses.MeanSquaredError("sum")',
+        ),
+        ("tf.keras.Input((3,), dtype=tf.string)", 'keras.Input((3,), dtype="string")'),
+    ],
+)
+def test_names_of_keras(before, after):
+    assert port(f"a = {before}\n") == [f"a = {after}"]
+
+
+def test_metrics_are_reset_by_their_new_name():
+    source = "m = tf.keras.metrics.Mean()\nm.reset_states()\nother.reset_states()\n"
+    assert port(source)[1:] == ["m.reset_state()", "other.reset_states()"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import tensorflow.keras as keras", "import keras"),
+        ("import tensorflow.keras as K", "import keras as K"),
+        ("from tensorflow import keras", "import keras"),
+        (
+            "from tensorflow.keras import layers as L, Model",
+            "from keras import layers as L\nfrom keras import Model",
+        ),
+        ("from tensorflow.keras.optimizers import Adam", "from keras.optimizers import Adam"),
+        (
+            "from tensorflow.distribute import MirroredStrategy as M",
+            "from tpudist import MirroredStrategy as M",
+        ),
+        ("from tensorflow import distribute", ""),
+        ("import tensorflow_datasets as tfds", "import tensorflow_datasets as tfds"),
+    ],
+)
+def test_imports(before, after):
+    source = f"import tensorflow as tf\n{before}\n{STRATEGY}"
+    ported = port_program(source).source
+    assert "import tensorflow as" not in ported
+    assert after in ported
+    assert port_program(ported).source == ported
+
+
+@pytest.mark.parametrize("before", ["import os\n", "import numpy as np\n", '"""Text."""\n', ""])
+def test_the_backend_is_chosen_before_keras_is_imported(before):
+    source = f"{before}import tensorflow as tf\n{STRATEGY}m = tf.keras.Sequential()\n"
+    lines = port_program(source).source.splitlines()
+    assert lines.count("import os") == 1
+    backend = lines.index('os.environ["KERAS_BACKEND"] = "jax"')
+    assert lines.index("import os") < backend < lines.index("import keras")
+
+
+def test_another_backend_is_replaced():
+    source = (
+        'import os\nos.environ["KERAS_BACKEND"] = "tensorflow"\nimport keras\n'
+        "import tensorflow as tf\nstrategy = tf.distribute.MirroredStrategy()\n"
+    )
+    assert port_program(source).source == (
+        'import os\nos.environ["KERAS_BACKEND"] = "jax"\nimport keras\n'
+        "import tpudist\nstrategy = tpudist.MirroredStrategy()\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        "[tf.config.LogicalDeviceConfiguration()] * 4",
+        "[tf.config.LogicalDeviceConfiguration() for _ in range(4)]",
+        "[tf.config.LogicalDeviceConfiguration(), tf.config.LogicalDeviceConfiguration(), "
+        "tf.config.LogicalDeviceConfiguration(), tf.config.LogicalDeviceConfiguration()]",
+    ],
+)
+def test_cpus_that_are_split_are_emulated_devices(devices):
+    source = (
+        "[cpu] = tf.config.list_physical_devices('CPU')\n"
+        f"devices = {devices}\n"
+        "tf.config.set_logical_device_configuration(cpu, devices)\n"
+    )
+    assert port(source) == ["tpudist.emulate(num_devices=4)"]
+    gpus = source.replace("CPU", "GPU")
+    assert port(gpus) == gpus.splitlines()
+
+
+def test_servers_of_this_process_are_left_and_those_of_another_are_not():
+    assert port("tf.distribute.Server(spec)\n") == ["tf.distribute.Server(spec)"]
+    assert port("s = tf.distribute.Server(spec)\n") == ["s = tpudist.Server(spec)"]
+
+
+def test_a_name_of_ones_own_is_no_tensorflow():
+    source = "def f(tf):\n    return tf.distribute.ReduceOp.SUM\n"
+    assert port(source) == source.splitlines()
+
+
+def test_every_name_is_offered():
+    for name in TPUDIST.values():
+        owner = tpudist
+        for part in name.split(".")[1:]:
+            owner = getattr(owner, part)
+
+
+def test_every_operation_is_offered():
+    modules = {"jnp": "jax.numpy", "jax": "jax"}
+    for operation in OPERATIONS.values():
+        first, *rest = operation.jax.split(".")
+        owner = importlib.import_module(modules[first])
+        for part in rest:
+            owner = getattr(owner, part)
+
+
+@pytest.mark.slow
+def test_every_operation_of_keras_is_offered(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras")
+    assert [x.keras for x in OPERATIONS.values() if not hasattr(keras.ops, x.keras)] == []

@@ -1,0 +1,119 @@
+"""`tpudist port`: takes a program for tf.distribute to tpudist; lists what is left for hands."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from tpudist.cli.console import say, write
+from tpudist.cli.errors import WrongUse
+
+WHOLE, HANDS_ARE_NEEDED = 0, 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Ports a program for tf.distribute: tpudist port train.py, and with --write in place.
+
+    Prints what changes as a diff, and lists what is left for hands on standard error. Exit code 0:
+    nothing is left; 1: something is; 2: wrong use, or a program that cannot be read.
+    """
+
+    file: tyro.conf.Positional[Path]
+    """A Python program, or a notebook (.ipynb)."""
+    write: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Write the program back to its file."""
+    output: Path | None = None
+    """Write it to this file."""
+    diff: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the diff also where a file is written."""
+    module: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The file is a module of a program, and makes no strategy itself."""
+
+
+def run(options: Options) -> int:
+    """Ports, shows and writes; returns the exit code.
+
+    Raises:
+        WrongUse: The file is not there, cannot be ported or cannot be written.
+    """
+    if options.write and options.output is not None:
+        raise WrongUse(
+            "--write is for the file itself, --output for another. Leave one of them out."
+        )
+    try:
+        from tpudist import port
+    except ModuleNotFoundError as error:
+        if error.name != "libcst":
+            raise
+        raise WrongUse(
+            "tpudist port needs LibCST, which is not installed: pip install 'tpudist[port]'."
+        ) from error
+    source = _read(options.file)
+    is_notebook = options.file.suffix == ".ipynb"
+    try:
+        if is_notebook:
+            ported = port.port_notebook(source, is_whole=not options.module)
+        else:
+            ported = port.port_program(source, is_whole=not options.module)
+    except port.CannotPort as error:
+        raise WrongUse(f"{options.file} cannot be ported. {error}") from error
+    target = options.file if options.write else options.output
+    if target is None or options.diff:
+        before, after = source, ported.source
+        if is_notebook:
+            before, after = port.show_code(before), port.show_code(after)
+        write(_diff(str(options.file), before, after))
+    if target is not None:
+        _write(target, ported.source)
+    for line in _list(target or options.file, ported.leftovers, ported.stays):
+        say(line)
+    return HANDS_ARE_NEEDED if ported.leftovers else WHOLE
+
+
+def _diff(name: str, before: str, after: str) -> str:
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), f"a/{name}", f"b/{name}", lineterm=""
+    )
+    return "\n".join(lines)
+
+
+def _list(file: Path, leftovers: tuple, stays: tuple[str, ...]) -> list[str]:
+    """What is left, a line each, and what it takes to run the rest."""
+    lines = [
+        f"{file}{f', cell {one.cell}' if one.cell else ''}:{one.line}: {one.name}: {one.what} "
+        f"({one.section})"
+        for one in leftovers
+    ]
+    if stays:
+        lines.append(f"{file}: {', '.join(stays)} may stay, and need TensorFlow installed.")
+    num = len(leftovers)
+    things = "thing is" if num == 1 else "things are"
+    lines.append(
+        f"{file}: {num} {things} left for hands; lines are those of the program after the port."
+        if num
+        else f"{file}: nothing is left for hands."
+    )
+    return lines
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or error
+        raise WrongUse(f"{file} cannot be read: {why}. Name a Python program.") from error
+    except UnicodeDecodeError as error:
+        raise WrongUse(f"{file} is no text in UTF-8. Name a Python program.") from error
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WrongUse(
+            f"{file} cannot be written: {error.strerror or error}. Name another file."
+        ) from error

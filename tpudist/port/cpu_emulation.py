@@ -1,0 +1,147 @@
+"""CPUs that TensorFlow is told to split become emulated devices, by one line for all the others."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from tpudist.port.program import Program, Transformer, remove_statement
+
+_SET = (
+    "tensorflow.config.set_logical_device_configuration",
+    "tensorflow.config.experimental.set_virtual_device_configuration",
+)
+_LIST = (
+    "tensorflow.config.list_physical_devices",
+    "tensorflow.config.experimental.list_physical_devices",
+)
+_DEVICE = (
+    "tensorflow.config.LogicalDeviceConfiguration",
+    "tensorflow.config.experimental.VirtualDeviceConfiguration",
+)
+_NO_SPACE = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+
+class CpuEmulation(Transformer):
+    """Says `tpudist.emulate(num_devices=...)`, and takes away what only led to it."""
+
+    def __init__(self, program: Program):
+        """Finds the statements that set devices, and the names that nothing else reads."""
+        super().__init__(program)
+        self._nums: dict[cst.CSTNode, cst.BaseExpression] = {}
+        self._leads: list[cst.SimpleStatementLine] = []
+        program.module.visit(_Finder(self))
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        """One statement."""
+        if original_node in self._leads:
+            return remove_statement(self.program.parent(original_node), updated_node)
+        if original_node not in self._nums:
+            return updated_node
+        num_devices = cst.Arg(self._nums[original_node], cst.Name("num_devices"), _NO_SPACE)
+        emulate = cst.Call(self.write("tpudist.emulate"), [num_devices])
+        first = min([original_node, *self._leads], key=self.program.line)
+        lines = [
+            *first.leading_lines,
+            *(updated_node.leading_lines if first in self._leads else ()),
+        ]
+        return updated_node.with_changes(body=[cst.Expr(emulate)], leading_lines=lines)
+
+    def look(self, statement: cst.SimpleStatementLine) -> None:
+        """Notes what becomes of a statement."""
+        if len(statement.body) != 1 or not isinstance(statement.body[0], cst.Expr):
+            return
+        call = statement.body[0].value
+        if self.program.callee(call) not in _SET or not isinstance(call, cst.Call):
+            return
+        if len(call.args) != 2 or any(arg.keyword or arg.star for arg in call.args):
+            return
+        num_devices = self._num_devices(call.args[1].value)
+        if num_devices is None or not self._is_cpu(call.args[0].value):
+            return
+        self._nums[statement] = num_devices
+        for arg in call.args:
+            value = arg.value.value if isinstance(arg.value, cst.Subscript) else arg.value
+            if isinstance(value, cst.Name) and self._is_read_once(value):
+                lead = self._statement(value)
+                if isinstance(lead, cst.SimpleStatementLine) and lead not in self._leads:
+                    self._leads.append(lead)
+
+    def _num_devices(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
+        """The number in `[Device()] * number`, or `[Device() for _ in range(number)]`."""
+        if isinstance(value, cst.Name):
+            values = self.program.values(value) or []
+            return self._num_devices(values[0]) if len(values) == 1 else None
+        if isinstance(value, cst.ListComp) and self._is_device(value.elt):
+            loop, call = value.for_in, value.for_in.iter
+            if (
+                loop.inner_for_in is None
+                and not loop.ifs
+                and isinstance(call, cst.Call)
+                and isinstance(call.func, cst.Name)
+                and call.func.value == "range"
+                and len(call.args) == 1
+            ):
+                return call.args[0].value
+        if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Multiply):
+            for devices, number in ((value.left, value.right), (value.right, value.left)):
+                if isinstance(devices, cst.List) and self._num_devices_of_list(devices) == 1:
+                    return number
+        if isinstance(value, cst.List) and (number := self._num_devices_of_list(value)):
+            return cst.Integer(str(number))
+        return None
+
+    def _num_devices_of_list(self, value: cst.List) -> int:
+        """The length of a list of devices; 0 if it holds something else."""
+        elements = value.elements
+        are_devices = all(
+            isinstance(one, cst.Element) and self._is_device(one.value) for one in elements
+        )
+        return len(elements) if are_devices else 0
+
+    def _is_device(self, value: cst.BaseExpression) -> bool:
+        return self.program.callee(value) in _DEVICE
+
+    def _is_cpu(self, value: cst.BaseExpression) -> bool:
+        """Whether a device is one of `tf.config.list_physical_devices("CPU")`."""
+        if isinstance(value, cst.Subscript):
+            value = value.value
+        if isinstance(value, cst.Name):
+            if len(self.program.assignments(value)) != 1:
+                return False
+            [part] = getattr(self._statement(value), "body", [None])
+            if not isinstance(part, cst.Assign):
+                return False
+            value = part.value
+        if isinstance(value, cst.Subscript):
+            value = value.value
+        return (
+            self.program.callee(value) in _LIST
+            and isinstance(value, cst.Call)
+            and len(value.args) == 1
+            and isinstance(value.args[0].value, cst.SimpleString)
+            and value.args[0].value.evaluated_value == "CPU"
+        )
+
+    def _is_read_once(self, name: cst.Name) -> bool:
+        found = self.program.assignments(name)
+        return len(found) == 1 and len(list(found[0].references)) == 1
+
+    def _statement(self, name: cst.Name) -> cst.CSTNode:
+        """The statement that binds a name."""
+        [assignment] = self.program.assignments(name)
+        return next(
+            outer
+            for outer in self.program.around(assignment.node)
+            if isinstance(outer, cst.BaseStatement)
+        )
+
+
+class _Finder(cst.CSTVisitor):
+    def __init__(self, emulation: CpuEmulation):
+        super().__init__()
+        self._emulation = emulation
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self._emulation.look(node)

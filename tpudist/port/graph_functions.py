@@ -1,0 +1,109 @@
+"""Contexts: `@tf.function` goes, and with it the loops and prints that only a graph needs.
+
+What `Strategy.run` is given is compiled by it. Code around it is Python, which needs no graph;
+whoever wants one program of it says `@tpudist.function`. Functions of a tf.data pipeline keep
+theirs.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from tpudist.port.function_roles import Role, Roles
+from tpudist.port.program import Program, Transformer
+
+_FUNCTION = ("tensorflow.function", "tensorflow.autograph.experimental.do_not_convert")
+
+
+class GraphFunctions(Transformer):
+    """Takes functions out of graphs."""
+
+    def __init__(self, program: Program):
+        """Finds where functions run."""
+        super().__init__(program)
+        self._roles = Roles(program)
+
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        """Drops the decorator, with all its options."""
+        keeps = [
+            updated
+            for original, updated in zip(
+                original_node.decorators, updated_node.decorators, strict=True
+            )
+            if not self._is_function(original.decorator)
+        ]
+        if len(keeps) == len(updated_node.decorators) or not self._is_free(original_node):
+            return updated_node
+        first = original_node.decorators[0].leading_lines
+        if not keeps:  # comments on the decorator are comments on the function
+            lines = [*updated_node.leading_lines, *first, *updated_node.lines_after_decorators]
+            return updated_node.with_changes(
+                decorators=[], leading_lines=lines, lines_after_decorators=[]
+            )
+        return updated_node.with_changes(decorators=keeps)
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        """`tf.function(f)` is `f`; what is printed at each step by JAX, or by Python."""
+        name = self.program.callee(original_node)
+        if name == "tensorflow.function" and len(original_node.args) == 1:
+            arg = updated_node.args[0]
+            is_decorator = isinstance(self.program.parent(original_node), cst.Decorator)
+            if not is_decorator and arg.keyword is None and not arg.star:
+                role = self._roles.of(original_node)
+                return updated_node if role is Role.DATASET else arg.value
+        if name == "tensorflow.print":
+            return self._print(original_node, updated_node)
+        return updated_node
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+        """A loop over `tf.range` around steps is one over `range`."""
+        call = original_node.iter
+        if (
+            self.program.callee(call) == "tensorflow.range"
+            and self._roles.of(original_node) is Role.HOST
+            and isinstance(call, cst.Call)
+            and not any(arg.keyword or arg.star for arg in call.args)
+            and self._is_only_counted(original_node.target)
+        ):
+            assert isinstance(updated_node.iter, cst.Call)
+            counted = updated_node.iter.with_changes(func=cst.Name("range"))
+            return updated_node.with_changes(iter=counted)
+        return updated_node
+
+    def _print(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if any(arg.keyword or arg.star for arg in original.args):
+            return updated
+        role = self._roles.of(original)
+        if role is Role.HOST:
+            return updated.with_changes(func=cst.Name("print"))
+        if role is Role.REPLICA:
+            text = cst.Arg(cst.SimpleString(f'"{" ".join(["{}"] * len(updated.args))}"'))
+            comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            args = [text.with_changes(comma=comma), *updated.args] if updated.args else [text]
+            return updated.with_changes(func=self.write("jax.debug.print"), args=args)
+        return updated
+
+    def _is_function(self, decorator: cst.BaseExpression) -> bool:
+        called = decorator.func if isinstance(decorator, cst.Call) else decorator
+        return self.program.name(called) in _FUNCTION
+
+    def _is_free(self, function: cst.FunctionDef) -> bool:
+        """Whether nothing asks for the graph of a function."""
+        if self._roles.of(function) is Role.DATASET:
+            return False
+        for read in self.program.references(function.name):
+            outer = self.program.parent(read)
+            if isinstance(outer, cst.Attribute) and outer.value is read:
+                return False
+        return True
+
+    def _is_only_counted(self, target: cst.BaseAssignTargetExpression) -> bool:
+        """Whether the number of a round is used as a number only, and not as a tensor."""
+        if not isinstance(target, cst.Name):
+            return False
+        return not any(
+            isinstance(self.program.parent(read), cst.Attribute)
+            for read in self.program.references(target)
+        )

@@ -1,0 +1,91 @@
+"""What to do by hand about a name of TensorFlow, and which section of the guides shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+NAMES = "docs/porting.md#names"
+MODELS = "docs/porting.md#models-and-optimizers-are-arguments"
+VARIABLES = "docs/porting.md#variables"
+CONTROL_FLOW = "docs/porting.md#control-flow"
+CHECKPOINTS = "docs/porting.md#checkpoints"
+ORDER = "docs/porting.md#in-which-order"
+STEP = "docs/porting.md#a-step-is-a-program"
+LAPTOP = "docs/porting.md#on-a-laptop"
+GPUS = "docs/gpus.md"
+SERVERS = "docs/parameter_servers.md#several-machines"
+DIFFERENCES = "docs/differences.md#also"
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What a reader is to do about a name, and the section of the guides that shows it."""
+
+    what: str
+    section: str
+
+
+# By prefix; the longest that matches is meant.
+ADVICE = {
+    "tensorflow": Advice("say it in jax.numpy or keras.ops", NAMES),
+    "tensorflow.Module": Advice("make it a flax.nnx.Module or a keras.Model", NAMES),
+    "tensorflow.GradientTape": Advice(
+        "make the loss a function, and differentiate that: nnx.value_and_grad", MODELS
+    ),
+    "tensorflow.Variable": Advice(
+        "a tpudist.Variable, or the model's: here it meets more", VARIABLES
+    ),
+    "tensorflow.autograph": Advice(
+        "there is no AutoGraph: jax.lax.cond, scan, fori_loop", CONTROL_FLOW
+    ),
+    "tensorflow.cond": Advice("jax.lax.cond", CONTROL_FLOW),
+    "tensorflow.while_loop": Advice("jax.lax.while_loop or fori_loop", CONTROL_FLOW),
+    "tensorflow.range": Advice("a Python range, or jax.lax.fori_loop", CONTROL_FLOW),
+    "tensorflow.function": Advice("who calls its graph must call the function", STEP),
+    "tensorflow.compat.v1": Advice("TensorFlow 1: port it to TensorFlow 2 first", ORDER),
+    "tensorflow.compat.v1.estimator": Advice("an Estimator is a model and model.fit today", ORDER),
+    "tensorflow.compat.v1.ConfigProto": Advice("there are no sessions to configure", DIFFERENCES),
+    "tensorflow.estimator": Advice("an Estimator is a model and model.fit today", ORDER),
+    "tensorflow.config": Advice("devices are JAX's: jax.devices(), JAX_PLATFORMS", GPUS),
+    "tensorflow.device": Advice("a strategy places: leave it out, or jax.device_put", NAMES),
+    "tensorflow.debugging": Advice(
+        "with strategy.debug(), or jax.debug", "docs/porting.md#debugging"
+    ),
+    "tensorflow.profiler": Advice("jax.profiler", "docs/debugging.md"),
+    "tensorflow.distribute": Advice("tpudist has no such name", "docs/differences.md"),
+    "tensorflow.distribute.Server": Advice(
+        "servers in this process: ParameterServerStrategy(num_workers=..., num_servers=...)",
+        SERVERS,
+    ),
+    "tensorflow.dtypes": Advice("a dtype of jax.numpy", NAMES),
+    "tensorflow.keras": Advice("Keras 3 has it not for JAX", DIFFERENCES),
+    "tensorflow.keras.optimizers.legacy": Advice(
+        "the optimizer without `legacy`: it adds epsilon elsewhere", NAMES
+    ),
+    "tensorflow.keras.backend": Advice("keras.ops", NAMES),
+    "tensorflow.math.reduce_mean": Advice("jnp.mean, which gives floats of integers too", NAMES),
+    "tensorflow.print": Advice("jax.debug.print", NAMES),
+    "tensorflow.python": Advice("TensorFlow's own: say it in public names first", ORDER),
+    "tensorflow.random": Advice("jax.random with a key, or keras.random", NAMES),
+    "tensorflow.raw_ops": Advice("say it in jax.numpy", NAMES),
+    "tensorflow.reduce_mean": Advice("jnp.mean, which gives floats of integers too", NAMES),
+    "tensorflow.saved_model": Advice(
+        "weights are handed over as arrays: no SavedModel is read", ORDER
+    ),
+    "tensorflow.train": Advice("tpudist.checkpoint, or optax for an optimizer", CHECKPOINTS),
+    "tensorflow.experimental": Advice("say it in jax", NAMES),
+    "tensorflow.tpu": Advice("a TPUStrategy starts TPUs by itself", NAMES),
+}
+
+
+# Of a Keras object that a replica function reads from around it.
+CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
+
+
+def advise(name: str) -> Advice:
+    """What to do about a name of TensorFlow."""
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        if advice := ADVICE.get(".".join(parts[:i])):
+            return advice
+    raise AssertionError(name)

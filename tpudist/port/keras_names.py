@@ -1,0 +1,83 @@
+"""Keras: `tf.keras` is Keras 3, which is `keras`; here it computes with JAX.
+
+The backend is chosen before Keras is imported, so the program says it in its first lines.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from tpudist.port.program import Program, Transformer
+from tpudist.port.tensorflow_names import KERAS_ALIASES, is_in_keras
+
+_KERAS = "tensorflow.keras"
+BACKEND = 'os.environ["KERAS_BACKEND"] = "jax"'
+
+
+class KerasNames(Transformer):
+    """`tf.keras.X` is `keras.X`, metrics are reset by their new name, and the backend is JAX."""
+
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        """The part of a name that changes, if `keras` has the whole of it."""
+        name = self.program.name(original_node)
+        if name == _KERAS and self._is_there(original_node, _KERAS):
+            return self.write("keras", updated_node)
+        if name in KERAS_ALIASES and self._is_class(original_node):
+            return self.write(KERAS_ALIASES[name], updated_node)
+        if updated_node.attr.value == "reset_states" and self._is_metric(original_node.value):
+            return updated_node.with_changes(attr=cst.Name("reset_state"))
+        return updated_node
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+        """Another backend that the program itself asks for."""
+        return (
+            updated_node.with_changes(value=cst.SimpleString('"jax"'))
+            if (is_backend(original_node) and not _is_text(original_node.value, "jax"))
+            else updated_node
+        )
+
+    def _is_there(self, node: cst.CSTNode, module: str) -> bool:
+        """Whether `keras` has the longest name that a node is part of."""
+        name = self.program.name(_whole(self.program, node))
+        inner = name.removeprefix(module).removeprefix(".")
+        return not inner or is_in_keras(inner)
+
+    def _is_class(self, node: cst.CSTNode) -> bool:
+        """Whether a class is named: its module has functions by other names, too."""
+        outer = self.program.parent(node)
+        return isinstance(outer, cst.Attribute) and outer.attr.value[:1].isupper()
+
+    def _is_metric(self, value: cst.BaseExpression) -> bool:
+        """Whether a name is bound to metrics only."""
+        values = self.program.values(value) if isinstance(value, cst.Name) else None
+        return bool(values) and all(
+            self.program.callee(one).startswith(
+                ("tensorflow.keras.metrics.", "keras.metrics.", "tensorflow.metrics.")
+            )
+            for one in values or ()
+        )
+
+
+def is_backend(statement: cst.CSTNode) -> bool:
+    """Whether a statement is `os.environ["KERAS_BACKEND"] = ...`."""
+    if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return False
+    target = statement.targets[0].target
+    if not isinstance(target, cst.Subscript) or len(target.slice) != 1:
+        return False
+    index = target.slice[0].slice
+    return isinstance(index, cst.Index) and _is_text(index.value, "KERAS_BACKEND")
+
+
+def _is_text(value: cst.BaseExpression, text: str) -> bool:
+    return isinstance(value, cst.SimpleString) and value.evaluated_value == text
+
+
+def _whole(program: Program, node: cst.CSTNode) -> cst.CSTNode:
+    """The longest name that a node is the beginning of."""
+    outer = program.parent(node)
+    while isinstance(outer, cst.Attribute) and outer.value is node:
+        node, outer = outer, program.parent(outer)
+    return node

@@ -1,0 +1,178 @@
+"""What a transformed program still has of TensorFlow: marked in the program, and listed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import libcst as cst
+
+from tpudist.port.function_roles import Role, Roles
+from tpudist.port.guide_sections import CAPTURED, Advice, advise
+from tpudist.port.program import Program
+from tpudist.port.tensorflow_names import STAYS, is_in_keras
+
+MARK = "# tpudist port:"
+
+# Methods that change a Keras object.
+_CHANGES = {"apply", "apply_gradients", "update_state"}
+# What makes objects without state of Keras.
+_STATELESS = ("keras.losses.", "tpudist.", "jax.", "flax.", "optax.", "numpy.", "functools.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leftover:
+    """What is left for hands.
+
+    Attributes:
+        line: Where, in the program as it is after the other changes, from 1.
+        name: What is there, as the program calls it.
+        what: What to do.
+        section: Of the guides, the one that shows it.
+        cell: Of a notebook, which cell it is in, from 1; `line` then is counted in the cell.
+    """
+
+    line: int
+    name: str
+    what: str
+    section: str
+    cell: int | None = None
+
+
+class Leftovers(cst.CSTVisitor):
+    """Finds them, and what may stay of TensorFlow, in a program."""
+
+    def __init__(self, program: Program):
+        """Looks through a program."""
+        super().__init__()
+        self._program = program
+        self._roles = Roles(program)
+        self.found: list[tuple[cst.CSTNode, str, Advice]] = []
+        self.stays: set[str] = set()
+        program.module.visit(self)
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        """A dotted name, whole."""
+        return self._look(node)
+
+    def visit_Name(self, node: cst.Name) -> bool:
+        """A name by itself."""
+        return self._look(node)
+
+    def visit_Call(self, node: cst.Call) -> None:
+        """A Keras object on replicas, which would change there."""
+        owner = node.func
+        if isinstance(owner, cst.Attribute) and owner.attr.value in _CHANGES:
+            owner = owner.value
+        if (
+            isinstance(owner, cst.Name)
+            and self._roles.of(node) is Role.REPLICA
+            and self._is_keras_object(owner)
+        ):
+            code = cst.Module([]).code_for_node(node.func)
+            self.found.append((node.func, "".join(code.split()), CAPTURED))
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        """What is imported is found where it is used."""
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        """The same, but for what is TensorFlow's own."""
+        module = cst.Module([]).code_for_node(node.module) if node.module else ""
+        if module.startswith("tensorflow.python"):
+            self.found.append((node, module, advise(module)))
+        return False
+
+    def lines(self) -> list[Leftover]:
+        """One of each line and name, in order."""
+        found = {(self._program.line(node), name): advice for node, name, advice in self.found}
+        return [
+            Leftover(line, name, advice.what, advice.section)
+            for (line, name), advice in sorted(found.items())
+        ]
+
+    def _look(self, node: cst.Name | cst.Attribute) -> bool:
+        name = self._program.name(node)
+        is_keras = name.startswith("keras.")
+        if not (name == "tensorflow" or name.startswith("tensorflow.") or is_keras):
+            return True
+        if is_keras:
+            name = f"tensorflow.{name}"
+            if is_in_keras(name.removeprefix("tensorflow.keras.")):
+                return False
+        if self._roles.of(node) is Role.DATASET:
+            self.stays.add("tf.data")
+        elif name.startswith(STAYS):
+            self.stays.add(f"tf.{name.split('.')[1]}")
+        elif not self._is_of_dataset(node):
+            code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
+            called = "".join(code.split())  # a name may go on in the next line
+            self.found.append((node, called, advise(name)))
+        return False
+
+    def _is_keras_object(self, name: cst.Name) -> bool:
+        """Whether a name is bound, around a function, to what Keras or an unknown function made."""
+        scopes = {assignment.scope for assignment in self._program.assignments(name)}
+        if self._program.scope(name) in scopes or not self._program.imports("keras"):
+            return False
+        values = self._program.values(name)
+        return bool(values) and all(
+            isinstance(value, cst.Call) and not self._program.callee(value).startswith(_STATELESS)
+            for value in values or ()
+        )
+
+    def _is_of_dataset(self, node: cst.CSTNode) -> bool:
+        """Whether a node is an argument of a dataset that stays TensorFlow's."""
+        for outer in self._program.around(node):
+            if isinstance(outer, cst.BaseStatement | cst.FunctionDef | cst.Lambda):
+                return False
+            if isinstance(outer, cst.Call) and self._program.callee(outer).startswith(
+                "tensorflow.data."
+            ):
+                return True
+        return False
+
+
+class Unmark(cst.CSTTransformer):
+    """Takes away the marks of an earlier port."""
+
+    def leave_EmptyLine(
+        self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine
+    ) -> cst.EmptyLine | cst.RemovalSentinel:
+        """A mark is a line of its own."""
+        comment = updated_node.comment
+        if comment is not None and comment.value.startswith(MARK):
+            return cst.RemoveFromParent()
+        return updated_node
+
+
+class Mark(cst.CSTTransformer):
+    """Puts a mark above each statement that holds leftovers, one for each section to read."""
+
+    def __init__(self, leftovers: Leftovers, program: Program):
+        """`leftovers` are those of `program`, whose module is transformed."""
+        super().__init__()
+        names: dict[cst.CSTNode, dict[str, list[str]]] = {}
+        for node, name, advice in leftovers.found:
+            place = next(
+                outer
+                for outer in program.around(node)
+                if isinstance(outer, cst.SimpleStatementLine | cst.BaseCompoundStatement)
+            )
+            listed = names.setdefault(place, {}).setdefault(advice.section, [])
+            if name not in listed:
+                listed.append(name)
+        self._marks = {
+            place: [f"{MARK} {', '.join(listed)} ({section})" for section, listed in by.items()]
+            for place, by in names.items()
+        }
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        """Adds the lines."""
+        marks = self._marks.get(original_node)
+        if marks:
+            lines = [cst.EmptyLine(comment=cst.Comment(mark)) for mark in marks]
+            updated_node = updated_node.with_changes(
+                leading_lines=[*updated_node.leading_lines, *lines]
+            )
+        return super().on_leave(original_node, updated_node)

@@ -1,0 +1,117 @@
+"""Notebooks: their code cells are ported as one program; a cell that writes a file, as another.
+
+What only IPython understands, such as `!pip install` and `%%bash`, stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from tpudist.port.leftovers import Leftover
+from tpudist.port.port_program import CannotPort, Ported, port_program
+
+# Statements that stand for what is no Python while a program is ported: none of them is changed.
+_CELL = re.compile(r"^__tpudist_cell__\((\d+)\)\n", re.MULTILINE)
+_LINE = re.compile(r"__tpudist_line__\((\d+)\)")
+_IPYTHON = re.compile(r"^([ \t]*)((?:!|\?|%%?[A-Za-z]).*)$", re.MULTILINE)
+_FILE = re.compile(r"\s*%%writefile\b.*\n")
+
+
+def port_notebook(source: str, *, is_whole: bool = True) -> Ported:
+    """Ports the code cells of a notebook; leftovers say their cell, and the line in it.
+
+    The arguments are those of `port_program`.
+
+    Raises:
+        CannotPort: It is no notebook, or its program cannot be ported.
+    """
+    try:
+        notebook: dict[str, Any] = json.loads(source)
+        cells = notebook["cells"]
+        texts = {
+            i: "".join(cell["source"])
+            for i, cell in enumerate(cells)
+            if cell["cell_type"] == "code"
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise CannotPort(
+            "It is no notebook: its cells cannot be read. Save it as .ipynb again."
+        ) from error
+    of_program = {i: text for i, text in texts.items() if not text.lstrip().startswith("%%")}
+    new, leftovers, stays = _port_cells(of_program, is_whole)
+    for i, text in texts.items():
+        if file := _FILE.match(text):
+            ported = port_program(text[file.end() :], is_whole=False)
+            new[i] = file[0] + ported.source
+            first = file[0].count("\n")
+            leftovers += [
+                dataclasses.replace(one, line=one.line + first, cell=i + 1)
+                for one in ported.leftovers
+            ]
+            stays |= set(ported.stays)
+    for i, text in new.items():
+        if text != texts[i]:
+            cells[i]["source"] = text.splitlines(keepends=True)
+    leftovers.sort(key=lambda one: (one.cell or 0, one.line, one.name))
+    is_same = all(new.get(i, text) == text for i, text in texts.items())
+    indent = re.search(r'^\{\n( *)"', source)
+    after = (
+        source
+        if is_same
+        else json.dumps(notebook, indent=len(indent[1]) if indent else 1, ensure_ascii=False) + "\n"
+    )
+    return Ported(after, tuple(leftovers), tuple(sorted(stays)))
+
+
+def show_code(source: str) -> str:
+    """The code of a notebook as text, each cell under its number, to compare two of them."""
+    return "".join(
+        f"# In cell {i}:\n{''.join(cell['source'])}\n"
+        for i, cell in enumerate(json.loads(source)["cells"], 1)
+        if cell["cell_type"] == "code"
+    )
+
+
+def _port_cells(
+    texts: dict[int, str], is_whole: bool
+) -> tuple[dict[int, str], list[Leftover], set[str]]:
+    """The cells of one program after the port."""
+    lines: list[str] = []
+
+    def hide(line: re.Match[str]) -> str:
+        lines.append(line[2])
+        return f"{line[1]}__tpudist_line__({len(lines) - 1})"
+
+    program = "".join(
+        f"__tpudist_cell__({i})\n{text if _is_python(text) else _IPYTHON.sub(hide, text)}\n"
+        for i, text in texts.items()
+    )
+    ported = port_program(program, is_whole=is_whole)
+    _, *parts = _CELL.split(ported.source)
+    numbers = [int(number) for number in parts[::2]]
+    assert numbers == list(texts)  # nothing takes such a statement away
+    new = {
+        i: _LINE.sub(lambda line: lines[int(line[1])], text.removesuffix("\n"))
+        for i, text in zip(numbers, parts[1::2], strict=True)
+    }
+    begins = [
+        (ported.source[: found.start()].count("\n") + 1, int(found[1]))
+        for found in _CELL.finditer(ported.source)
+    ]
+    leftovers = []
+    for one in ported.leftovers:
+        begin, i = max(place for place in begins if place[0] <= one.line)
+        leftovers.append(dataclasses.replace(one, line=one.line - begin, cell=i + 1))
+    return new, leftovers, set(ported.stays)
+
+
+def _is_python(text: str) -> bool:
+    """Whether a cell has no line of IPython: a line of an expression may begin with `%` as well."""
+    try:
+        compile(text, "cell", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""A program from tf.distribute to tpudist: one transformer after the other, then what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import libcst as cst
+
+from tpudist.port.array_operations import ArrayOperations
+from tpudist.port.cpu_emulation import CpuEmulation
+from tpudist.port.dataset_pipelines import DatasetPipelines
+from tpudist.port.graph_functions import GraphFunctions
+from tpudist.port.import_statements import ImportStatements
+from tpudist.port.keras_names import KerasNames
+from tpudist.port.leftovers import Leftover, Leftovers, Mark, Unmark
+from tpudist.port.legacy_optimizers import LegacyOptimizers
+from tpudist.port.loss_functions import LossFunctions
+from tpudist.port.program import Program
+from tpudist.port.state_variables import StateVariables
+from tpudist.port.strategy_names import StrategyNames
+
+# Losses and optimizers come before Keras, whose names they have.
+TRANSFORMERS = (
+    DatasetPipelines,
+    GraphFunctions,
+    StateVariables,
+    ArrayOperations,
+    LossFunctions,
+    LegacyOptimizers,
+    CpuEmulation,
+    StrategyNames,
+    KerasNames,
+)
+
+
+class CannotPort(ValueError):
+    """A program that cannot be ported as it is; the message says why, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ported:
+    """A program after the port.
+
+    Attributes:
+        source: Its text; the same as before if there was nothing to do.
+        leftovers: What is left for hands, by line of `source`.
+        stays: What goes on to be TensorFlow's, such as `tf.data`: then it must be installed.
+    """
+
+    source: str
+    leftovers: tuple[Leftover, ...]
+    stays: tuple[str, ...]
+
+
+def port_program(source: str, *, is_whole: bool = True) -> Ported:
+    """Ports the text of a Python program; what it gives is ported to itself.
+
+    Args:
+        source: The text.
+        is_whole: Whether it makes a strategy itself; else it is a module of a program that does.
+
+    Raises:
+        CannotPort: It is no Python, is whole and has nothing of tf.distribute and tpudist, or has
+            names of its own where the port needs `jax`, `jnp`, `keras`, `np` or `tpudist`.
+    """
+    try:
+        module = cst.parse_module(source)
+    except cst.ParserSyntaxError as error:
+        raise CannotPort(
+            f"It is no Python that can be read: line {error.raw_line}: {error.message}. Repair it, "
+            f"or port a program that runs."
+        ) from error
+    program = Program(module.visit(Unmark()))
+    if is_whole and not _is_distributed(program):
+        raise CannotPort(
+            "There is nothing of tf.distribute in it, and nothing of tpudist. Name the file that "
+            "makes the strategy; for a module of the same program, add --module."
+        )
+    imports: set[str] = set()
+    for transformer in TRANSFORMERS:
+        change = transformer(program)
+        module = program.module.visit(change)
+        imports |= change.imports
+        if not module.deep_equals(program.module):  # names are resolved anew
+            program = Program(module)
+    module = _with_imports(program, imports)
+    program = Program(module)
+    module = program.module.visit(Mark(Leftovers(program), program))
+    left = Leftovers(Program(module))
+    return Ported(module.code, tuple(left.lines()), tuple(sorted(left.stays)))
+
+
+def _with_imports(program: Program, imports: set[str]) -> cst.Module:
+    statements = ImportStatements(program, imports)
+    if conflicts := statements.conflicts():
+        raise CannotPort(
+            f"{conflicts[0]} stands for something of the program's own. What is written here "
+            f"imports a module by this name: rename it in the program first."
+        )
+    return program.module.visit(statements)
+
+
+def _is_distributed(program: Program) -> bool:
+    """Whether a program names a strategy's library, or is one that was ported."""
+    finder = _Finder(program)
+    program.module.visit(finder)
+    return finder.found
+
+
+class _Finder(cst.CSTVisitor):
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found = False
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        self._look(node)
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self._look(node)
+
+    def _look(self, node: cst.Name | cst.Attribute) -> None:
+        libraries = ("tensorflow.distribute", "tensorflow.compat.v1.distribute", "tpudist")
+        self.found = self.found or self._program.name(node).startswith(libraries)

@@ -1,0 +1,190 @@
+"""A program as its transformers see it: what its names stand for, and which function runs where.
+
+Names are resolved by the imports and scopes of the program, so `tf` may be called anything, and a
+variable that happens to be called `tf` is no TensorFlow. A name with two meanings has none here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+import libcst as cst
+from libcst import metadata
+from libcst.metadata import QualifiedNameSource
+
+# As TensorFlow 2 calls itself where both are meant.
+_SAME_MODULE = (("tensorflow.compat.v2", "tensorflow"), ("tensorflow.v2", "tensorflow"))
+
+
+class Program:
+    """A module and what is known of its nodes; nodes are those of `module`, not of the argument."""
+
+    def __init__(self, module: cst.Module):
+        """Resolves the names of a module."""
+        self._wrapper = metadata.MetadataWrapper(module)
+        self.module = self._wrapper.module
+        self._names: dict[cst.CSTNode, str] = {}
+
+    # Each takes a walk through the whole module, so it is made when it is asked for.
+
+    @functools.cached_property
+    def _parents(self) -> Mapping:
+        return self._wrapper.resolve(metadata.ParentNodeProvider)
+
+    @functools.cached_property
+    def _positions(self) -> Mapping:
+        return self._wrapper.resolve(metadata.PositionProvider)
+
+    @functools.cached_property
+    def _scopes(self) -> Mapping:
+        return self._wrapper.resolve(metadata.ScopeProvider)
+
+    def name(self, node: cst.CSTNode) -> str:
+        """What is imported under this name, as `tensorflow.keras.layers`; empty if nothing is."""
+        if (name := self._names.get(node)) is None:
+            name = self._names[node] = self._resolve(node)
+        return name
+
+    def _resolve(self, node: cst.CSTNode) -> str:
+        first = node
+        while isinstance(first, cst.Attribute):
+            first = first.value
+        if not isinstance(first, cst.Name):  # what a call gives has no name
+            return ""
+        assert isinstance(node, cst.Name | cst.Attribute)
+        scope = self.scope(first)
+        found = scope.get_qualified_names_for(node) if scope is not None else ()
+        names = {one.name for one in found if one.source is QualifiedNameSource.IMPORT}
+        if len(names) != 1 or len(names) != len(found):
+            return ""
+        [name] = names
+        for alias, module in _SAME_MODULE:
+            if name == alias or name.startswith(f"{alias}."):
+                return module + name.removeprefix(alias)
+        return name
+
+    def callee(self, node: cst.CSTNode | None) -> str:
+        """What is called, if the node is a call of something that is imported; else empty."""
+        return self.name(node.func) if isinstance(node, cst.Call) else ""
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The node around a node; None around the module."""
+        return self._parents.get(node)
+
+    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around a node, from the inside out."""
+        outer = self.parent(node)
+        while outer is not None:
+            yield outer
+            outer = self.parent(outer)
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Where a node begins, from 1."""
+        return self._positions[node].start.line
+
+    def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
+        """In which names of a node are looked up."""
+        scope = self._scopes.get(node)
+        return scope if isinstance(scope, metadata.Scope) else None
+
+    def scopes(self) -> set[metadata.Scope]:
+        """All scopes of the program."""
+        return {scope for scope in self._scopes.values() if isinstance(scope, metadata.Scope)}
+
+    def imports(self, library: str) -> bool:
+        """Whether a library, or something in it, is imported anywhere."""
+        prefixes = (f"{library}.", f"tensorflow.{library}.")
+        return any(
+            f"{name.name}.".startswith(prefixes)
+            for scope in self.scopes()
+            for one in scope.assignments
+            if isinstance(one, metadata.ImportAssignment)
+            for name in one.get_qualified_names_for(one.name)
+        )
+
+    def is_bound(self, name: str) -> bool:
+        """Whether a name stands for something that is not imported, in any scope."""
+        return any(
+            isinstance(one, metadata.Assignment) and not isinstance(one, metadata.ImportAssignment)
+            for scope in self.scopes()
+            for one in scope.assignments[name]
+        )
+
+    def assignments(self, name: cst.Name) -> list[metadata.Assignment]:
+        """All that a name may stand for; empty if some of it is no assignment of this program."""
+        scope = self.scope(name)
+        found = list(scope[name.value]) if scope is not None else []
+        if any(not isinstance(one, metadata.Assignment) for one in found):
+            return []
+        return [one for one in found if isinstance(one, metadata.Assignment)]
+
+    def values(self, name: cst.Name) -> list[cst.BaseExpression] | None:
+        """The expressions of `name = expression`, if it is bound in no other way; else None."""
+        values = []
+        for assignment in self.assignments(name):
+            target = self.parent(assignment.node)
+            if isinstance(target, cst.AnnAssign) and target.target is assignment.node:
+                values.append(target.value)
+                continue
+            if not isinstance(target, cst.AssignTarget):
+                return None
+            statement = self.parent(target)
+            assert isinstance(statement, cst.Assign)
+            values.append(statement.value)
+        return values if values and None not in values else None
+
+    def references(self, name: cst.Name) -> list[cst.CSTNode]:
+        """Where a name is read, in whatever scope that sees it."""
+        return [
+            access.node for assignment in self.assignments(name) for access in assignment.references
+        ]
+
+    def function(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Lambda | None:
+        """The function that a name or a lambda is; None if that is not certain."""
+        if isinstance(node, cst.Lambda):
+            return node
+        if isinstance(node, cst.Name):
+            found = [one.node for one in self.assignments(node)]
+            if len(found) == 1 and isinstance(found[0], cst.FunctionDef):
+                return found[0]
+        return None
+
+
+def name_expression(name: str) -> cst.Name | cst.Attribute:
+    """An expression of a dotted name."""
+    first, *rest = name.split(".")
+    expression: cst.Name | cst.Attribute = cst.Name(first)
+    for part in rest:
+        expression = cst.Attribute(expression, cst.Name(part))
+    return expression
+
+
+def remove_statement(
+    parent: cst.CSTNode | None, statement: cst.SimpleStatementLine
+) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+    """No statement, and no comment on it; `pass` where there must be one."""
+    if isinstance(parent, cst.IndentedBlock) and len(parent.body) == 1:
+        return statement.with_changes(body=[cst.Pass()])
+    return cst.RemoveFromParent()
+
+
+class Transformer(cst.CSTTransformer):
+    """One kind of change; `imports` are the modules that what it writes needs."""
+
+    def __init__(self, program: Program):
+        """Transforms the module of `program`."""
+        super().__init__()
+        self.program = program
+        self.imports: set[str] = set()
+
+    def write(self, name: str, like: cst.CSTNode | None = None) -> cst.Name | cst.Attribute:
+        """An expression of a name of `jnp`, `np`, `jax`, `keras` or `tpudist`, imported so.
+
+        With the parentheses of the expression that it replaces.
+        """
+        self.imports.add(name.partition(".")[0])
+        parentheses = {}
+        if isinstance(like, cst.Name | cst.Attribute):
+            parentheses = {"lpar": like.lpar, "rpar": like.rpar}
+        return name_expression(name).with_changes(**parentheses)

@@ -1,0 +1,84 @@
+"""Variables: `tf.Variable` is `tpudist.Variable` where all that reads it takes one.
+
+That is certain of a variable with a name of its own that replica functions read, that is assigned
+and read by its methods, and printed. One that a layer or an operation of TensorFlow takes is left.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from tpudist.port.array_operations import DTYPES
+from tpudist.port.function_roles import Role, Roles
+from tpudist.port.program import Program, Transformer
+
+_VARIABLE = ("tensorflow.Variable", "tpudist.Variable")
+_METHODS = {"assign", "assign_add", "assign_sub", "numpy", "read_value", "value", "shape", "dtype"}
+_METHODS |= {"name", "scatter_add", "scatter_sub", "scatter_update"}
+_READERS = {"print", "float", "int", "bool", "str", "repr"}
+
+
+class StateVariables(Transformer):
+    """Rewrites the variables whose readers are all known."""
+
+    def __init__(self, program: Program):
+        """Finds where functions run."""
+        super().__init__(program)
+        self._roles = Roles(program)
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        """One variable that is made."""
+        if self.program.callee(original_node) == "tensorflow.Variable" and self._is_known(
+            original_node
+        ):
+            return updated_node.with_changes(func=self.write("tpudist.Variable"))
+        return updated_node
+
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        """The dtype of one."""
+        name = self.program.name(original_node).removeprefix("tensorflow.").removeprefix("dtypes.")
+        arg = self.program.parent(original_node)
+        call = self.program.parent(arg) if isinstance(arg, cst.Arg) else None
+        if (
+            name in DTYPES
+            and self.program.name(original_node).startswith("tensorflow.")
+            and isinstance(call, cst.Call)
+            and self.program.callee(call) == "tensorflow.Variable"
+            and self._is_known(call)
+        ):
+            return self.write(f"jnp.{name}", updated_node)
+        return updated_node
+
+    def _is_known(self, call: cst.Call) -> bool:
+        """Whether all that becomes of a variable is known."""
+        outer = self.program.parent(call)
+        if isinstance(outer, cst.Arg):
+            return self._is_read_by(self.program.parent(outer))
+        if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
+            return False
+        name = outer.targets[0].target
+        values = self.program.values(name) if isinstance(name, cst.Name) else None
+        if not values or not all(self.program.callee(one) in _VARIABLE for one in values):
+            return False
+        assert isinstance(name, cst.Name)
+        return all(self._is_reader(read) for read in self.program.references(name))
+
+    def _is_reader(self, read: cst.CSTNode) -> bool:
+        if self._roles.of(read) is Role.REPLICA:
+            return True
+        outer = self.program.parent(read)
+        if isinstance(outer, cst.Attribute):
+            return outer.attr.value in _METHODS
+        if isinstance(outer, cst.Arg):
+            return self._is_read_by(self.program.parent(outer))
+        return isinstance(outer, cst.FormattedStringExpression)
+
+    def _is_read_by(self, call: cst.CSTNode | None) -> bool:
+        """Whether a call only looks at a variable."""
+        if not isinstance(call, cst.Call):
+            return False
+        if isinstance(call.func, cst.Attribute):
+            return call.func.attr.value == "format" and isinstance(call.func.value, cst.BaseString)
+        return isinstance(call.func, cst.Name) and call.func.value in _READERS
