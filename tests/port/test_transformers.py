@@ -302,3 +302,26 @@ def test_every_operation_of_keras_is_offered(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     assert [x.keras for x in OPERATIONS.values() if not hasattr(keras.ops, x.keras)] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a = strategy.reduce('SUM', x, None)\na.numpy()", "np.asarray(a)[()]"),
+        ("strategy.gather(x, axis=0).numpy()", "np.asarray(strategy.gather(x, axis=0))[()]"),
+        ("m = tf.keras.metrics.Mean()\nm.result().numpy()", "np.asarray(m.result())[()]"),
+        (
+            "def f():\n    return strategy.reduce('SUM', x, None)\nf().numpy()",
+            "np.asarray(f())[()]",
+        ),
+        (
+            "[a.numpy() for a in list(strategy.experimental_local_results(x))]",
+            "[np.asarray(a)[()] for a in list(strategy.experimental_local_results(x))]",
+        ),
+        ("a = other.reduce(x)\na.numpy()", "a.numpy()"),
+        ("a = strategy.reduce('SUM', x, None)\na = y\na.numpy()", "a.numpy()"),
+        ("model.optimizer.learning_rate.numpy()", "model.optimizer.learning_rate.numpy()"),
+    ],
+)
+def test_what_strategies_and_metrics_give_is_an_array(before, after):
+    assert port(before + "\n")[-1] == after

@@ -97,6 +97,8 @@ OPERATIONS = _operations()
 # How keywords are called here, where that is another word.
 _KEYWORDS = {"perm": "axes"}
 DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32".split()
+# What a strategy and its contexts have, of which none is a tensor in Python.
+_NUMBERS = {"num_replicas_in_sync", "replica_id_in_sync_group"}
 # Keywords that mean the same here, and stay keywords.
 _SAME = {"axis", "dtype", "keepdims", "perm"}
 # The name of an operation in a graph, and the dtype of numbers of elements, which is int32 here.
@@ -210,7 +212,7 @@ class ArrayOperations(Transformer):
             )
         if isinstance(value, cst.Attribute):
             name = self.program.name(value).removeprefix("tensorflow.").removeprefix("dtypes.")
-            return name in DTYPES or value.attr.value == "num_replicas_in_sync"
+            return name in DTYPES or value.attr.value in _NUMBERS
         if isinstance(value, cst.Call):
             name = self.program.callee(value)
             if name.startswith("numpy."):

@@ -7,6 +7,7 @@ import dataclasses
 import libcst as cst
 
 from tpudist.port.array_operations import ArrayOperations
+from tpudist.port.array_values import ArrayValues
 from tpudist.port.cpu_emulation import CpuEmulation
 from tpudist.port.dataset_pipelines import DatasetPipelines
 from tpudist.port.graph_functions import GraphFunctions
@@ -24,6 +25,7 @@ TRANSFORMERS = (
     DatasetPipelines,
     GraphFunctions,
     StateVariables,
+    ArrayValues,
     ArrayOperations,
     LossFunctions,
     LegacyOptimizers,

@@ -6,6 +6,7 @@ import os
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
+import numpy as np
 import tensorflow as tf
 import tpudist
 
@@ -50,6 +51,6 @@ def train_step(inputs):
 for batch in dataset:
     # tpudist port: tf.config.list_physical_devices (docs/gpus.md)
     if not tf.config.list_physical_devices("GPU"):
-        print(train_step(batch).numpy())
+        print(np.asarray(train_step(batch))[()])
 checkpoint.save("/tmp/checkpoint")
 mean_loss.reset_state()
