@@ -1,10 +1,12 @@
 """The command `tpudist`: what it answers, and how it refuses."""
 
 import ast
+import dataclasses
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +20,10 @@ import pytest
 
 import tpudist
 from experiment.config import ModelOptions
-from places import PROGRAMS, ROOT
+from places import DATA, PROGRAMS, ROOT
 from tpudist import cli
 from tpudist.cli import reference, user_step
-from tpudist.models import TransformerConfig
+from tpudist.models import TransformerConfig, read_config
 from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.planner import Plan, SearchResult
 from tpudist.xla import topology
@@ -416,10 +418,30 @@ def test_a_presets_loss_is_in_chunks_where_they_fill_the_sequence():
         assert reference.make_reference(options, 8).config.loss_chunk == chunk
 
 
+def test_the_model_of_a_folder_is_planned_from_its_configuration_alone(tmp_path):
+    shutil.copy(DATA / "pretrained" / "gemma2" / "config.json", tmp_path)
+    options = reference.ReferenceOptions(hf=tmp_path, num_layers=3, sequence_length=2048)
+    found = reference.make_reference(options, 4)
+    assert found.config == dataclasses.replace(read_config(tmp_path), remat="full", loss_chunk=1024)
+    assert (found.length, found.global_batch) == (2048, 4)
+    shorter = reference.make_reference(reference.ReferenceOptions(hf=tmp_path), 4)
+    assert (shorter.length, shorter.config.loss_chunk) == (64, None)
+
+
+def test_a_folder_that_describes_no_model_is_wrong_use(capsys, tmp_path):
+    said = refusal(capsys, "--hf", str(tmp_path), step=None)
+    assert "config.json does not exist" in said
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    said = refusal(capsys, "--hf", str(tmp_path), step=None)
+    assert "config.json says model_type: 'gpt2'" in said
+    said = refusal(capsys, "--hf", str(tmp_path), "--preset", "mistral-7b", step=None)
+    assert "are both models to begin with" in said
+
+
 def test_every_preset_can_be_chosen_and_every_size_is_one_of_the_model():
     choices = reference.ReferenceOptions.__annotations__["preset"]
     assert set(re.findall(r"'([^']+)'", choices)) == set(PRESETS)
-    own = {"preset", "batch_per_chip", "global_batch", "sequence_length"}
+    own = {"preset", "hf", "batch_per_chip", "global_batch", "sequence_length"}
     own |= {"optimizer", "optimizer_memory"}
     sizes = set(reference.ReferenceOptions.__annotations__) - own
     assert sizes <= set(TransformerConfig.__dataclass_fields__)

@@ -236,3 +236,58 @@ def test_a_model_split_inside_a_replica_computes_what_the_whole_one_does(inner, 
 def test_sizes_that_make_no_model_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SMALL, **change)
+
+
+FAMILY = dataclasses.replace(  # all that pretrained models bring
+    SMALL,
+    gelu=True,
+    biased=True,
+    norm_offset=True,
+    norm_outputs=True,
+    norm_heads=True,
+    attention_cap=2.0,
+    output_cap=3.0,
+    attention_window=5,
+    layers_with_window=(True, False),
+    local_rotary_base=50.0,
+    embedding_scale=4.0,
+    query_scale=0.4,
+)
+
+
+@pytest.mark.slow
+def test_logits_in_chunks_are_capped_as_whole_ones():
+    """Its gradient is written by hand."""
+    got, want = (
+        trained(Transformer(config, rngs=nnx.Rngs(0)))
+        for config in (dataclasses.replace(FAMILY, loss_chunk=4), FAMILY)
+    )
+    assert_same(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "changes"),
+    [
+        ({"fsdp": 2, "tensor": 2}, {"remat": "full", "loss_chunk": 8}),
+        ({"stage": 2, "fsdp": 2}, {"pipeline_stages": 2}),
+    ],
+    ids=str,
+)
+def test_what_pretrained_models_bring_is_the_same_on_a_mesh(axes, changes):
+    want, of_mean = trained(Transformer(FAMILY, rngs=nnx.Rngs(0)))
+    config = dataclasses.replace(FAMILY, **changes)
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:4])
+    model = strategy.create(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+    def step(model, tokens):
+        def loss(model):
+            nats = next_token_nats(model, tokens)
+            return nats.mean(), nats
+
+        (_, nats), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+        return nats, grads
+
+    nats, grads = strategy.run(step, args=(model, tokens()))
+    assert_same(nats, want)
+    assert_same(nnx.to_pure_dict(grads), of_mean)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -13,13 +14,15 @@ import optax
 
 from tpudist.cli.errors import WrongUse
 from tpudist.gradients.optimizer import Optimizer
-from tpudist.models import next_token_loss
-from tpudist.models.presets import PRESETS, make_transformer
+from tpudist.models import next_token_loss, read_config
+from tpudist.models.presets import PRESETS, Preset, make_transformer
+from tpudist.models.pretrained.hub_config import read_length
 from tpudist.models.transformer_config import TransformerConfig
 from tpudist.planner import GlobalBatch
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.training import steps
 
+_LENGTH = 8192  # tokens of a sequence of a folder's model, if it takes as many
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3),
     "adafactor": lambda: optax.adafactor(1e-3),
@@ -42,6 +45,8 @@ class ReferenceOptions:
         "dense-32b",
     ] = "tiny"
     """Sizes to begin with; tiny is what scripts/train.py trains."""
+    hf: Path | None = None
+    """Begin with the model of a folder's config.json instead; no weights need be there."""
     batch_per_chip: int | None = None
     """Sequences per chip."""
     global_batch: int | None = None
@@ -125,7 +130,7 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
     Raises:
         WrongUse: They make no model or no batch.
     """
-    preset = PRESETS[options.preset]
+    preset = PRESETS[options.preset] if options.hf is None else _read_folder(options)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     given = {
         name: value
@@ -154,3 +159,19 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
         batch = num_chips * (preset.batch_per_chip if per_chip is None else per_chip)
     memory = None if options.optimizer_memory == "device" else options.optimizer_memory
     return Reference(config, batch, length, OPTIMIZERS[options.optimizer], memory)
+
+
+def _read_folder(options: ReferenceOptions) -> Preset:
+    """The model of a folder, trained as large presets are."""
+    if options.preset != "tiny":
+        raise WrongUse(
+            f"--preset {options.preset} and --hf {options.hf} are both models to begin with. Give "
+            f"one of them."
+        )
+    assert options.hf is not None
+    try:
+        config = dataclasses.replace(read_config(options.hf), remat="full", loss_chunk=1024)
+        longest = read_length(options.hf)
+    except (ValueError, OSError) as error:
+        raise WrongUse(str(error)) from error
+    return Preset(config, min(longest or _LENGTH, _LENGTH), 1, str(options.hf))

@@ -291,3 +291,59 @@ def test_what_cannot_be_computed_is_refused():
     with jax.set_mesh(mesh), nnx.logical_axis_rules(both):
         with pytest.raises(ValueError, match="goes around one mesh axis, but"):
             attention.attend(*inputs, method="ring")
+
+
+def by_hand(query, key, value, scale, cap, window):
+    """Attention in float64, a query at a time."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    out = np.zeros(query.shape)
+    group = query.shape[2] // key.shape[2]
+    for b, i, h in np.ndindex(query.shape[:3]):
+        first = 0 if window is None else max(0, i - window + 1)
+        keys, values = (x[b, first : i + 1, h // group] for x in (key, value))
+        scores = keys @ query[b, i, h] * scale
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        share = np.exp(scores - scores.max())
+        out[b, i, h] = share @ values / share.sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("scale", "cap", "window", "has_window"),
+    [
+        (0.7, None, None, None),
+        (None, 1.5, None, None),
+        (None, None, 3, None),
+        (0.7, 1.5, 3, None),
+        (None, None, 3, True),
+        (None, None, 3, False),
+        (0.7, 1.5, 3, False),
+    ],
+)
+def test_scores_have_a_scale_a_cap_and_a_window(scale, cap, window, has_window):
+    inputs = query_key_value(heads=4, kv_heads=2)
+    scores = attention.Scores(scale, cap, window)
+    run = jax.jit(functools.partial(attention.attend, method="dot_product", scores=scores))
+    flag = None if has_window is None else jnp.asarray(has_window)
+    found = run(*inputs, has_window=flag)
+    window = None if has_window is False else window
+    want = by_hand(*inputs, 8**-0.5 if scale is None else scale, cap, window)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_window", [None, True, False])
+def test_splash_attention_has_the_same_scores(has_window):
+    inputs = query_key_value(1, 200, 2, 1)
+    flag = None if has_window is None else jnp.asarray(has_window)
+    options = {"scores": attention.Scores(0.7, 1.5, 70), "has_window": flag}
+    got, want = (jax.jit(with_gradients(m, **options))(*inputs) for m in ("splash", "dot_product"))
+    assert_same(got, want, 2e-5)
+
+
+def test_ring_attention_refuses_scores_that_it_does_not_have():
+    inputs = query_key_value()
+    with pytest.raises(
+        ValueError, match="this model's have cap, window of their own.*replica_axes"
+    ):
+        attention.attend(*inputs, method="ring", scores=attention.Scores(cap=3.0, window=2))

@@ -140,6 +140,9 @@ def test_damaged_files_are_refused(tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
         load_pretrained(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json holds a list, not an object"):
+        load_pretrained(folder)
 
 
 def test_tensors_of_another_model_are_refused(tmp_path):

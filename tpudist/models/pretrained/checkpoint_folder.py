@@ -12,15 +12,15 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 TOKENIZER = "tokenizer.json"
 
 
-def read_json(file: Path, what: str) -> Any:
-    """What a JSON file of the folder holds.
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """The object that a JSON file of the folder holds.
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: It is no JSON.
+        ValueError: It is no JSON, or no object.
     """
     try:
-        return json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{file} does not exist: the folder of a pretrained model holds {what} there. Name a "
@@ -28,6 +28,9 @@ def read_json(file: Path, what: str) -> Any:
         ) from None
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}. Fetch it again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}, not an object. Fetch it again.")
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -34,6 +34,12 @@ def read_config(folder: str | PathLike[str]) -> TransformerConfig:
     return parse_config(read_json(Path(folder) / CONFIG, "its configuration"))
 
 
+def read_length(folder: str | PathLike[str]) -> int | None:
+    """The tokens of the longest sequence that a folder's model is for, if it says so."""
+    values = read_json(Path(folder) / CONFIG, "its configuration")
+    return values.get("max_position_embeddings")
+
+
 def parse_config(values: Values) -> TransformerConfig:
     """The transformer that a `config.json` describes.
 
