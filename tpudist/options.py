@@ -42,6 +42,9 @@ class UndistributedBatchWarning(UserWarning):
     own rows are no reason; nor is a function that reduces nothing. Where replicas differ by their
     random numbers nothing is said either. To switch it off:
     `warnings.filterwarnings("ignore", category=tpudist.UndistributedBatchWarning)`.
+
+    Remedy: give the array to a dataset that `experimental_distribute_dataset` distributes, so
+    that each replica has its own rows.
     """
 
 
@@ -63,6 +66,8 @@ class LocalMeanWarning(UserWarning):
     number that is computed, is passed over in silence, and so is what goes through a `while_loop`
     or kernel. Programs for partial batches are not looked at. To switch it off:
     `warnings.filterwarnings("ignore", category=tpudist.LocalMeanWarning)`.
+
+    Remedy: `tpudist.compute_average_loss` of the loss of each example, in place of the mean.
     """
 
 

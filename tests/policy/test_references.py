@@ -16,7 +16,14 @@ import pytest
 
 from places import PACKAGE, ROOT
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "examples/*.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "examples/*.md",
+)
 SOURCES = ("tpudist", "tests", "scripts", "examples", "docs")
 _FILE = re.compile(r"[\w./{}<>-]*\w\.(?:py|md|sh|ipynb)\b")
 _QUOTED = re.compile(r"`+([^`\n]+)`+")

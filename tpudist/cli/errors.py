@@ -2,4 +2,7 @@
 
 
 class WrongUse(Exception):
-    """Cannot be done as it was asked; the message says what to do."""
+    """Cannot be done as it was asked; the message says what to do.
+
+    Remedy: the command with `--help` says what there is.
+    """

@@ -24,7 +24,11 @@ _MAX_TEXT = 1 << 28
 
 
 class RecordError(OSError):
-    """A file of records is damaged before its end, so that what comes after it would be lost."""
+    """A file of records is damaged before its end, so that what comes after it would be lost.
+
+    Remedy: restore the file, or an older snapshot of the folder; without either, begin with an
+    empty folder and a checkpoint.
+    """
 
 
 class RecordFile:

@@ -26,7 +26,11 @@ _POLL_S = 0.02
 
 
 class PodError(AssertionError):
-    """What was waited for has not come; shows what each process printed last."""
+    """What was waited for has not come; shows what each process printed last.
+
+    Remedy: read what the processes printed; if they are only slow, wait for longer
+    (`timeout_s`).
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,10 @@ class RecordFile(Protocol):
 
 
 class CannotRead(ValueError):
-    """A file is not there, not readable, or not whole; names it, and what to do."""
+    """A file is not there, not readable, or not whole; names it, and what to do.
+
+    Remedy: restore the file, allow it to be read, or leave it out of the list of files.
+    """
 
 
 @contextmanager

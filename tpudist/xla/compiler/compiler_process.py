@@ -65,7 +65,11 @@ class HbmExceeded(RuntimeError):
 
 
 class CompilerDied(RuntimeError):
-    """The compiler's process ended without an answer; the message has what it wrote last."""
+    """The compiler's process ended without an answer; the message has what it wrote last.
+
+    Remedy: write what the message lists otherwise, or give replicas fewer axes; a process that
+    was killed for its memory needs a larger machine.
+    """
 
 
 def compile_elsewhere(

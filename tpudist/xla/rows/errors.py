@@ -4,6 +4,9 @@
 class RowsError(ValueError):
     """A function cannot be run exactly on a padded batch.
 
+    Remedy: write the line that is named otherwise, declare a kernel with `tpudist.rowwise`, or
+    leave partial batches out: `InputOptions(partial_batch='drop')`.
+
     Attributes:
         reason: What could not be followed: a primitive and why, for people.
         line: The user's line that it comes from, as `file:line`; empty if none is known.

@@ -1,0 +1,103 @@
+"""The index of errors (docs/errors.md) has every class that users meet, and what is raised."""
+
+import pytest
+
+import tpudist
+from places import PACKAGE, ROOT
+from policy.test_reference import hook
+
+INDEX = hook("error_index")
+
+# Classes that no user meets, and what is met instead.
+INTERNAL = {
+    "ActorDied": "UnavailableError, or the function is run again",
+    "ActorKilled": "ends a thread that was killed",
+    "AllWait": "of tests of the engine",
+    "ArgumentsChanged": "the call is looked at again",
+    "CallError": "a code and a text for who has called",
+    "Cancelled": "a wait that nobody needs any more",
+    "Died": "CompilerDied",
+    "FailedElsewhere": "the cause of a CheckpointError",
+    "GenerationEnded": "ends a thread that was left behind",
+    "HbmExceeded": "`plan.refusal`",
+    "MakesVariables": "the function is traced again",
+    "NewVariable": "the function is traced again",
+    "NextElement": "the function is traced again",
+    "NoLedger": "WrongUse",
+    "NotSent": "another process is asked",
+    "OtherStrategy": "the function is begun again",
+    "PlanOutdated": "the function is traced again",
+    "Preempted": "the loop ends, with a checkpoint",
+    "Released": "the error of the other replica",
+    "ResultTimeout": "the server is replaced",
+    "TraceFailed": "the error of the trace",
+    "_NotUnderstood": "what cannot be read may differ between replicas",
+    "_OutOfTime": "the result of the search so far",
+}
+
+
+@pytest.fixture(scope="module")
+def classes():
+    return INDEX.find_classes(PACKAGE)
+
+
+@pytest.fixture(scope="module")
+def messages():
+    return INDEX.find_messages(PACKAGE)
+
+
+def test_every_class_of_errors_is_in_the_index_or_met_by_nobody(classes):
+    assert sorted(x.name for x in classes if not x.remedy) == sorted(INTERNAL)
+    assert {x.name for x in classes if x.remedy} >= set(tpudist.errors.__all__)
+    assert [x.name for x in classes if not x.cause] == []
+
+
+def test_the_page_has_a_row_for_each_class_and_what_each_room_says(classes, messages):
+    page = INDEX.on_page_markdown((ROOT / "docs" / "errors.md").read_text())
+    assert "<!-- errors" not in page
+    for found in classes:
+        assert (f"| `{found.name}` (" in page) == bool(found.remedy), found.name
+    assert {f"\n### {room}\n" in page for room in messages} == {True}
+
+
+def test_a_message_that_is_raised_is_found_in_the_index(messages):
+    with pytest.raises(RuntimeError) as caught, tpudist.OneDeviceStrategy("cpu:0").scope():
+        tpudist.experimental_set_strategy(None)
+    assert str(caught.value) in [x.text for x in messages["context"]]
+
+
+def test_few_errors_are_without_a_message_of_their_own(messages):
+    """What is put together elsewhere is not in the index; most is written where it is raised."""
+    raised = sum(file.read_text().count("raise ") for file in PACKAGE.rglob("*.py"))
+    assert sum(map(len, messages.values())) > 0.7 * raised
+
+
+def test_classes_and_messages_are_read_as_they_are_written(tmp_path):
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "file.py").write_text(
+        'class A(ValueError):\n    """What\n    it is.\n\n    Remedy: do | this.\n    """\n\n'
+        'class B(errors.A):\n    """No more."""\n\n'
+        "def f(n, problem):\n"
+        "    operation.refuse('it is <odd>')\n"
+        "    warnings.warn(f'{n} was ignored', stacklevel=2)\n"
+        "    warnings.warn('an old name', DeprecationWarning)\n"
+        "    raise A(f'{n!r} is ' + 'no number.') from None\n"
+        "    raise self._death('it is dead')\n"
+        "    raise A(problem)\n"
+        "    raise A('code')\n"
+    )
+    assert INDEX.find_classes(tmp_path) == [
+        ("A", ("ValueError",), "What it is.", "do | this."),
+        ("B", ("A",), "No more.", ""),
+    ]
+    assert INDEX.find_messages(tmp_path) == {
+        "room": [
+            ("refused", "it is <odd>", "room/file.py"),
+            ("UserWarning", "... was ignored", "room/file.py"),
+            ("DeprecationWarning", "an old name", "room/file.py"),
+            ("A", "... is no number.", "room/file.py"),
+            ("refused", "it is dead", "room/file.py"),
+        ]
+    }
+    assert "| `A` (ValueError) | What it is. | do &#124; this. |" in INDEX.show_classes(tmp_path)
+    assert "<li><code>refused</code> it is &lt;odd&gt; <small>" in INDEX.show_messages(tmp_path)
