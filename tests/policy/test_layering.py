@@ -135,7 +135,7 @@ def _outside(importer: str, imported: str, at_top: bool) -> str | None:
 
 def _loads_late(importer: str) -> bool:
     """Whether a module is loaded only where what it imports is there: pytest; Keras, in a scope."""
-    always = ("keras.__init__", "keras.keras_scope", "keras.layout_map")
+    always = ("keras.__init__", "keras.keras_scope", "keras.layout_map", "keras.model_state")
     return _room(importer) in ("pytest_plugin", "keras") and importer not in always
 
 

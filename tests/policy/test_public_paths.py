@@ -25,7 +25,7 @@ PATHS = {
     ),
     "tpudist.experimental": ("PreemptionCheckpointHandler", "partitioners"),
     "tpudist.input": ("explain", "from_files", "from_records"),
-    "tpudist.keras": ("set_layout_map",),
+    "tpudist.keras": ("ModelState", "set_layout_map"),
     "tpudist.models": ("ConvNet", "MLP", "Transformer", "TransformerConfig", "next_token_nats"),
     "tpudist.planner": ("GlobalBatch", "Plan", "devices", "parse_topology", "search"),
     "tpudist.pytest_plugin": ("pytest_configure",),

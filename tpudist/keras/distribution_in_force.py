@@ -94,6 +94,19 @@ def of_model(model: Any) -> MeshDistribution | None:
     return here or there
 
 
+def enter(distribution: MeshDistribution) -> contextlib.AbstractContextManager:
+    """The scope of its strategy, unless this is in it already."""
+    if context.is_in_scope_of(distribution.strategy):
+        return contextlib.nullcontext()
+    return distribution.strategy.scope()
+
+
+def enter_of(model: Any) -> contextlib.AbstractContextManager:
+    """The scope that `model` belongs to, if it does to any."""
+    found = of_model(model)
+    return contextlib.nullcontext() if found is None else enter(found)
+
+
 def _of_variables(model: Any) -> MeshDistribution | None:
     """That of the strategy on whose mesh the model's variables were made."""
     variables = model.variables if model.built else ()

@@ -5,7 +5,6 @@ replaced. What is compiled around them is: a program whose first operation cuts 
 real rows. Methods are replaced in Keras' classes, as users' models are bound to those at import.
 """
 
-import contextlib
 import functools
 import warnings
 import weakref
@@ -200,18 +199,11 @@ def _hook_training(name: str) -> None:
                 f"{name} of the Keras model {self.name!r} was called in a replica function, which "
                 f"is one step of a program. Call it in `with strategy.scope():` instead."
             )
-        with _enter(found):
+        with distribution_in_force.enter(found):
             args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
             return plain(self, *args, **kwargs)
 
     setattr(owner, name, train)
-
-
-def _enter(distribution: MeshDistribution) -> contextlib.AbstractContextManager:
-    """The scope, unless this is in it already."""
-    if context.is_in_scope_of(distribution.strategy):
-        return contextlib.nullcontext()
-    return distribution.strategy.scope()
 
 
 def _require_hooked_functions(model: Any, distribution: MeshDistribution) -> None:
@@ -241,7 +233,7 @@ def _hook_compile() -> None:
         if found is None:
             return plain(self, *args, **kwargs)
         distribution_in_force.remember(self, found)
-        with _enter(found):
+        with distribution_in_force.enter(found):
             return plain(self, *args, **kwargs)
 
     base.compile = compile
