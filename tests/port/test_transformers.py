@@ -318,6 +318,11 @@ def test_every_operation_of_keras_is_offered(monkeypatch):
             "[a.numpy() for a in list(strategy.experimental_local_results(x))]",
             "[np.asarray(a)[()] for a in list(strategy.experimental_local_results(x))]",
         ),
+        (
+            "a = strategy.run(f)\na = strategy.reduce('SUM', a, None)\na.numpy()",
+            "np.asarray(a)[()]",
+        ),
+        ("a = strategy.reduce('SUM', x, None)\nif b: a = y\na.numpy()", "a.numpy()"),
         ("a = other.reduce(x)\na.numpy()", "a.numpy()"),
         ("a = strategy.reduce('SUM', x, None)\na = y\na.numpy()", "a.numpy()"),
         ("model.optimizer.learning_rate.numpy()", "model.optimizer.learning_rate.numpy()"),

@@ -60,6 +60,8 @@ class ArrayValues(Transformer):
 
     def _is_array_of_name(self, name: cst.Name, depth: int) -> bool:
         """Whether all that a name is bound to is an array, also as one of several."""
+        if (last := self.program.last_value(name)) is not None:
+            return self._is_array(last, depth + 1)
         found = self.program.assignments(name)
         for assignment in found:
             outer = self.program.parent(assignment.node)
@@ -78,6 +80,8 @@ class ArrayValues(Transformer):
 
     def _are_local_results(self, value: cst.BaseExpression, depth: int) -> bool:
         """Whether a value holds the local results of a strategy, each an array."""
+        if isinstance(value, cst.Name) and (last := self.program.last_value(value)) is not None:
+            return self._are_local_results(last, depth + 1)
         if isinstance(value, cst.Name) and depth < 9:
             values = self.program.values(value)
             return bool(values) and all(

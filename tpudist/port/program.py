@@ -134,6 +134,40 @@ class Program:
             values.append(statement.value)
         return values if values and None not in values else None
 
+    def last_value(self, name: cst.Name) -> cst.BaseExpression | None:
+        """The expression that a name is bound to right where it is read; None if not certain.
+
+        That is `name = expression` before it in the same block, with no other binding between.
+        """
+        statement: cst.CSTNode = name
+        for block in self.around(name):
+            if isinstance(block, cst.Module | cst.IndentedBlock):
+                break
+            statement = block
+        else:
+            return None
+        if isinstance(statement, cst.While):  # its test is read after its body, too
+            return None
+        binds = {
+            outer: assignment.node
+            for assignment in self.assignments(name)
+            for outer in self.around(assignment.node)
+            if self.parent(outer) is block
+        }
+        body = list(block.body)
+        for before in reversed(body[: [id(x) for x in body].index(id(statement))]):
+            if before in binds:
+                return self._value_in(before, binds[before])
+        return None
+
+    def _value_in(self, statement: cst.CSTNode, target: cst.CSTNode) -> cst.BaseExpression | None:
+        """The expression of `target = expression`, if that is a statement by itself."""
+        outer = self.parent(target)
+        assign = self.parent(outer) if isinstance(outer, cst.AssignTarget) else None
+        if isinstance(assign, cst.Assign) and self.parent(assign) is statement:
+            return assign.value
+        return None
+
     def references(self, name: cst.Name) -> list[cst.CSTNode]:
         """Where a name is read, in whatever scope that sees it."""
         return [
