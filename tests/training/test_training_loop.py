@@ -201,6 +201,25 @@ def test_a_train_state_names_what_is_saved_and_knows_its_step(strategy, tmp_path
     assert float(alone.model.scale[...]) == float(model.scale[...])
 
 
+def test_what_is_saved_may_be_a_part_of_the_state(strategy, tmp_path):
+    """As of a pretrained model, whose other weights are loaded anew."""
+
+    def start(num_steps):
+        model, optimizer = make_state(strategy)
+        saved = tpudist.checkpoint.Checkpoint(scale=model.scale)
+        options = {"num_steps": num_steps, "folder": tmp_path, "saved": saved, "progress": False}
+        return saved, train(strategy, step, (model, optimizer), ones(), **options)
+
+    saved, _ = start(3)
+    assert saved.step == 3
+    _, found = start(8)
+    np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
+    nothing = tpudist.checkpoint.Checkpoint()
+    options = {"num_steps": 1, "folder": tmp_path, "saved": nothing, "progress": False}
+    with pytest.raises(ValueError, match="saved and a state of plain pytrees"):
+        train(strategy, linen_step, make_linen_state(), ones(), **options)
+
+
 def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy):
     found, _ = run(strategy, data=ones(3), num_steps=8)
     np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)

@@ -102,7 +102,7 @@ def split_files(names: Sequence[str]) -> tuple[list[str], list[str]]:
 def spread_windows(text: np.ndarray, length: int, num_windows: int) -> np.ndarray:
     """At most `num_windows` windows `[windows, length + 1]`, spread evenly over `text`.
 
-    Windows overlap by one byte at most, so that no byte is predicted twice: the first byte of a
+    Windows overlap by one byte (or token) at most, so that none is predicted twice: the first of a
     window is only read.
 
     Raises:
@@ -111,8 +111,9 @@ def spread_windows(text: np.ndarray, length: int, num_windows: int) -> np.ndarra
     num_available = (len(text) - 1) // length
     if num_available < 1:
         raise ValueError(
-            f"The held-out text has {len(text)} bytes, fewer than one window of {length} + 1. Give "
-            f"more text, or a smaller --sequence-length."
+            f"The held-out text has {len(text)} {'bytes' if text.dtype == np.uint8 else 'tokens'}, "
+            f"fewer than one window of {length} + 1. Give more text, or a smaller "
+            f"--sequence-length."
         )
     num_windows = min(num_windows, num_available)
     starts = np.arange(num_windows) * num_available // num_windows * length

@@ -26,6 +26,7 @@ from tpudist.xla import goodput as time_records
 from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
 if TYPE_CHECKING:
+    from tpudist.checkpoint import Checkpoint
     from tpudist.options import RunOptions
 
 CHECKPOINTS = "checkpoints"
@@ -48,6 +49,7 @@ def train(
     folder: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     max_to_keep: int | None = 3,
+    saved: Checkpoint | None = None,
     writers: Sequence[MetricsWriter] | None = None,
     progress: bool | Display = True,
     items: tuple[str, int] | None = None,
@@ -95,6 +97,8 @@ def train(
             data, are refused.
         checkpoint_every: Steps between two checkpoints; by default there is one at the end only.
         max_to_keep: How many checkpoints to keep; None keeps all.
+        saved: What of a state that changes in place is in checkpoints, if not all: the adapters of
+            a pretrained model, say, whose other weights are loaded anew.
         writers: Where metrics go, instead of into the `folder`; they are not closed at the end.
         progress: Whether to show it: a bar on a terminal, lines elsewhere, of the first process.
         items: What a global batch holds, and how many of it, as `("tokens", 4096)`: throughput is
@@ -123,18 +127,24 @@ def train(
         SystemExit: See `exit_when_preempted`.
     """
     begun_s = time.perf_counter()
-    _check_options(folder, checkpoint_every, evaluate, evaluate_every, goodput)
+    _check_options(folder, checkpoint_every, evaluate, evaluate_every, goodput, saved)
     passes = Passes(strategy, data)
     total = count_steps(passes, num_steps, num_epochs)
     is_first = jax.process_index() == 0
-    history, step_state = History(), StepState(state, passes)
-    step_state.checkpoint.history = history
+    history, step_state = History(), StepState(state)
+    if saved is not None and not step_state.is_changed_in_place:
+        raise ValueError(
+            "train was given saved and a state of plain pytrees, of which each step gives new ones "
+            "back: what is saved would stay what it was. Leave saved out; all of it is saved then."
+        )
+    kept_state: Any = step_state.checkpoint if saved is None else saved
+    kept_state.step, kept_state.batches, kept_state.history = 0, passes.batches, history
     if goodput and folder is not None:
         time_records.record_goodput(folder)
     checkpoints = None
     if folder is not None:
         checkpoints = RunCheckpoints(
-            step_state.checkpoint,
+            kept_state,
             history,
             Path(folder) / CHECKPOINTS,
             every=checkpoint_every or 0,
@@ -149,6 +159,7 @@ def train(
     run = _Run(
         strategy, step, step_state, passes, total, display, kept, checkpoints, history, options
     )
+    run.kept_state = kept_state
     run.items, run.format_metrics = items, format_metrics or _format_metrics
     stop = StopOnInterrupt(lambda: display.phase("stopping"))
     wants = should_stop or (lambda: False)
@@ -169,7 +180,7 @@ def train(
                 writer.close()
         if not is_given:
             display.close()
-    history.state, step_state.checkpoint.step = step_state.value, history.num_steps
+    history.state, kept_state.step = step_state.value, history.num_steps
     history.total_s = time.perf_counter() - begun_s
     if not is_given:
         run.report_end()
@@ -198,6 +209,7 @@ class _Run:
         self.checkpoints = checkpoints
         self.started = history.num_steps
         self.items: tuple[str, int] | None = None
+        self.kept_state: Any = state.checkpoint
         self.format_metrics: Callable[[str, Mapping[str, float]], str] = _format_metrics
         self._strategy, self._step, self._options = strategy, step, options
         self._state, self._passes, self._writers = state, passes, writers
@@ -255,7 +267,7 @@ class _Run:
     def start(self) -> None:
         """Takes a batch, and starts a step on it."""
         batch, waited_s = self._passes.next_batch(self.started, self.num_steps)
-        self._state.checkpoint.batches = self._passes.batches
+        self.kept_state.batches = self._passes.batches
         args = (*self._state.parts, batch)
         result = self._strategy.run(self._step, args=args, options=self._options)
         metrics = self._state.take(result)
@@ -371,12 +383,14 @@ def _check_options(
     evaluate: Any,
     evaluate_every: int | None,
     goodput: bool,
+    saved: Checkpoint | None,
 ) -> None:
     for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if value is not None and not is_count:
             raise ValueError(f"train was given {name}={value!r}. Give a whole number from 1.")
-    for name, value in (("checkpoint_every", checkpoint_every), ("goodput", goodput)):
+    needing = {"checkpoint_every": checkpoint_every, "goodput": goodput, "saved": saved}
+    for name, value in needing.items():
         if value and folder is None:
             raise ValueError(
                 f"train was given {name}={value!r} and no folder to keep anything in. Give "

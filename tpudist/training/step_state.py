@@ -13,7 +13,6 @@ from flax import nnx
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.train_state import TrainState
 from tpudist.training import step_results
-from tpudist.training.passes import Passes
 
 _OF_THE_RUN = ("step", "batches", "history")
 _NAMES = ("model", "optimizer")
@@ -24,26 +23,25 @@ class StepState:
     """What the step is given before the batch.
 
     Attributes:
-        checkpoint: It, the position in the data and the number of the step, by name.
+        checkpoint: It, by the names that it has in checkpoints.
+        is_changed_in_place: Whether there is anything that a step can change without returning it.
     """
 
-    def __init__(self, state: Any, passes: Passes):
+    def __init__(self, state: Any):
         """Of what `train` was given as `state`."""
         self._given = state
         if isinstance(state, Container):
             objects = state.checkpoint_objects()
             self._names = [k for k, x in objects.items() if k not in _OF_THE_RUN and x is not None]
             self.checkpoint: Any = state
-            self.checkpoint.step = getattr(state, "step", None) or 0
         else:
             parts = state if type(state) is tuple else (state,)
             self._names = [*_NAMES, *(f"state_{i}" for i in range(2, len(parts)))][: len(parts)]
             if type(state) is not tuple and not isinstance(state, _OBJECT_TYPES):
                 self._names = ["state"]
             self.checkpoint = TrainState(**dict(zip(self._names, parts, strict=True)))
-        self.checkpoint.batches = passes.batches
-        self._is_changed_in_place = not self.parts or any(map(_holds_objects, self.parts))
-        if not self._is_changed_in_place:
+        self.is_changed_in_place = not self.parts or any(map(_holds_objects, self.parts))
+        if not self.is_changed_in_place:
             for name, part in zip(self._names, self.parts, strict=True):
                 # Steps give back arrays in the place of numbers, and so do checkpoints.
                 setattr(self.checkpoint, name, jax.tree.map(_to_array, part))
@@ -68,7 +66,7 @@ class StepState:
                 that does not change in place.
         """
         if isinstance(result, Mapping):
-            if not self._is_changed_in_place:
+            if not self.is_changed_in_place:
                 step_results.refuse_metrics_alone(self._names)
             return result
         if not (type(result) is tuple and len(result) == 2 and isinstance(result[1], Mapping)):

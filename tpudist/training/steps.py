@@ -19,13 +19,15 @@ PyTree = Any
 
 
 def make_train_step(
-    nats: Callable[[Any, PyTree], jax.Array], num_microbatches: int = 1
+    nats: Callable[[Any, PyTree], jax.Array], num_microbatches: int = 1, *, wrt: Any = nnx.Param
 ) -> Callable[..., jax.Array]:
     """`step(model, optimizer, batch)`: one update; gives the loss of the global batch in nats.
 
     Args:
         nats: `nats(model, batch)`, the loss of each example of a replica's batch, `[batch]`.
         num_microbatches: Parts that a replica's batch is computed in, one after the other.
+        wrt: Which of the model's Variables are trained, as an NNX filter; the optimizer is made
+            with the same one.
     """
 
     def train_step(model: Any, optimizer: Any, batch: PyTree) -> jax.Array:
@@ -33,9 +35,10 @@ def make_train_step(
             return losses.compute_average_loss(nats(model, batch))
 
         if num_microbatches == 1:
-            loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+            of_trained = nnx.DiffState(0, wrt)
+            loss, grads = nnx.value_and_grad(loss_fn, argnums=of_trained)(model, batch)
         else:
-            in_parts = value_and_grad_in_microbatches(loss_fn, num_microbatches)
+            in_parts = value_and_grad_in_microbatches(loss_fn, num_microbatches, wrt=wrt)
             loss, grads = in_parts(model, batch)
         optimizer.update(model, grads)  # sums the gradients over the replicas
         return context.get_replica_context().all_reduce("sum", loss)
