@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,12 +23,12 @@ import tyro
 from flax import nnx
 
 import tpudist
-from experiment import arguments, folder, generate, report, summary
+from experiment import arguments, devices, folder, generate, report, summary
 from experiment.baselines import baselines
 from experiment.batches import InOrder, RandomWindows, ShuffledEpochs
 from experiment.config import Config, check, facts
 from experiment.digits import load_digits
-from experiment.optimizers import adamw_with_clipping, warmup_cosine
+from experiment.optimizers import adamw_with_clipping
 from experiment.units import Unit, UnitWriter
 from tpudist.checkpoint import CheckpointError
 from tpudist.models import ConvNet, ConvNetConfig, Transformer, TransformerConfig, next_token_nats
@@ -37,20 +36,11 @@ from tpudist.models.convnet import label_nats
 from tpudist.training import interrupt, metrics_writers
 from tpudist.training.compilation_cache import enable_compilation_cache
 from tpudist.training.corpus import load_corpus, spread_windows
-from tpudist.training.display import Display, clock, make_display
-from tpudist.training.history import History
+from tpudist.training.display import Display, make_display
 from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.loop import train
 from tpudist.training.steps import evaluate, make_evaluation_step, make_train_step
-from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
-NUM_EMULATED = 8
-EXIT_CODES = {
-    "finished": 0,
-    "diverged": 1,
-    "interrupted": interrupt.EXIT_CODE,
-    "preempted": EXIT_PREEMPTED,
-}
 BATCH_SIZES = {"text": 16, "digits": 128}
 
 
@@ -160,42 +150,6 @@ def digits_job(config: Config) -> Job:
     )
 
 
-def emulate(config: Config) -> str | None:
-    """Emulates devices if that is asked for, or if there is nothing else; says why."""
-    if config.emulate is not None:
-        if config.emulate:
-            tpudist.emulate(config.emulate)
-        return "as asked" if config.emulate else None
-    if "TPUDIST_EMULATE" in os.environ:
-        tpudist.emulate()
-        return "as TPUDIST_EMULATE asks"
-    if arguments.has_accelerator():
-        return None
-    tpudist.emulate(NUM_EMULATED)
-    return "no accelerator in sight; --emulate 0 uses the CPU as it is"
-
-
-def make_strategy(config: Config, axes: dict[str, int]) -> tpudist.Strategy:
-    """The strategy asked for, or what fits the devices there are."""
-    kind = config.strategy
-    if kind == "auto":
-        if axes:
-            kind = "tpu"
-        elif "TF_CONFIG" in os.environ:
-            kind = "multi_worker"
-        elif jax.default_backend() == "tpu":
-            kind = "tpu"
-        else:
-            kind = "mirrored" if jax.device_count() > 1 else "one_device"
-    make = {
-        "tpu": lambda: tpudist.TPUStrategy(replica_axes=axes or None),
-        "multi_worker": tpudist.MultiWorkerMirroredStrategy,
-        "mirrored": tpudist.MirroredStrategy,
-        "one_device": tpudist.OneDeviceStrategy,
-    }
-    return make[kind]()
-
-
 def make_state(config: Config, job: Job, strategy: tpudist.Strategy) -> tuple[Any, Any]:
     """A model and its optimizer."""
     memory = config.optimizer.optimizer_memory
@@ -211,27 +165,6 @@ def make_state(config: Config, job: Job, strategy: tpudist.Strategy) -> tuple[An
             memory_kind=None if memory == "device" else memory,
         )
     return model, optimizer
-
-
-def tell_start(config: Config, begun: folder.RunStart, display: Display, history: History) -> None:
-    """Says what becomes of a run that goes on, beside from where."""
-    done, now = history.num_steps, config.steps
-    if not begun.goes_on:
-        return
-    if done == now:
-        display.say(
-            "To train longer, give more --steps; to train another model, another --out, or "
-            "--resume never."
-        )
-    elif begun.planned_steps != now:
-        before_rate, rate = (
-            float(warmup_cosine(config.optimizer.learning_rate, num_steps)(done))
-            for num_steps in (begun.planned_steps, now)
-        )
-        display.say(
-            f"It was planned for {begun.planned_steps} steps, and its learning rate to fall over "
-            f"them: stretched over {now}, it is {rate:.2g} from here, not {before_rate:.2g}."
-        )
 
 
 def run(
@@ -275,7 +208,9 @@ def run(
             progress=display,
             items=(job.unit.items, job.unit.items_per_step),
             format_metrics=job.unit.format,
-            on_start=lambda history: tell_start(config, begun, display, history),
+            on_start=lambda history: report.tell_start(
+                config.steps, config.optimizer.learning_rate, begun, display, history
+            ),
             exit_when_preempted=False,
         )
         rows = report.rows(strategy, model, optimizer, history, job.unit, job.baselines)
@@ -289,22 +224,9 @@ def run(
             display.close()
             display.text("What it writes", job.prompt, text)
     display.close()
-    took = "total time" if not history.resumed_at else "time since then"
-    rows = [("data", job.source), *rows, (took, clock(time.perf_counter() - begun_s))]
-    if out is not None:
-        title = f"{config.task}, {strategy}"
-        written = report.write(out, history, job.unit, job.baselines, config, title)
-        rows.append(("written", ", ".join(written)))
-        if missing := report.list_skipped_files():
-            rows.append(("not written", ", ".join(missing)))
-    display.table(f"{history.ended.capitalize()} after {history.num_steps} steps", rows)
-    if history.ended == "diverged":
-        display.say(
-            "The loss is not a number any more: try a smaller --learning-rate, and another --out."
-        )
-    elif history.ended != "finished":
-        display.say("The same command goes on from here.")
-    return EXIT_CODES[history.ended]
+    rows.insert(0, ("data", job.source))
+    title = f"{config.task}, {strategy}"
+    return report.finish(config, history, job.unit, job.baselines, rows, title, display, begun_s)
 
 
 def write_text(config: Config, job: Job, strategy: tpudist.Strategy, model: Any) -> str:
@@ -329,9 +251,9 @@ def main(args: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         try:
             axes = check(config)
-            emulated = emulate(config)
+            emulated = devices.emulate(config.emulate)
             job = text_job(config) if config.task == "text" else digits_job(config)
-            strategy = make_strategy(config, axes)
+            strategy = devices.make_strategy(config.strategy, axes)
             arguments.check_split(job.dims, strategy.logical_axis_rules, strategy.mesh.shape)
             replicas = strategy.num_replicas_in_sync
             arguments.check_microbatches(config.microbatches, config.batch_size, replicas)

@@ -15,6 +15,10 @@ import numpy as np
 Batch = dict[str, np.ndarray]
 
 
+def _name_items(text: np.ndarray) -> str:
+    return "bytes" if text.dtype == np.uint8 else "tokens"
+
+
 def _generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
 
@@ -44,9 +48,9 @@ class RandomWindows:
     """Batches `{"tokens": [batch_size, length + 1]}` of windows that start anywhere in a text."""
 
     text: np.ndarray
-    """`[bytes]` uint8."""
+    """`[bytes]` uint8, or `[tokens]` int32."""
     length: int
-    """Bytes predicted per window; a window has one more."""
+    """Bytes or tokens predicted per window; a window has one more."""
     batch_size: int
     """Windows per global batch."""
     seed: int
@@ -58,8 +62,8 @@ class RandomWindows:
         """Refuses a text without a window."""
         if len(self.text) <= self.length:
             raise ValueError(
-                f"The training text has {len(self.text)} bytes, fewer than one window of "
-                f"{self.length} + 1. Give more text, or a smaller --sequence-length."
+                f"The training text has {len(self.text)} {_name_items(self.text)}, fewer than one "
+                f"window of {self.length} + 1. Give more text, or a smaller --sequence-length."
             )
 
     def __len__(self) -> int:

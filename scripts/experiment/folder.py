@@ -30,6 +30,7 @@ Resume = Literal["auto", "never", "must"]
 
 CHECKPOINTS = "checkpoints"
 FILES = ("run.json", CHECKPOINTS, "metrics.jsonl", "summary.json", "curves.png", "tensorboard")
+FILES += ("before.json", "model")
 """What a run writes; nothing else in its folder is touched."""
 
 
@@ -128,6 +129,12 @@ def agree(decide: Callable[[], RunStart]) -> RunStart:
     if "refused" in said:
         raise ValueError(said["refused"])
     return RunStart(**said["begun"])
+
+
+def agree_on(ask: Callable[[], bool]) -> bool:
+    """What process 0 answers, in every process."""
+    answer = str(ask()) if jax.process_index() == 0 else ""
+    return coordination.Channel("training/question").exchange(answer)[0] == "True"
 
 
 @contextmanager

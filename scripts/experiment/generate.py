@@ -1,8 +1,8 @@
-"""Text from a model that predicts bytes: one compiled program, whatever the length of the text."""
+"""Text from a model that predicts bytes or tokens: one compiled program, whatever its length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,49 +23,74 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> bytes:
-    """Draws `num_bytes` bytes that go on from `prompt`, the same on every replica.
-
-    Args:
-        strategy: What runs the model, wherever its variables live.
-        logits: `logits(model, tokens)` of the next byte after each of `tokens` `[1, window]`, as
-            `[1, window, 256]`.
-        model: Passed to `logits`.
-        prompt: At least one byte; the last `window` bytes count.
-        num_bytes: How many bytes to draw.
-        window: How many bytes the model sees. Its whole window is computed for each byte: there is
-            no cache, and none is needed for a few hundred bytes.
-        temperature: 1 draws by the model's probabilities; smaller prefers what is likely.
-        seed: Which draw.
-    """
+    """Draws `num_bytes` bytes that go on from `prompt`; see `generate_tokens`."""
     if not prompt:
         raise ValueError(
             "generate was given an empty prompt. Give it a byte at least, such as b'\\n'."
         )
+    drawn = generate_tokens(
+        strategy,
+        logits,
+        model,
+        list(prompt),
+        num_tokens=num_bytes,
+        window=window,
+        temperature=temperature,
+        seed=seed,
+    )
+    return bytes(drawn)
+
+
+def generate_tokens(
+    strategy: Strategy,
+    logits: Callable[[Any, jax.Array], jax.Array],
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    window: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> list[int]:
+    """Draws `num_tokens` tokens that go on from `prompt`, the same on every replica.
+
+    Args:
+        strategy: What runs the model, wherever its variables live.
+        logits: `logits(model, tokens)` of the next token after each of `tokens` `[1, window]`, as
+            `[1, window, vocabulary]`.
+        model: Passed to `logits`.
+        prompt: At least one token; the last `window` count.
+        num_tokens: How many to draw.
+        window: How many tokens the model sees. Its whole window is computed for each token: there
+            is no cache, and none is needed for a few hundred.
+        temperature: 1 draws by the model's probabilities; smaller prefers what is likely.
+        seed: Which draw.
+    """
     if temperature <= 0:
         raise ValueError(f"generate was given temperature={temperature}. It must be positive.")
-    seen = np.frombuffer(prompt[-window:], np.uint8).astype(np.int32)
+    seen = np.asarray(prompt[-window:], np.int32)
     tokens = np.zeros((1, window), np.int32)
     tokens[0, : len(seen)] = seen
 
     def draw(model: Any, tokens: jax.Array, length: jax.Array, seed: jax.Array) -> jax.Array:
-        def next_byte(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> Any:
+        def next_token(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> Any:
             tokens, length = carry
             at = jax.lax.dynamic_index_in_dim(logits(model, tokens)[0], length - 1, keepdims=False)
-            byte = jax.random.categorical(key, at.astype(jnp.float32) / temperature)
-            # A full window moves on by one byte; a window that is not yet full grows.
+            token = jax.random.categorical(key, at.astype(jnp.float32) / temperature)
+            # A full window moves on by one token; a window that is not yet full grows.
             full = length == window
             tokens = jnp.where(full, jnp.roll(tokens, -1, axis=1), tokens)
             length = jnp.where(full, length, length + 1)
-            return (tokens.at[0, length - 1].set(byte), length), byte
+            return (tokens.at[0, length - 1].set(token), length), token
 
-        keys = jax.random.split(jax.random.key(seed), num_bytes)
-        return jax.lax.scan(next_byte, (tokens, length), keys)[1]
+        keys = jax.random.split(jax.random.key(seed), num_tokens)
+        return jax.lax.scan(next_token, (tokens, length), keys)[1]
 
     drawn = strategy.run(
         draw,
         args=(model, jnp.asarray(tokens), jnp.asarray(len(seen)), jnp.asarray(seed)),
     )
-    return np.asarray(drawn).astype(np.uint8).tobytes()
+    return np.asarray(drawn).tolist()
 
 
 def printable(text: bytes) -> str:

@@ -6,17 +6,85 @@ import dataclasses
 import json
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiment import curves
+import jax
+
+from experiment import curves, folder
+from experiment.optimizers import warmup_cosine
 from experiment.summary import count_parameters, describe_mesh, describe_placement
 from experiment.units import Unit
 from tpudist.strategy.strategy import Strategy
-from tpudist.training import metrics_writers
+from tpudist.training import interrupt, metrics_writers
+from tpudist.training.display import Display, clock
 from tpudist.training.history import History
 from tpudist.xla import compile_log
+from tpudist.xla.preemption_service import EXIT_PREEMPTED
+
+EXIT_CODES = {
+    "finished": 0,
+    "diverged": 1,
+    "interrupted": interrupt.EXIT_CODE,
+    "preempted": EXIT_PREEMPTED,
+}
+
+
+def tell_start(
+    num_steps: int,
+    learning_rate: float,
+    begun: folder.RunStart,
+    display: Display,
+    history: History,
+) -> None:
+    """Says what becomes of a run that goes on, beside from where."""
+    done = history.num_steps
+    if not begun.goes_on:
+        return
+    if done == num_steps:
+        display.say(
+            "To train longer, give more --steps; to train another model, another --out, or "
+            "--resume never."
+        )
+    elif begun.planned_steps != num_steps:
+        before, now = (
+            float(warmup_cosine(learning_rate, planned)(done))
+            for planned in (begun.planned_steps, num_steps)
+        )
+        display.say(
+            f"It was planned for {begun.planned_steps} steps, and its learning rate to fall over "
+            f"them: stretched over {num_steps}, it is {now:.2g} from here, not {before:.2g}."
+        )
+
+
+def finish(
+    config: Any,
+    history: History,
+    unit: Unit,
+    baselines: Mapping[str, float],
+    rows: list[tuple[str, str]],
+    title: str,
+    display: Display,
+    begun_s: float,
+) -> int:
+    """Writes and shows what came of a run; returns the exit code."""
+    took = "total time" if not history.resumed_at else "time since then"
+    rows = [*rows, (took, clock(time.perf_counter() - begun_s))]
+    if jax.process_index() == 0:
+        written = write(config.out, history, unit, baselines, config, title)
+        rows.append(("written", ", ".join(written)))
+        if missing := list_skipped_files():
+            rows.append(("not written", ", ".join(missing)))
+    display.table(f"{history.ended.capitalize()} after {history.num_steps} steps", rows)
+    if history.ended == "diverged":
+        display.say(
+            "The loss is not a number any more: try a smaller --learning-rate, and another --out."
+        )
+    elif history.ended != "finished":
+        display.say("The same command goes on from here.")
+    return EXIT_CODES[history.ended]
 
 
 def rows(
@@ -69,7 +137,7 @@ def rows(
 
 
 def write(
-    folder: Path,
+    out: Path,
     history: History,
     unit: Unit,
     baselines: Mapping[str, float],
@@ -92,15 +160,17 @@ def write(
         "compile_s": {record.function: record.seconds for record in compile_log.compile_log()},
         "config": dataclasses.asdict(config),
     }
-    (folder / "summary.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
+    (out / "summary.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
     written = ["metrics.jsonl", "summary.json"]
-    if (folder / "checkpoints").exists():
+    if (out / "checkpoints").exists():
         written.append("checkpoints/")
+    if (out / "model").exists():
+        written.append("model/")
     if metrics_writers.has_tensorboard():
         written.append("tensorboard/")
     if curves.has_matplotlib():
         curves.draw_curves(
-            folder / "curves.png",
+            out / "curves.png",
             [
                 (step, loss * unit.per_nat)
                 for step, loss in enumerate(history.losses, start=history.first_step)
@@ -111,7 +181,7 @@ def write(
             title=title,
         )
         written.append("curves.png")
-    return [str(folder / name) for name in written]
+    return [str(out / name) for name in written]
 
 
 def list_skipped_files() -> list[str]:

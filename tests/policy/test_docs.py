@@ -62,6 +62,15 @@ def test_the_snippets_about_the_training_loop_run_one_after_the_other(tmp_path):
     assert "step 60/60  held out distance " in printed
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_program_that_fine_tunes_learns(tmp_path):
+    printed = run("finetuning.md", tmp_path)
+    before, after = re.search(r"from (\S+) to (\S+) nats a byte", printed).groups()
+    assert float(after) < float(before) - 0.5
+    assert (tmp_path / "finetuned" / "model.safetensors").exists()
+
+
 @pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess

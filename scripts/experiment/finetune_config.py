@@ -1,0 +1,128 @@
+"""What a run of scripts/finetune.py may be asked for, and what may change when it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from experiment import arguments, folder
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """Fine-tunes a pretrained language model on text of yours, with any tpudist strategy."""
+
+    model: Path | None = None
+    """Folder of the model: config.json, safetensors and tokenizer.json, of the families that
+    tpudist.models.load_pretrained knows. By default a tiny one, which is made first."""
+    text: tuple[Path, ...] = ()
+    """Files of text, or folders of them. By default what Python's help() says of its language."""
+    lora: int = 0
+    """Rank of low-rank adapters to train in the place of all weights; 0 trains all weights."""
+    lora_alpha: float = 16.0
+    """What the adapters add is multiplied by this over their rank."""
+    strategy: Literal["auto", "one_device", "mirrored", "tpu", "multi_worker"] = "auto"
+    """Where replicas live. Auto: tpu on TPUs or with --replica-axes, multi_worker with TF_CONFIG,
+    else mirrored on several devices and one_device on one."""
+    emulate: int | None = None
+    """Emulate so many devices on the CPU; 0 for none. By default 8 if there is no accelerator."""
+    replica_axes: str = ""
+    """Mesh axes inside a replica, such as fsdp=4,tensor=2, for --strategy tpu."""
+    steps: int = 200
+    """Training steps."""
+    batch_size: int = 16
+    """Windows of text in a global batch, all replicas together."""
+    sequence_length: int = 128
+    """Tokens the model sees at once."""
+    microbatches: int = 1
+    """Parts that each replica computes its examples in, one after the other, to save memory."""
+    learning_rate: float = 1e-3
+    """The highest learning rate. Large models take less: about 1e-5 for all weights, 2e-4 for
+    adapters."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_norm: float = 1.0
+    """The largest norm of a gradient."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What to compute in; auto is bfloat16, but float32 on CPU. Weights that are trained are
+    float32, those that adapters stand beside keep the dtype of their files."""
+    remat: str = "none"
+    """What the backward pass recomputes: none, full, dots or another policy of
+    tpudist.models.parts.remat."""
+    seed: int = 0
+    """Decides the order of the data, and the first values of adapters."""
+    out: Path = Path("runs/finetune")
+    """Folder for checkpoints, metrics, TensorBoard events, curves, the summary, and in model/ the
+    weights that come of it, adapters merged, with its configuration and tokenizer."""
+    resume: folder.Resume = "auto"
+    """Auto: go on exactly where the checkpoints in --out end, or start if there are none; devices
+    and strategy may be others. Never: start anew; what is there moves to earlier-1 beside it. Must:
+    go on, or fail."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; 0 for one at the end only. Ctrl-C and SIGTERM save one too."""
+    evaluations: int = 4
+    """How often the held-out loss is measured, evenly spaced; the last time at the end."""
+    held_out_windows: int = 128
+    """At most so many windows of held-out text are judged."""
+    prompt: str | None = None
+    """What the texts written before and after go on from; by default a held-out beginning."""
+    sample_tokens: int = 60
+    """Length of these texts; 0 for none."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder for the next run."""
+
+
+MAY_CHANGE = {
+    *("strategy", "emulate", "replica_axes", "remat", "compilation_cache", "microbatches"),
+    *("out", "resume", "checkpoint_every", "evaluations", "prompt", "sample_tokens"),
+    *("steps", "text", "model"),  # judged by more than their values: see folder.begin and digests
+}
+"""Options that may be others when a run goes on; any other one would make it another run."""
+
+
+def facts(config: FinetuneConfig, text_digest: str, model_digest: str) -> dict[str, Any]:
+    """What the numbers of a run depend on, by option: must not change when it goes on."""
+    options = dataclasses.asdict(config)
+    kept = {name: value for name, value in options.items() if name not in MAY_CHANGE}
+    return {f"--{name.replace('_', '-')}": value for name, value in kept.items()} | {
+        "the training and held-out text": text_digest,
+        "the model": model_digest,
+    }
+
+
+def check(config: FinetuneConfig) -> dict[str, int]:
+    """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
+    axes = arguments.parse_axes(config.replica_axes)
+    if axes and config.strategy not in ("auto", "tpu"):
+        raise ValueError(
+            f"--replica-axes {config.replica_axes} was given with --strategy {config.strategy}, "
+            f"whose replicas are one device each. Use --strategy tpu, or leave the axes out."
+        )
+    arguments.check_positive(
+        {
+            "steps": config.steps,
+            "batch-size": config.batch_size,
+            "sequence-length": config.sequence_length,
+            "microbatches": config.microbatches,
+            "evaluations": config.evaluations,
+            "held-out-windows": config.held_out_windows,
+            "learning-rate": config.learning_rate,
+            "clip-norm": config.clip_norm,
+            "lora-alpha": config.lora_alpha,
+        }
+    )
+    arguments.check_not_negative(
+        {
+            "lora": config.lora,
+            "seed": config.seed,
+            "sample-tokens": config.sample_tokens,
+            "weight-decay": config.weight_decay,
+            "checkpoint-every": config.checkpoint_every,
+        }
+    )
+    if config.prompt == "":
+        raise ValueError("--prompt is empty. Give it a word at least, or leave it out.")
+    arguments.check_folder(config.out)
+    return axes

@@ -1,0 +1,126 @@
+"""Text of one's own as tokens: files or folders, what is trained on and what is held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HELD_OUT_SHARE = 0.05
+"""At least so much of the tokens is held out."""
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """Tokens to train on and tokens to judge by, from different documents."""
+
+    train: np.ndarray
+    """`[tokens]` int32: the documents, one after the other."""
+    held_out: np.ndarray
+    """`[tokens]` int32: those held out, or the end of the only one."""
+    source: str
+    """Where the text comes from, for people."""
+
+
+def read_documents(paths: Sequence[Path]) -> dict[str, str]:
+    """The text of files, and of all files in folders, by name.
+
+    Of a folder, what is hidden or no text in UTF-8 is left out.
+
+    Raises:
+        ValueError: A path is not there, a file named by itself is no text, or nothing is left.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"--text {path} does not exist. Name a file of text, or a folder.")
+        if path.is_file():
+            text = _read(path)
+            if text is None:
+                raise ValueError(f"--text {path} is no text in UTF-8. Convert it, or leave it out.")
+            found[str(path)] = text
+            continue
+        for file in sorted(path.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file() and not hidden and (text := _read(file)) is not None:
+                found[str(file)] = text
+    if not any(text.strip() for text in found.values()):
+        raise ValueError(
+            f"--text {' '.join(map(str, paths))} has no text in UTF-8. Name files or folders of "
+            f"text."
+        )
+    return found
+
+
+def python_topics() -> dict[str, str]:
+    """What Python's `help()` says of its language, by topic: English that every machine has."""
+    from pydoc_data.topics import topics
+
+    return dict(topics)
+
+
+def tokenize(
+    documents: dict[str, str], tokenizer: Any, *, vocabulary: int, end: int | None, source: str
+) -> TokenText:
+    """Documents as tokens; some are held out, by their names, or the end of the only one.
+
+    Args:
+        documents: By name.
+        tokenizer: Of the package `tokenizers`; what it adds to a document stays.
+        vocabulary: How many tokens the model knows.
+        end: The token that ends a document, if the model has one.
+        source: Where they come from, for people.
+
+    Raises:
+        ValueError: The tokenizer has tokens that the model does not know.
+    """
+    names = [name for name, text in documents.items() if text.strip()]
+    tokens: dict[str, np.ndarray] = {}
+    for name, encoded in zip(
+        names, tokenizer.encode_batch([documents[name] for name in names]), strict=True
+    ):
+        ids = list(encoded.ids)
+        if end is not None and ids[-1:] != [end]:
+            ids.append(end)
+        tokens[name] = np.asarray(ids, np.int32)
+    highest = max(int(ids.max()) for ids in tokens.values() if len(ids))
+    if highest >= vocabulary:
+        raise ValueError(
+            f"The tokenizer gives token {highest}, but the model knows {vocabulary} tokens. The "
+            f"tokenizer.json in its folder is that of another model: fetch both anew."
+        )
+    if len(names) == 1:
+        (ids,) = tokens.values()
+        cut = max(1, round(len(ids) * (1 - HELD_OUT_SHARE)))
+        return TokenText(ids[:cut], ids[cut:], source)
+    held_out = choose_held_out({name: len(ids) for name, ids in tokens.items()})
+    sides = [[ids for name, ids in tokens.items() if (name in held_out) == out] for out in (0, 1)]
+    train, judged = map(np.concatenate, sides)
+    return TokenText(train, judged, source)
+
+
+def choose_held_out(lengths: Mapping[str, int]) -> set[str]:
+    """Of several documents those to hold out: by hashes of their names, until they are enough.
+
+    One document is trained on at least.
+    """
+    wanted = HELD_OUT_SHARE * sum(lengths.values())
+    chosen: set[str] = set()
+    for name in sorted(lengths, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if sum(lengths[x] for x in chosen) >= wanted or len(chosen) + 1 == len(lengths):
+            break
+        chosen.add(name)
+    return chosen
+
+
+def _read(file: Path) -> str | None:
+    """The text of a file; None if it is none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text else text

@@ -1,0 +1,214 @@
+"""scripts/finetune.py as people run it: what it learns, writes, goes on from and refuses."""
+
+import importlib.util
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiment import token_text
+from places import ROOT
+from tiny_models import make_tiny_model
+from tpudist.models import load_pretrained, load_tokenizer
+from train_runs import (
+    compiled_once,  # noqa: F401
+    lines_of,
+    losses_of,
+)
+
+SCRIPT = ROOT / "scripts" / "finetune.py"
+SMALL = ("--sequence-length", "16", "--batch-size", "8", "--sample-tokens", "6", "--emulate", "8")
+SMALL += ("--held-out-windows", "16", "--no-compilation-cache", "--learning-rate", "0.01")
+
+
+@pytest.fixture(scope="module")
+def finetune():
+    spec = importlib.util.spec_from_file_location("finetune_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a small model."""
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder of a few files."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(f"this is file number {i} of the text. " * 60)
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\xff")
+    (folder / ".hidden").write_text("a secret")
+    return folder
+
+
+def weights_of(folder) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_all_weights_are_trained_and_written_with_the_tokenizer(
+    finetune, model, text, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    args = ["--model", str(model), "--text", str(text), "--out", str(out), *SMALL]
+    assert finetune.main([*args, "--steps", "12", "--evaluations", "2"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "before: held out ",
+        "step 6/12  held out ",
+        "--- What it wrote before ---",
+        "--- What it writes ---",
+        f"{text}: 3 document(s)",
+        "all weights, ",
+        "  before baseline  ",
+        ", beaten by ",
+        f"{out}/model",
+    ):
+        assert part in shown
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["held_out"]["nats_per_token"] < summary["baselines"]["before"] - 0.1
+    assert [line["step"] for line in lines_of(out) if line["split"] == "held_out"] == [6, 12]
+    assert (out / "curves.png").exists()
+    before, after = weights_of(model), weights_of(out / "model")
+    assert before.keys() == after.keys()
+    assert not any(np.array_equal(before[name], after[name]) for name in before)
+    assert load_tokenizer(out / "model").encode("this is").ids == (
+        load_tokenizer(model).encode("this is").ids
+    )
+    # What was measured is what the files compute.
+    loaded = load_pretrained(out / "model")
+    tokenizer, documents = load_tokenizer(model), token_text.read_documents([text])
+    end = json.loads((model / "config.json").read_text())["eos_token_id"]
+    tokens = token_text.tokenize(documents, tokenizer, vocabulary=300, end=end, source="")
+    windows = finetune.spread_windows(tokens.held_out, 16, 16)
+    nats = jax.jit(finetune.next_token_nats)(loaded, windows).mean()
+    assert float(nats) == pytest.approx(summary["held_out"]["nats_per_token"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
+    finetune, model, text, tmp_path, capsys
+):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    args = ["--model", str(model), "--text", str(text), *SMALL, "--lora", "2", "--steps", "8"]
+    args += ["--replica-axes", "fsdp=2", "--sample-tokens", "0"]
+    assert finetune.main([*args, "--out", str(whole)]) == 0
+    assert "adapters of rank 2, " in capsys.readouterr().out
+    original = finetune.train
+
+    def train(*args, **kwargs):
+        asked = iter([False] * 5)
+        return original(*args, should_stop=lambda: next(asked, True), **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "train", train)
+        assert finetune.main([*args, "--out", str(out)]) == 130
+    assert not (out / "model").exists()
+    capsys.readouterr()
+    assert finetune.main([*args, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "Goes on after step 5 of 8, from " in shown
+    assert "before: " not in shown
+    assert losses_of(out) == losses_of(whole)
+    for name, array in weights_of(whole / "model").items():
+        np.testing.assert_array_equal(weights_of(out / "model")[name], array)
+    changed = [
+        name
+        for name, array in weights_of(model).items()
+        if not np.array_equal(weights_of(out / "model")[name], array)
+    ]
+    assert changed
+    assert all(name.split(".")[-2].endswith("_proj") for name in changed)
+    saved = (out / "checkpoints" / "8").rglob("*")
+    assert sum(file.stat().st_size for file in saved if file.is_file()) < 400_000
+
+
+def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, capsys, monkeypatch):
+    made = []
+
+    def make(strategy, folder, display):
+        made.append(folder)
+        folder.symlink_to(model)
+
+    monkeypatch.setattr(finetune, "make_tiny_model", make)
+    args = ["--out", str(tmp_path / "out"), *SMALL, "--steps", "1", "--sample-tokens", "0"]
+    assert finetune.main(args) == 0
+    assert finetune.main(args) == 0
+    assert made == [tmp_path / "tiny-model"]
+    shown = capsys.readouterr().out
+    assert shown.startswith("Makes a tiny model in ")
+    assert "the topics of Python's help(): " in shown
+    assert "This run has finished" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--text", "nowhere"], "--text nowhere does not exist"),
+        (["--text", "picture"], "--text picture is no text in UTF-8"),
+        (["--text", "empty"], "--text empty has no text"),
+        (["--text", "short"], "text has [0-9]+ tokens, fewer than one window of 16"),
+        (["--model", "nowhere"], "nowhere/tokenizer.json does not exist"),
+        (["--lora", "-1"], "--lora is -1. It must be 0 or above"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--steps", "0"], "--steps is 0. It must be above 0"),
+        (["--strategy", "mirrored", "--replica-axes", "fsdp=2"], "Use --strategy tpu, or leave"),
+        (["--resume", "must"], "has no checkpoint to go on from"),
+    ],
+)
+def test_a_bad_option_is_refused_before_work_begins(
+    finetune, model, options, words, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetune, "run", None)
+    (tmp_path / "picture").write_bytes(b"\x89PNG\0\xff")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_text("few words")
+    assert finetune.main(["--model", str(model), *SMALL, *options]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == ""
+    assert caught.err.startswith("finetune.py: ")
+    assert re.search(words, caught.err)
+
+
+def test_documents_are_held_out_by_name_until_they_are_enough():
+    lengths = {f"{i}": 10 for i in range(100)}
+    chosen = token_text.choose_held_out(lengths)
+    assert len(chosen) == 5
+    assert token_text.choose_held_out(dict(reversed(lengths.items()))) == chosen
+    assert len(token_text.choose_held_out({"a": 1, "b": 100})) == 1
+    assert len(token_text.choose_held_out({"a": 100, "b": 1})) == 1
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def encode_batch(self, texts):
+        return [type("Encoding", (), {"ids": [ord(c) for c in text]}) for text in texts]
+
+
+def test_documents_end_with_the_token_that_says_so_and_unknown_tokens_are_refused():
+    found = token_text.tokenize({"only": "a" * 40}, Letters(), vocabulary=128, end=0, source="here")
+    assert found.train.tolist() == [97] * 39
+    assert found.held_out.tolist() == [97, 0]
+    with pytest.raises(ValueError, match="gives token 97, but the model knows 90 tokens"):
+        token_text.tokenize({"a": "a"}, Letters(), vocabulary=90, end=None, source="")
+
+
+def test_the_topics_of_help_are_text_that_every_machine_has():
+    topics = token_text.python_topics()
+    assert len(topics) > 50
+    assert "statement" in topics["assert"]
