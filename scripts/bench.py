@@ -37,6 +37,7 @@ from benchmarks import (
     servers,
     tables,
     tails,
+    weights,
 )
 from benchmarks.figures import Figure, show
 from tpudist.xla import topology
@@ -61,6 +62,7 @@ Suite = Literal[
     "tables",
     "servers",
     "imports",
+    "weights",
 ]
 
 
@@ -76,7 +78,8 @@ class Config:
     published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
     programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
     and with a state that is kept for survivors; rows of an embedding table by id; steps of
-    parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs."""
+    parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs;
+    pretrained weights that are read, against Orbax, and the memory that takes."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -95,6 +98,8 @@ class Config:
     """How many rows of 256 bytes the table of the tables suite has, twice."""
     checkpoint_megabytes: int = 500
     """Size of the state that the checkpoint suite saves and restores."""
+    weights_layers: int = 2
+    """How many layers of Llama-3.1-8B's size the weights suite reads and times."""
     tensorflow_python: Path | None = None
     """A Python that has TensorFlow, for the suites input (by default this one, if it has) and
     servers (which leaves TensorFlow out without)."""
@@ -156,6 +161,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return servers.figures(config.tensorflow_python)
     if suite == "imports":
         return imports.figures(config.import_repeats)
+    if suite == "weights":
+        return weights.figures(config.weights_layers)
     if suite == "scale":
         return scale.figures()
     return [
