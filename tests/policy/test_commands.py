@@ -65,9 +65,9 @@ def test_ci_installs_and_tests_as_readme_says():
 def test_ci_trains_and_has_the_quick_tests_as_readme_and_contributing_say():
     train, test, _ = (without_folder(commands) for commands in standing_alone())
     assert train[-1] in CI
-    assert f'{test[-1]} -m "not slow or notebook" --one-in 3' in CI
+    assert f'{test[-1]} -m "not slow or notebook" --one-in 6' in CI
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    assert "`--one-in 3`" in contributing
+    assert "`--one-in 6`" in contributing
     assert '`python -m pytest -m "not slow"`' in contributing
 
 
