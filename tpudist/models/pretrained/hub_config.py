@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpudist.models.pretrained.checkpoint_folder import CONFIG, read_json
-from tpudist.models.pretrained.refusal import refuse
+from tpudist.models.pretrained.config_error import refuse
 from tpudist.models.pretrained.rotary_config import parse_rotary, parse_scaling
 from tpudist.models.transformer_config import TransformerConfig
 

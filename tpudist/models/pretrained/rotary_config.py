@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from tpudist.models.parts.rotary_scaling import RotaryScaling
-from tpudist.models.pretrained.refusal import refuse
+from tpudist.models.pretrained.config_error import refuse
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -26,12 +26,12 @@ def parse_rotary(
     Raises:
         ValueError: They are of a kind that the transformer does not have.
     """
-    key, given = _scaling_of(values)
+    key, given = _read_object(values)
     base = float(given.get("rope_theta") or values.get("rope_theta") or 10_000.0)
     return base, parse_scaling(given, key, values, length_key)
 
 
-def _scaling_of(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _read_object(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if values.get("rope_parameters"):
         return "rope_parameters", values["rope_parameters"]
     return "rope_scaling", values.get("rope_scaling") or {}

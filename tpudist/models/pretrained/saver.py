@@ -25,8 +25,8 @@ from tpudist.models.pretrained.safetensors_file import (
 )
 from tpudist.models.pretrained.tensor_places import (
     TensorPlace,
+    output_place,
     tensor_places,
-    tied_output,
     variable_of,
 )
 from tpudist.models.pretrained.transposition import copy_tasks
@@ -127,7 +127,7 @@ def _imitate(model: Transformer, like: Path) -> dict[str, Header]:
         )
     places = {place.tensor: place for place in tensor_places(config)}
     if config.tied:
-        places[tied_output(config).tensor] = tied_output(config)
+        places[output_place(config).tensor] = output_place(config)
     files: dict[str, Header] = {}
     for file in weight_files(like):
         start, tensors = read_header(file)

@@ -88,7 +88,7 @@ def tensor_places(config: TransformerConfig) -> Iterator[TensorPlace]:
         yield TensorPlace(OUTPUT, shape, "unembedding", (None, None), shape, (1, 0))
 
 
-def tied_output(config: TransformerConfig) -> TensorPlace:
+def output_place(config: TransformerConfig) -> TensorPlace:
     """The last projection of a tied model, where a checkpoint has it though it is the embedding."""
     return _plain(OUTPUT, (config.vocabulary, config.embed_dim), "embedding")
 
