@@ -264,6 +264,7 @@ OF_OTHERS = {
     "_get_distributed_iterator": "keras/keras_internals.py",
     "_get_state_sharding_spec": "keras/keras_internals.py",
     "_initialize_layout": "keras/keras_internals.py",
+    "_initial_epoch": "keras/keras_internals.py",
     "_layout": "keras/keras_internals.py",
     "_symbolic_build": "keras/keras_internals.py",
     "_make_function": "keras/keras_internals.py",

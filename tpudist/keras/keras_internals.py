@@ -101,6 +101,21 @@ def build(model: Any, batch: Any) -> None:
     model._symbolic_build(data_batch=batch)
 
 
+def random_seed() -> int | None:
+    """The seed that the program has set for Keras; None if it has not."""
+    return importlib.import_module("keras.src.utils.rng_utils").get_random_seed()
+
+
+def is_of_arrays(adapter: Any) -> bool:
+    """Whether a source of batches slices arrays, by numbers that NumPy draws."""
+    return type(adapter).__name__ == "ArrayDataAdapter"
+
+
+def initial_epoch(model: Any) -> int:
+    """The epoch at which `fit` begins, if a callback has said so; else 0."""
+    return getattr(model, "_initial_epoch", None) or 0
+
+
 def layout_of(variable: Any) -> Any:
     """Where a variable was said to live: a TensorLayout or a sharding of JAX; None if nowhere."""
     return getattr(variable, "_layout", None)

@@ -9,7 +9,7 @@ import keras
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.keras import keras_internals, layout_map
+from tpudist.keras import keras_internals, layout_map, process_batches
 
 
 class MeshDistribution(keras.distribution.DataParallel):
@@ -39,6 +39,8 @@ class MeshDistribution(keras.distribution.DataParallel):
         flat = keras.distribution.DeviceMesh((self.mesh.size,), ["batch"], devices)
         super().__init__(device_mesh=flat, auto_shard_dataset=False)
         self.refusal = _why_not(strategy)
+        if self.refusal is None:
+            process_batches.agree_on_seed(strategy)
         replica_mesh = strategy.replica_mesh
         self._even_axes = self._in_use((replica_mesh.replica_axis, *replica_mesh.batch_axes))
         self._all_axes = self._in_use(tuple(map(str, self.mesh.axis_names)))

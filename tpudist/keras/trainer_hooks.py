@@ -6,6 +6,7 @@ real rows. Methods are replaced in Keras' classes, as users' models are bound to
 """
 
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ import jax
 
 from tpudist import context
 from tpudist.keras import (
+    chief_callbacks,
     distributed_input,
     distribution_in_force,
     keras_internals,
     layout_map,
+    process_batches,
     refusals,
     uneven_rows,
 )
@@ -53,6 +56,7 @@ def _hook_placement() -> None:
             found = distribution_in_force.current()
             if found is None:
                 return plain(data, layouts)
+            process_batches.agree_on_batch(found.strategy, data)
             return uneven_rows.place_batch(data, found)
 
         return place
@@ -69,7 +73,9 @@ def _batches_of(distribution: Any, adapter: Any) -> Iterator[Any] | None:
         return None
     batches = map(
         functools.partial(uneven_rows.place_batch, distribution=distribution),
-        adapter.get_jax_iterator(),
+        process_batches.iterate(distribution.strategy, adapter)
+        if not isinstance(adapter, distributed_input.DistributedAdapter)
+        else adapter.get_jax_iterator(),
     )
     # One ahead, so that the transfer overlaps the step; not on CPUs, where it gains nothing.
     on_cpu = distribution.strategy.replica_mesh.platform == "cpu"
@@ -178,7 +184,10 @@ def _hook_predict_on_batch() -> None:
     @functools.wraps(plain)
     def predict_on_batch(self, x):
         found = distribution_in_force.current()
-        return plain(self, x if found is None else uneven_rows.place_batch(x, found))
+        if found is None:
+            return plain(self, x)
+        process_batches.agree_on_batch(found.strategy, x)
+        return plain(self, uneven_rows.place_batch(x, found))
 
     owner.predict_on_batch = predict_on_batch
 
@@ -201,9 +210,22 @@ def _hook_training(name: str) -> None:
             )
         with distribution_in_force.enter(found):
             args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
+            if name == "fit" and found.strategy.replica_mesh.num_processes > 1:
+                args, kwargs = _of_this_process(plain, self, found, args, kwargs)
             return plain(self, *args, **kwargs)
 
     setattr(owner, name, train)
+
+
+def _of_this_process(
+    plain: Any, model: Any, distribution: MeshDistribution, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """The arguments of `fit` for one of several processes."""
+    bound = inspect.signature(plain).bind(model, *args, **kwargs)
+    process_batches.require_order(distribution.strategy, bound.arguments)
+    callbacks = bound.arguments.get("callbacks")
+    bound.arguments["callbacks"] = chief_callbacks.choose(distribution.strategy, model, callbacks)
+    return bound.args[1:], bound.kwargs
 
 
 def _require_hooked_functions(model: Any, distribution: MeshDistribution) -> None:

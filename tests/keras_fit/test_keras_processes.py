@@ -1,0 +1,120 @@
+"""Two processes train one Keras model as one device does, from the same data in both."""
+
+import numpy as np
+import pytest
+
+import keras_models as km
+from processes import run_processes
+
+PREFIX = """
+import os
+import numpy as np
+import tpudist
+from processes import report
+tpudist.emulate()
+strategy = tpudist.MultiWorkerMirroredStrategy()
+import keras
+import keras_models as km
+x, y = km.IMAGES[:127], km.LABELS[:127]
+mine = strategy.cluster_resolver.task_id
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_of_four_devices_are_one_device(tmp_path):
+    """Of 60 rows over 8 devices, and a tail of 7; files are written by the first one.
+
+    And what processes would do each by itself is refused in both.
+    """
+    program = (
+        PREFIX
+        + f"""
+folder = {str(tmp_path)!r}
+kept = [
+    keras.callbacks.ModelCheckpoint(f"{{folder}}/{{mine}}.weights.h5", save_weights_only=True),
+    keras.callbacks.CSVLogger(f"{{folder}}/{{mine}}.csv"),
+    keras.callbacks.BackupAndRestore(f"{{folder}}/backup", delete_checkpoint=False),
+]
+model = km.make(km.mlp, strategy)
+found = km.train(model, x, y, 60, callbacks=kept)
+found["predict"] = model.predict(x, batch_size=60, verbose=0)
+found["evaluate"] = np.hstack(model.evaluate(x, y, batch_size=60, verbose=0))
+found["on_batch"] = np.hstack(model.train_on_batch(x[:7], y[:7]))
+
+dataset = strategy.experimental_distribute_dataset(
+    [(x[i:i + 60], y[i:i + 60]) for i in (0, 60, 120)]
+)
+again = km.train(km.make(km.mlp, strategy), dataset, None, None)
+
+resumed = km.make(km.mlp, strategy)
+history = resumed.fit(x, y, batch_size=60, epochs=3, verbose=0, callbacks=[
+    keras.callbacks.BackupAndRestore(f"{{folder}}/backup", delete_checkpoint=False)])
+
+# Each draws other numbers, and they are shuffled alike.
+np.random.seed(mine)
+model.fit(x, y, batch_size=60, verbose=0)
+
+def numbers(*given):
+    return {{name: np.asarray(value).tolist() for name, value in given[0].items()}}
+
+errors = []
+def attempt(act):
+    try:
+        act()
+    except Exception as error:
+        errors.append(f"{{type(error).__name__}}: {{error}}")
+
+for act in (
+    lambda: model.train_on_batch(x[mine:mine + 7], y[:7]),
+    lambda: model.fit((batch for batch in [(x[:8], y[:8])] * (1 + mine)), verbose=0),
+):
+    attempt(act)
+
+split = tpudist.TPUStrategy(replica_axes={{"fsdp": 2}})
+keras.utils.set_random_seed(mine)
+attempt(lambda: split.scope().__enter__())
+keras.utils.set_random_seed(1)
+with split.scope():
+    wide = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(32)])
+    wide.compile("sgd", "mse")
+save = keras.callbacks.ModelCheckpoint(f"{{folder}}/wide.weights.h5", save_weights_only=True)
+attempt(lambda: wide.fit(np.ones((8, 64)), np.ones((8, 32)), verbose=0, callbacks=[save]))
+
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return x[:8], y[:8]
+
+attempt(lambda: model.fit(Items(), verbose=0))
+report([numbers(found), numbers(again), history.epoch, history.history["loss"], errors,
+        float(np.sum(model.layers[1].kernel.numpy()))])
+"""
+    )
+    (found, again, epochs, loss, errors, total), other = [
+        process.result for process in run_processes(program, timeout_s=240)
+    ]
+    assert other[:4] == [found, again, epochs, loss]
+    assert other[5] == total
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["0.csv", "0.weights.h5", "backup"]
+
+    x, y = km.IMAGES[:127], km.LABELS[:127]
+    model = km.make(km.mlp)
+    wanted = km.train(model, x, y, 60)
+    wanted["predict"] = model.predict(x, batch_size=60, verbose=0)
+    wanted["evaluate"] = np.hstack(model.evaluate(x, y, batch_size=60, verbose=0))
+    wanted["on_batch"] = np.hstack(model.train_on_batch(x[:7], y[:7]))
+    km.assert_same(found, wanted)
+    km.assert_same(again, km.train(km.make(km.mlp), x, y, 60, shuffle=False))
+    assert epochs == [2]  # the others were restored
+    for told in (errors, other[4]):
+        assert told[0].startswith("ProcessesDifferError")
+        assert "a batch of Keras" in told[0]
+        assert "the end of an epoch of Keras" in told[1]
+        assert "different random seeds of Keras (0 in process 0, 1 in process 1)" in told[2]
+        assert "ModelCheckpoint was given to fit in several processes" in told[3]
+        assert "is split over devices" in told[3]
+        assert "A PyDataset was given to several processes with shuffle=True" in told[4]
