@@ -135,3 +135,9 @@ def test_without_libcst_it_says_what_to_install(monkeypatch, capsys):
 def test_libcst_is_loaded_by_this_command_only():
     code = "import sys, tpudist, tpudist.cli; assert 'libcst' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ends_of_lines_stay_as_they_are(program):
+    program.write_bytes(BEFORE.replace("\n", "\r\n").encode())
+    assert cli.main(["port", "train.py", "--write"]) == 1
+    assert program.read_bytes() == AFTER.replace("\n", "\r\n").encode()

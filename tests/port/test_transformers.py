@@ -330,3 +330,43 @@ def test_every_operation_of_keras_is_offered(monkeypatch):
 )
 def test_what_strategies_and_metrics_give_is_an_array(before, after):
     assert port(before + "\n")[-1] == after
+
+
+def test_methods_that_replicas_run_are_found_by_self():
+    source = (
+        "class Trainer:\n"
+        "    def train(self, x):\n"
+        "        return strategy.run(self.step, args=(x,))\n"
+        "    def step(self, x):\n"
+        "        return self.double(x)\n"
+        "    def double(self, x):\n"
+        "        return tf.add(x, x)\n"
+    )
+    assert port(source)[-1] == "        return jnp.add(x, x)"
+    assert port(source + "trainer.double(tensor)\n") == [
+        *source.splitlines(),
+        "trainer.double(tensor)",
+    ]
+
+
+@pytest.mark.parametrize("use", ["call(step)", "callbacks = [step]", "other = step"])
+def test_a_function_that_is_given_to_others_too_is_left(use):
+    source = f"def step(x):\n    return tf.exp(x)\nstrategy.run(step, args=(1,))\n{use}\n"
+    assert port(source) == source.splitlines()
+
+
+def test_keras_by_a_name_of_tensorflow_is_imported():
+    source = "import tensorflow as tf\nkeras = tf.keras\nstrategy = tf.distribute.get_strategy()\n"
+    ported = port_program(source + "model = keras.Sequential()\n").source
+    assert "keras = " not in ported
+    assert ported.endswith(
+        "import keras\nimport tpudist\n"
+        "strategy = tpudist.get_strategy()\nmodel = keras.Sequential()\n"
+    )
+
+
+def test_all_of_tensorflow_at_once_is_left():
+    [left] = port_program(
+        f"import tensorflow as tf\nfrom tensorflow import *\n{STRATEGY}"
+    ).leftovers
+    assert left.name == "from tensorflow import *"

@@ -102,7 +102,8 @@ def _list(file: Path, leftovers: tuple, stays: tuple[str, ...]) -> list[str]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8", newline="") as lines:  # which may end in \r\n
+            return lines.read()
     except OSError as error:
         why = error.strerror or error
         raise WrongUse(f"{file} cannot be read: {why}. Name a Python program.") from error
@@ -112,7 +113,7 @@ def _read(file: Path) -> str:
 
 def _write(file: Path, text: str) -> None:
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise WrongUse(
             f"{file} cannot be written: {error.strerror or error}. Name another file."

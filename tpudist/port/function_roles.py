@@ -15,6 +15,8 @@ from tpudist.port.program import Program
 _RUNS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
 _MAPS = {"map", "filter", "flat_map", "interleave", "scan", "take_while", "group_by_window"}
 _MAPS |= {"from_generator", "apply", "bucket_by_sequence_length", "map_and_batch"}
+_FUNCTION = "tensorflow.function"
+_FUNCTIONS = ("fn", "func", "map_func", "predicate")
 _KERAS = ("tensorflow.keras.", "keras.")
 
 Function = cst.FunctionDef | cst.Lambda
@@ -38,7 +40,11 @@ class Roles(cst.CSTVisitor):
         self._program = program
         self._roles: dict[Function, set[Role]] = {}
         self._calls: list[tuple[Function | None, Function]] = []
+        self._gives: set[cst.CSTNode] = set()
+        self._methods: dict[str, list[cst.FunctionDef]] = {}
+        program.module.visit(_Methods(self._methods))
         program.module.visit(self)
+        self._note_other_uses()
         self._spread()
 
     def of(self, node: cst.CSTNode) -> Role | None:
@@ -52,22 +58,26 @@ class Roles(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> None:
         """A function is given to a strategy or a dataset, or called."""
-        if isinstance(node.func, cst.Name) and (callee := self._program.function(node.func)):
+        func = node.func
+        if isinstance(func, cst.Name) and (callee := self._program.function(func)):
             self._calls.append((self._function_around(node), callee))
-        if not isinstance(node.func, cst.Attribute):
+        if not isinstance(func, cst.Attribute):
             return
-        given = [
-            function
-            for arg in node.args
-            if arg.keyword is None or arg.keyword.value in ("fn", "map_func", "predicate")
-            if (function := self._program.function(arg.value))
-        ]
-        if node.func.attr.value in _RUNS and not self._program.name(node.func.value):
-            for function in given[:1]:
-                self._add(function, Role.REPLICA)
-        elif node.func.attr.value in _MAPS:
+        for method in self._methods.get(func.attr.value, ()):  # whosever it is
+            self._calls.append((self._function_around(node), method))
+        is_run = func.attr.value in _RUNS and not self._program.name(func.value)
+        if not is_run and func.attr.value not in _MAPS and self._program.name(func) != _FUNCTION:
+            return
+        given: list[Function] = []
+        for arg in node.args:
+            if arg.keyword is None or arg.keyword.value in _FUNCTIONS:
+                function = self._function(arg.value)
+                if function is not None and not (is_run and given):
+                    given.append(function)
+                    self._gives.add(arg.value)
+        if self._program.name(func) != _FUNCTION:
             for function in given:
-                self._add(function, Role.DATASET)
+                self._add(function, Role.REPLICA if is_run else Role.DATASET)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         """Methods of Keras classes."""
@@ -75,6 +85,24 @@ class Roles(cst.CSTVisitor):
             for statement in node.body.body:
                 if isinstance(statement, cst.FunctionDef):
                     self._add(statement, Role.KERAS)
+
+    def _function(self, node: cst.CSTNode) -> Function | None:
+        """The function that a name, a lambda or `self.name` is; None if that is not certain."""
+        if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
+            found = self._methods.get(node.attr.value, [])
+            return found[0] if node.value.value == "self" and len(found) == 1 else None
+        return self._program.function(node)
+
+    def _note_other_uses(self) -> None:
+        """Has functions that are given to anything else be of the host as well."""
+        for function in list(self._roles):
+            if not isinstance(function, cst.FunctionDef):
+                continue
+            for read in self._program.references(function.name):
+                outer = self._program.parent(read)
+                is_call = isinstance(outer, cst.Call) and outer.func is read
+                if not is_call and read not in self._gives:
+                    self._add(function, Role.HOST)
 
     def _add(self, function: Function, role: Role) -> None:
         self._roles.setdefault(function, set()).add(role)
@@ -105,3 +133,16 @@ class Roles(cst.CSTVisitor):
             if isinstance(outer, cst.FunctionDef | cst.Lambda) and outer in self._roles:
                 return self._roles[outer]
         return {Role.HOST}
+
+
+class _Methods(cst.CSTVisitor):
+    """The functions of all classes, by name."""
+
+    def __init__(self, methods: dict[str, list[cst.FunctionDef]]):
+        super().__init__()
+        self._methods = methods
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        for statement in node.body.body:
+            if isinstance(statement, cst.FunctionDef):
+                self._methods.setdefault(statement.name.value, []).append(statement)

@@ -81,6 +81,8 @@ ADVICE = {
 # Of a Keras object that a replica function reads from around it.
 CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
 
+STAR = Advice("import what is used by name, and port again", ORDER)
+
 
 def advise(name: str) -> Advice:
     """What to do about a name of TensorFlow."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.program import Program, Transformer
+from tpudist.port.program import Program, Transformer, remove_statement
 from tpudist.port.tensorflow_names import KERAS_ALIASES, is_in_keras
 
 _KERAS = "tensorflow.keras"
@@ -28,6 +28,24 @@ class KerasNames(Transformer):
             return self.write(KERAS_ALIASES[name], updated_node)
         if updated_node.attr.value == "reset_states" and self._is_metric(original_node.value):
             return updated_node.with_changes(attr=cst.Name("reset_state"))
+        return updated_node
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        """`keras = tf.keras` is an import here."""
+        [first, *more] = original_node.body
+        if more or not isinstance(first, cst.Assign) or len(first.targets) != 1:
+            return updated_node
+        name = first.targets[0].target
+        if (
+            isinstance(name, cst.Name)
+            and name.value == "keras"
+            and self.program.name(first.value) == _KERAS
+            and len(self.program.assignments(name)) == 1
+        ):
+            self.imports.add("keras")
+            return remove_statement(self.program.parent(original_node), updated_node)
         return updated_node
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:

@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from tpudist.port.function_roles import Role, Roles
-from tpudist.port.guide_sections import CAPTURED, Advice, advise
+from tpudist.port.guide_sections import CAPTURED, STAR, Advice, advise
 from tpudist.port.program import Program
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
@@ -81,6 +81,8 @@ class Leftovers(cst.CSTVisitor):
         module = cst.Module([]).code_for_node(node.module) if node.module else ""
         if module.startswith("tensorflow.python"):
             self.found.append((node, module, advise(module)))
+        elif module.startswith("tensorflow") and isinstance(node.names, cst.ImportStar):
+            self.found.append((node, f"from {module} import *", STAR))
         return False
 
     def lines(self) -> list[Leftover]:
