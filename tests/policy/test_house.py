@@ -59,7 +59,7 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     # step over any data: it distributes them, and refuses metrics that differ between replicas;
     # `keras` asks where it is, places batches, reads distributed datasets, and is entered by a
     # scope.
-    assert found["arrows between rooms"] <= 167
+    assert found["arrows between rooms"] <= 168
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports():
