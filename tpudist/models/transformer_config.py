@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tpudist.models.parts import experts, pipeline, remat
-from tpudist.models.parts.rotary_scaling import RotaryScaling
+from tpudist.models.parts.rotary_stretch import RotaryScaling
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TransformerConfig:
     rotary_base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength of the rotary positions."""
     rotary_scaling: RotaryScaling | None = None
-    """How rotary positions are stretched (`tpudist.models.parts.rotary_scaling`)."""
+    """How rotary positions are stretched (`tpudist.models.parts.rotary_stretch`)."""
     local_rotary_base: float | None = None
     """The base in layers with a window, which are not stretched; None for the same as in others."""
     gelu: bool = False

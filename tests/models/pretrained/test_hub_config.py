@@ -7,7 +7,7 @@ import pytest
 
 from pretrained_folders import config_of
 from tpudist.models import TransformerConfig
-from tpudist.models.parts.rotary_scaling import RotaryScaling
+from tpudist.models.parts.rotary_stretch import RotaryScaling
 from tpudist.models.pretrained.config_export import make_config
 from tpudist.models.pretrained.hub_config import parse_config
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.models.parts.attention import platform
-from tpudist.models.parts.rotary_scaling import RotaryScaling, scale_frequencies
+from tpudist.models.parts.rotary_stretch import RotaryScaling, scale_frequencies
 
 Rotation = tuple[jax.Array, jax.Array]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tpudist.models.parts.rotary_scaling import RotaryScaling
+from tpudist.models.parts.rotary_stretch import RotaryScaling
 from tpudist.models.pretrained.config_error import refuse
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
