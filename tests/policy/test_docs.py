@@ -95,6 +95,7 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
         "debugging",
         "determinism",
         "parameter_servers",
+        "pretrained",
     ],
 )
 def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
