@@ -37,6 +37,7 @@ from benchmarks import (
     servers,
     tables,
     tails,
+    training_loop,
     weights,
 )
 from benchmarks.figures import Figure, show
@@ -63,6 +64,7 @@ Suite = Literal[
     "servers",
     "imports",
     "weights",
+    "train",
 ]
 
 
@@ -79,7 +81,8 @@ class Config:
     programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
     and with a state that is kept for survivors; rows of an embedding table by id; steps of
     parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs;
-    pretrained weights that are read, against Orbax, and the memory that takes."""
+    pretrained weights that are read, against Orbax, and the memory that takes; the
+    training loop around a step."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -94,6 +97,8 @@ class Config:
     """How often each step of the examples, determinism and processes suites is timed."""
     import_repeats: int = 15
     """How many processes the imports suite starts of each program."""
+    train_steps: int = 1000
+    """Length of the loops of the train suite."""
     table_rows: int = 4_000_000
     """How many rows of 256 bytes the table of the tables suite has, twice."""
     checkpoint_megabytes: int = 500
@@ -163,6 +168,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return imports.figures(config.import_repeats)
     if suite == "weights":
         return weights.figures(config.weights_layers)
+    if suite == "train":
+        return training_loop.figures(config.train_steps)
     if suite == "scale":
         return scale.figures()
     return [

@@ -159,6 +159,15 @@ def test_the_benchmark_writes_every_figure_with_its_baseline(tmp_path, capsys, m
     }
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_the_training_loop_compares_it_with_one_by_hand(tmp_path):
+    file = tmp_path / "figures.json"
+    assert bench.main(["--suites", "train", "--train-steps", "5", "--out", str(file)]) == 0
+    quiet, with_folder = json.loads(file.read_text())["figures"]
+    assert quiet["baseline"] == with_folder["baseline"] > 0
+    assert (quiet["target"], with_folder["target"]) == ("<= +0.1", "")
+
+
 @pytest.mark.libtpu
 @pytest.mark.slow
 def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, monkeypatch):
