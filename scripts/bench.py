@@ -25,6 +25,7 @@ import tpudist
 from benchmarks import (
     calls,
     checkpoint,
+    comparison,
     determinism,
     emulation,
     examples,
@@ -65,6 +66,7 @@ Suite = Literal[
     "imports",
     "weights",
     "train",
+    "comparison",
 ]
 
 
@@ -81,8 +83,8 @@ class Config:
     programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
     and with a state that is kept for survivors; rows of an embedding table by id; steps of
     parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs;
-    pretrained weights that are read, against Orbax, and the memory that takes; the
-    training loop around a step."""
+    pretrained weights that are read, against Orbax, and the memory that takes; the training loop
+    around a step; a partial batch and a step by tpudist, JAX, Keras, Accelerate and Fabric."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -108,6 +110,9 @@ class Config:
     tensorflow_python: Path | None = None
     """A Python that has TensorFlow, for the suites input (by default this one, if it has) and
     servers (which leaves TensorFlow out without)."""
+    torch_python: Path | None = None
+    """A Python that has PyTorch, Accelerate and Lightning Fabric, for the suite comparison, which
+    leaves these two out without."""
     out: Path | None = None
     """Write all of it to this file, as JSON."""
 
@@ -164,6 +169,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return tables.figures(config.table_rows)
     if suite == "servers":
         return servers.figures(config.tensorflow_python)
+    if suite == "comparison":
+        return comparison.figures(config.torch_python)
     if suite == "imports":
         return imports.figures(config.import_repeats)
     if suite == "weights":
