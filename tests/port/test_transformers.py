@@ -370,3 +370,19 @@ def test_all_of_tensorflow_at_once_is_left():
         f"import tensorflow as tf\nfrom tensorflow import *\n{STRATEGY}"
     ).leftovers
     assert left.name == "from tensorflow import *"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "left"),
+    [
+        ("experimental.CentralStorageStrategy()", ["model.fit"]),
+        ("ParameterServerStrategy(resolver)", ["model.fit"]),
+        ("MirroredStrategy()", []),
+    ],
+)
+def test_keras_is_left_under_strategies_that_it_does_not_train_under(strategy, left):
+    ported = port_program(
+        f"import tensorflow as tf\nstrategy = tf.distribute.{strategy}\n"
+        "model = tf.keras.Sequential()\nmodel.fit(x, y)\n"
+    )
+    assert [one.name for one in ported.leftovers] == left

@@ -81,6 +81,11 @@ ADVICE = {
 # Of a Keras object that a replica function reads from around it.
 CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
 
+# Of `fit` and the like, where all strategies are of servers or of one device's variables.
+NO_KERAS = Advice(
+    "Keras does not train under this strategy: MirroredStrategy, or functions that are scheduled",
+    "docs/parameter_servers.md",
+)
 STAR = Advice("import what is used by name, and port again", ORDER)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from tpudist.port.function_roles import Role, Roles
-from tpudist.port.guide_sections import CAPTURED, STAR, Advice, advise
+from tpudist.port.guide_sections import CAPTURED, NO_KERAS, STAR, Advice, advise
 from tpudist.port.program import Program
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
@@ -16,6 +16,12 @@ MARK = "# tpudist port:"
 
 # Methods that change a Keras object.
 _CHANGES = {"apply", "apply_gradients", "update_state"}
+_TRAINS = {"evaluate", "fit", "predict"}
+_WITHOUT_KERAS = {
+    "tpudist.ParameterServerStrategy",
+    "tpudist.experimental.ParameterServerStrategy",
+    "tpudist.experimental.CentralStorageStrategy",
+}
 # What makes objects without state of Keras.
 _STATELESS = ("keras.losses.", "tpudist.", "jax.", "flax.", "optax.", "numpy.", "functools.")
 
@@ -49,7 +55,13 @@ class Leftovers(cst.CSTVisitor):
         self._roles = Roles(program)
         self.found: list[tuple[cst.CSTNode, str, Advice]] = []
         self.stays: set[str] = set()
+        self._trains: list[cst.Call] = []
+        self._strategies: set[str] = set()
         program.module.visit(self)
+        if self._strategies and self._strategies <= _WITHOUT_KERAS and program.imports("keras"):
+            for call in self._trains:
+                code = cst.Module([]).code_for_node(call.func)
+                self.found.append((call.func, "".join(code.split()), NO_KERAS))
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         """A dotted name, whole."""
@@ -62,6 +74,10 @@ class Leftovers(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> None:
         """A Keras object on replicas, which would change there."""
         owner = node.func
+        if (name := self._program.callee(node)).endswith("Strategy"):
+            self._strategies.add(name)
+        if isinstance(owner, cst.Attribute) and owner.attr.value in _TRAINS and not name:
+            self._trains.append(node)
         if isinstance(owner, cst.Attribute) and owner.attr.value in _CHANGES:
             owner = owner.value
         if (
