@@ -225,6 +225,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.slow
 def test_a_host_holds_what_its_devices_do_and_less_than_one_tensor(tmp_path):
     config = TransformerConfig(
         vocabulary=24_000, num_layers=6, embed_dim=1024, num_heads=8, mlp_dim=4096, gated=True
@@ -280,7 +281,13 @@ def test_each_process_reads_its_part_and_the_first_writes_all_of_them(tmp_path):
         shapes = {str(shard.data.shape) for shard in array.addressable_shards}
         save_pretrained(model, folder, like=RECORDED / "qwen2")
         same = files_of(folder) == files_of(RECORDED / "qwen2")
-        report([same, array.is_fully_addressable, len(array.addressable_shards), sorted(shapes)])
+        found = [same, array.is_fully_addressable, len(array.addressable_shards), sorted(shapes)]
+        dtype = (None, "bfloat16")[jax.process_index()]
+        try:
+            with strategy.scope():
+                load_pretrained(RECORDED / "qwen2", dtype=dtype)
+        except tpudist.errors.ProcessesDifferError as error:
+            report([*found, "dtype" in str(error) and "load_pretrained" in str(error)])
     """
     results = run_processes(program, args=[str(tmp_path / "out")])
-    assert [r.result for r in results] == [[True, False, 4, ["(2, 2, 3, 40)"]]] * 2
+    assert [r.result for r in results] == [[True, False, 4, ["(2, 2, 3, 40)"], True]] * 2

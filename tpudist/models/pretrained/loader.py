@@ -9,6 +9,7 @@ devices', as on emulated ones, the share is what they hold in the end.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from tpudist.models.pretrained.tensor_places import (
 from tpudist.models.pretrained.transposition import copy_tasks
 from tpudist.models.transformer import Transformer
 from tpudist.models.transformer_config import TransformerConfig
+from tpudist.xla import process_agreement
 
 Bounds = tuple[tuple[int, int], ...]
 # Buffers of angles, which older checkpoints keep and nobody reads.
@@ -69,6 +71,7 @@ def load_pretrained(
         FileNotFoundError: A file is not there.
         ValueError: The model is none that the transformer can be, or its files are damaged or of
             another model.
+        ProcessesDifferError: Another process reads another model.
     """
     folder = Path(folder)
     found = read_config(folder)
@@ -92,7 +95,18 @@ def load_pretrained(
     def make() -> Transformer:
         return Transformer(config, rngs=nnx.Rngs(0))
 
-    model = get_strategy().create_abstract(make) if has_strategy() else nnx.eval_shape(make)
+    if has_strategy():
+        strategy = get_strategy()
+        facts = {
+            "the model": repr(config),
+            "dtype": "as stored" if kind is None else kind.name,
+            "the tensors in the files": _digest(tensors),
+        }
+        intention = process_agreement.Intention("load_pretrained", facts)
+        process_agreement.agree(strategy.replica_mesh, intention)
+        model = strategy.create_abstract(make)
+    else:
+        model = nnx.eval_shape(make)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as threads:
         for places in groups.values():
             variable = variable_of(model, places[0])
@@ -101,6 +115,12 @@ def load_pretrained(
             chosen = DTYPES[stored[0].dtype] if kind is None else kind
             variable.set_raw_value(_load(threads, places, stored, shape, chosen))
     return model
+
+
+def _digest(tensors: dict[str, StoredTensor]) -> str:
+    """What tells the tensors of different models apart, but for their values."""
+    about = sorted((name, t.dtype, t.shape, t.start) for name, t in tensors.items())
+    return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def _parse_dtype(dtype: Any) -> np.dtype:
@@ -199,6 +219,8 @@ def _load(
         jax.device_put(part, jax.sharding.SingleDeviceSharding(device, memory_kind=memory))
         for device, part in ((device, parts[bounds]) for device, bounds in where.items())
     ]
+    # Until it has come to them, the host holds what it was read into.
+    jax.block_until_ready(arrays)
     return jax.make_array_from_single_device_arrays(target.shape, sharding, arrays)
 
 
