@@ -31,6 +31,7 @@ from benchmarks import (
     examples,
     imports,
     input,
+    keras_loop,
     processes,
     programs,
     published,
@@ -67,6 +68,7 @@ Suite = Literal[
     "weights",
     "train",
     "comparison",
+    "keras",
 ]
 
 
@@ -84,7 +86,8 @@ class Config:
     and with a state that is kept for survivors; rows of an embedding table by id; steps of
     parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs;
     pretrained weights that are read, against Orbax, and the memory that takes; the training loop
-    around a step; a partial batch and a step by tpudist, JAX, Keras, Accelerate and Fabric."""
+    around a step; a partial batch and a step by tpudist, JAX, Keras, Accelerate and Fabric;
+    steps of Keras' `fit` in a scope, against keras.distribution.DataParallel."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -177,6 +180,8 @@ def measure(suite: Suite, config: Config) -> Iterable[Figure]:
         return weights.figures(config.weights_layers)
     if suite == "train":
         return training_loop.figures(config.train_steps)
+    if suite == "keras":
+        return keras_loop.figures()
     if suite == "scale":
         return scale.figures()
     return [

@@ -64,6 +64,18 @@ def test_a_model_belongs_to_one_strategy(strategy):
         model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
 
 
+def test_two_strategies_on_one_mesh_are_not_taken_for_each_other(strategy):
+    """Of a model that is not compiled, its variables tell the mesh and no more."""
+    other = tpudist.MultiWorkerMirroredStrategy()
+    assert other.mesh == strategy.mesh
+    with other.scope():
+        km.mlp()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        assert distribution_in_force.of_model(model).strategy is strategy
+
+
 def test_a_scope_that_is_set_for_a_notebook_counts(strategy):
     tpudist.experimental_set_strategy(strategy)
     try:

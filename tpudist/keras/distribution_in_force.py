@@ -81,7 +81,11 @@ def of_model(model: Any) -> MeshDistribution | None:
     Raises:
         RuntimeError: Those are two, or one is Keras' own.
     """
-    here, there = current(), _of_models.get(model) or _of_variables(model)
+    here, there = current(), _of_models.get(model)
+    if there is None:
+        there = _of_variables(model)
+        if here is not None and there is not None and here.mesh == there.mesh:
+            there = here  # variables tell the mesh, which strategies may share
     if here is not None and there is not None and here.strategy is not there.strategy:
         raise RuntimeError(
             f"The model {model.name!r} was made in the scope of {there.strategy!r}, and is used in "

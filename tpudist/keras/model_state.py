@@ -77,7 +77,9 @@ class _Variable:
     def checkpoint_spec(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding | None]:
         """Its shape, dtype and sharding; none of one device, to which nothing is bound."""
         value = self._variable.value
-        sharding = value.sharding if isinstance(value.sharding, jax.NamedSharding) else None
+        sharding = (
+            value.sharding if isinstance(value.sharding, jax.sharding.NamedSharding) else None
+        )
         return tuple(value.shape), value.dtype, sharding
 
     def checkpoint_value(self) -> Any:

@@ -1,0 +1,67 @@
+"""`fit` takes each kind of data that Keras takes, and splits what divides and what does not.
+
+TensorFlow and PyTorch are installed where somebody wants to run these.
+"""
+
+import numpy as np
+import pytest
+
+import keras_models as km
+import tpudist
+
+X, Y = km.IMAGES[:33], km.LABELS[:33]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return km.train(km.make(km.mlp), X, Y, 13, shuffle=False)
+
+
+def check(data, wanted):
+    model = km.make(km.mlp, tpudist.MirroredStrategy())
+    km.assert_same(km.train(model, data, None, None, shuffle=False), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of what has no known length
+def test_grain(wanted):
+    import grain
+
+    dataset = grain.MapDataset.source(list(zip(X, Y, strict=True))).batch(13)
+    check(dataset, wanted)
+
+
+def test_tf_data(wanted):
+    tf = pytest.importorskip("tensorflow", exc_type=ImportError)
+    check(tf.data.Dataset.from_tensor_slices((X, Y)).batch(13), wanted)
+
+
+def test_a_torch_data_loader(wanted):
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    arrays = torch.from_numpy(X), torch.from_numpy(Y)
+    dataset = torch.utils.data.TensorDataset(*arrays)
+    check(torch.utils.data.DataLoader(dataset, batch_size=13), wanted)
+
+
+def test_arrays_of_jax(wanted):
+    import jax.numpy as jnp
+
+    model = km.make(km.mlp, tpudist.MirroredStrategy())
+    km.assert_same(km.train(model, jnp.array(X), jnp.array(Y), 13, shuffle=False), wanted)
+
+
+def test_sparse_arrays():
+    sparse = pytest.importorskip("scipy.sparse")
+    import keras
+
+    x = np.where(X.reshape(33, -1) > 1, 1, 0).astype("float32")
+
+    def build():
+        model = keras.Sequential([keras.layers.Input((36,), sparse=True), keras.layers.Dense(5)])
+        model.compile("sgd", km.cross_entropy())
+        return model
+
+    found, alone = (
+        km.train(km.make(build, where), sparse.csr_matrix(x), Y, 13, shuffle=False)
+        for where in (tpudist.MirroredStrategy(), None)
+    )
+    km.assert_same(found, alone)
