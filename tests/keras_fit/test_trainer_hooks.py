@@ -78,37 +78,6 @@ def test_every_reduction_of_a_loss_is_over_the_rows_there_are(strategy, reductio
     km.assert_same(*results)
 
 
-FEATURES = {
-    "sample_weight": {"sample_weight": np.linspace(0.1, 2, 130).astype("float32")},
-    "class_weight": {"class_weight": {i: 1 + i / 3 for i in range(5)}},
-    "validation_split": {"validation_split": 0.2},
-    "steps_per_execution": {"options": {"steps_per_execution": 2}},
-    "Adam": {"options": {"optimizer": "adam"}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_of_fit_is_equal(strategy, feature):
-    x, y = km.IMAGES[:130], km.LABELS[:130]
-    found, wanted = both(strategy, km.mlp, x, y, 60, **FEATURES[feature])
-    km.assert_same(found, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "rtol"),
-    [
-        ("mixed_bfloat16", 2e-2),  # 8 bits, and sums in another order
-        ("mixed_float16", 2e-3),  # 11 bits
-    ],
-)
-def test_mixed_precision_is_equal_to_its_rounding(strategy, policy, rtol):
-    x, y = km.IMAGES[:60], km.LABELS[:60]
-    found, wanted = both(strategy, km.mlp, x, y, 60, policy=policy)
-    km.assert_same(found, wanted, rtol=rtol, atol=rtol / 10)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_steps_that_are_not_compiled_are_equal_and_said_to_be_computed_whole(strategy, option):
@@ -118,61 +87,6 @@ def test_steps_that_are_not_compiled_are_equal_and_said_to_be_computed_whole(str
     with pytest.warns(UserWarning, match="is computed whole on every one of the 8 devices"):
         found = model.train_on_batch(x, y)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
-
-
-class Own(keras.Model):
-    """Its own step and metrics, and dicts on both sides."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = layers.Dense(4), layers.Dense(5)
-
-    def call(self, inputs, training=False):
-        a = self.first(inputs["u"])
-        return {"p": self.second(a + self.first(inputs["v"])), "q": a}
-
-    def train_step(self, state, data):
-        logs, state = super().train_step(state, data)
-        return {**logs, "rows": keras.ops.shape(data[1]["q"])[0]}, state
-
-
-class Numbered(keras.utils.PyDataset):
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        rows = slice(50 * index, min(50 * index + 50, 130))
-        x = km.IMAGES[rows].reshape(-1, 36)
-        return {"u": x, "v": 2 * x}, {"p": km.LABELS[rows], "q": x[:, :4]}
-
-
-@pytest.mark.slow
-def test_own_steps_see_real_rows_of_any_structure(strategy):
-    """From a PyDataset, whose last batch has 30 rows."""
-
-    def build():
-        model = Own()
-        model.compile("sgd", {"p": km.cross_entropy(), "q": "mse"})
-        return model
-
-    x = {name: km.IMAGES[:61].reshape(-1, 36) for name in "uv"}
-    results = []
-    for where in (strategy, None):
-        model = km.make(build, where)
-        results.append(km.train(model, Numbered(), None, None, shuffle=False))
-        results[-1] |= model.predict(x, batch_size=60, verbose=0)
-    km.assert_same(*results)
-    assert results[0]["rows"].tolist() == [30, 30]
-
-
-@pytest.mark.slow
-def test_a_generator_is_split(strategy):
-    def batches():
-        while True:
-            yield km.IMAGES[:33], km.LABELS[:33]
-
-    found, wanted = both(strategy, km.mlp, batches(), None, None, steps_per_epoch=2, shuffle=False)
-    km.assert_same(found, wanted)
 
 
 def test_a_model_that_is_not_built_predicts(strategy):
@@ -270,15 +184,3 @@ def test_a_model_goes_on_outside_of_all_scopes_as_ever():
     model = km.make(km.mlp)
     model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0)
     assert len(model.layers[1].kernel.value.sharding.device_set) == 1
-
-
-def test_a_model_that_is_frozen_and_compiled_again_is_trained_as_that(strategy):
-    def build():
-        model = km.mlp()
-        model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0, shuffle=False)
-        model.layers[1].trainable = False
-        model.compile("sgd", km.cross_entropy())
-        return model
-
-    found, wanted = both(strategy, build, km.IMAGES[:13], km.LABELS[:13], 13)
-    km.assert_same(found, wanted)
