@@ -63,6 +63,9 @@ def test_operations_on_replicas_are_those_of_jax(before, after):
         ("a = tf.constant([1.0, -2.0])", "a = jnp.array([1.0, -2.0])"),
         ("a = tf.cast(len([1]), tf.float32)", "a = jnp.astype(len([1]), jnp.float32)"),
         ("a = tf.cast(unknown(), tf.float32)", "a = tf.cast(unknown(), tf.float32)"),
+        ("print(tf.constant(1.0) + 1)", "print(jnp.array(1.0) + 1)"),
+        ("show(tf.constant(1.0))", "show(tf.constant(1.0))"),
+        ("tf.constant(1.0).get_shape()", "tf.constant(1.0).get_shape()"),
         ("tf.print('done')", "print('done')"),
         ("with tf.device('/cpu:0'): pass", "with tf.device('/cpu:0'): pass"),
     ],
@@ -386,3 +389,38 @@ def test_keras_is_left_under_strategies_that_it_does_not_train_under(strategy, l
         "model = tf.keras.Sequential()\nmodel.fit(x, y)\n"
     )
     assert [one.name for one in ported.leftovers] == left
+
+
+@pytest.mark.parametrize(
+    ("reader", "is_known"),
+    [
+        ("print(a)", True),
+        ("print(f'{a}', a.shape)", True),
+        ("b = a * 2\nif b > 3: pass", True),
+        ("strategy.run(step, args=(a,))", True),
+        ("print(a.numpy())", True),
+        ("def f():\n    return a\nprint(f())", True),
+        ("def f():\n    return a\nshow(f())", False),
+        ("show(a)", False),
+        ("b = [a]", False),
+        ("dataset.map(lambda x: x + a)", False),
+    ],
+)
+def test_values_around_steps_are_followed_to_all_their_readers(reader, is_known):
+    lines = port(f"def step(x): return x\na = tf.constant(1.0)\n{reader}\n")
+    assert lines[1] == ("a = jnp.array(1.0)" if is_known else "a = tf.constant(1.0)")
+
+
+@pytest.mark.parametrize(
+    ("call", "is_strategy"),
+    [
+        ("strategy.run(step)", True),
+        ("self.strategy.run(step)", True),
+        ("other.run(step, args=(1,))", True),
+        ("other.run(step)", False),
+        ("app.run(step)", False),
+    ],
+)
+def test_what_runs_a_function_is_known_to_be_a_strategy(call, is_strategy):
+    source = f"from absl import app\ndef step(x): return tf.exp(x)\n{call}\n"
+    assert (port(source)[1] == "def step(x): return jnp.exp(x)") is is_strategy

@@ -14,6 +14,7 @@ import libcst as cst
 
 from tpudist.port.function_roles import Role, Roles
 from tpudist.port.program import Program, Transformer
+from tpudist.port.value_flow import ValueFlow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,7 @@ class ArrayOperations(Transformer):
         """Finds where functions run."""
         super().__init__(program)
         self._roles = Roles(program)
+        self._flow = ValueFlow(program, self._roles, set(OPERATIONS))
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         """One operation."""
@@ -179,7 +181,9 @@ class ArrayOperations(Transformer):
         if name == "tensorflow.constant" and _holds_text(call):
             return None
         if role is Role.REPLICA or (
-            role is Role.HOST and all(self._is_plain(arg.value) for arg in call.args)
+            role is Role.HOST
+            and all(self._is_plain(arg.value) for arg in call.args)
+            and self._flow.ends_well(call)
         ):
             return operation.jax
         return f"keras.ops.{operation.keras}" if role is Role.KERAS else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from tpudist.port.array_operations import OPERATIONS
 from tpudist.port.program import Program, Transformer
 
 # Methods of a strategy that give arrays, or several of them.
@@ -42,9 +43,14 @@ class ArrayValues(Transformer):
             return False
         if isinstance(value, cst.Name):
             return self._is_array_of_name(value, depth)
+        if isinstance(value, cst.BinaryOperation):
+            parts = (value.left, value.right)
+            return any(self._is_array(part, depth + 1) for part in parts)
         if not isinstance(value, cst.Call):
             return False
         func = value.func
+        if self.program.callee(value) in OPERATIONS:  # which is read so also if it stays a tensor
+            return True
         if isinstance(func, cst.Attribute):
             if func.attr.value in _GIVES_ONE:
                 return _is_bound_to(self.program, func.value, _STRATEGIES)

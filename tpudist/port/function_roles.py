@@ -17,6 +17,7 @@ _MAPS = {"map", "filter", "flat_map", "interleave", "scan", "take_while", "group
 _MAPS |= {"from_generator", "apply", "bucket_by_sequence_length", "map_and_batch"}
 _FUNCTION = "tensorflow.function"
 _FUNCTIONS = ("fn", "func", "map_func", "predicate")
+_STRATEGIES = ("tensorflow.distribute.", "tensorflow.compat.v1.distribute.", "tpudist.")
 _KERAS = ("tensorflow.keras.", "keras.")
 
 Function = cst.FunctionDef | cst.Lambda
@@ -53,6 +54,8 @@ class Roles(cst.CSTVisitor):
             if isinstance(outer, cst.FunctionDef | cst.Lambda) and (
                 found := self._roles.get(outer)
             ):
+                if Role.KERAS in found and Role.DATASET not in found:
+                    return Role.KERAS  # which computes anywhere but in a pipeline
                 return next(iter(found)) if len(found) == 1 else None
         return Role.HOST
 
@@ -65,7 +68,7 @@ class Roles(cst.CSTVisitor):
             return
         for method in self._methods.get(func.attr.value, ()):  # whosever it is
             self._calls.append((self._function_around(node), method))
-        is_run = func.attr.value in _RUNS and not self._program.name(func.value)
+        is_run = func.attr.value in _RUNS and self._is_strategy(func.value, node)
         if not is_run and func.attr.value not in _MAPS and self._program.name(func) != _FUNCTION:
             return
         given: list[Function] = []
@@ -85,6 +88,20 @@ class Roles(cst.CSTVisitor):
             for statement in node.body.body:
                 if isinstance(statement, cst.FunctionDef):
                     self._add(statement, Role.KERAS)
+
+    def _is_strategy(self, owner: cst.BaseExpression, call: cst.Call) -> bool:
+        """Whether what runs a function is a strategy: by what it is bound to, or how it is called.
+
+        One that a function is given cannot be followed: it is called a strategy, or called with
+        `args=`, as nothing else that has a `run` is.
+        """
+        if self._program.name(owner):  # a module
+            return False
+        values = self._program.values(owner) if isinstance(owner, cst.Name) else None
+        if values and all(self._program.callee(one).startswith(_STRATEGIES) for one in values):
+            return True
+        name = cst.Module([]).code_for_node(owner).lower()
+        return "strategy" in name or any(x.keyword and x.keyword.value == "args" for x in call.args)
 
     def _function(self, node: cst.CSTNode) -> Function | None:
         """The function that a name, a lambda or `self.name` is; None if that is not certain."""

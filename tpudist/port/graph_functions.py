@@ -22,6 +22,8 @@ class GraphFunctions(Transformer):
         """Finds where functions run."""
         super().__init__(program)
         self._roles = Roles(program)
+        self._asked: set[str] = set()  # of methods, something of whose graph is asked for
+        program.module.visit(_Asked(self._asked))
 
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
@@ -97,7 +99,7 @@ class GraphFunctions(Transformer):
             outer = self.program.parent(read)
             if isinstance(outer, cst.Attribute) and outer.value is read:
                 return False
-        return True
+        return function.name.value not in self._asked
 
     def _is_only_counted(self, target: cst.BaseAssignTargetExpression) -> bool:
         """Whether the number of a round is used as a number only, and not as a tensor."""
@@ -107,3 +109,15 @@ class GraphFunctions(Transformer):
             isinstance(self.program.parent(read), cst.Attribute)
             for read in self.program.references(target)
         )
+
+
+class _Asked(cst.CSTVisitor):
+    """The names in `object.name.something`."""
+
+    def __init__(self, names: set[str]):
+        super().__init__()
+        self._names = names
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if isinstance(node.value, cst.Attribute):
+            self._names.add(node.value.attr.value)

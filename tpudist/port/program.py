@@ -16,6 +16,15 @@ from libcst.metadata import QualifiedNameSource
 # As TensorFlow 2 calls itself where both are meant.
 _SAME_MODULE = (("tensorflow.compat.v2", "tensorflow"), ("tensorflow.v2", "tensorflow"))
 
+# What transformers write, and import in the end.
+_WRITTEN = {
+    "jax": "jax",
+    "jnp": "jax.numpy",
+    "keras": "keras",
+    "np": "numpy",
+    "tpudist": "tpudist",
+}
+
 
 class Program:
     """A module and what is known of its nodes; nodes are those of `module`, not of the argument."""
@@ -55,6 +64,10 @@ class Program:
         assert isinstance(node, cst.Name | cst.Attribute)
         scope = self.scope(first)
         found = scope.get_qualified_names_for(node) if scope is not None else ()
+        if not found and scope is not None and not scope[first.value]:
+            # What an earlier transformer has written is imported when all of them are through.
+            written, _, rest = _code(node).partition(".")
+            return f"{_WRITTEN[written]}.{rest}".rstrip(".") if written in _WRITTEN else ""
         names = {one.name for one in found if one.source is QualifiedNameSource.IMPORT}
         if len(names) != 1 or len(names) != len(found):
             return ""
@@ -183,6 +196,12 @@ class Program:
             if len(found) == 1 and isinstance(found[0], cst.FunctionDef):
                 return found[0]
         return None
+
+
+def _code(name: cst.Name | cst.Attribute) -> str:
+    """A dotted name as text."""
+    code = cst.Module([]).code_for_node(name.with_changes(lpar=[], rpar=[]))
+    return "".join(code.split())
 
 
 def name_expression(name: str) -> cst.Name | cst.Attribute:

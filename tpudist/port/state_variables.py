@@ -54,6 +54,8 @@ class StateVariables(Transformer):
     def _is_known(self, call: cst.Call) -> bool:
         """Whether all that becomes of a variable is known."""
         outer = self.program.parent(call)
+        if self._roles.of(call) is not Role.HOST:
+            return False
         if isinstance(outer, cst.Arg):
             return self._is_read_by(self.program.parent(outer))
         if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
@@ -66,8 +68,9 @@ class StateVariables(Transformer):
         return all(self._is_reader(read) for read in self.program.references(name))
 
     def _is_reader(self, read: cst.CSTNode) -> bool:
-        if self._roles.of(read) is Role.REPLICA:
-            return True
+        role = self._roles.of(read)
+        if role is not Role.HOST:
+            return role is Role.REPLICA
         outer = self.program.parent(read)
         if isinstance(outer, cst.Attribute):
             return outer.attr.value in _METHODS
