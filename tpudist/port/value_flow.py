@@ -39,7 +39,9 @@ class ValueFlow:
         if isinstance(outer, cst.ComparisonTarget):
             return self.ends_well(self._program.parent(outer) or outer, depth + 1)
         if isinstance(outer, cst.Attribute):
-            return outer.value is node and outer.attr.value in _LOOKS
+            if outer.attr.value == "device":  # an object here, and a text there
+                return self.ends_well(outer, depth + 1)
+            return outer.attr.value in _LOOKS
         if isinstance(outer, cst.Element):
             return self._is_argument_of_run(outer)
         if isinstance(outer, cst.Assign):
@@ -68,8 +70,30 @@ class ValueFlow:
             return self.ends_well(call, depth + 1)
         if isinstance(call.func, cst.Attribute):
             return call.func.attr.value in _METHODS
+        function = self._program.function(call.func)
+        if isinstance(function, cst.FunctionDef):
+            return self._is_parameter_read_well(function, call, arg, depth)
         is_own = isinstance(call.func, cst.Name) and bool(self._program.assignments(call.func))
         return isinstance(call.func, cst.Name) and not is_own and call.func.value in _BUILTINS
+
+    def _is_parameter_read_well(
+        self, function: cst.FunctionDef, call: cst.Call, arg: cst.Arg, depth: int
+    ) -> bool:
+        """Whether a function of the program takes an array by position."""
+        parameters = [*function.params.posonly_params, *function.params.params]
+        index = list(call.args).index(arg)
+        if any(x.keyword or x.star for x in call.args) or index >= len(parameters):
+            return False
+        return self._is_read_well(parameters[index].name, depth)
+
+    def _is_given_to_strategy(self, arg: cst.Arg) -> bool:
+        """Whether a function makes the values that a strategy distributes."""
+        call = self._program.parent(arg)
+        return (
+            isinstance(call, cst.Call)
+            and isinstance(call.func, cst.Attribute)
+            and call.func.attr.value == "experimental_distribute_values_from_function"
+        )
 
     def _is_argument_of_run(self, element: cst.Element) -> bool:
         """Whether a part of a tuple is one of the arguments of a replica function."""
@@ -85,6 +109,8 @@ class ValueFlow:
             return False
         for read in self._program.references(function.name):
             call = self._program.parent(read)
+            if isinstance(call, cst.Arg) and self._is_given_to_strategy(call):
+                continue
             if not isinstance(call, cst.Call) or call.func is not read:
                 return False
             if not self.ends_well(call, depth + 1):
