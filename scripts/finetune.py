@@ -28,7 +28,7 @@ from experiment import arguments, devices, folder, generate, report, summary
 from experiment.batches import InOrder, RandomWindows
 from experiment.finetune_config import FinetuneConfig, check, facts
 from experiment.optimizers import adamw_with_clipping
-from experiment.tiny_model import make_tiny_model
+from experiment.tiny_model import NUM_STEPS, make_tiny_model
 from experiment.token_text import TokenText, python_topics, read_documents, tokenize
 from experiment.units import Unit
 from tpudist.checkpoint import Checkpoint, CheckpointError
@@ -90,6 +90,8 @@ def make_job(config: FinetuneConfig, source: Path) -> Job:
     )
     length = config.sequence_length
     windows = spread_windows(text.held_out, length, config.held_out_windows)
+    # Whole batches, where there are enough: a partial one is another program to compile.
+    windows = windows[: len(windows) // config.batch_size * config.batch_size or len(windows)]
     prompt: list[int] = []
     if config.sample_tokens:
         given = tokenizer.encode(config.prompt).ids if config.prompt else None
@@ -281,9 +283,9 @@ def find_model(config: FinetuneConfig, strategy: tpudist.Strategy, display: Disp
         return config.model
     tiny = config.out.parent / TINY
     if not folder.agree_on(lambda: (tiny / "config.json").exists()):
-        display.say(f"Makes a tiny model in {tiny}, once: its tokenizer, then 200 steps.")
+        display.say(f"Makes a tiny model in {tiny}, once: its tokenizer, then {NUM_STEPS} steps.")
         # A display of its own: it shows steps of another run.
-        shown = make_display(200, quiet=jax.process_index() != 0)
+        shown = make_display(NUM_STEPS, quiet=jax.process_index() != 0)
         make_tiny_model(strategy, tiny, shown)
         shown.close()
     return tiny

@@ -30,7 +30,7 @@ class FinetuneConfig:
     """Emulate so many devices on the CPU; 0 for none. By default 8 if there is no accelerator."""
     replica_axes: str = ""
     """Mesh axes inside a replica, such as fsdp=4,tensor=2, for --strategy tpu."""
-    steps: int = 200
+    steps: int = 150
     """Training steps."""
     batch_size: int = 16
     """Windows of text in a global batch, all replicas together."""

@@ -31,6 +31,8 @@ VOCABULARY = 1024
 TEXT_BYTES = 3_000_000
 """Of the text, what the tokenizer and the model are trained on."""
 LENGTH, BATCH_SIZE = 128, 16
+NUM_STEPS = 120
+"""How long the model is trained, unless something else is asked for."""
 
 CONFIG = TransformerConfig(
     vocabulary=VOCABULARY,
@@ -43,7 +45,7 @@ CONFIG = TransformerConfig(
 
 
 def make_tiny_model(
-    strategy: tpudist.Strategy, folder: Path, display: Display | bool, *, num_steps: int = 200
+    strategy: tpudist.Strategy, folder: Path, display: Display | bool, *, num_steps: int = NUM_STEPS
 ) -> None:
     """Trains the tokenizer and the model, and writes them; called by all processes alike.
 

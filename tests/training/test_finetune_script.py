@@ -94,6 +94,7 @@ def test_all_weights_are_trained_and_written_with_the_tokenizer(
     end = json.loads((model / "config.json").read_text())["eos_token_id"]
     tokens = token_text.tokenize(documents, tokenizer, vocabulary=300, end=end, source="")
     windows = finetune.spread_windows(tokens.held_out, 16, 16)
+    windows = windows[: len(windows) // 8 * 8 or len(windows)]  # whole batches
     nats = jax.jit(finetune.next_token_nats)(loaded, windows).mean()
     assert float(nats) == pytest.approx(summary["held_out"]["nats_per_token"], rel=1e-4)
 
