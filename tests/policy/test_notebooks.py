@@ -16,6 +16,12 @@ PRINTED = {
     "02_plan_before_you_rent": ["best: fsdp=", "over ICI per step", "within its budget"],
     "03_finetune": ["60/60  held out nats", "\nbetter\n", "the files compute what was trained"],
     "05_keras_fit": ["held-out accuracy 9", "on 8 devices", "those of one device"],
+    "04_port_a_tf_program": [
+        "left for hands: []",
+        "rows: 2.0\nsum of squares: 40425.0",
+        "tf.GradientTape: make the loss a function",
+        "weight 3.00, loss 0.0000",
+    ],
 }
 MARKS = {
     "02_plan_before_you_rent": [
