@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -195,9 +196,14 @@ def test_a_machine_whose_ray_has_ended_says_so(head, here):
 
 def test_a_ctrl_c_ends_what_runs_here(head, here, monkeypatch):
     node = join(head, here)
-    monkeypatch.setattr(ray_node.time, "sleep", lambda _: os.kill(os.getpid(), 2))
-    with pytest.raises(KeyboardInterrupt):
-        node.join()
+    # A shell has programs in the background ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(ray_node.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            node.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert Guard.made[0].num_closed == 1
 
 

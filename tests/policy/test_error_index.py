@@ -16,6 +16,7 @@ INTERNAL = {
     "ArgumentsChanged": "the call is looked at again",
     "CallError": "a code and a text for who has called",
     "Cancelled": "a wait that nobody needs any more",
+    "CannotPort": "WrongUse",
     "Died": "CompilerDied",
     "FailedElsewhere": "the cause of a CheckpointError",
     "GenerationEnded": "ends a thread that was left behind",
