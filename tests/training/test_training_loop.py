@@ -18,6 +18,7 @@ import tpudist
 from tpudist.training import evaluate, history, loop, make_evaluation_step, make_train_step, train
 from tpudist.training.display import make_display
 from tpudist.training.metrics_writers import read_lines
+from tpudist.training.step_state import StepState
 from tpudist.training.steps import make_should_stop
 
 SCALES = [3.0]
@@ -420,6 +421,14 @@ def test_a_metric_that_differs_between_replicas_is_refused(strategy):
 
     with pytest.raises(ValueError, match="metric 'first' differs between replicas.*Combine it"):
         run(strategy, step=wrong)
+
+
+@pytest.mark.parametrize(
+    "beside", [np.float32(0.1), 1j, jax.nn.relu, len], ids=["NumPy", "complex", "JAX", "Python"]
+)
+def test_numbers_and_functions_beside_arrays_do_not_change_in_place(beside):
+    """Else a step that gives back metrics alone would learn nothing, in silence."""
+    assert not StepState({"weights": np.ones(2), "beside": beside}).is_changed_in_place
 
 
 def test_a_state_that_would_never_change_is_refused(strategy):

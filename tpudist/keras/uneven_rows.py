@@ -141,12 +141,6 @@ def cut_batch(batch: Any) -> Any:
     return tree.map_structure(lambda x: x.cut() if isinstance(x, UnevenRows) else x, batch)
 
 
-def num_rows(batch: Any) -> int:
-    """The rows of the first array of a batch that has any."""
-    shapes = [x.shape for x in tree.flatten(batch) if getattr(x, "shape", ())]
-    return shapes[0][0] if shapes else 0
-
-
 def _put(value: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)

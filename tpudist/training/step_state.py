@@ -88,4 +88,11 @@ def _to_array(leaf: Any) -> Any:
 def _holds_objects(part: Any) -> bool:
     """Whether a step can change something in a part of the state."""
     leaves = jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, _OBJECT_TYPES))
-    return any(not isinstance(x, jax.Array | np.ndarray | int | float) for x in leaves)
+    return any(isinstance(x, _OBJECT_TYPES) or not _is_constant(x) for x in leaves)
+
+
+def _is_constant(leaf: Any) -> bool:
+    """Whether a leaf of a plain pytree stays what it is: an array, a number, or a function."""
+    return isinstance(
+        leaf, jax.Array | np.ndarray | np.generic | complex | float | int
+    ) or callable(leaf)
