@@ -81,6 +81,32 @@ def test_a_model_of_ones_own_is_written_in_files_of_bounded_size(tmp_path):
     assert load_pretrained(tmp_path).embedding.dtype == jnp.float32
 
 
+def test_nothing_of_an_earlier_save_is_read_in_place_of_a_later_one(tmp_path):
+    first, last = make(), make(mlp_dim=48)
+    kept = tmp_path / "kept"
+    save_pretrained(last, kept)
+    for bytes_of_first, bytes_of_last in ((10**9, 10_000), (10_000, 10**9)):
+        folder = tmp_path / str(bytes_of_first)
+        save_pretrained(first, folder, max_file_bytes=bytes_of_first)
+        save_pretrained(last, folder, max_file_bytes=bytes_of_last)
+        assert load_pretrained(folder).config.mlp_dim == 48
+        both = (folder / "model.safetensors", folder / "model.safetensors.index.json")
+        assert sum(file.exists() for file in both) == 1
+    folder = tmp_path / "like"
+    save_pretrained(first, folder, max_file_bytes=10_000)
+    save_pretrained(last, folder, like=kept)
+    assert load_pretrained(folder).config.mlp_dim == 48
+
+
+def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
+    save_pretrained(make(), tmp_path)
+    kept = (tmp_path / "model.safetensors").read_bytes()
+    save_pretrained(make(), tmp_path, max_file_bytes=10_000)
+    (tmp_path / "model.safetensors").write_bytes(kept)
+    with pytest.raises(ValueError, match=r"holds both model\.safetensors and .*Remove the one"):
+        load_pretrained(tmp_path)
+
+
 def test_what_others_cannot_compute_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No family .*nearest is 'llama', .* output_scale.*Train"):
         save_pretrained(make(tied=True), tmp_path)

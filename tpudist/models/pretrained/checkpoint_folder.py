@@ -38,6 +38,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: There are none, or not all.
+        ValueError: There are two sets of them.
     """
     index = folder / INDEX
     if index.exists():
@@ -47,6 +48,11 @@ def weight_files(folder: Path) -> list[Path]:
             raise FileNotFoundError(
                 f"{index} names {len(names)} files, of which {len(missing)} are not there: "
                 f"{', '.join(missing[:3])}. Fetch them too."
+            )
+        if WEIGHTS not in names and (folder / WEIGHTS).exists():
+            raise ValueError(
+                f"{folder} holds both {WEIGHTS} and {INDEX}, which names other files: libraries "
+                f"differ in which of them they read. Remove the one that is not meant."
             )
         return [folder / name for name in names]
     if not (folder / WEIGHTS).exists():

@@ -53,7 +53,8 @@ def save_pretrained(
 
     Args:
         model: The transformer; adapters are merged first (`lora.merge`).
-        folder: Where to write. What has the same name there is replaced when a file is whole.
+        folder: Where to write. What has the same name there is replaced when a file is whole, and
+            an index, or a single file of weights, that is not of this model is taken away.
         like: The folder that the model was loaded from. The files then have its names, tensors in
             its order and dtypes, and its configuration and tokenizer are copied: weights that were
             not changed are written as the same bytes. By default a `config.json` is made, and no
@@ -77,6 +78,8 @@ def save_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
     for name, (start, tensors) in files.items():
         _write(model, folder / name if writes else None, start, tensors)
+    if writes:
+        _remove_earlier(folder, files, like)
     if writes and like is not None:
         for pattern in _BESIDE:
             for file in Path(like).glob(pattern):
@@ -191,12 +194,21 @@ def _gather(
     return [(part, tuple(slice(*ends) for ends in key)) for key, part in found.items()]
 
 
+def _remove_earlier(
+    folder: Path, files: dict[str, Header], like: str | PathLike[str] | None
+) -> None:
+    """Takes away what would have weights of an earlier save read in place of these."""
+    if WEIGHTS not in files:
+        (folder / WEIGHTS).unlink(missing_ok=True)
+    elif like is None or not (Path(like) / INDEX).exists():
+        (folder / INDEX).unlink(missing_ok=True)
+
+
 def _write_about(model: Transformer, folder: Path, files: dict[str, Header]) -> None:
     """The configuration, and the index of several files."""
     tensors = [tensor for _, found in files.values() for tensor, _ in found]
     [first, *_] = [DTYPES[tensor.dtype].name for tensor in tensors]
     _write_json(folder / CONFIG, make_config(model.config, first))
-    (folder / INDEX).unlink(missing_ok=True)
     if len(files) > 1:
         sizes = (DTYPES[t.dtype].itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors)
         where = {
