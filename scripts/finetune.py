@@ -12,7 +12,6 @@ import json
 import math
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from experiment import arguments, devices, folder, generate, report, summary
 from experiment.batches import InOrder, RandomWindows
 from experiment.finetune_config import FinetuneConfig, check, facts
 from experiment.optimizers import adamw_with_clipping
+from experiment.run_end import run_to_end
 from experiment.tiny_model import NUM_STEPS, make_tiny_model
 from experiment.token_text import TokenText, python_topics, read_documents, tokenize
 from experiment.units import Unit
@@ -42,7 +42,7 @@ from tpudist.models import (
     read_config,
     save_pretrained,
 )
-from tpudist.training import interrupt, metrics_writers
+from tpudist.training import metrics_writers
 from tpudist.training.compilation_cache import enable_compilation_cache
 from tpudist.training.corpus import spread_windows
 from tpudist.training.display import Display, make_display
@@ -271,10 +271,8 @@ def run(
 
 
 def digest_of_model(source: Path) -> str:
-    """Tells a model from others: its configuration, and the sizes of its files of weights."""
-    sizes = [(file.name, file.stat().st_size) for file in sorted(source.glob("*.safetensors"))]
-    about = (source / "config.json").read_bytes() + repr(sizes).encode()
-    return f"CRC-32 {zlib.crc32(about):08x}"
+    """Tells a model from others: its configuration and all its weights."""
+    return folder.digest_of_files([source / "config.json", *sorted(source.glob("*.safetensors"))])
 
 
 def find_model(config: FinetuneConfig, strategy: tpudist.Strategy, display: Display) -> Path:
@@ -326,18 +324,12 @@ def main(args: Sequence[str] | None = None) -> int:
         display.say(about)
         if begun.moved_to:
             display.say(f"What another run had left in {config.out} is now in {begun.moved_to}.")
-        try:
-            return run(config, job, strategy, begun, display)
-        except (ValueError, CheckpointError) as refused:
-            display.close()
-            print(f"finetune.py: {refused}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:  # pressed twice, or before there was a step to finish
-            display.close()
-            display.say("Interrupted; the last checkpoint is what a next run goes on from.")
-            return interrupt.EXIT_CODE
-        finally:
-            display.close()
+        return run_to_end(
+            "finetune.py",
+            display,
+            lambda: run(config, job, strategy, begun, display),
+            (ValueError, CheckpointError),
+        )
 
 
 if __name__ == "__main__":

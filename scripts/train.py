@@ -29,11 +29,12 @@ from experiment.batches import InOrder, RandomWindows, ShuffledEpochs
 from experiment.config import Config, check, facts
 from experiment.digits import load_digits
 from experiment.optimizers import adamw_with_clipping
+from experiment.run_end import run_to_end
 from experiment.units import Unit, UnitWriter
 from tpudist.checkpoint import CheckpointError
 from tpudist.models import ConvNet, ConvNetConfig, Transformer, TransformerConfig, next_token_nats
 from tpudist.models.convnet import label_nats
-from tpudist.training import interrupt, metrics_writers
+from tpudist.training import metrics_writers
 from tpudist.training.compilation_cache import enable_compilation_cache
 from tpudist.training.corpus import load_corpus, spread_windows
 from tpudist.training.display import Display, make_display
@@ -275,18 +276,12 @@ def main(args: Sequence[str] | None = None) -> int:
         display.say(f"{type(strategy).__name__} on {summary.describe_mesh(strategy.mesh)}{why}.")
         if begun.moved_to:
             display.say(f"What another run had left in {config.out} is now in {begun.moved_to}.")
-        try:
-            return run(config, job, strategy, begun, display)
-        except CheckpointError as refused:
-            display.close()
-            print(f"train.py: {refused}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:  # pressed twice, or before there was a step to finish
-            display.close()
-            display.say("Interrupted; the last checkpoint is what a next run goes on from.")
-            return interrupt.EXIT_CODE
-        finally:
-            display.close()
+        return run_to_end(
+            "train.py",
+            display,
+            lambda: run(config, job, strategy, begun, display),
+            (CheckpointError,),
+        )
 
 
 if __name__ == "__main__":

@@ -57,6 +57,17 @@ def check_microbatches(microbatches: int, batch_size: int, num_replicas: int) ->
         )
 
 
+def check_axes(text: str, strategy: str) -> dict[str, int]:
+    """The axes inside a replica, if `--strategy` has replicas with any."""
+    axes = parse_axes(text)
+    if axes and strategy not in ("auto", "tpu"):
+        raise ValueError(
+            f"--replica-axes {text} was given with --strategy {strategy}, whose replicas are one "
+            f"device each. Use --strategy tpu, or leave the axes out."
+        )
+    return axes
+
+
 def check_folder(path: Path) -> Path:
     """Makes the folder `path` if need be, and makes sure that it can be written to."""
     try:

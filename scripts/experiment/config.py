@@ -122,12 +122,7 @@ def facts(config: Config, digest: str) -> dict[str, Any]:
 
 def check(config: Config) -> dict[str, int]:
     """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
-    axes = arguments.parse_axes(config.replica_axes)
-    if axes and config.strategy not in ("auto", "tpu"):
-        raise ValueError(
-            f"--replica-axes {config.replica_axes} was given with --strategy {config.strategy}, "
-            f"whose replicas are one device each. Use --strategy tpu, or leave the axes out."
-        )
+    axes = arguments.check_axes(config.replica_axes, config.strategy)
     arguments.check_positive(
         {
             "steps": config.steps,

@@ -94,12 +94,7 @@ def facts(config: FinetuneConfig, text_digest: str, model_digest: str) -> dict[s
 
 def check(config: FinetuneConfig) -> dict[str, int]:
     """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
-    axes = arguments.parse_axes(config.replica_axes)
-    if axes and config.strategy not in ("auto", "tpu"):
-        raise ValueError(
-            f"--replica-axes {config.replica_axes} was given with --strategy {config.strategy}, "
-            f"whose replicas are one device each. Use --strategy tpu, or leave the axes out."
-        )
+    axes = arguments.check_axes(config.replica_axes, config.strategy)
     arguments.check_positive(
         {
             "steps": config.steps,
@@ -122,6 +117,11 @@ def check(config: FinetuneConfig) -> dict[str, int]:
             "checkpoint-every": config.checkpoint_every,
         }
     )
+    if not config.lora and config.lora_alpha != FinetuneConfig.lora_alpha:
+        raise ValueError(
+            f"--lora-alpha {config.lora_alpha} was given without adapters, which it multiplies. "
+            f"Give --lora RANK too, or leave it out."
+        )
     if config.prompt == "":
         raise ValueError("--prompt is empty. Give it a word at least, or leave it out.")
     arguments.check_folder(config.out)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ try:
 except ImportError:  # not on every system
     fcntl = None
 
+_PIECE_BYTES = 2**24  # of a file that is read to tell it from others
 Resume = Literal["auto", "never", "must"]
 
 CHECKPOINTS = "checkpoints"
@@ -111,6 +112,16 @@ def digest(*arrays: np.ndarray) -> str:
     for array in arrays:
         checksum = zlib.crc32(array.tobytes(), checksum)
     return f"{sum(array.nbytes for array in arrays):,} bytes, CRC-32 {checksum:08x}"
+
+
+def digest_of_files(files: Iterable[Path]) -> str:
+    """Tells files from others by all that is in them, in 30 characters, as `digest` does."""
+    checksum = size = 0
+    for file in files:
+        with file.open("rb") as opened:
+            while piece := opened.read(_PIECE_BYTES):
+                checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+    return f"{size:,} bytes, CRC-32 {checksum:08x}"
 
 
 def agree(decide: Callable[[], RunStart]) -> RunStart:

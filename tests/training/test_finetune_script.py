@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import sys
 
 import jax
@@ -164,6 +165,7 @@ def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, caps
         (["--text", "short"], "text has [0-9]+ tokens, fewer than one window of 16"),
         (["--model", "nowhere"], "nowhere/tokenizer.json does not exist"),
         (["--lora", "-1"], "--lora is -1. It must be 0 or above"),
+        (["--lora-alpha", "8"], "--lora-alpha 8.0 was given without adapters"),
         (["--prompt", ""], "--prompt is empty"),
         (["--steps", "0"], "--steps is 0. It must be above 0"),
         (["--strategy", "mirrored", "--replica-axes", "fsdp=2"], "Use --strategy tpu, or leave"),
@@ -183,6 +185,17 @@ def test_a_bad_option_is_refused_before_work_begins(
     assert caught.out == ""
     assert caught.err.startswith("finetune.py: ")
     assert re.search(words, caught.err)
+
+
+def test_a_model_of_other_weights_is_another_one(finetune, model, tmp_path):
+    """Of the same sizes: adapters that were trained beside the first must not go on beside it."""
+    other = shutil.copytree(model, tmp_path / "other")
+    digest = finetune.digest_of_model(model)
+    assert finetune.digest_of_model(other) == digest
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    assert finetune.digest_of_model(other) != digest
 
 
 def test_documents_are_held_out_by_name_until_they_are_enough():
