@@ -116,13 +116,13 @@ def test_no_step_waits_for_the_metrics_of_the_one_before(strategy, monkeypatch):
             ahead.append(started[0] - self.num_steps)
 
     started = [0]
-    original = loop._Run.start
+    original = loop.StepSchedule.start
 
     def start(self):
         original(self)
         started[0] += 1
 
-    monkeypatch.setattr(loop._Run, "start", start)
+    monkeypatch.setattr(loop.StepSchedule, "start", start)
     monkeypatch.setattr(loop, "History", Watched)
     run(strategy)
     assert ahead == [0, 2, 2, 2, 2, 2, 1, 0]  # the first compiles, the last are waited for
