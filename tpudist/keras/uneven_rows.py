@@ -6,6 +6,7 @@ step, with a sharding constraint: XLA splits 60 rows over 8 devices as 8, ..., 8
 is missing by itself. What follows is the program of one device, and nothing of it sees the padding.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -98,8 +99,9 @@ def place(value: Any, distribution: MeshDistribution) -> Any:
     if value is None or isinstance(value, UnevenRows):
         return value
     if not isinstance(value, jax.Array):
-        if not hasattr(value, "__array__"):
-            return jax.device_put(value, distribution.whole)  # a sparse one
+        if not hasattr(value, "__array__"):  # a sparse one
+            _warn_of_whole(value, distribution)
+            return jax.device_put(value, distribution.whole)
         value = _canonical(np.asarray(value))
     if value.ndim == 0:
         return _put(value, distribution.whole)
@@ -111,6 +113,17 @@ def place(value: Any, distribution: MeshDistribution) -> Any:
     padding = np.zeros((missing, *value.shape[1:]), value.dtype)
     padded = _put(np.concatenate([np.asarray(value), padding]), sharding)
     return UnevenRows(padded, (num_rows,), False, sharding)
+
+
+def _warn_of_whole(value: Any, distribution: MeshDistribution) -> None:
+    if distribution.mesh.size > 1:
+        warnings.warn(
+            f"A batch for {distribution.strategy!r} holds a sparse {type(value).__name__}, whose "
+            f"rows are not split: what is made of it is computed whole on every one of the "
+            f"{distribution.mesh.size} devices, to the same results. Give a dense array to split "
+            f"it.",
+            stacklevel=4,
+        )
 
 
 def place_batch(batch: Any, distribution: MeshDistribution) -> Any:
