@@ -1,12 +1,16 @@
 """Which strategy a model belongs to, wherever that is asked."""
 
+import copy
+import gc
+
 import keras
+import numpy as np
 import pytest
 
 import keras_models as km
 import tpudist
 from tpudist.keras import distribution_in_force
-from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.keras.mesh_distribution import MeshDistribution, owner_of
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def test_a_model_belongs_to_one_strategy(strategy):
 
 
 def test_two_strategies_on_one_mesh_are_not_taken_for_each_other(strategy):
-    """Of a model that is not compiled, its variables tell the mesh and no more."""
+    """Also of a model that is not compiled."""
     other = tpudist.MultiWorkerMirroredStrategy()
     assert other.mesh == strategy.mesh
     with other.scope():
@@ -74,6 +78,29 @@ def test_two_strategies_on_one_mesh_are_not_taken_for_each_other(strategy):
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         assert distribution_in_force.of_model(model).strategy is strategy
+
+
+def test_a_model_knows_its_strategy_before_it_is_compiled():
+    """Whatever other strategy is made on the same mesh, and though nobody holds its own."""
+
+    def make():
+        with tpudist.MirroredStrategy().scope():
+            return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+
+    model = make()
+    other = tpudist.MirroredStrategy()
+    with other.scope():
+        keras.layers.Dense(1).build((None, 3))
+    gc.collect()
+    found = distribution_in_force.of_model(model)
+    assert found is not None
+    assert found.strategy is not other
+    model.compile("sgd", "mse")
+    assert distribution_in_force.of_model(model) is found
+    model.fit(np.ones((13, 3)), np.ones((13, 1)), batch_size=5, verbose=0)
+    kernel = model.layers[0].kernel
+    assert owner_of(copy.deepcopy(kernel)) is found
+    assert copy.deepcopy(kernel).value.shape == (3, 1)
 
 
 def test_a_scope_that_is_set_for_a_notebook_counts(strategy):

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from jax.sharding import Mesh, NamedSharding
 
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.keras import keras_internals
-from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.keras.mesh_distribution import MeshDistribution, owner_of
 
 # Models that were compiled in a scope: TensorFlow's guides call `fit` outside of it.
 _of_models: "weakref.WeakKeyDictionary[Any, MeshDistribution]" = weakref.WeakKeyDictionary()
@@ -83,9 +81,8 @@ def of_model(model: Any) -> MeshDistribution | None:
     """
     here, there = current(), _of_models.get(model)
     if there is None:
-        there = _of_variables(model)
-        if here is not None and there is not None and here.mesh == there.mesh:
-            there = here  # variables tell the mesh, which strategies may share
+        variables = model.variables if model.built else ()
+        there = owner_of(variables[0]) if variables else None
     if here is not None and there is not None and here.strategy is not there.strategy:
         raise RuntimeError(
             f"The model {model.name!r} was made in the scope of {there.strategy!r}, and is used in "
@@ -109,15 +106,6 @@ def enter_of(model: Any) -> contextlib.AbstractContextManager:
     """The scope that `model` belongs to, if it does to any."""
     found = of_model(model)
     return contextlib.nullcontext() if found is None else enter(found)
-
-
-def _of_variables(model: Any) -> MeshDistribution | None:
-    """That of the strategy on whose mesh the model's variables were made."""
-    variables = model.variables if model.built else ()
-    layout = keras_internals.layout_of(variables[0]) if variables else None
-    if not isinstance(layout, NamedSharding) or not isinstance(layout.mesh, Mesh):
-        return None
-    return MeshDistribution.of_meshes.get(layout.mesh)
 
 
 def _two_distributions(strategy: StrategyBase, other: Any) -> RuntimeError:

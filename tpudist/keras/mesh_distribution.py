@@ -1,12 +1,11 @@
 """A strategy's mesh as a distribution of Keras: where its variables live, how batches are split."""
 
 import math
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import keras
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import keras_internals, layout_map, process_batches
@@ -20,21 +19,15 @@ class MeshDistribution(keras.distribution.DataParallel):
     are wrong where an uneven dim is split over some axes and another one repeats it.
 
     Attributes:
-        of_meshes: Those there are, by their meshes; the last one where strategies share one.
         strategy: It.
         mesh: Its mesh.
         refusal: Why models cannot be made in its scope; None if they can.
     """
 
-    of_meshes: ClassVar["weakref.WeakValueDictionary[Mesh, MeshDistribution]"] = (
-        weakref.WeakValueDictionary()
-    )
-
     def __init__(self, strategy: StrategyBase):
         """Of `strategy`, whose mesh becomes one of a single axis as far as Keras sees it."""
         self.strategy = strategy
         self.mesh = strategy.mesh
-        self.of_meshes[self.mesh] = self
         devices = self.mesh.devices.ravel()
         flat = keras.distribution.DeviceMesh((self.mesh.size,), ["batch"], devices)
         super().__init__(device_mesh=flat, auto_shard_dataset=False)
@@ -68,6 +61,7 @@ class MeshDistribution(keras.distribution.DataParallel):
         Raises:
             ValueError: This strategy cannot hold variables of Keras, or the layout does not fit.
         """
+        note_owner(variable, self)
         known = keras_internals.layout_of(variable)
         if known is not None:
             return known
@@ -89,6 +83,32 @@ class MeshDistribution(keras.distribution.DataParallel):
 
     def __repr__(self) -> str:
         return f"<MeshDistribution of {self.strategy!r}>"
+
+
+class _Owner:
+    """What a variable knows of where it was made; not copied along with it."""
+
+    __slots__ = ("distribution",)
+
+    def __init__(self, distribution: MeshDistribution | None = None):
+        self.distribution = distribution
+
+    def __deepcopy__(self, memo: Any) -> "_Owner":
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Owner, ()
+
+
+def note_owner(variable: Any, distribution: MeshDistribution) -> None:
+    """Notes in a variable of Keras that it is made under `distribution`."""
+    variable._tpudist_owner = _Owner(distribution)
+
+
+def owner_of(variable: Any) -> MeshDistribution | None:
+    """That under which a variable was made; None if under none of a strategy."""
+    found = getattr(variable, "_tpudist_owner", None)
+    return None if found is None else found.distribution
 
 
 def _why_not(strategy: StrategyBase) -> str | None:
