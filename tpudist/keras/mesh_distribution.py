@@ -102,12 +102,12 @@ class _Owner:
 
 def note_owner(variable: Any, distribution: MeshDistribution) -> None:
     """Notes in a variable of Keras that it is made under `distribution`."""
-    variable._tpudist_owner = _Owner(distribution)
+    variable.tpudist_owner = _Owner(distribution)
 
 
 def owner_of(variable: Any) -> MeshDistribution | None:
     """That under which a variable was made; None if under none of a strategy."""
-    found = getattr(variable, "_tpudist_owner", None)
+    found = getattr(variable, "tpudist_owner", None)
     return None if found is None else found.distribution
 
 
