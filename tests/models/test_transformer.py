@@ -134,6 +134,18 @@ def test_a_loss_in_chunks_is_as_much_work():
     assert flops(make(loss_chunk=4)) == flops(make())
 
 
+def test_its_annotations_mean_nothing_outside_of_all_scopes():
+    """Where one device holds everything."""
+    strategy = tpudist.get_strategy()
+    made = [
+        strategy.create(lambda: Transformer(SMALL, rngs=nnx.Rngs(0))),
+        strategy.create_abstract(lambda: Transformer(SMALL, rngs=nnx.Rngs(0))),
+    ]
+    for model in made:
+        assert {x.sharding.num_devices for x in jax.tree.leaves(nnx.state(model))} == {1}
+    assert_same(trained(made[0]), plain())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):

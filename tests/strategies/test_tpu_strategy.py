@@ -439,6 +439,48 @@ def test_training_with_an_assignment_gives_the_numbers_of_one_device():
     np.testing.assert_allclose(w, expected_w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.multiprocess
+def test_it_joins_the_workers_that_tf_config_names():
+    """Also after a resolver as programs for TPU have one; not where this host alone is meant."""
+    finished = run_processes("""
+        import sys
+
+        import jax
+        import tpudist
+        from processes import report
+
+        tpudist.emulate()
+        resolver = tpudist.cluster_resolver.TPUClusterResolver(tpu="")
+        strategy = tpudist.TPUStrategy(resolver, replica_axes={"fsdp": 2})
+        alone = tpudist.TPUStrategy(devices=jax.local_devices())
+        report([jax.process_count(), strategy.num_replicas_in_sync, alone.num_replicas_in_sync])
+    """)
+    assert [worker.result for worker in finished] == [[2, 4, 4]] * 2
+
+
+@pytest.mark.multiprocess
+def test_devices_that_have_started_alone_are_an_error():
+    with pytest.raises(AssertionError, match="Make the strategy before the first array"):
+        run_processes("""
+            import jax.numpy as jnp
+            import tpudist
+
+            tpudist.emulate()
+            jnp.ones(1)
+            tpudist.TPUStrategy()
+        """)
+
+
+@pytest.mark.parametrize(
+    ("task", "also"), [("evaluator", {}), ("worker", {"ps": ["h:1"]}), ("ps", {"ps": ["h:1"]})]
+)
+def test_it_joins_no_cluster_in_which_it_does_not_train_alike(monkeypatch, task, also):
+    cluster = {"cluster": {"worker": ["a:1", "b:2"], "evaluator": ["e:1"], **also}}
+    task = {"task": {"type": task, "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster | task))
+    assert tpudist.TPUStrategy().num_replicas_in_sync == 8
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_replicas_may_lie_in_a_process_or_across_two():

@@ -188,6 +188,8 @@ def test_the_processes_die_with_their_supervisor(tmp_path):
         (["--restarts", "-1", "x.py"], "--restarts -1: at least 0"),
         (["nothing.py"], "nothing.py: there is no such file in"),
         (["no-such-program"], "no-such-program: there is no such program. A Python file must"),
+        (["--processes", "2", "x.py"], "no option --processes. Did you mean --num-processes?"),
+        (["--emulate=2", "--", "x.py"], "launch has no option --emulate. Options of the program"),
     ],
 )
 def test_wrong_use_is_said_in_a_line(args, said):

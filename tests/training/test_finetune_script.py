@@ -12,6 +12,7 @@ import pytest
 
 from experiment import token_text
 from places import ROOT
+from processes import run_processes
 from tiny_models import make_tiny_model
 from tpudist.models import load_pretrained, load_tokenizer
 from train_runs import (
@@ -136,6 +137,28 @@ def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
     assert all(name.split(".")[-2].endswith("_proj") for name in changed)
     saved = (out / "checkpoints" / "8").rglob("*")
     assert sum(file.stat().st_size for file in saved if file.is_file()) < 400_000
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "options", [[], ["--lora", "2", "--replica-axes", "fsdp=2"]], ids=["all weights", "adapters"]
+)
+def test_two_processes_learn_what_one_does_and_the_first_writes(
+    finetune, model, text, tmp_path, options
+):
+    two, one = tmp_path / "two", tmp_path / "one"
+    args = ["--model", str(model), "--text", str(text), *SMALL, *options, "--steps", "4"]
+    assert finetune.main([*args, "--out", str(one)]) == 0
+    first, second = run_processes(SCRIPT, args=[*args, "--out", str(two)])
+    assert "Finished after 4 steps" in first.stdout
+    assert "step" not in second.stdout
+    for (step, found), (_, expected) in zip(losses_of(two), losses_of(one), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5), step
+    assert weights_of(two / "model").keys() == weights_of(one / "model").keys()
+    for name, array in weights_of(one / "model").items():
+        np.testing.assert_allclose(weights_of(two / "model")[name], array, atol=1e-4)
+    assert load_tokenizer(two / "model").encode("this").ids
 
 
 def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, capsys, monkeypatch):

@@ -52,16 +52,17 @@ def main(args: Sequence[str] | None = None) -> int:
         ["launch"],
         ["doctor"],
     ):  # their processes are to use what this host has
-        return _run(read(args))
+        return _run(args)
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
         Setting.PLATFORMS.set("cpu")
-    return _run(read(args))
+    return _run(args)
 
 
-def _run(options: Any) -> int:
-    command = next(c for c in COMMANDS.values() if isinstance(options, c.Options))
+def _run(args: Sequence[str]) -> int:
     try:
+        options = read(args)
+        command = next(c for c in COMMANDS.values() if isinstance(options, c.Options))
         return command.run(options)
     except WrongUse as error:
         say(f"tpudist: {error}")
@@ -72,11 +73,16 @@ def _run(options: Any) -> int:
 
 
 def read(args: Sequence[str] | None = None) -> Any:
-    """The options of the subcommand that a command line names; ends the process if it is wrong."""
+    """The options of the subcommand that a command line names; ends the process if it is wrong.
+
+    Raises:
+        WrongUse: `run` or `launch` have no such option.
+    """
     args = sys.argv[1:] if args is None else list(args)
     own: list[str] = []
     if args[:1] in (["run"], ["launch"]):
         first, own = launch_command.split(args[1:])
+        launch_command.check_names(first, args[0], COMMANDS[args[0]].Options)
         args = [args[0], *first]
     options = tyro.cli(
         _subcommands(),

@@ -47,6 +47,9 @@ class TPUClusterResolver(ClusterResolver):
     `TPU_WORKER_ID`, as on GKE) or the metadata server of a TPU VM; none on a slice of one host. The
     master is this host, behind `grpc://` always.
 
+    Attributes:
+        is_local: Whether this host alone was asked for, by `tpu="local"`.
+
     As `tf.distribute.cluster_resolver.TPUClusterResolver`, which connects to remote TPUs.
     """
 
@@ -96,10 +99,10 @@ class TPUClusterResolver(ClusterResolver):
             ("discovery_url", discovery_url),
         ):
             warn_if_given(f"TPUClusterResolver({what}", value, _NO_LOOK_UP)
-        self._is_local = tpu == "local"
+        self.is_local = tpu == "local"
         self._hardware_feature: HardwareFeature | None = None
         self.task_type = job_name
-        self._hosts = None if self._is_local else find_slice_hosts()
+        self._hosts = None if self.is_local else find_slice_hosts()
         self.task_id = self._hosts.index if self._hosts else 0
 
     @staticmethod

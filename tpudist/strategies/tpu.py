@@ -8,13 +8,14 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tpudist import context
-from tpudist.cluster_resolver import TPUClusterResolver
+from tpudist.cluster_resolver import TFConfigClusterResolver, TPUClusterResolver
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment
 from tpudist.cluster_resolver.tpu_topology import group_by_task
 from tpudist.options import warn_if_given
 from tpudist.strategy import logical_devices
 from tpudist.strategy.placement_rules import Partitioner, split_by_partitioner, split_largest_dim
 from tpudist.strategy.strategy import Strategy
+from tpudist.xla import runtime
 from tpudist.xla.compiler import compiler_options as chip_options
 from tpudist.xla.devices import as_devices
 from tpudist.xla.hardware import chips
@@ -56,6 +57,10 @@ class TPUStrategy(Strategy):
     ):
         """On all devices of the run, or on `devices`.
 
+        Where TF_CONFIG names several workers, as under `tpudist launch`, this process joins the
+        others first, if it has not yet; not with `devices`, with `TPUClusterResolver("local")`, or
+        in a cluster with parameter servers.
+
         Args:
             tpu_cluster_resolver: What `strategy.cluster_resolver` gives. JAX finds the slice that
                 it runs on itself.
@@ -89,6 +94,7 @@ class TPUStrategy(Strategy):
             ValueError: The devices do not split into such replicas, a rule names an axis that the
                 mesh does not have, both `replica_axes` and an assignment are given, or an
                 assignment for other devices.
+            RuntimeError: JAX already started its devices without the other workers.
         """
         if not isinstance(tpu_cluster_resolver, TPUClusterResolver | None):
             raise ValueError(
@@ -98,6 +104,8 @@ class TPUStrategy(Strategy):
         self._cluster_resolver = tpu_cluster_resolver or TPUClusterResolver()
         self.device_assignment = experimental_device_assignment
         self._is_spmd = bool(experimental_spmd_xla_partitioning)
+        if devices is None and not self._cluster_resolver.is_local:
+            _join_workers()
         if experimental_device_assignment is None:
             mesh = make_mesh(
                 as_devices(devices), replica_axes, axis_name=axis_name, deterministic=deterministic
@@ -254,3 +262,13 @@ def _mesh_of_assignment(
     return make_mesh(
         assigned, axes, in_order=True, axis_name=axis_name, deterministic=deterministic
     )
+
+
+def _join_workers() -> None:
+    """Joins the workers that TF_CONFIG names: each would train a model of its own otherwise."""
+    resolver = TFConfigClusterResolver()
+    workers = resolver.processes()
+    if len(workers) < 2 or jax.distributed.is_initialized() or "ps" in resolver.cluster_spec().jobs:
+        return
+    if resolver.task_type in ("chief", "worker"):
+        runtime.connect(workers[0], len(workers), resolver.process_index())

@@ -1,8 +1,10 @@
 """The strategy that is in force where no other one is."""
 
 import contextlib
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context
 from tpudist.context import ContextKind
@@ -31,6 +33,10 @@ class DefaultStrategy(Strategy):
                 f"of {context.get_strategy()!r}. Leave it first."
             )
         return contextlib.nullcontext(self)
+
+    def _sharding_of(self, value: Any, *, variable: Any) -> jax.sharding.Sharding:
+        """All on the one device: annotations name axes, and here no scope says what they mean."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
 
 def make_default_mode() -> context.Mode:
