@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,7 +128,7 @@ def main(args: list[str] | None = None) -> int:
     found: list[Figure] = []
     for suite in config.suites:
         start = time.perf_counter()
-        figures = list(measure(suite, config))
+        figures = list(MEASURE[suite](config))
         seconds = time.perf_counter() - start
         show(console, f"{figures[0].suite} ({suite}, {seconds:.0f} s)", figures)
         found += figures
@@ -145,50 +145,45 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
-def measure(suite: Suite, config: Config) -> Iterable[Figure]:
-    """The figures of one suite."""
-    if suite == "calls":
-        return calls.figures(config.calls)
-    if suite == "programs":
-        return programs.figures(None, f"{NUM_DEVICES} CPU devices")
-    if suite == "tails":
-        return tails.figures(None, f"{NUM_DEVICES} CPU devices")
-    if suite == "checkpoint":
-        return checkpoint.figures(config.checkpoint_megabytes, CHECKPOINT_REPEATS)
-    if suite == "input":
-        return input.figures(config.tensorflow_python)
-    if suite == "tpu":
-        whole = [figure for name in SLICES for figure in programs.figures_on_slice(name)]
-        return [*whole, *tails.figures(topology.devices(TAILS_SLICE), TAILS_SLICE)]
-    if suite == "published":
-        return published.figures(config.published)
-    if suite == "examples":
-        return examples.figures(config.example_steps)
-    if suite == "determinism":
-        return determinism.figures(config.example_steps)
-    if suite == "processes":
-        return processes.figures(config.example_steps)
-    if suite == "tables":
-        return tables.figures(config.table_rows)
-    if suite == "servers":
-        return servers.figures(config.tensorflow_python)
-    if suite == "comparison":
-        return comparison.figures(config.torch_python)
-    if suite == "imports":
-        return imports.figures(config.import_repeats)
-    if suite == "weights":
-        return weights.figures(config.weights_layers)
-    if suite == "train":
-        return training_loop.figures(config.train_steps)
-    if suite == "keras":
-        return keras_loop.figures()
-    if suite == "scale":
-        return scale.figures()
+def on_slices(config: Config) -> list[Figure]:
+    """The figures of the suite tpu."""
+    whole = [figure for name in SLICES for figure in programs.figures_on_slice(name)]
+    return [*whole, *tails.figures(topology.devices(TAILS_SLICE), TAILS_SLICE)]
+
+
+def emulated(config: Config) -> list[Figure]:
+    """The figures of the suite emulation."""
     return [
         figure
         for num_devices in config.devices
         for figure in emulation.figures(num_devices, config.small_steps, config.transformer_steps)
     ]
+
+
+MEASURE: dict[Suite, Callable[[Config], Iterable[Figure]]] = {
+    "calls": lambda config: calls.figures(config.calls),
+    "programs": lambda config: programs.figures(None, f"{NUM_DEVICES} CPU devices"),
+    "tails": lambda config: tails.figures(None, f"{NUM_DEVICES} CPU devices"),
+    "tpu": on_slices,
+    "emulation": emulated,
+    "checkpoint": lambda config: checkpoint.figures(
+        config.checkpoint_megabytes, CHECKPOINT_REPEATS
+    ),
+    "input": lambda config: input.figures(config.tensorflow_python),
+    "published": lambda config: published.figures(config.published),
+    "scale": lambda config: scale.figures(),
+    "examples": lambda config: examples.figures(config.example_steps),
+    "determinism": lambda config: determinism.figures(config.example_steps),
+    "processes": lambda config: processes.figures(config.example_steps),
+    "tables": lambda config: tables.figures(config.table_rows),
+    "servers": lambda config: servers.figures(config.tensorflow_python),
+    "imports": lambda config: imports.figures(config.import_repeats),
+    "weights": lambda config: weights.figures(config.weights_layers),
+    "train": lambda config: training_loop.figures(config.train_steps),
+    "comparison": lambda config: comparison.figures(config.torch_python),
+    "keras": lambda config: keras_loop.figures(),
+}
+"""How each suite is measured."""
 
 
 def report(figures: Iterable[Figure]) -> dict:

@@ -194,7 +194,7 @@ def run(
     model, optimizer, saved = make_state(config, job, strategy)
     loss_of = make_train_step(
         lambda model, batch: next_token_loss(model, batch["tokens"]).mean(axis=-1),
-        config.microbatches,
+        config.run.microbatches,
         wrt=trained(config),
     )
 
@@ -232,9 +232,9 @@ def run(
             job.batches,
             num_steps=config.steps,
             evaluate=judge,
-            evaluate_every=-(-config.steps // config.evaluations),
+            evaluate_every=-(-config.steps // config.run.evaluations),
             folder=config.out,
-            checkpoint_every=config.checkpoint_every or None,
+            checkpoint_every=config.run.checkpoint_every or None,
             saved=saved,
             writers=writers,
             progress=display,
@@ -291,15 +291,15 @@ def find_model(config: FinetuneConfig, strategy: tpudist.Strategy, display: Disp
 
 def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`), checks it, and runs; returns the exit code."""
-    config = tyro.cli(FinetuneConfig, args=args)
+    config = tyro.cli(FinetuneConfig, args=args, config=(tyro.conf.OmitArgPrefixes,))
     with ExitStack() as stack:
         try:
             axes = check(config)
-            emulated = devices.emulate(config.emulate)
-            strategy = devices.make_strategy(config.strategy, axes)
+            emulated = devices.emulate(config.run.emulate)
+            strategy = devices.make_strategy(config.run.strategy, axes)
             replicas = strategy.num_replicas_in_sync
-            arguments.check_microbatches(config.microbatches, config.batch_size, replicas)
-            if config.compilation_cache:
+            arguments.check_microbatches(config.run.microbatches, config.batch_size, replicas)
+            if config.run.compilation_cache:
                 enable_compilation_cache()
             why = f": emulated, {emulated}" if emulated else ""
             about = f"{type(strategy).__name__} on {summary.describe_mesh(strategy.mesh)}{why}."
@@ -313,7 +313,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 stack.enter_context(folder.lock(out))
                 text = folder.digest(job.text.train, job.text.held_out)
                 known = facts(config, text, digest_of_model(job.source))
-                return folder.begin(out, known, config.steps, config.resume)
+                return folder.begin(out, known, config.steps, config.run.resume)
 
             begun = folder.agree(begin)
             folder.require_whole(config.out, begun)

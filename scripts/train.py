@@ -179,7 +179,7 @@ def run(
     begun_s = time.perf_counter()
     out = config.out if jax.process_index() == 0 else None
     model, optimizer = make_state(config, job, strategy)
-    loss_of = make_train_step(job.nats, config.microbatches)
+    loss_of = make_train_step(job.nats, config.run.microbatches)
 
     def train_step(model: Any, optimizer: Any, batch: Any) -> dict[str, jax.Array]:
         return {"loss": loss_of(model, optimizer, batch)}
@@ -202,9 +202,9 @@ def run(
             job.batches,
             num_steps=config.steps,
             evaluate=lambda model, _: job.tell(evaluate(strategy, judge, model, held_out)),
-            evaluate_every=-(-config.steps // config.evaluations),
+            evaluate_every=-(-config.steps // config.run.evaluations),
             folder=config.out,
-            checkpoint_every=config.checkpoint_every or None,
+            checkpoint_every=config.run.checkpoint_every or None,
             writers=[UnitWriter(writer, job.unit) for writer in writers],
             progress=display,
             items=(job.unit.items, job.unit.items_per_step),
@@ -252,19 +252,19 @@ def main(args: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         try:
             axes = check(config)
-            emulated = devices.emulate(config.emulate)
+            emulated = devices.emulate(config.run.emulate)
             job = text_job(config) if config.task == "text" else digits_job(config)
-            strategy = devices.make_strategy(config.strategy, axes)
+            strategy = devices.make_strategy(config.run.strategy, axes)
             arguments.check_split(job.dims, strategy.logical_axis_rules, strategy.mesh.shape)
             replicas = strategy.num_replicas_in_sync
-            arguments.check_microbatches(config.microbatches, config.batch_size, replicas)
-            if config.compilation_cache:
+            arguments.check_microbatches(config.run.microbatches, config.batch_size, replicas)
+            if config.run.compilation_cache:
                 enable_compilation_cache()
 
             def begin() -> folder.RunStart:
                 out = config.out
                 stack.enter_context(folder.lock(out))
-                return folder.begin(out, facts(config, job.digest), config.steps, config.resume)
+                return folder.begin(out, facts(config, job.digest), config.steps, config.run.resume)
 
             begun = folder.agree(begin)
             folder.require_whole(config.out, begun)

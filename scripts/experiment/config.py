@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from experiment import arguments, folder
+from experiment import arguments, run_settings
+from experiment.run_settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -56,50 +57,30 @@ class Config:
 
     task: Literal["text", "digits"] = "text"
     """Bytes of text for a transformer, or scikit-learn's handwritten digits for a convnet."""
-    strategy: Literal["auto", "one_device", "mirrored", "tpu", "multi_worker"] = "auto"
-    """Where replicas live. Auto: tpu on TPUs or with --replica-axes, multi_worker with TF_CONFIG,
-    else mirrored on several devices and one_device on one."""
-    emulate: int | None = None
-    """Emulate so many devices on the CPU; 0 for none. By default 8 if there is no accelerator."""
-    replica_axes: str = ""
-    """Mesh axes inside a replica, such as fsdp=4,tensor=2, for --strategy tpu."""
     steps: int = 400
     """Training steps."""
     batch_size: int | None = None
     """Examples in a global batch, all replicas together. By default 16 windows of text, or 128
     digits: BatchNorm takes its statistics from one replica's part of them."""
-    microbatches: int = 1
-    """Parts that each replica computes its examples in, one after the other, to save memory."""
     seed: int = 0
     """Decides the initial weights and the order of the data."""
     data: str | None = None
     """Glob of text files to learn instead of the standard library, as 'books/**/*.txt'."""
     out: Path = Path("runs/latest")
     """Folder for checkpoints, metrics, TensorBoard events, curves and the summary."""
-    resume: folder.Resume = "auto"
-    """Auto: go on exactly where the checkpoints in --out end, or start if there are none; devices
-    and strategy may be others. Never: start anew; what is there moves to earlier-1 beside it. Must:
-    go on, or fail."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints; 0 for one at the end only. Ctrl-C and SIGTERM save one too."""
-    evaluations: int = 4
-    """How often the held-out loss is measured, evenly spaced; the last time at the end."""
     held_out_windows: int = 512
     """At most so many windows of held-out text are judged (--task text)."""
     prompt: str | None = None
     """What the text written at the end goes on from."""
     sample_bytes: int = 240
     """Length of that text; 0 for none."""
-    compilation_cache: bool = True
-    """Keep compiled programs in the user's cache folder for the next run."""
     model: ModelOptions = field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    run: RunSettings = field(default_factory=RunSettings)
 
 
-MAY_CHANGE = {
-    *("strategy", "emulate", "replica_axes", "remat", "compilation_cache"),  # where and how fast
-    *("microbatches", "optimizer_memory"),
-    *("out", "resume", "checkpoint_every", "evaluations", "prompt", "sample_bytes"),
+MAY_CHANGE = run_settings.MAY_CHANGE | {
+    *("remat", "optimizer_memory", "out", "prompt", "sample_bytes"),
     *("steps", "data"),  # judged by more than their values: see folder.begin and digest
 }
 """Options that may be others when a run goes on; any other one would make it another run."""
@@ -113,7 +94,7 @@ def facts(config: Config, digest: str) -> dict[str, Any]:
         digest: Tells the data from others.
     """
     options = dataclasses.asdict(config)
-    options |= options.pop("model") | options.pop("optimizer")
+    options |= options.pop("model") | options.pop("optimizer") | options.pop("run")
     kept = {name: value for name, value in options.items() if name not in MAY_CHANGE}
     return {f"--{name.replace('_', '-')}": value for name, value in kept.items()} | {
         "the training and held-out data": digest
@@ -122,13 +103,11 @@ def facts(config: Config, digest: str) -> dict[str, Any]:
 
 def check(config: Config) -> dict[str, int]:
     """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
-    axes = arguments.check_axes(config.replica_axes, config.strategy)
+    axes = run_settings.check(config.run)
     arguments.check_positive(
         {
             "steps": config.steps,
             "batch-size": config.batch_size or 0,
-            "microbatches": config.microbatches,
-            "evaluations": config.evaluations,
             "held-out-windows": config.held_out_windows,
             "sequence-length": config.model.sequence_length,
             "learning-rate": config.optimizer.learning_rate,
@@ -140,7 +119,6 @@ def check(config: Config) -> dict[str, int]:
             "seed": config.seed,
             "sample-bytes": config.sample_bytes,
             "weight-decay": config.optimizer.weight_decay,
-            "checkpoint-every": config.checkpoint_every,
         }
     )
     if config.data is not None and config.task != "text":

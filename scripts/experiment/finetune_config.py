@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from experiment import arguments, folder
+from experiment import arguments, run_settings
+from experiment.run_settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,12 @@ class FinetuneConfig:
     """Rank of low-rank adapters to train in the place of all weights; 0 trains all weights."""
     lora_alpha: float = 16.0
     """What the adapters add is multiplied by this over their rank."""
-    strategy: Literal["auto", "one_device", "mirrored", "tpu", "multi_worker"] = "auto"
-    """Where replicas live. Auto: tpu on TPUs or with --replica-axes, multi_worker with TF_CONFIG,
-    else mirrored on several devices and one_device on one."""
-    emulate: int | None = None
-    """Emulate so many devices on the CPU; 0 for none. By default 8 if there is no accelerator."""
-    replica_axes: str = ""
-    """Mesh axes inside a replica, such as fsdp=4,tensor=2, for --strategy tpu."""
     steps: int = 150
     """Training steps."""
     batch_size: int = 16
     """Windows of text in a global batch, all replicas together."""
     sequence_length: int = 128
     """Tokens the model sees at once."""
-    microbatches: int = 1
-    """Parts that each replica computes its examples in, one after the other, to save memory."""
     learning_rate: float = 1e-3
     """The highest learning rate. Large models take less: about 1e-5 for all weights, 2e-4 for
     adapters."""
@@ -56,27 +48,17 @@ class FinetuneConfig:
     out: Path = Path("runs/finetune")
     """Folder for checkpoints, metrics, TensorBoard events, curves, the summary, and in model/ the
     weights that come of it, adapters merged, with its configuration and tokenizer."""
-    resume: folder.Resume = "auto"
-    """Auto: go on exactly where the checkpoints in --out end, or start if there are none; devices
-    and strategy may be others. Never: start anew; what is there moves to earlier-1 beside it. Must:
-    go on, or fail."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints; 0 for one at the end only. Ctrl-C and SIGTERM save one too."""
-    evaluations: int = 4
-    """How often the held-out loss is measured, evenly spaced; the last time at the end."""
     held_out_windows: int = 128
     """At most so many windows of held-out text are judged."""
     prompt: str | None = None
     """What the texts written before and after go on from; by default a held-out beginning."""
     sample_tokens: int = 60
     """Length of these texts; 0 for none."""
-    compilation_cache: bool = True
-    """Keep compiled programs in the user's cache folder for the next run."""
+    run: RunSettings = field(default_factory=RunSettings)
 
 
-MAY_CHANGE = {
-    *("strategy", "emulate", "replica_axes", "remat", "compilation_cache", "microbatches"),
-    *("out", "resume", "checkpoint_every", "evaluations", "prompt", "sample_tokens"),
+MAY_CHANGE = run_settings.MAY_CHANGE | {
+    *("remat", "out", "prompt", "sample_tokens"),
     *("steps", "text", "model"),  # judged by more than their values: see folder.begin and digests
 }
 """Options that may be others when a run goes on; any other one would make it another run."""
@@ -85,6 +67,7 @@ MAY_CHANGE = {
 def facts(config: FinetuneConfig, text_digest: str, model_digest: str) -> dict[str, Any]:
     """What the numbers of a run depend on, by option: must not change when it goes on."""
     options = dataclasses.asdict(config)
+    options |= options.pop("run")
     kept = {name: value for name, value in options.items() if name not in MAY_CHANGE}
     return {f"--{name.replace('_', '-')}": value for name, value in kept.items()} | {
         "the training and held-out text": text_digest,
@@ -94,14 +77,12 @@ def facts(config: FinetuneConfig, text_digest: str, model_digest: str) -> dict[s
 
 def check(config: FinetuneConfig) -> dict[str, int]:
     """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
-    axes = arguments.check_axes(config.replica_axes, config.strategy)
+    axes = run_settings.check(config.run)
     arguments.check_positive(
         {
             "steps": config.steps,
             "batch-size": config.batch_size,
             "sequence-length": config.sequence_length,
-            "microbatches": config.microbatches,
-            "evaluations": config.evaluations,
             "held-out-windows": config.held_out_windows,
             "learning-rate": config.learning_rate,
             "clip-norm": config.clip_norm,
@@ -114,7 +95,6 @@ def check(config: FinetuneConfig) -> dict[str, int]:
             "seed": config.seed,
             "sample-tokens": config.sample_tokens,
             "weight-decay": config.weight_decay,
-            "checkpoint-every": config.checkpoint_every,
         }
     )
     if not config.lora and config.lora_alpha != FinetuneConfig.lora_alpha:

@@ -11,6 +11,7 @@ import pytest
 
 from experiment import folder
 from experiment.config import Config, ModelOptions, facts
+from experiment.run_settings import RunSettings
 from places import ROOT
 from tpudist.training.history import History
 from tpudist.training.metrics_writers import JsonLinesWriter, TensorBoardWriter, read_lines
@@ -260,14 +261,10 @@ def test_what_changes_the_numbers_is_a_fact_and_where_they_are_made_is_not():
     here = facts(Config(batch_size=8), "10 bytes")
     elsewhere = Config(
         batch_size=8,
-        strategy="tpu",
-        emulate=4,
-        replica_axes="fsdp=4",
         steps=800,
         out=Path("elsewhere"),
-        checkpoint_every=1,
-        resume="must",
         model=ModelOptions(remat="full"),
+        run=RunSettings("tpu", 4, "fsdp=4", resume="must", checkpoint_every=1),
     )
     assert facts(elsewhere, "10 bytes") == here
     for name in ("--task", "--seed", "--batch-size", "--embed-dim", "--learning-rate", "--dtype"):
