@@ -76,6 +76,7 @@ def make_job(config: FinetuneConfig, source: Path) -> Job:
         ValueError: There is no text, or not enough; or the model is none that can be loaded.
         FileNotFoundError: A file of the model is not there.
     """
+    vocabulary = read_config(source).vocabulary
     tokenizer = load_tokenizer(source)
     documents = read_documents(config.text) if config.text else python_topics()
     said = ", ".join(map(str, config.text)) or "the topics of Python's help()"
@@ -84,7 +85,7 @@ def make_job(config: FinetuneConfig, source: Path) -> Job:
     text = tokenize(
         documents,
         tokenizer,
-        vocabulary=read_config(source).vocabulary,
+        vocabulary=vocabulary,
         end=end if isinstance(end, int) else None,
         source=f"{said}: {len(documents)} document(s)",
     )

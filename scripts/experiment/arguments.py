@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpudist.strategy import logical_axes
 from tpudist.training.arguments import check_not_negative, check_positive, parse_axes
 
 __all__ = [
@@ -65,6 +66,10 @@ def check_axes(text: str, strategy: str) -> dict[str, int]:
             f"--replica-axes {text} was given with --strategy {strategy}, whose replicas are one "
             f"device each. Use --strategy tpu, or leave the axes out."
         )
+    try:
+        logical_axes.refuse_other_axes(axes)
+    except ValueError as error:
+        raise ValueError(f"--replica-axes {text}: {error}") from error
     return axes
 
 

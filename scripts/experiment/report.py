@@ -211,7 +211,7 @@ def _nan_to_none(value: float) -> float | None:
 def _compare_with_baseline(baseline: float, score: float) -> str:
     if math.isnan(score):
         return f"{baseline:.3f}"
-    verdict = "beaten by" if score < baseline else "not beaten: better by"
+    verdict = "beaten by" if score < baseline else "not beaten, worse by"
     return f"{baseline:.3f}, {verdict} {abs(baseline - score):.3f}"
 
 

@@ -66,7 +66,7 @@ def python_topics() -> dict[str, str]:
 def tokenize(
     documents: dict[str, str], tokenizer: Any, *, vocabulary: int, end: int | None, source: str
 ) -> TokenText:
-    """Documents as tokens; some are held out, by their names, or the end of the only one.
+    """Documents as tokens; some are held out, by their names, or of few ones the end of each.
 
     Args:
         documents: By name.
@@ -93,28 +93,32 @@ def tokenize(
             f"The tokenizer gives token {highest}, but the model knows {vocabulary} tokens. The "
             f"tokenizer.json in its folder is that of another model: fetch both anew."
         )
-    if len(names) == 1:
-        (ids,) = tokens.values()
-        cut = max(1, round(len(ids) * (1 - HELD_OUT_SHARE)))
-        return TokenText(ids[:cut], ids[cut:], source)
     held_out = choose_held_out({name: len(ids) for name, ids in tokens.items()})
-    sides = [[ids for name, ids in tokens.items() if (name in held_out) == out] for out in (0, 1)]
-    train, judged = map(np.concatenate, sides)
-    return TokenText(train, judged, source)
+    if held_out:
+        judged = [ids for name, ids in tokens.items() if name in held_out]
+        train = [ids for name, ids in tokens.items() if name not in held_out]
+    else:
+        cuts = {name: max(1, round(len(x) * (1 - HELD_OUT_SHARE))) for name, x in tokens.items()}
+        judged = [ids[cuts[name] :] for name, ids in tokens.items()]
+        train = [ids[: cuts[name]] for name, ids in tokens.items()]
+    return TokenText(np.concatenate(train), np.concatenate(judged), source)
 
 
 def choose_held_out(lengths: Mapping[str, int]) -> set[str]:
     """Of several documents those to hold out: by hashes of their names, until they are enough.
 
-    One document is trained on at least.
+    None where no whole documents are about as many tokens as are wanted, as of few documents.
     """
     wanted = HELD_OUT_SHARE * sum(lengths.values())
     chosen: set[str] = set()
+    found = 0
     for name in sorted(lengths, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if sum(lengths[x] for x in chosen) >= wanted or len(chosen) + 1 == len(lengths):
+        if found >= wanted:
             break
-        chosen.add(name)
-    return chosen
+        if found + lengths[name] <= 2 * wanted:
+            chosen.add(name)
+            found += lengths[name]
+    return chosen if 2 * found >= wanted else set()
 
 
 def _read(file: Path) -> str | None:

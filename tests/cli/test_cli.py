@@ -197,6 +197,14 @@ def test_axes_that_do_not_divide_the_slice_are_wrong_use(capsys):
     assert "Replicas of fsdp=3 span 3 devices each, but there are 4 devices" in message
 
 
+@pytest.mark.libtpu
+@pytest.mark.parametrize("words", [["--replica-axes"], ["--search", "--geometries", "none"]])
+def test_axes_that_split_nothing_of_the_reference_transformer_are_wrong_use(words, capsys):
+    message = refusal(capsys, *words, "fdsp=2", step=None)
+    assert "the axis 'fdsp', over which nothing of this model is split" in message
+    assert "Did you mean fsdp? The axes of its rules are data, expert, fsdp," in message
+
+
 def test_without_the_compiler_the_error_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)

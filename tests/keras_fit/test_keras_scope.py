@@ -53,7 +53,7 @@ def test_keras_of_another_backend_is_refused_where_it_trains_and_nowhere_else():
         with strategy.scope():
             print(strategy.run(lambda: jnp.ones(())))
             model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
-            for method in (model.fit, model.predict, model.train_on_batch):
+            for method in (model.fit, model.predict, model.train_on_batch, model.compile):
                 try:
                     method(np.ones((8, 4)))
                 except RuntimeError as error:
@@ -64,10 +64,7 @@ def test_keras_of_another_backend_is_refused_where_it_trains_and_nowhere_else():
     )
     lines = printed.splitlines()
     assert lines[0] == "1.0"
-    assert [line.split(" of a Keras")[0] for line in lines[1:4]] == [
-        "fit",
-        "predict",
-        "train_on_batch",
-    ]
+    refused = ["fit", "predict", "train_on_batch", "compile"]
+    assert [line.split(" of a Keras")[0] for line in lines[1:5]] == refused
     assert "Keras computes with numpy, and the strategy's devices are JAX's. Set the" in lines[1]
-    assert lines[4] == "(8, 1)"
+    assert lines[5] == "(8, 1)"

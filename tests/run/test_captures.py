@@ -6,8 +6,10 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 import tpudist
 
@@ -384,3 +386,59 @@ def test_a_function_of_a_module_reads_what_it_captures_in_each_program(mirrored,
     with pytest.raises(RuntimeError, match="read in a function that jax.jit"):
         jax.jit(lambda x: x + held)(x)
     assert values(mirrored.run(lambda x: helper(x), (x,))) == [y + 1 for y in expected]
+
+
+class Captured:
+    """Steps that reach for objects around them, as those of tf.distribute do."""
+
+    def __init__(self, strategy):
+        self.model = strategy.create(lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+        self.optimizer = strategy.create(lambda: tpudist.Optimizer(optax.adam(0.1), self.model))
+        self.norm = strategy.create(lambda: nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+        self.rngs = nnx.Rngs(0)
+
+    def train(self, x):
+        """Differentiates the model."""
+        return nnx.grad(lambda model: model(x).mean())(self.model)
+
+    def update(self, x):
+        """Changes the optimizer."""
+        model = nnx.clone(self.model)
+        self.optimizer.update(model, nnx.state(model, nnx.Param))
+
+    def normalize(self, x):
+        """Changes running statistics."""
+        return self.norm(x).sum()
+
+    def draw(self, x):
+        """Changes a random stream."""
+        return jax.random.uniform(self.rngs.params())
+
+    def note(self, x):
+        """Changes an attribute."""
+        self.model.seen = True
+
+
+@pytest.mark.parametrize("method", ["train", "update", "normalize", "draw", "note"])
+def test_a_captured_object_that_is_changed_or_differentiated_is_to_be_passed(mirrored, method):
+    step = getattr(Captured(mirrored), method)
+    message = (
+        rf"'{method}' changes or differentiates an NNX object that it captures \(\w+\), at "
+        rf".*test_captures.py:\d+. .* Pass the object as an argument"
+    )
+    with pytest.raises(ValueError, match=message):
+        mirrored.run(step, args=(jnp.ones((2, 4)),))
+
+
+def test_an_error_of_flax_about_another_object_is_its_own(mirrored):
+    def step(x):
+        counter = nnx.Variable(jnp.zeros(()))
+
+        def loss(x):
+            counter[...] += 1
+            return x.sum()
+
+        return jax.grad(loss)(x)
+
+    with pytest.raises(TraceContextError, match="Cannot mutate Variable from a different trace"):
+        mirrored.run(step, args=(jnp.ones((2, 4)),))

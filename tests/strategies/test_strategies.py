@@ -299,6 +299,23 @@ def test_a_tpu_resolver_that_is_none_is_refused():
         tpudist.TPUStrategy("local")
 
 
+@pytest.mark.parametrize(
+    ("axes", "options", "said"),
+    [
+        ({"fdsp": 2}, {}, "'fdsp', over which no rule splits anything. Did you mean 'fsdp'?"),
+        ({"tensr": 2}, {}, "'tensr', over which no rule splits anything. Did you mean 'tensor'?"),
+        ({"fdsp": 2}, {"logical_axis_rules": [("mlp", ("fdsp",))]}, None),
+        ({"fdsp": 2}, {"logical_axis_rules": [("mlp", "fdsp"), ("embed", None)]}, None),
+        ({"rows": 2, "fsdp": 2}, {}, None),
+    ],
+)
+def test_an_axis_with_a_typing_error_is_a_warning(caplog, axes, options, said):
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        tpudist.TPUStrategy(replica_axes=axes, **options)
+    found = [r.getMessage() for r in caplog.records if "no rule splits" in r.getMessage()]
+    assert [said in message for message in found] == ([True] if said else [])
+
+
 def test_running_without_a_tpu_is_said_in_one_line(caplog):
     with caplog.at_level(logging.WARNING, "tpudist"):
         tpudist.TPUStrategy(replica_axes={"fsdp": 4})

@@ -186,7 +186,7 @@ def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, caps
         (["--text", "picture"], "--text picture is no text in UTF-8"),
         (["--text", "empty"], "--text empty has no text"),
         (["--text", "short"], "text has [0-9]+ tokens, fewer than one window of 16"),
-        (["--model", "nowhere"], "nowhere/tokenizer.json does not exist"),
+        (["--model", "nowhere"], "nowhere/config.json does not exist"),
         (["--lora", "-1"], "--lora is -1. It must be 0 or above"),
         (["--lora-alpha", "8"], "--lora-alpha 8.0 was given without adapters"),
         (["--prompt", ""], "--prompt is empty"),
@@ -226,8 +226,23 @@ def test_documents_are_held_out_by_name_until_they_are_enough():
     chosen = token_text.choose_held_out(lengths)
     assert len(chosen) == 5
     assert token_text.choose_held_out(dict(reversed(lengths.items()))) == chosen
-    assert len(token_text.choose_held_out({"a": 1, "b": 100})) == 1
-    assert len(token_text.choose_held_out({"a": 100, "b": 1})) == 1
+    uneven = {"long": 100, "longer": 200, **{f"{i}": 10 for i in range(20)}}
+    assert 25 <= sum(uneven[name] for name in token_text.choose_held_out(uneven)) <= 50
+
+
+@pytest.mark.parametrize("lengths", [{"a": 100}, {"a": 1, "b": 100}, {"a": 60, "b": 70, "c": 30}])
+def test_of_documents_that_are_few_the_end_of_each_is_held_out(lengths):
+    assert not token_text.choose_held_out(lengths)
+    found = token_text.tokenize(
+        {name: "x" * n for name, n in lengths.items()},
+        Letters(),
+        vocabulary=128,
+        end=None,
+        source="",
+    )
+    share = len(found.held_out) / sum(lengths.values())
+    assert 0.03 <= share <= 0.07
+    assert len(found.train) + len(found.held_out) == sum(lengths.values())
 
 
 class Letters:

@@ -31,7 +31,12 @@ def strategy() -> tpudist.Strategy:
 
 
 @pytest.mark.parametrize(
-    ("held_out", "baseline"), [([(3, {"nats": 0.5})], "2.000, beaten by 1.500"), ([], "2.000")]
+    ("held_out", "baseline"),
+    [
+        ([(3, {"nats": 0.5})], "2.000, beaten by 1.500"),
+        ([(3, {"nats": 2.5})], "2.000, not beaten, worse by 0.500"),
+        ([], "2.000"),
+    ],
 )
 def test_a_run_is_compared_with_its_baselines_if_it_was_judged(strategy, held_out, baseline):
     model = strategy.create(Scale)

@@ -19,6 +19,7 @@ from tpudist.planner import search_status
 from tpudist.planner.show import html
 from tpudist.planner.show.table import table
 from tpudist.planner.show.words import format_error, format_seconds, plural
+from tpudist.strategy import logical_axes
 from tpudist.training import arguments
 from tpudist.xla import topology
 from tpudist.xla.compiler.compiler_process import CompilerDied
@@ -96,6 +97,8 @@ class _Work:
         if options.tokens_per_step is not None:
             raise WrongUse("--tokens-per-step is for a step of your own: of this one it is known.")
         sized = reference.make_reference(options.model, slice_.num_chips)
+        said = options.model.preset if options.model.hf is None else options.model.hf
+        say(f"Plans {said}: {sized.describe()}.")
         self.make_step = sized.make_step
         self.tokens_per_step = sized.tokens_per_step
         usual = ("none", "full") if options.search else (sized.config.remat,)
@@ -236,7 +239,10 @@ def check(options: Options) -> Slice:
     """Refuses what cannot work, before anything is compiled; gives the slice."""
     try:
         slice_ = parse(options.topology)
-        arguments.parse_axes(",".join(options.replica_axes))
+        given = [",".join(options.replica_axes), *options.geometries]
+        geometries = [arguments.parse_axes(axes) for axes in given if axes != "none"]
+        if options.step is None:
+            logical_axes.refuse_other_axes(axis for axes in geometries for axis in axes)
         arguments.check_positive(
             {
                 name: value

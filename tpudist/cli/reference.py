@@ -33,7 +33,7 @@ OPTIMIZERS = {
 @dataclass(frozen=True)
 class ReferenceOptions:
     """The reference transformer, planned where no STEP of your own is named. What is not given
-    comes from the preset."""
+    comes from the preset, or from the folder's model."""
 
     preset: Literal[
         "tiny",
@@ -52,7 +52,7 @@ class ReferenceOptions:
     global_batch: int | None = None
     """Sequences of all chips together, instead."""
     sequence_length: int | None = None
-    """Tokens of a sequence."""
+    """Tokens of a sequence. Of a folder's model 8192, if it takes as many."""
     num_layers: int | None = None
     """Blocks, scanned over."""
     embed_dim: int | None = None
@@ -105,6 +105,12 @@ class Reference:
     def tokens_per_step(self) -> int:
         """Tokens of all replicas in a step."""
         return self.global_batch * self.length
+
+    def describe(self) -> str:
+        """What is planned, in a line."""
+        model = self.config
+        wide = f"{model.num_layers} blocks of width {model.embed_dim}, {model.vocabulary} tokens"
+        return f"{wide}; {self.global_batch} sequences of {self.length} tokens in a step"
 
     def make_step(self, candidate: Any) -> tuple[Any, Any, Any]:
         """The strategy, the step of one replica and its arguments, as shapes."""

@@ -37,7 +37,10 @@ def run(options: Options) -> NoReturn:
         WrongUse: There is no such program, or not as many devices.
     """
     if options.emulate is not None and options.emulate < 1:
-        raise WrongUse(f"--emulate {options.emulate}: there must be one device at least.")
+        raise WrongUse(
+            f"--emulate {options.emulate}: there must be one device at least. Leave it out for the "
+            f"devices of this host."
+        )
     command = [*find_program(options.script), *options.arguments]
     if options.emulate is not None:
         os.environ.update(emulation(options.emulate))

@@ -51,8 +51,11 @@ _refused: set[tuple[type, str]] = set()
 
 
 def refuse_training(reason: str) -> None:
-    """Has a model's methods that train raise in a strategy's scope; once."""
-    for name in TRAINING:
+    """Has a model's `compile` and the methods that train raise in a strategy's scope; once.
+
+    `fit` may be called after the scope, where nothing tells that the model was made in it.
+    """
+    for name in ("compile", *TRAINING):
         owner = next((c for c in keras.Model.__mro__ if name in vars(c)), None)
         if owner is not None and (owner, name) not in _refused:
             _refused.add((owner, name))

@@ -21,7 +21,7 @@ from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.results import CallOutputs
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.traced_rows import TracedRows
-from tpudist.state import nnx_contents
+from tpudist.state import nnx_captures, nnx_contents
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
@@ -78,7 +78,8 @@ class ReplicaBody:
                     if isinstance(x, LocalPart):
                         frame.note_part(x)
             try:
-                with context.enter(self._mode(frame)), frame.enter():
+                explained = nnx_captures.explain_captures(call.name)
+                with context.enter(self._mode(frame)), frame.enter(), explained:
                     result = call.fn(*args, **kwargs)
                 if frame.missed_assignment:
                     raise NewVariable

@@ -1,7 +1,7 @@
 """TPUStrategy: replicas of one or more chips, on all chips of a slice or of several."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from tpudist.cluster_resolver import TFConfigClusterResolver, TPUClusterResolver
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment
 from tpudist.cluster_resolver.tpu_topology import group_by_task
 from tpudist.options import warn_if_given
-from tpudist.strategy import logical_devices
+from tpudist.strategy import logical_axes, logical_devices
 from tpudist.strategy.placement_rules import Partitioner, split_by_partitioner, split_largest_dim
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla import runtime
@@ -127,6 +127,8 @@ class TPUStrategy(Strategy):
                 mesh.platform,
             )
         super().__init__(mesh, logical_axis_rules=logical_axis_rules or ())
+        if variable_partitioner is None:
+            _warn_of_typing_errors(replica_axes or {}, logical_axis_rules or ())
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ValueError(
                 f"TPUStrategy was given variable_partitioner={variable_partitioner!r}. It must be "
@@ -272,3 +274,18 @@ def _join_workers() -> None:
         return
     if resolver.task_type in ("chief", "worker"):
         runtime.connect(workers[0], len(workers), resolver.process_index())
+
+
+def _warn_of_typing_errors(axes: Iterable[str], rules: Sequence[tuple[str, Any]]) -> None:
+    """Warns of an axis of which nothing but an annotation that names it takes note."""
+    for axis in axes:
+        near = logical_axes.nearest_axis(axis)
+        if near and not any(axis == target or axis in (target or ()) for _, target in rules):
+            _log.warning(
+                "TPUStrategy(replica_axes) has the axis '%s', over which no rule splits anything. "
+                "Did you mean '%s'? Without a rule only annotations that name '%s' itself split "
+                "arrays over it.",
+                axis,
+                near,
+                axis,
+            )

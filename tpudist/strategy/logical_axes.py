@@ -5,7 +5,8 @@ over which mesh axes a name is split. The names are those of Flax's examples and
 without the axis a name means nothing, so that the same annotated model runs under every strategy.
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpudist.xla.mesh import BATCH_AXES, ReplicaMesh
@@ -33,6 +34,32 @@ _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("position", ()),
     ("conv_in", ()),
 )
+
+# The mesh axes that the default rules name.
+MESH_AXES = tuple(sorted({axis for _, axes in _DEFAULT for axis in axes}))
+
+
+def refuse_other_axes(axes: Iterable[str]) -> None:
+    """Refuses axes over which no rule splits anything, for models that have no others.
+
+    Raises:
+        ValueError: One is none of `MESH_AXES`.
+    """
+    for axis in axes:
+        if axis not in MESH_AXES:
+            near = nearest_axis(axis)
+            meant = f" Did you mean {near}?" if near else ""
+            raise ValueError(
+                f"A replica was given the axis {axis!r}, over which nothing of this model is "
+                f"split: each of its devices would do all the work.{meant} The axes of its rules "
+                f"are {', '.join(MESH_AXES)}."
+            )
+
+
+def nearest_axis(axis: str) -> str:
+    """The axis of the default rules that a name may be a typing error of; empty if none."""
+    found = difflib.get_close_matches(axis, MESH_AXES, n=1, cutoff=0.7)
+    return found[0] if found and axis not in MESH_AXES else ""
 
 
 def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:

@@ -6,14 +6,13 @@ error without one goes on as it is.
 
 import contextlib
 import re
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
 from jax.sharding import Mesh
 
 from tpudist.xla import jaxprs, replica_equality
-from tpudist.xla.hlo.source_lines import users_line
+from tpudist.xla.hlo.source_lines import line_of_error
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
 _NO_SUCH_AXIS = re.compile(r"Resource axis: (\S+) of (.+?) is not found in mesh")
@@ -88,7 +87,7 @@ def describe_missing_axis(mesh: Mesh, who: str, *, spec: Any, axis: str) -> str:
 
 def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
     said = str(error)
-    who = f"'{name}' ({_line_of(error)})"
+    who = f"'{name}' ({line_of_error(error)})"
     if found := _NO_SUCH_AXIS.search(said):
         return describe_missing_axis(mesh.mesh, who, spec=found[2], axis=found[1])
     spec = found[1] if (found := _SPEC.search(said)) else "a split"
@@ -120,10 +119,3 @@ def _without(axis: str, mesh: ReplicaMesh) -> str:
         f"split, are: {inner}"
         f"{' (a replica is one device)' if mesh.devices_per_replica == 1 else ''}."
     )
-
-
-def _line_of(error: BaseException) -> str:
-    """The user's line that raised, as "file:line"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    stack = tuple(f"{x.filename}:{x.lineno}" for x in reversed(frames) if "<" not in x.filename)
-    return users_line(stack) or "an unknown line"

@@ -27,6 +27,13 @@ def line_of_call() -> str:
     return users_line(tuple(line for line in stack if "<frozen" not in line)) or ""
 
 
+def line_of_error(error: BaseException) -> str:
+    """The user's line that raised, as "file:line"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    stack = tuple(f"{x.filename}:{x.lineno}" for x in reversed(frames) if "<" not in x.filename)
+    return users_line(stack) or "an unknown line"
+
+
 def _is_library_line(line: str) -> bool:
     path = pathlib.Path(line.rpartition(":")[0])
     # The reference models are written as a user would write them, but for what lays out arrays and
