@@ -68,13 +68,33 @@ def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
     assert capsys.readouterr() == ("\n", LEFT)
 
 
-def test_its_exit_code_says_whether_hands_are_needed(capsys, program):
-    program.write_text(BEFORE.replace("print(tf.random.normal(()))\n", "d = tf.data.Dataset\n"))
+@pytest.mark.parametrize(
+    ("statements", "line"),
+    [
+        (
+            "d = tf.data.Dataset",
+            "tf.data may stay; it needs TensorFlow: pip install tensorflow-cpu",
+        ),
+        (
+            "d = tf.data.Dataset, tf.io.gfile",
+            "tf.data, tf.io may stay; they need TensorFlow: pip install tensorflow-cpu",
+        ),
+        (
+            "b = tf.keras.callbacks.TensorBoard('logs')",
+            "keras.callbacks.TensorBoard may stay; it needs TensorFlow and tensorboard: "
+            "pip install tensorflow-cpu tensorboard",
+        ),
+        (
+            "w = tf.summary.create_file_writer('logs')",
+            "tf.summary may stay; it needs TensorFlow and tensorboard: "
+            "pip install tensorflow-cpu tensorboard",
+        ),
+    ],
+)
+def test_its_exit_code_says_whether_hands_are_needed(capsys, program, statements, line):
+    program.write_text(BEFORE.replace("print(tf.random.normal(()))\n", f"{statements}\n"))
     assert cli.main(["port", "train.py", "--write"]) == 0
-    assert capsys.readouterr().err == (
-        "train.py: tf.data may stay, and need TensorFlow installed.\n"
-        "train.py: nothing is left for hands.\n"
-    )
+    assert capsys.readouterr().err == (f"train.py: {line}\ntrain.py: nothing is left for hands.\n")
 
 
 def test_a_notebook_is_ported_cell_by_cell(capsys, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from places import ROOT
 from tpudist.port import CannotPort, port_program
-from tpudist.port.guide_sections import ADVICE
+from tpudist.port.guide_sections import ADVICE, KERAS_CAPTURED, KERAS_TAPE, OLD_LEARNING_RATE
 
 PROGRAMS = Path(__file__).parent / "programs"
 NAMES = sorted(path.name.removesuffix("_before.py") for path in PROGRAMS.glob("*_before.py"))
@@ -68,7 +68,8 @@ def test_leftovers_name_sections_that_are_there():
     ported = port_program(program("tape", "before"))
     lines = ported.source.splitlines()
     assert all(one.name.rpartition(".")[2] in lines[one.line - 1] for one in ported.leftovers)
-    for section in {advice.section for advice in ADVICE.values()}:
+    more = (KERAS_CAPTURED, KERAS_TAPE, OLD_LEARNING_RATE)
+    for section in {advice.section for advice in (*ADVICE.values(), *more)}:
         page, _, anchor = section.partition("#")
         headings = [
             line.lstrip("# ").lower().replace(" ", "-").replace(",", "")
@@ -111,6 +112,48 @@ def test_what_stays_is_named():
     assert ported.leftovers == ()
     assert ported.stays == ("tf.data", "tf.io")
     assert "import tensorflow as tf\nimport tpudist\n" in ported.source
+
+
+@pytest.mark.parametrize(
+    ("model", "section"),
+    [
+        ("tf.keras.Sequential()", "docs/keras_fit.md#loops-of-your-own"),
+        ("tf.keras.applications.ResNet50()", "docs/keras_fit.md#loops-of-your-own"),
+        ("Own()", "docs/keras_fit.md#loops-of-your-own"),
+        ("make_model()", "docs/porting.md#models-and-optimizers-are-arguments"),
+    ],
+)
+def test_a_loop_over_a_keras_model_is_sent_to_the_guide_of_keras(model, section):
+    source = (
+        "import tensorflow as tf\n"
+        + ("class Own(tf.keras.Model):\n    pass\n" if model == "Own()" else "")
+        + "from tensorflow.keras import layers\n"
+        "strategy = tf.distribute.get_strategy()\n"
+        f"model = {model}\n"
+        "optimizer = tf.keras.optimizers.SGD()\n"
+        "def step(x):\n"
+        "    with tf.GradientTape() as tape:\n"
+        "        loss = model(x)\n"
+        "    optimizer.apply_gradients([])\n"
+        "strategy.run(step, args=(1,))\n"
+    )
+    found = {one.name: one for one in port_program(source).leftovers}
+    assert found["tf.GradientTape"].section == section
+    assert ("stateless_call" in found["tf.GradientTape"].what) == ("keras_fit" in section)
+    assert found["model"].section == section
+    assert found["optimizer.apply_gradients"].section == KERAS_CAPTURED.section
+
+
+def test_the_callback_that_writes_summaries_is_named_and_not_left():
+    source = (
+        "import tensorflow as tf\n"
+        "from tensorflow.keras.callbacks import TensorBoard\n"
+        "strategy = tf.distribute.get_strategy()\n"
+        "callbacks = [TensorBoard('a'), tf.keras.callbacks.TensorBoard('b')]\n"
+    )
+    ported = port_program(source)
+    assert ported.leftovers == ()
+    assert ported.stays == ("keras.callbacks.TensorBoard",)
 
 
 def test_marks_of_an_earlier_port_go_when_hands_are_done():

@@ -202,6 +202,70 @@ def test_names_of_keras(before, after):
     assert port(f"a = {before}\n") == [f"a = {after}"]
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("m = tf.keras.Sequential()\nm.optimizer.lr = 1", "m.optimizer.learning_rate = 1"),
+        (
+            "m = tf.keras.models.load_model('a')\nprint(m.optimizer.lr.numpy())",
+            "print(m.optimizer.learning_rate.numpy())",
+        ),
+        (
+            "def build():\n    m = tf.keras.Model()\n    return m\n"
+            "m = build()\nm.optimizer.lr.assign(1)",
+            "m.optimizer.learning_rate.assign(1)",
+        ),
+        (
+            "class P(tf.keras.callbacks.Callback):\n    def on_epoch_end(self, epoch):\n"
+            "        print(self.model.optimizer.lr)",
+            "        print(self.model.optimizer.learning_rate)",
+        ),
+        (
+            "class M(tf.keras.Model):\n    def rate(self):\n        return self.optimizer.lr",
+            "        return self.optimizer.learning_rate",
+        ),
+        (
+            "class M(tf.keras.Model):\n    pass\nm = M()\nm.optimizer.lr",
+            "m.optimizer.learning_rate",
+        ),
+        ("o = tf.keras.optimizers.Adam(lr=a.lr)", "o = keras.optimizers.Adam(learning_rate=a.lr)"),
+        ("o = tf.optimizers.SGD()\nprint(o.lr)", "print(o.learning_rate)"),
+        ("m = tf.keras.Sequential()\no = m.optimizer\no.lr = 1", "o.learning_rate = 1"),
+    ],
+)
+def test_learning_rates_of_optimizers_of_keras_have_their_new_name(before, after):
+    assert port(f"{before}\n")[-1] == after
+    assert port_program(f"import tensorflow as tf\n{STRATEGY}{before}\n").leftovers == ()
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_left"),
+    [
+        ("print(model.optimizer.lr)", True),  # whatever `model` is
+        ("print(my_optimizer.lr)", True),
+        ("print(schedule.optimizer.lr(3))", True),
+        ("m = tf.keras.Sequential()\nprint(m.optimizer.lr(3))", True),  # a number here
+        ("o = tf.keras.optimizers.legacy.SGD(decay=1)\no.optimizer.lr", True),
+        ("def f(model):\n    model.optimizer.lr = 3", True),
+        (
+            "class M(tf.keras.Model):\n    def set(self, o):\n        self.optimizer = o\n"
+            "        o.lr = self.optimizer.lr",
+            True,
+        ),
+        ("class O:\n    def f(self):\n        self.model.optimizer.lr = 3", True),
+        ("m = tf.keras.Sequential()\nif a: m = b\nm.optimizer.lr", True),
+        ("print(args.lr, self.lr, model.lr)", False),
+    ],
+)
+def test_learning_rates_of_others_are_left_where_they_may_be_of_keras(statement, is_left):
+    source = f"import tensorflow as tf\nlayer = tf.keras.layers.Dense(1)\n{STRATEGY}{statement}\n"
+    ported = port_program(source)
+    assert "learning_rate" not in ported.source.replace("# tpudist port: ", "")
+    assert any(one.name.endswith("optimizer.lr") for one in ported.leftovers) == is_left
+    if "optimizers.legacy" not in statement:
+        assert len(ported.leftovers) == is_left
+
+
 def test_metrics_are_reset_by_their_new_name():
     source = "m = tf.keras.metrics.Mean()\nm.reset_states()\nother.reset_states()\n"
     assert port(source)[1:] == ["m.reset_state()", "other.reset_states()"]

@@ -89,7 +89,7 @@ def _list(file: Path, leftovers: tuple, stays: tuple[str, ...]) -> list[str]:
         for one in leftovers
     ]
     if stays:
-        lines.append(f"{file}: {', '.join(stays)} may stay, and need TensorFlow installed.")
+        lines.append(f"{file}: {_name_packages(stays)}")
     num = len(leftovers)
     things = "thing is" if num == 1 else "things are"
     lines.append(
@@ -98,6 +98,15 @@ def _list(file: Path, leftovers: tuple, stays: tuple[str, ...]) -> list[str]:
         else f"{file}: nothing is left for hands."
     )
     return lines
+
+
+def _name_packages(stays: tuple[str, ...]) -> str:
+    """What names that stay need to be installed."""
+    need = "it needs" if len(stays) == 1 else "they need"
+    packages, install = "TensorFlow", "tensorflow-cpu"
+    if {"tf.summary", "keras.callbacks.TensorBoard"} & set(stays):
+        packages, install = f"{packages} and tensorboard", f"{install} tensorboard"
+    return f"{', '.join(stays)} may stay; {need} {packages}: pip install {install}"
 
 
 def _read(file: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.array_operations import OPERATIONS
+from tpudist.port.keras_objects import Returns
 from tpudist.port.program import Program, Transformer
 
 # Methods of a strategy that give arrays, or several of them.
@@ -58,7 +59,7 @@ class ArrayValues(Transformer):
         function = self.program.function(func)
         if not isinstance(function, cst.FunctionDef):
             return False
-        returns = _Returns()
+        returns = Returns()
         function.body.visit(returns)
         return bool(returns.values) and all(
             one is not None and self._is_array(one, depth + 1) for one in returns.values
@@ -105,20 +106,3 @@ def _is_bound_to(program: Program, value: cst.BaseExpression, makers: tuple[str,
     """Whether a name is bound to nothing but what some functions and classes make."""
     values = program.values(value) if isinstance(value, cst.Name) else None
     return bool(values) and all(program.callee(one).startswith(makers) for one in values or ())
-
-
-class _Returns(cst.CSTVisitor):
-    """What a function returns, but not what the functions in it do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[cst.BaseExpression | None] = []
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return False
-
-    def visit_Lambda(self, node: cst.Lambda) -> bool:
-        return False
-
-    def visit_Return(self, node: cst.Return) -> None:
-        self.values.append(node.value)

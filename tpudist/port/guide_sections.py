@@ -13,6 +13,7 @@ ORDER = "docs/porting.md#in-which-order"
 STEP = "docs/porting.md#a-step-is-a-program"
 LAPTOP = "docs/porting.md#on-a-laptop"
 GPUS = "docs/gpus.md"
+KERAS_LOOPS = "docs/keras_fit.md#loops-of-your-own"
 SERVERS = "docs/parameter_servers.md#several-machines"
 DIFFERENCES = "docs/differences.md#also"
 
@@ -78,8 +79,18 @@ ADVICE = {
 }
 
 
-# Of a Keras object that a replica function reads from around it.
+# Of a gradient tape in a program whose model is one of Keras.
+KERAS_TAPE = Advice(
+    "make the loss a function over model.stateless_call, and differentiate that: "
+    "jax.value_and_grad",
+    KERAS_LOOPS,
+)
+# Of a Keras object that a replica function reads from around it, and of one that may be no Keras.
+KERAS_CAPTURED = Advice("its state is an argument of a step, and a result of it", KERAS_LOOPS)
 CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
+
+# Of `optimizer.lr` where it is not certain that the optimizer is one of Keras.
+OLD_LEARNING_RATE = Advice("an optimizer of Keras 3 calls it learning_rate", NAMES)
 
 # Of `fit` and the like, where all strategies are of servers or of one device's variables.
 NO_KERAS = Advice(

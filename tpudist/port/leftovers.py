@@ -8,7 +8,18 @@ from typing import Any
 import libcst as cst
 
 from tpudist.port.function_roles import Role, Roles
-from tpudist.port.guide_sections import CAPTURED, NO_KERAS, STAR, Advice, advise
+from tpudist.port.guide_sections import (
+    CAPTURED,
+    KERAS_CAPTURED,
+    KERAS_TAPE,
+    NO_KERAS,
+    OLD_LEARNING_RATE,
+    STAR,
+    Advice,
+    advise,
+)
+from tpudist.port.keras_objects import makes_model
+from tpudist.port.learning_rates import is_old_rate
 from tpudist.port.program import Program
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
@@ -22,6 +33,8 @@ _WITHOUT_KERAS = {
     "tpudist.experimental.ParameterServerStrategy",
     "tpudist.experimental.CentralStorageStrategy",
 }
+# A callback that writes by `tf.summary`.
+_TENSORBOARD = "keras.callbacks.TensorBoard"
 # What makes objects without state of Keras.
 _STATELESS = ("keras.losses.", "tpudist.", "jax.", "flax.", "optax.", "numpy.", "functools.")
 
@@ -53,6 +66,7 @@ class Leftovers(cst.CSTVisitor):
         super().__init__()
         self._program = program
         self._roles = Roles(program)
+        self._has_keras_model = makes_model(program)
         self.found: list[tuple[cst.CSTNode, str, Advice]] = []
         self.stays: set[str] = set()
         self._trains: list[cst.Call] = []
@@ -64,7 +78,10 @@ class Leftovers(cst.CSTVisitor):
                 self.found.append((call.func, "".join(code.split()), NO_KERAS))
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """A dotted name, whole."""
+        """A dotted name, whole, or the rate of an optimizer that may be one of Keras."""
+        if is_old_rate(self._program, node):
+            code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
+            self.found.append((node, "".join(code.split()), OLD_LEARNING_RATE))
         return self._look(node)
 
     def visit_Name(self, node: cst.Name) -> bool:
@@ -86,7 +103,8 @@ class Leftovers(cst.CSTVisitor):
             and self._is_keras_object(owner)
         ):
             code = cst.Module([]).code_for_node(node.func)
-            self.found.append((node.func, "".join(code.split()), CAPTURED))
+            advice = KERAS_CAPTURED if self._is_by_keras(owner) else CAPTURED
+            self.found.append((node.func, "".join(code.split()), advice))
 
     def visit_Import(self, node: cst.Import) -> bool:
         """What is imported is found where it is used."""
@@ -115,6 +133,8 @@ class Leftovers(cst.CSTVisitor):
         if not (name == "tensorflow" or name.startswith("tensorflow.") or is_keras):
             return True
         if is_keras:
+            if name == _TENSORBOARD:
+                self.stays.add(name)
             name = f"tensorflow.{name}"
             if is_in_keras(name.removeprefix("tensorflow.keras.")):
                 return False
@@ -125,7 +145,8 @@ class Leftovers(cst.CSTVisitor):
         elif not self._is_of_dataset(node):
             code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
             called = "".join(code.split())  # a name may go on in the next line
-            self.found.append((node, called, advise(name)))
+            is_tape = name == "tensorflow.GradientTape" and self._has_keras_model
+            self.found.append((node, called, KERAS_TAPE if is_tape else advise(name)))
         return False
 
     def _is_keras_object(self, name: cst.Name) -> bool:
@@ -137,6 +158,13 @@ class Leftovers(cst.CSTVisitor):
         return bool(values) and all(
             isinstance(value, cst.Call) and not self._program.callee(value).startswith(_STATELESS)
             for value in values or ()
+        )
+
+    def _is_by_keras(self, name: cst.Name) -> bool:
+        """Whether a Keras object certainly is one, or the program's model is."""
+        values = self._program.values(name) or []
+        return self._has_keras_model or all(
+            self._program.callee(value).startswith("keras.") for value in values
         )
 
     def _is_of_dataset(self, node: cst.CSTNode) -> bool:

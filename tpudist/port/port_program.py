@@ -13,6 +13,7 @@ from tpudist.port.dataset_pipelines import DatasetPipelines
 from tpudist.port.graph_functions import GraphFunctions
 from tpudist.port.import_statements import ImportStatements
 from tpudist.port.keras_names import KerasNames
+from tpudist.port.learning_rates import LearningRates
 from tpudist.port.leftovers import Leftover, Leftovers, Mark, Unmark
 from tpudist.port.legacy_optimizers import LegacyOptimizers
 from tpudist.port.loss_functions import LossFunctions
@@ -29,6 +30,7 @@ TRANSFORMERS = (
     ArrayOperations,
     LossFunctions,
     LegacyOptimizers,
+    LearningRates,
     CpuEmulation,
     StrategyNames,
     KerasNames,
@@ -46,7 +48,7 @@ class Ported:
     Attributes:
         source: Its text; the same as before if there was nothing to do.
         leftovers: What is left for hands, by line of `source`.
-        stays: What goes on to be TensorFlow's, such as `tf.data`: then it must be installed.
+        stays: What goes on to need TensorFlow, such as `tf.data`: then it must be installed.
     """
 
     source: str

@@ -32,14 +32,14 @@ def compute_loss(labels, predictions):
 
 def train_step(inputs):
     def step_fn(inputs):
-        # tpudist port: tf.GradientTape (docs/porting.md#models-and-optimizers-are-arguments)
+        # tpudist port: tf.GradientTape (docs/keras_fit.md#loops-of-your-own)
         with tf.GradientTape() as tape:
-            # tpudist port: model (docs/porting.md#models-and-optimizers-are-arguments)
+            # tpudist port: model (docs/keras_fit.md#loops-of-your-own)
             loss = compute_loss(2 * inputs, model(inputs))
         gradients = tape.gradient(loss, model.trainable_variables)
-        # tpudist port: optimizer.apply_gradients (docs/porting.md#models-and-optimizers-are-arguments)
+        # tpudist port: optimizer.apply_gradients (docs/keras_fit.md#loops-of-your-own)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        # tpudist port: mean_loss.update_state (docs/porting.md#models-and-optimizers-are-arguments)
+        # tpudist port: mean_loss.update_state (docs/keras_fit.md#loops-of-your-own)
         mean_loss.update_state(loss)
         # tpudist port: tf.reduce_mean (docs/porting.md#names)
         return tf.reduce_mean(loss)

@@ -1,0 +1,54 @@
+"""The learning rate of an optimizer: Keras 2 calls it `lr`, Keras 3 `learning_rate`.
+
+It is rewritten where the optimizer is certainly one of Keras. Elsewhere what looks like one is
+found, for the list of what is left: `args.lr` is nobody's optimizer.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from tpudist.port.keras_objects import is_optimizer
+from tpudist.port.program import Program, Transformer
+
+
+class LearningRates(Transformer):
+    """`optimizer.lr` is `optimizer.learning_rate`, and so is the argument that makes one."""
+
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        """One that is read or assigned."""
+        if original_node.attr.value == "lr" and self._is_certain(original_node):
+            return updated_node.with_changes(attr=cst.Name("learning_rate"))
+        return updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        """`Adam(lr=0.1)`."""
+        if not is_optimizer(self.program, original_node):
+            return updated_node
+        args = [
+            arg.with_changes(keyword=cst.Name("learning_rate"))
+            if arg.keyword is not None and arg.keyword.value == "lr"
+            else arg
+            for arg in updated_node.args
+        ]
+        return updated_node.with_changes(args=args)
+
+    def _is_certain(self, node: cst.Attribute) -> bool:
+        """Whether it is of Keras, and not called: a schedule is a number in Keras 3."""
+        outer = self.program.parent(node)
+        is_called = isinstance(outer, cst.Call) and outer.func is node
+        return not is_called and is_optimizer(self.program, node.value)
+
+
+def is_old_rate(program: Program, node: cst.Attribute) -> bool:
+    """Whether an attribute is the `lr` of what is, or is called, an optimizer.
+
+    In a program that was ported, so that it imports Keras by that name if it does at all.
+    """
+    if node.attr.value != "lr" or program.name(node) or not program.imports("keras"):
+        return False
+    owner = node.value.attr if isinstance(node.value, cst.Attribute) else node.value
+    is_called_one = isinstance(owner, cst.Name) and "optimizer" in owner.value.lower()
+    return is_called_one or is_optimizer(program, node.value)
