@@ -1060,6 +1060,17 @@ def test_a_variable_of_no_scope_is_used_in_every_scope(mirrored):
         assert v.values == (v,)
 
 
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.grad])
+def test_a_variable_of_no_scope_is_read_anew_in_nested_transformations(mirrored, around):
+    """What JAX has traced of a nested function, to find the variable, is not taken again."""
+    v = tpudist.Variable(1.0)
+    nested = around(lambda x: x * v.read_value())
+    for value in (1.0, 2.0, 3.0):
+        v.assign(value)
+        found = mirrored.reduce("mean", mirrored.run(lambda: nested(1.0) + v), axis=None)
+        assert float(found) == 2 * value
+
+
 def test_an_ordinary_variable_is_as_without_a_strategy():
     """In TensorFlow, OneDeviceStrategy and the default one make plain variables."""
     for strategy in (tpudist.OneDeviceStrategy(), tpudist.get_strategy()):

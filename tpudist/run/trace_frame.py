@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpudist import context
 from tpudist.context.frame import Frame
@@ -282,7 +281,7 @@ class ReplicaFrame(Frame):
         return self if self.outer is None else self.outer.root
 
     def _value_of_guest(self, variable: Any) -> jax.Array:
-        """The value of a variable of the default strategy, or of a server."""
+        """The value of a variable of the default strategy, of a server, or of Keras."""
         root = self.root
         assert root.findings is not None
         for guest in root.findings.captures:
@@ -290,7 +289,11 @@ class ReplicaFrame(Frame):
                 return self.get(guest)
         root.incomplete = True
         root.findings.captures.append(Guest(variable, self.strategy))
-        return jnp.asarray(np.asarray(variable._value))
+        if self._is_nested:
+            traces.spoil_caches()
+        return jnp.zeros(
+            variable._value.shape, variable._value.dtype
+        )  # for a trace that is dropped
 
     def create_variable(self, make: Callable[[], Any]) -> Any:
         """The Variable that the function makes next: that of the first trace, if there was one."""
