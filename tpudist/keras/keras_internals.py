@@ -22,6 +22,7 @@ _KNOWN = (
     (_TRAINER, "JAXTrainer.make_test_function", ("self", "force")),
     (_TRAINER, "JAXTrainer.make_predict_function", ("self", "force")),
     ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", ("self",)),
+    ("keras.src.backend.common.stateless_scope", "get_stateless_scope", ()),
 )
 
 
@@ -79,16 +80,30 @@ def wrap_batches(choose: Callable[[Any, Iterator[Any]], Iterator[Any] | None]) -
     iterator._get_distributed_iterator = _get_distributed_iterator
 
 
-def call_before_layouts(act: Callable[[], Any]) -> None:
-    """Has `act` called before a variable asks the distribution where it lives."""
+def call_on_creation(act: Callable[[Any], Any]) -> None:
+    """Has `act` called with each variable that is made, before it has its first value."""
     variable: Any = importlib.import_module("keras.src.backend.jax.core").JaxVariable
     plain = variable._initialize_layout
 
     def _initialize_layout(self):
-        act()
+        act(self)
         return plain(self)
 
     variable._initialize_layout = _initialize_layout
+
+
+def array_of(variable: Any) -> Any:
+    """What a variable holds, whatever scope this is in; None if nothing."""
+    return getattr(variable, "_value", None)
+
+
+def is_in_stateless_scope(variable: Any = None) -> bool:
+    """Whether values are those of a `keras.StatelessScope`; of a variable, whether it has one."""
+    name = "keras.src.backend.common.stateless_scope"
+    scope = importlib.import_module(name).get_stateless_scope()
+    if variable is None or scope is None:
+        return scope is not None
+    return scope.get_current_value(variable) is not None
 
 
 def data_adapter_class() -> Any:

@@ -40,6 +40,15 @@ def enter(strategy: StrategyBase) -> Iterator[None]:
         yield
 
 
+def watch() -> None:
+    """Has Keras, if it is imported or will be, know of the functions that strategies compile."""
+    keras = sys.modules.get("keras")
+    if keras is None or not hasattr(keras, "Model"):
+        _watch_for_import()
+    else:
+        _connect()
+
+
 def _leave() -> None:
     from tpudist.keras import distribution_in_force
 
@@ -50,6 +59,10 @@ def _connect() -> bool:
     """Has Keras know of strategies, or refuse to train in their scopes; whether it knows them."""
     from tpudist.keras import refusals
 
+    if refusals.is_of_jax():
+        from tpudist.keras import captured_variables
+
+        captured_variables.install(refusals.reason)
     if refusals.reason is None:
         from tpudist.keras import trainer_hooks
 

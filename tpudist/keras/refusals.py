@@ -47,6 +47,11 @@ def why_not() -> str | None:
     return None
 
 
+def is_of_jax() -> bool:
+    """Whether Keras computes with JAX, so that its variables can be in compiled functions."""
+    return keras.backend.backend() == "jax"
+
+
 _refused: set[tuple[type, str]] = set()
 
 

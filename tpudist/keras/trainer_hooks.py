@@ -64,7 +64,7 @@ def _hook_placement() -> None:
     keras_internals.wrap_placement(wrap)
     keras_internals.wrap_batches(_batches_of)
     # It puts the distribution in force again, if that was dropped.
-    keras_internals.call_before_layouts(distribution_in_force.current)
+    keras_internals.call_on_creation(lambda _: distribution_in_force.current())
 
 
 def _batches_of(distribution: Any, adapter: Any) -> Iterator[Any] | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from tpudist.context.strategy_base import StrategyBase
 
@@ -88,7 +89,7 @@ class Capture:
 
 
 class Guest:
-    """A variable of the default strategy, or of a server, that a replica function reads.
+    """A variable of the default strategy, of a server or of Keras that a function reads.
 
     It is equal everywhere, and is fed like a captured PerReplica.
     """
@@ -109,8 +110,17 @@ class Guest:
         if self.strategy._twin_of is not None:
             return value  # nothing is allocated on the devices of a plan
         if value is not self._seen:  # not moved at each call
-            self._seen, self._copy = value, self.strategy.replicate(value)
+            is_there = _is_whole_on_each_replica(value, self.strategy)
+            self._seen, self._copy = value, value if is_there else self.strategy.replicate(value)
         return self._copy
+
+
+def _is_whole_on_each_replica(value: Any, strategy: StrategyBase) -> bool:
+    """Whether an array is on the mesh already, and split inside of replicas if at all."""
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != strategy.mesh:
+        return False
+    return strategy.replica_mesh.replica_axis not in jax.tree.leaves(tuple(sharding.spec))
 
 
 def find_capture(value: Any, function: Any) -> tuple[str | None, Callable[[], Any] | None]:

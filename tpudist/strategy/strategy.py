@@ -66,6 +66,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         _ = self.variable_home  # which refuses hooks that contradict each other
         self.extended = StrategyExtended(self)
         self._replicator = Replicator(self)
+        keras_scope.watch()
 
     # Hooks; see also `StateMethods.partition`, the placement rule, and the attributes in
     # `StrategyBase`.
