@@ -291,9 +291,8 @@ class ReplicaFrame(Frame):
         root.findings.captures.append(Guest(variable, self.strategy))
         if self._is_nested:
             traces.spoil_caches()
-        return jnp.zeros(
-            variable._value.shape, variable._value.dtype
-        )  # for a trace that is dropped
+        value = variable._value
+        return jnp.zeros(value.shape, value.dtype)  # this trace is dropped
 
     def create_variable(self, make: Callable[[], Any]) -> Any:
         """The Variable that the function makes next: that of the first trace, if there was one."""
