@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -214,16 +215,25 @@ if __name__ == "__main__":
 """
 
 
+def free_addresses(count):
+    """Of this machine, below the ports that systems give to connections in the meantime."""
+    found = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(f"127.0.0.1:{port}")
+        if len(found) == count:
+            break
+    assert len(found) == count
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_ray")
 def test_one_program_on_all_machines_goes_on_when_one_is_killed(tmp_path):
     """And nothing is left of it, on any of them."""
     (tmp_path / "program.py").write_text(PROGRAM)
     folder = Path(tempfile.mkdtemp(prefix="left", dir="/tmp"))
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    addresses = [f"127.0.0.1:{x.getsockname()[1]}" for x in probes]
-    for probe in probes:
-        probe.close()
+    addresses = free_addresses(3)
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
 
     def run(job):
