@@ -123,39 +123,6 @@ def test_it_is_cast_as_its_policy_says():
     assert strategy.experimental_local_results(found)[0].dtype == "bfloat16"
 
 
-class Doubled(keras.Model):
-    """A user's own, with an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.factor = keras.layers.Dense(1), 2.0
-        self.build((None, 6))
-
-    def call(self, x):
-        return self.factor * self.inner(x)
-
-    def build(self, shape):
-        self.inner.build(shape)
-        self.built = True
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: {"models": [model]}])
-def test_a_model_may_be_an_argument(wrap):
-    strategy = mirrored()
-    with strategy.scope():
-        models = [make_model(strategy), Doubled()]
-    batch = batch_of(strategy, X[:56])
-
-    def step(model, x):
-        return (model if isinstance(model, keras.Model) else model["models"][0])(x)
-
-    for _ in range(2):
-        for model in models:
-            found = join(strategy, strategy.run(step, args=(wrap(model), batch)))
-            np.testing.assert_allclose(found, np.asarray(model(X[:56])), atol=1e-5)
-            model.layers[-1].bias.assign_add([1.0])
-
-
 def test_out_of_all_scopes_too():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     for strategy in (tpudist.get_strategy(), mirrored()):

@@ -19,7 +19,7 @@ from tpudist.state import nnx_contents
 
 _SIMPLE = frozenset((str, bytes, bool, int, type(None)))
 # Objects of these are looked at when they are used, or do not change: functions, modules, devices.
-_LIBRARIES = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy", "keras"))
+_LIBRARIES = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy"))
 # Of one argument. It is compared at each call.
 MAX_VALUES = 1000
 _MAX_ARRAY_BYTES = 1 << 20  # larger constants of a program are refused
