@@ -340,10 +340,11 @@ def test_server_failure_while_recovering_from_worker_failure(run):
 
 
 def test_a_server_that_hangs_is_replaced(run, monkeypatch):
-    """Whoever waits for it: workers, and the program itself."""
+    """Whoever waits for it: workers, and the program itself; also one that has just begun."""
     if not run.cluster.is_ray:
         pytest.skip("a thread cannot be stopped; test_server_watch has what follows")
     model = Model(run)
+    assert run.kill("ps", 0)
     model.schedule(2)
     model.join(2)
     stopped = run.cluster.actor("ps", 0)

@@ -125,3 +125,32 @@ def test_a_server_is_given_up_when_it_has_been_there(after_s, caplog):
     assert ("hangs" in caplog.text) == (after_s > 0)
     engine.silent.clear()
     strategy.shutdown()
+
+
+def test_a_server_that_no_look_has_seen_is_given_up(tmp_path, caplog):
+    """It hangs between two looks, after it was made in the place of another one."""
+    engine = HangingEngine()
+    strategy = ParameterServerStrategy(
+        engine=engine, num_workers=1, log=tmp_path, server_timeout_s=TIMEOUT_S
+    )
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        v = tpudist.Variable(jnp.zeros(()))
+    engine.concurrency.sleep(TIMEOUT_S)
+    spawn = engine.spawn
+
+    def spawn_silent(*args):
+        actor = spawn(*args)
+        if actor.incarnation == 1:
+            engine.silent.add(actor)
+        return actor
+
+    engine.spawn = spawn_silent
+    engine.kill(strategy.servers.actors[0])
+    assert v.numpy() == 0  # of the next one, which has a log to read
+    with caplog.at_level(logging.WARNING, "tpudist"):
+        engine.concurrency.sleep(2 * TIMEOUT_S)
+    assert "hangs: it has not answered for 4 s" in caplog.text
+    assert v.numpy() == 0
+    assert strategy.servers.actors[0].incarnation == 2
+    coordinator.shutdown()

@@ -20,8 +20,9 @@ _log = logging.getLogger("tpudist")
 class ServerWatch:
     """A thread that asks servers whether they are there.
 
-    One that has not answered yet is not given up: it may take long to start. Looks are counted, and
-    not time, so that a program that was stopped itself does not find all servers silent.
+    One that has never answered anything is not given up: it may take long to start. Looks are
+    counted, and not time, so that a program that was stopped itself does not find all servers
+    silent.
     """
 
     def __init__(self, engine: Engine, actors: Callable[[], Sequence[Actor]], timeout_s: float):
@@ -34,7 +35,8 @@ class ServerWatch:
         """
         self._engine, self._actors, self._timeout_s = engine, actors, timeout_s
         self._asked: dict[Actor, Future] = {}
-        self._num_silent: dict[Actor, int] = {}  # of those that have answered once
+        self._started: set[Actor] = set()  # has answered a look, or what it was called for
+        self._num_silent: dict[Actor, int] = {}
         self._is_over = False
         self._changed = engine.concurrency.condition()
         self._thread = engine.concurrency.start("tpudist watch of servers", self._run)
@@ -45,6 +47,10 @@ class ServerWatch:
             self._is_over = True
             self._changed.notify_all()
         self._thread.join()
+
+    def note_answer(self, actor: Actor) -> None:
+        """A server has answered a call: it has started, though no look may have seen it yet."""
+        self._started.add(actor)
 
     def _run(self) -> None:
         while True:
@@ -64,16 +70,18 @@ class ServerWatch:
         except ResultTimeout:
             self._note_silence(actor)
         except ActorDied:  # who needs it is told, and has it replaced
-            self._num_silent.pop(actor, None)
+            self._started.discard(actor)
         else:
+            self._started.add(actor)
             self._num_silent[actor] = 0
             del self._asked[actor]
 
     def _note_silence(self, actor: Actor) -> None:
-        if actor not in self._num_silent:
+        if actor not in self._started:
             return
-        self._num_silent[actor] += 1
+        self._num_silent[actor] = self._num_silent.get(actor, 0) + 1
         if self._num_silent[actor] > NUM_LOOKS:
+            self._started.discard(actor)
             del self._num_silent[actor]
             why = f"it has not answered for {self._timeout_s:g} s, and was given up."
             _log.warning("%s hangs: %s", actor, why)

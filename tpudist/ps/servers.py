@@ -78,7 +78,7 @@ class Servers:
         self._incarnations = [0] * num_servers
         self._newest: dict[int, Actor] = {}  # of each, also if nobody sees it yet
         self._actors = [self._spawn(i) for i in range(num_servers)]
-        self._watch = None
+        self._watch: ServerWatch | None = None
         if timeout_s is not None and engine.actors_may_hang:
             newest = self._newest
             self._watch = ServerWatch(engine, lambda: list(newest.values()), timeout_s)
@@ -224,11 +224,9 @@ class Servers:
             self._incarnations[index] += 1
             actor = self._spawn(index)
             try:
-                call = self.engine.call(actor, "define_optimizers", self._transformations)
-                self.engine.result(call)
-                self.engine.result(self.engine.call(actor, "define_tables", self._tables))
-                call = self.engine.call(actor, "define", self._definitions[index])
-                last = self.engine.result(call)
+                self._call(actor, "define_optimizers", self._transformations)
+                self._call(actor, "define_tables", self._tables)
+                last = self._call(actor, "define", self._definitions[index])
             except ActorDied as again:
                 if again.actor != actor or not again.was_made:
                     raise
@@ -261,11 +259,17 @@ class Servers:
         while True:
             actor = self.actors[server]
             try:
-                return self.engine.result(self.engine.call(actor, method, *args))
+                return self._call(actor, method, *args)
             except ActorDied as died:
                 if died.actor != actor or not died.was_made:
                     raise
                 self.replace(died)
+
+    def _call(self, actor: Actor, method: str, *args: Any) -> Any:
+        value = self.engine.result(self.engine.call(actor, method, *args))
+        if self._watch is not None:
+            self._watch.note_answer(actor)
+        return value
 
 
 def gather(engine: Engine, calls: Mapping[int, Future]) -> dict[int, Any]:
