@@ -23,8 +23,8 @@ _ELEMENTWISE = set(
     """
     abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv
     exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne
-    neg nextafter not or pow real imag reduce_precision rem round rsqrt select_n sign sin sinh
-    square sqrt stop_gradient sub tan tanh xor
+    neg nextafter not or polynomial pow real imag reduce_precision rem round rsqrt select_n sign
+    sin sinh square sqrt stop_gradient sub tan tanh xor
     """.split()
 )
 

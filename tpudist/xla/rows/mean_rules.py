@@ -143,7 +143,7 @@ def _places_of_windows(
 _ELEMENTWISE = (
     "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma eq erf "
     "erf_inv erfc exp exp2 expm1 floor ge gt is_finite le lgamma log log1p logistic lt max min ne "
-    "nextafter not or pow rem round rsqrt sign sin sinh sqrt square tan tanh xor"
+    "nextafter not or polynomial pow rem round rsqrt sign sin sinh sqrt square tan tanh xor"
 )
 _RULES: Mapping[str, Callable[[Rules, core.JaxprEqn, list[Fact]], Fact]] = {
     **dict.fromkeys(_ELEMENTWISE.split(), Arithmetic.elementwise),
