@@ -57,9 +57,10 @@ def test_the_house_has_few_rooms_few_arrows_and_no_circles():
     # on servers are Variables, are read in traces and are held by a strategy; `models` asks
     # `context` for the strategy that says where weights of others are read to; `training` runs any
     # step over any data: it distributes them, and refuses metrics that differ between replicas;
-    # `keras` asks where it is, places batches, reads distributed datasets, and is entered by a
-    # scope; `cli` asks over which axes the rules split anything.
-    assert found["arrows between rooms"] <= 169
+    # `keras` asks where it is, places batches, reads distributed datasets, is entered by a scope,
+    # and its variables are Variables of the strategy (`state`) by the rules of `reduce_op`
+    # where steps assign them; `cli` asks over which axes the rules split anything.
+    assert found["arrows between rooms"] <= 171
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports():

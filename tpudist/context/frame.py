@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import jax
 
@@ -82,6 +82,19 @@ class Frame(abc.ABC):
     @abc.abstractmethod
     def begin_variable(self, variable: "VariableBase", value: Any, computed: bool) -> None:
         """Lets a Variable that the function makes begin with `value`."""
+
+    @abc.abstractmethod
+    def makes_once(self, line: str) -> bool:
+        """Whether what a line of the user's makes, of another library's, outlives the trace.
+
+        It was not made by an earlier trace of the function, as what is kept would have been. The
+        trace is made again then, in which it is there.
+        """
+
+    @abc.abstractmethod
+    def start_over(self) -> NoReturn:
+        """Ends this trace at once: it is made again, with what it has made."""
+        raise NotImplementedError
 
     # What the function needs beside its arguments.
 

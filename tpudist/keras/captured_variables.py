@@ -1,10 +1,11 @@
 """Keras' variables in functions that a strategy compiles, which read and call what is around them.
 
 Such a function would keep for ever what a variable held when it was traced, and what it assigned
-would be a value of that trace, of which nothing comes out. So what it reads is an input of the
-program, fed anew at each call, and what it assigns is refused, with the line.
+would be a value of that trace. So what it reads is an input of the program, fed anew at each call,
+and what it assigns is an output, which the variable holds afterwards: see `assigned_variables`.
 """
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -12,12 +13,17 @@ import jax
 import keras
 
 from tpudist import context
+from tpudist.context.closure_place import current_place
 from tpudist.context.frame import Frame
-from tpudist.keras import keras_internals
+from tpudist.keras import (
+    assigned_variables,
+    held_variables,
+    keras_internals,
+    optimizer_sums,
+)
 from tpudist.xla.hlo.source_lines import line_of_call
-from tpudist.xla.traces import is_traced
+from tpudist.xla.traces import is_traced, run_eagerly
 
-_LOOPS = "docs/keras_fit.md, 'Loops of your own'"
 _known: "weakref.WeakValueDictionary[int, CapturedVariable]" = weakref.WeakValueDictionary()
 _is_installed = False
 
@@ -32,14 +38,8 @@ class CapturedVariable:
 
     @property
     def _value(self) -> jax.Array:
-        value = keras_internals.array_of(self._variable)
-        if value is None:
-            raise RuntimeError(
-                f"A compiled function reads the Keras variable '{self.name}', which holds nothing "
-                f"now: while `fit` runs, its steps have the values. Call the function after `fit`, "
-                f"or in a callback at the end of an epoch."
-            )
-        return value
+        _require_array(self._variable)
+        return keras_internals.array_of(self._variable)
 
 
 def install(reason: str | None = None) -> None:
@@ -58,44 +58,75 @@ def install(reason: str | None = None) -> None:
     def value(self):
         frame = context.current().frame
         made_in = getattr(self, "tpudist_frame", None)
-        if made_in is not None and is_traced(keras_internals.array_of(self)):
+        if made_in is not None:
             _require_frame(self, made_in(), frame)
-        if frame is None or not _is_from_outside(self, frame):
+        held = held_variables.find(self)
+        if held is None and (frame is None or not _is_from_outside(self, frame)):
+            _note_reader(self, frame)
             return plain_value.fget(self)
         if reason is not None:
-            raise RuntimeError(
-                f"The Keras variable '{self.path}' was read in a function that "
-                f"{frame.strategy!r} compiles, at {line_of_call()}. {reason}"
-            )
+            _refuse(self, "read", reason)
+        if held is None:
+            assert frame is not None, "it is from outside of one"
+            held = _read(self, frame)
         # Keras makes of what its scope says what it makes of any value: casts, in mixed precision.
         scope = keras.StatelessScope(initialize_variables=False)
-        guest: Any = _capture(self)
-        scope.add_update((self, frame.read_guest(guest, 0)))
+        scope.add_update((self, held))
         with scope:
             return plain_value.fget(self)
 
     def assign(self, value):
         frame = context.current().frame
-        if frame is not None and _is_real(self) and not keras_internals.is_in_stateless_scope():
-            raise RuntimeError(
-                f"The Keras variable '{self.path}' was assigned in a function that "
-                f"{frame.strategy!r} compiles, at {line_of_call()}. Such a function reads Keras' "
-                f"variables and changes none: what a model in training, an optimizer or a metric "
-                f"would change is passed to it as arrays, and returned. Use stateless_call, "
-                f"stateless_apply and stateless_update_state ({_LOOPS}), or train with `fit` in "
-                f"the strategy's scope."
-            )
+        if held_variables.find(self) is not None:
+            _refuse(self, "assigned", "It is what tpudist.keras.value_and_grad differentiates by.")
+        if frame is None or keras_internals.is_in_stateless_scope():
+            return plain_assign(self, value)
+        if not is_traced(keras_internals.array_of(self)):  # else it was made in this trace
+            _require_array(self)
+            _require_support(self, frame, reason)
+            scope = keras.StatelessScope(initialize_variables=False)
+            with scope:
+                plain_assign(self, value)  # of its shape and dtype, or refused
+            new: Any = scope.get_current_value(self)
+            return assigned_variables.find_or_make(self, frame).assign_in(frame, new)
         return plain_assign(self, value)
 
     variable_class.value = property(value, doc=plain_value.__doc__)
     variable_class.assign = assign
-    keras_internals.call_on_creation(_note_frame)
+    if reason is None:
+        keras_internals.wrap_creation(_create)
+        optimizer_sums.install()
 
 
-def _note_frame(variable: Any) -> None:
+def _read(variable: Any, frame: Frame) -> jax.Array:
+    assigned = assigned_variables.find(variable, frame)
+    if assigned is not None:
+        _require_array(variable)
+        return assigned.read_in(frame)
+    guest: Any = _capture(variable)
+    return frame.read_guest(guest, 0)
+
+
+def _note_reader(variable: Any, frame: Frame | None) -> None:
+    """Has the next step leave alone the array that somebody has now."""
+    if frame is None:
+        for assigned in getattr(variable, "tpudist_assigned", {}).values():
+            assigned.strategy._protect_from_donation(assigned)
+
+
+def _create(variable: Any) -> contextlib.AbstractContextManager:
+    """Where a variable is made in a trace: it outlives the trace, with a value of its own.
+
+    But a function that makes one in each trace again makes a layer for itself, whose variables are
+    values of the trace, as all that it computes.
+    """
     frame = context.current().frame
-    if frame is not None and not frame.is_eager:
-        variable.tpudist_frame = weakref.ref(frame)
+    if frame is None or frame.is_eager or keras_internals.is_in_stateless_scope():
+        return contextlib.nullcontext()
+    if frame.root.makes_once(line_of_call()):
+        return run_eagerly()
+    variable.tpudist_frame = weakref.ref(frame.root)
+    return contextlib.nullcontext()
 
 
 def _require_frame(variable: Any, made_in: Frame | None, frame: Frame | None) -> None:
@@ -104,7 +135,7 @@ def _require_frame(variable: Any, made_in: Frame | None, frame: Frame | None) ->
     Raises:
         RuntimeError: It is one.
     """
-    if made_in is None or made_in is not frame:
+    if made_in is None or frame is None or made_in is not frame.root:
         raise RuntimeError(
             f"The Keras variable '{variable.path}' was made while a replica function was compiled, "
             f"where its first value is one of the compilation's and not an array, and is read "
@@ -114,19 +145,52 @@ def _require_frame(variable: Any, made_in: Frame | None, frame: Frame | None) ->
         )
 
 
+def _require_array(variable: Any) -> None:
+    if keras_internals.array_of(variable) is None:
+        raise RuntimeError(
+            f"A compiled function uses the Keras variable '{variable.path}', which holds nothing "
+            f"now: while `fit` runs, its steps have the values. Call the function after `fit`, "
+            f"or in a callback at the end of an epoch."
+        )
+
+
+def _require_support(variable: Any, frame: Frame, reason: str | None) -> None:
+    """Refuses to assign where nothing takes what comes out to the variable."""
+    if reason is not None:
+        _refuse(variable, "assigned", reason)
+    if frame.is_eager:
+        _refuse(
+            variable,
+            "assigned",
+            "Where functions run eagerly, one replica after the other, none changes Keras' "
+            "variables: tpudist.run_functions_eagerly(False), or without strategy.debug().",
+        )
+    if current_place() is not None:
+        _refuse(
+            variable,
+            "assigned",
+            "A coordinator has scheduled it, and workers would change the variable beside each "
+            "other. Pass the values, and return them: stateless_call, stateless_apply and "
+            "stateless_update_state.",
+        )
+
+
+def _refuse(variable: Any, what: str, why: str) -> None:
+    strategy = context.current().strategy
+    raise RuntimeError(
+        f"The Keras variable '{variable.path}' was {what} in a function that {strategy!r} "
+        f"compiles, at {line_of_call()}. {why}"
+    )
+
+
 def _is_from_outside(variable: Any, frame: Frame) -> bool:
     """Whether a trace reads a variable of which it has no value yet."""
     if frame.is_eager or keras_internals.is_in_stateless_scope(variable):
         return False
-    if keras_internals.array_of(variable) is None:  # what it would be gives shapes, in such a scope
-        return not keras_internals.is_in_stateless_scope()
-    return _is_real(variable)
-
-
-def _is_real(variable: Any) -> bool:
-    """Whether it holds an array, and not a value of the trace that has made it."""
     held = keras_internals.array_of(variable)
-    return held is not None and not is_traced(held)
+    if held is None:  # what it would be gives shapes, in such a scope
+        return not keras_internals.is_in_stateless_scope()
+    return not is_traced(held)
 
 
 def _capture(variable: Any) -> CapturedVariable:

@@ -4,6 +4,7 @@ Keras has no place to say how a batch is placed on devices, or what is compiled 
 of these is Keras' own again where no strategy is in force. All private names are in this file.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _TRAINER = "keras.src.backend.jax.trainer"
+_CORE = "keras.src.backend.jax.core"
 # Everything that is replaced or called here, and beside it in public, with its parameters.
 _KNOWN = (
     (_TRAINER, "_distribute_data", ("data", "layouts")),
@@ -21,7 +23,8 @@ _KNOWN = (
     (_TRAINER, "JAXTrainer.make_train_function", ("self", "force")),
     (_TRAINER, "JAXTrainer.make_test_function", ("self", "force")),
     (_TRAINER, "JAXTrainer.make_predict_function", ("self", "force")),
-    ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", ("self",)),
+    (_CORE, "JaxVariable._initialize_layout", ("self",)),
+    (_CORE, "JaxVariable._initialize_with_initializer", ("self", "initializer")),
     ("keras.src.backend.common.stateless_scope", "get_stateless_scope", ()),
 )
 
@@ -82,7 +85,7 @@ def wrap_batches(choose: Callable[[Any, Iterator[Any]], Iterator[Any] | None]) -
 
 def call_on_creation(act: Callable[[Any], Any]) -> None:
     """Has `act` called with each variable that is made, before it has its first value."""
-    variable: Any = importlib.import_module("keras.src.backend.jax.core").JaxVariable
+    variable: Any = importlib.import_module(_CORE).JaxVariable
     plain = variable._initialize_layout
 
     def _initialize_layout(self):
@@ -92,9 +95,36 @@ def call_on_creation(act: Callable[[Any], Any]) -> None:
     variable._initialize_layout = _initialize_layout
 
 
+def wrap_creation(enter: Callable[[Any], contextlib.AbstractContextManager]) -> None:
+    """Has variables made, and given the first value that an initializer computes, in a context.
+
+    Args:
+        enter: Gives it, for a variable.
+    """
+    variable: Any = importlib.import_module(_CORE).JaxVariable
+    for name in ("__init__", "_initialize_with_initializer"):
+        _wrap_in_context(variable, name, enter)
+
+
+def _wrap_in_context(kind: Any, name: str, enter: Callable[[Any], Any]) -> None:
+    plain = getattr(kind, name)
+
+    @functools.wraps(plain)
+    def method(self, *args, **kwargs):
+        with enter(self):
+            return plain(self, *args, **kwargs)
+
+    setattr(kind, name, method)
+
+
 def array_of(variable: Any) -> Any:
     """What a variable holds, whatever scope this is in; None if nothing."""
     return getattr(variable, "_value", None)
+
+
+def set_array(variable: Any, value: Any) -> None:
+    """Has a variable hold an array, where that lies."""
+    variable._value = value
 
 
 def is_in_stateless_scope(variable: Any = None) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from tpudist.context.strategy_base import StrategyBase
 
@@ -110,17 +109,9 @@ class Guest:
         if self.strategy._twin_of is not None:
             return value  # nothing is allocated on the devices of a plan
         if value is not self._seen:  # not moved at each call
-            is_there = _is_whole_on_each_replica(value, self.strategy)
+            is_there = self.strategy.replica_mesh.has_whole(value)
             self._seen, self._copy = value, value if is_there else self.strategy.replicate(value)
         return self._copy
-
-
-def _is_whole_on_each_replica(value: Any, strategy: StrategyBase) -> bool:
-    """Whether an array is on the mesh already, and split inside of replicas if at all."""
-    sharding = getattr(value, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh != strategy.mesh:
-        return False
-    return strategy.replica_mesh.replica_axis not in jax.tree.leaves(tuple(sharding.spec))
 
 
 def find_capture(value: Any, function: Any) -> tuple[str | None, Callable[[], Any] | None]:
@@ -145,6 +136,7 @@ class Findings:
         captures: The PerReplicas that it captures, and the variables of the default strategy.
         created: The Variables that it makes, in order: made once, by the first trace.
         assigned_inside: The Variables that it assigns inside of nested transformations.
+        made_by_lines: By which of its traces a line has made something of another library's.
         compiler_options: What its communication asks of the compiler.
         remarks: The categories of the warnings that were given of it.
     """
@@ -154,6 +146,7 @@ class Findings:
         self.captures: list[Capture | Guest] = []
         self.created: list[Any] = []
         self.assigned_inside: dict[Any, None] = {}
+        self.made_by_lines: dict[str, Any] = {}
         self.compiler_options: dict[str, Any] = {}
         self.remarks: set[type[Warning]] = set()
 

@@ -40,8 +40,11 @@ def place_outputs(
     refused = []
     k = len(stack) - len(variables) - len(nnx_leaves)
     for v in variables:
-        if stack[k] and not v.on_read:
-            refused.append((f"Variable '{v.name}'", _describe_cause(proof, k), VARIABLE_REMEDY))
+        if v.is_counted and num_replicas > 1 and not whole:
+            aggregated.setdefault(ReduceOp.SUM, []).append(k)
+        elif stack[k] and not v.on_read:
+            remedy = v.remedy or VARIABLE_REMEDY
+            refused.append((f"Variable '{v.name}'", _describe_cause(proof, k), remedy))
         stack[k] = v.on_read
         k += 1
     for i in nnx_leaves:

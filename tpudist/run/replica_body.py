@@ -59,7 +59,7 @@ class ReplicaBody:
             nnx_values, arguments = inputs.split(local[count:])
             frame = ReplicaFrame(
                 call.strategy,
-                dict(zip(self.variables, local[:count], strict=True)),
+                self._begin_counts(dict(zip(self.variables, local[:count], strict=True))),
                 call.findings,
                 call.fn,
                 call.outer,
@@ -100,6 +100,13 @@ class ReplicaBody:
             return outputs + initial_values  # of what is made in a nested `run`
 
         return flat
+
+    def _begin_counts(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
+            for v in self.variables:
+                if getattr(v, "is_counted", False):
+                    values[v] = _share_of_replica(values[v])
+        return values
 
     def _mode(self, frame: ReplicaFrame) -> context.Mode:
         strategy, whole = self.call.strategy, self.call.whole
@@ -201,6 +208,10 @@ def make_values_of_replica(binding: Binding, values: Sequence[Any]) -> list[Any]
         if binding.is_random_key(i):
             own[i] = random_keys.fold_in(x, me)
         elif binding.aggregation(i) is _SUM:
-            # The sum over replicas counts what was there before once.
-            own[i] = jnp.where(me == 0, x, jnp.zeros_like(x))
+            own[i] = _share_of_replica(x)
     return own
+
+
+def _share_of_replica(x: Any) -> jax.Array:
+    """Of a sum: the first replica has it all, so that the sum over them counts it once."""
+    return jnp.where(collectives.replica_id() == 0, x, jnp.zeros_like(x))

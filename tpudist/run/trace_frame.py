@@ -9,7 +9,7 @@ once more with it.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -329,6 +329,19 @@ class ReplicaFrame(Frame):
         root.made.setdefault(variable, None)
         self.made[variable] = value if computed else None
         self.values[variable] = value
+
+    def makes_once(self, line: str) -> bool:
+        """See `Frame`."""
+        root = self.root
+        assert root.findings is not None
+        if root.findings.made_by_lines.setdefault(line, root) is not root:
+            return False
+        root.incomplete = True
+        return True
+
+    def start_over(self) -> NoReturn:
+        """See `Frame`."""
+        raise NewVariable
 
     @property
     def has_partial_batch(self) -> bool:

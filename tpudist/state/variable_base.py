@@ -31,6 +31,8 @@ class VariableBase:
     strategy: StrategyBase
     on_read: bool
     is_on_servers = False  # whether a parameter server holds it
+    is_counted = False  # whether each replica of a step has a share of it, and they are summed
+    remedy: str | None = None  # what to do where replicas would differ; None for as usual
     is_of_closure = False  # whether a worker of a coordinator has made it, for itself
     spec: PartitionSpec | None  # over which axes inside a replica it is split; None if that is open
     _value: Any  # the array, with a leading dim of replicas if `on_read`

@@ -134,6 +134,16 @@ class ReplicaMesh:
         """Sharding of an array `[num_replicas, ...]` of which each replica holds its own part."""
         return NamedSharding(self.mesh, PartitionSpec(self.replica_axis))
 
+    def has_whole(self, value: object) -> bool:
+        """Whether an array is on this mesh, whole on each replica: split inside of them if at all.
+
+        Anything else than a global array, such as NumPy's, is not.
+        """
+        sharding = getattr(value, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return False
+        return self.replica_axis not in jax.tree.leaves(tuple(sharding.spec))
+
 
 def mesh_of_mirrored(array: jax.Array, *, of_several: bool = True) -> Mesh | None:
     """The mesh of several replicas on which `array` is equal on every one; None if there is none.

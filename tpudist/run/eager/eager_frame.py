@@ -1,7 +1,7 @@
 """What one replica knows while its function runs eagerly: its Variables, its rows, the others."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +188,17 @@ class EagerFrame(Frame):
         check_parts(value, self.strategy, Capture(value, self._function, self.strategy))
         part = replica_evaluation.fetch(value.array)[self.evaluation.replica]
         return self.evaluation.put(part, own=True)
+
+    def makes_once(self, line: str) -> bool:
+        """Whatever is made outlives the call, which is run once."""
+        return True
+
+    def start_over(self) -> NoReturn:
+        """Refuses: there is no trace."""
+        raise RuntimeError(
+            "A model was built in a function that runs eagerly, where it is differentiated. Build "
+            "it before: begin it with keras.Input(shape)."
+        )
 
     def next_element(self, iterator: Any) -> Any:
         """Not reached: `next(iterator)` is refused in replica functions."""

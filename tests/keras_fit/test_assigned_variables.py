@@ -1,0 +1,387 @@
+"""Keras models, optimizers and metrics that replica functions change, as on one device."""
+
+import copy
+import os
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import tpudist
+from keras_loops import Loop, X, Y, assert_equal, batch_of, one
+from processes import run_processes
+
+
+def mirrored():
+    return tpudist.MirroredStrategy()
+
+
+def split():
+    return tpudist.TPUStrategy(replica_axes={"fsdp": 4})
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
+@pytest.mark.parametrize("around", [lambda f: f, tpudist.function], ids=["run", "function"])
+@pytest.mark.parametrize(
+    "make_strategy", [mirrored, pytest.param(split, marks=pytest.mark.slow)], ids=["mirror", "fsdp"]
+)
+def test_a_loop_gives_what_one_device_gives(make_strategy, around, is_built):
+    """Batches of 60, 60, 60 and 7; of the last, seven of 8 replicas have no rows."""
+    alone, loop = Loop(one()), Loop(make_strategy(), is_built=is_built)
+    wanted, found = alone.train(60, num_epochs=2), loop.train(60, num_epochs=2, around=around)
+    assert len(wanted) == 2 * (4 + 3)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert_equal(loop, alone, atol=1e-5)
+    assert int(loop.optimizer.iterations.value) == 8
+
+
+def test_it_gives_what_fit_gives_on_one_device():
+    loop = Loop(mirrored())
+    found = loop.train(60, num_epochs=2)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, "gelu"), keras.layers.Dense(1)]
+    )
+    model.compile(
+        keras.optimizers.Adam(1e-2),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=[keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")],
+    )
+    history = model.fit(X, Y, batch_size=60, epochs=2, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(found[4::7], history["accuracy"], atol=1e-5)
+    np.testing.assert_allclose(found[5::7], history["loss"], atol=1e-5)
+    for a, b in zip(loop.model.variables, model.variables, strict=True):
+        np.testing.assert_allclose(a.value, b.value, atol=1e-5)
+
+
+def test_fit_and_loops_of_ones_own_take_turns():
+    """Each goes on with what the other has left, in the arrays that Keras holds."""
+    found = []
+    for strategy in (one(), mirrored()):
+        loop = Loop(strategy)
+        with strategy.scope():
+            loop.model.compile(loop.optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+        for _ in range(2):
+            loop.train(60)
+            loop.model.fit(X, Y, batch_size=60, shuffle=False, verbose=0)
+        found.append((loop, loop.model.predict(X, verbose=0), loop.model.evaluate(X, Y, verbose=0)))
+    (alone, *wanted), (loop, *seen) = found
+    assert_equal(loop, alone, atol=1e-5)
+    for a, b in zip(seen, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_statistics_of_batches_are_means_over_the_replicas():
+    """Batches of 64, 64 and 59: the last replica has 3 rows of the third."""
+    loop = Loop(mirrored(), keras.layers.BatchNormalization)
+    loop.optimizer.learning_rate.assign(0.0)  # so that all steps see the same activations
+    loop.train(64)
+    dense, norm, _ = loop.model.layers
+    activations = np.asarray(dense(X))
+    mean, variance = np.zeros(8), np.ones(8)
+    for start in (0, 64, 128):
+        rows = activations[start : start + 64]
+        parts = [rows[i : i + 8] for i in range(0, len(rows), 8)]
+        mean = 0.99 * mean + 0.01 * np.mean([x.mean(0) for x in parts], 0)
+        variance = 0.99 * variance + 0.01 * np.mean([x.var(0) for x in parts], 0)
+    np.testing.assert_allclose(norm.moving_mean.value, mean, atol=1e-6)
+    np.testing.assert_allclose(norm.moving_variance.value, variance, atol=1e-6)
+
+
+def test_seeds_of_dropout_go_on():
+    loop = Loop(mirrored(), lambda: keras.layers.Dropout(0.5, seed=3))
+    [seed] = loop.model.non_trainable_variables
+    before = np.asarray(seed.value)
+    assert np.isfinite(loop.train(60)).all()
+    np.testing.assert_array_equal(seed.value, before + np.array([0, 4], before.dtype))
+
+
+def variable(values, **options):
+    return keras.Variable(np.asarray(values, np.float32), name="state", trainable=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"aggregation": "mean"}, 10 + 3.5),
+        ({"aggregation": "sum"}, 80 + 28),
+        ({"aggregation": "only_first_replica"}, 10),
+        ({"aggregation": "mean", "synchronization": "on_read"}, 10 + 3.5),
+        ({"aggregation": "sum", "synchronization": "on_read"}, 10 + 28),
+    ],
+)
+def test_a_variable_follows_its_rule(options, wanted):
+    """Replica i adds i to 10; what is counted on each replica is there once before."""
+    strategy = mirrored()
+    state = variable(10, **options)
+
+    def step():
+        replica = tpudist.get_replica_context().replica_id_in_sync_group
+        state.assign(state + replica.astype("float32"))
+
+    strategy.run(step)
+    assert float(state.value) == wanted
+
+
+def test_without_a_rule_replicas_must_assign_the_same():
+    strategy = mirrored()
+    state, equal = variable(np.zeros(6)), variable(0)
+
+    def step(x):
+        equal.assign_add(1)
+        state.assign(x.mean(0))
+
+    with pytest.raises(ValueError, match="'state' would differ between replicas") as error:
+        strategy.run(step, args=batch_of(strategy, X[:56]))
+    assert "argument 'x'" in str(error.value)
+    assert "add_weight(..., aggregation='mean')" in str(error.value)
+    assert float(equal.value) == 0
+    strategy.run(lambda: equal.assign_add(1))
+    assert float(equal.value) == 1
+
+
+def test_gradients_that_nobody_sums_are_refused():
+    loop = Loop(mirrored())
+
+    def step(x, y):
+        compute = tpudist.keras.value_and_grad(lambda: loop.model(x).sum(), loop.model)
+        for weight, gradient in zip(loop.model.trainable_variables, compute()[1], strict=True):
+            weight.assign_sub(0.1 * gradient)
+
+    with pytest.raises(ValueError, match="kernel' would differ between replicas"):
+        loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))
+
+
+def test_values_of_another_shape_are_refused():
+    state = variable(np.zeros(6))
+    with pytest.raises(ValueError, match="must match"):
+        mirrored().run(lambda: state.assign(np.zeros(5)))
+    np.testing.assert_array_equal(state.value, 0)
+
+
+def test_metrics_begin_anew_where_they_are_reset():
+    strategy = mirrored()
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+    batch = batch_of(strategy, X[:56])
+
+    def step(x):
+        mean.reset_state()
+        mean.update_state(x)
+
+    @tpudist.function
+    def whole():
+        mean.reset_state()
+        strategy.run(mean.update_state, args=batch)
+        return mean.result()
+
+    for _ in range(2):
+        strategy.run(step, args=batch)
+        np.testing.assert_allclose(mean.result(), X[:56].mean(), rtol=1e-4)
+    with strategy.scope():
+        np.testing.assert_allclose(whole(), X[:56].mean(), rtol=1e-4)
+    assert float(mean.count.value) == 56 * 6 / 6 * 1 or float(mean.count.value) == X[:56].size
+
+
+def test_a_replica_is_not_asked_for_the_result_of_all():
+    strategy, alone = mirrored(), one()
+    mean = keras.metrics.Mean()
+    with pytest.raises(RuntimeError, match="has counted only its own part") as error:
+        strategy.run(mean, args=batch_of(strategy, X[:56]))
+    assert f"{os.path.basename(__file__)}:" in str(error.value)
+    np.testing.assert_allclose(alone.run(mean, args=(X[:56],)), X[:56].mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda mean: jax.jit(lambda x: [mean.update_state(x), None][1]),
+        lambda mean: lambda x: jax.lax.map(lambda row: [mean.update_state(row), 0][1], x),
+        lambda mean: (
+            lambda x: jax.lax.cond(x.sum() < 1e6, lambda: [mean.update_state(x), 0][1], lambda: 0)
+        ),
+    ],
+    ids=["jit", "map", "cond"],
+)
+def test_nested_transformations_change_it(update):
+    strategy = mirrored()
+    mean = keras.metrics.Mean()
+    change = update(mean)
+
+    def step(x):
+        change(x)
+        change(x)
+
+    for _ in range(2):
+        strategy.run(step, args=batch_of(strategy, X[:56]))
+    np.testing.assert_allclose(mean.result(), X[:56].mean(), rtol=1e-4)
+    assert float(mean.count.value) in (4 * 56, 4 * X[:56].size)
+
+
+def test_what_would_happen_again_or_for_each_example_is_refused():
+    strategy = mirrored()
+    loop = Loop(strategy, keras.layers.BatchNormalization)
+    batch = batch_of(strategy, X[:56])
+
+    def again(x):
+        forward = jax.checkpoint(lambda x: loop.model(x, training=True))
+        return tpudist.keras.value_and_grad(lambda: forward(x).sum(), loop.model)()
+
+    def each(x):
+        return jax.vmap(lambda row: loop.model(row[None], training=True))(x)
+
+    for step, place in ((again, "inside of jax.checkpoint"), (each, "inside jax.vmap")):
+        with pytest.raises(RuntimeError, match="moving_mean' *.* assign") as error:
+            strategy.run(step, args=batch)
+        assert place in str(error.value)
+    loop.model.predict(X, verbose=0)
+
+
+def test_arrays_that_somebody_has_stay_as_they_were():
+    """A step overwrites arrays; those that were read, or are another variable's, are copied."""
+    strategy = mirrored()
+    loop, target = Loop(strategy), Loop(strategy)
+    batch = batch_of(strategy, X[:56], Y[:56])
+    first = loop.model.layers[0].kernel.value
+    held = [(first, np.asarray(first))]
+    for _ in range(3):
+        for a, b in zip(target.model.variables, loop.model.variables, strict=True):
+            a.assign(b)
+        read = loop.model.layers[0].kernel.value
+        held.append((read, np.asarray(read)))
+        copied = copy.deepcopy(loop.model.layers[0].kernel)
+        before = [np.asarray(v.value) for v in target.model.variables]
+        loop.run(batch)
+        for array, value in held:
+            np.testing.assert_array_equal(array, value)
+        np.testing.assert_array_equal(copied.value, held[-1][1])
+        for a, b in zip(target.model.variables, before, strict=True):
+            np.testing.assert_array_equal(a.value, b)
+        assert np.abs(np.asarray(loop.model.layers[0].kernel.value) - held[-1][1]).max() > 0
+
+
+def test_one_model_under_two_strategies_in_turn():
+    strategies, loop = (mirrored(), split()), Loop(mirrored())
+    alone = Loop(one())
+    for strategy in strategies * 2:
+        loop.strategy = strategy
+        loop.run(batch_of(strategy, X[:56], Y[:56]))
+        alone.run(batch_of(alone.strategy, X[:56], Y[:56]))
+    assert_equal(loop, alone, atol=1e-5)
+
+
+def test_arrays_are_overwritten_in_place():
+    """What is not read between steps is given to the compiler, as Variables are."""
+    loop = Loop(mirrored())
+    batch = batch_of(loop.strategy, X[:56], Y[:56])
+    for _ in range(2):
+        loop.run(batch)
+    held = [x._value for x in loop.variables]
+    loop.run(batch)
+    kept = [x.path for x, old in zip(loop.variables, held, strict=True) if not old.is_deleted()]
+    assert kept == [loop.optimizer.learning_rate.path]
+
+
+def test_gradients_travel_together_and_nothing_else_does():
+    loop = Loop(mirrored())
+    batch = batch_of(loop.strategy, X[:56], Y[:56])
+
+    def step(x, y):
+        compute = tpudist.keras.value_and_grad(lambda: jnp.sum(loop.model(x) - y), loop.model)
+        loop.optimizer.apply(compute()[1], loop.model.trainable_variables)
+
+    loop.strategy.run(step, args=batch)
+    text = loop.strategy.lower(step, args=batch).compile().as_text()
+    assert text.count(" all-reduce(") == 1
+
+
+def test_a_model_that_its_first_call_builds_is_built_once():
+    strategy = mirrored()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+    batch = batch_of(strategy, X[:56])
+    results = [strategy.run(model, args=batch) for _ in range(2)]
+    assert len(model.variables) == 4
+    for found in results:
+        parts = strategy.experimental_local_results(found)
+        np.testing.assert_allclose(np.concatenate(parts), model(X[:56]), atol=1e-5)
+    model.layers[-1].bias.assign([3.0])
+    again = strategy.run(lambda x: model(x), args=batch)
+    np.testing.assert_allclose(
+        np.concatenate(strategy.experimental_local_results(again)), model(X[:56]), atol=1e-5
+    )
+
+
+def test_while_fit_holds_the_values_a_step_that_changes_them_says_so():
+    strategy = mirrored()
+    loop = Loop(strategy)
+    with strategy.scope():
+        loop.model.compile(loop.optimizer, "mse")
+        other = tpudist.Variable(0.0)
+    batch = batch_of(strategy, X[:56], Y[:56])
+    loop.run(batch)
+
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch_number, logs=None):
+            strategy.run(lambda: other.assign_add(1.0))  # which has nothing to do with it
+            with pytest.raises(RuntimeError, match="which holds nothing now: while `fit` runs"):
+                loop.run(batch)
+
+        def on_epoch_end(self, epoch, logs=None):
+            loop.run(batch)
+
+    loop.model.fit(X, Y, verbose=0, batch_size=100, epochs=2, callbacks=[Change()])
+    assert float(other.read_value()) == 4
+    assert int(loop.optimizer.iterations.value) == 1 + 2 * (2 + 1)
+
+
+def test_it_is_refused_by_name_where_nothing_takes_it_back():
+    strategy = mirrored()
+    state = variable(0)
+    with strategy.debug(), pytest.raises(RuntimeError, match="Where functions run eagerly"):
+        strategy.run(lambda: state.assign(1))
+    assert float(state.value) == 0
+
+
+@pytest.mark.slow
+def test_a_closure_of_a_coordinator_changes_no_model():
+    strategy = tpudist.ParameterServerStrategy(num_workers=1)
+    coordinator = tpudist.coordinator.ClusterCoordinator(strategy)
+    state = variable(0)
+
+    def closure():
+        inner = tpudist.get_strategy()
+        inner.run(lambda: state.assign_add(1))
+
+    coordinator.schedule(closure)
+    with pytest.raises(RuntimeError, match="A coordinator has scheduled it"):
+        coordinator.join()
+    assert float(state.value) == 0
+    coordinator.shutdown()
+
+
+PROGRAM = """
+import numpy as np
+import tpudist
+from processes import report
+tpudist.emulate()
+strategy = tpudist.MultiWorkerMirroredStrategy()
+from keras_loops import Loop
+loop = Loop(strategy)
+found = loop.train(60, num_epochs=2)
+report((found, [np.asarray(v.value).tolist() for v in loop.variables]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_of_four_devices_are_one_device():
+    alone = Loop(one())
+    wanted = alone.train(60, num_epochs=2)
+    for process in run_processes(PROGRAM):
+        found, values = process.result
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        for value, mine in zip(values, alone.variables, strict=True):
+            np.testing.assert_allclose(value, mine.value, atol=1e-5, err_msg=mine.path)

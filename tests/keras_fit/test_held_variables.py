@@ -1,0 +1,110 @@
+"""`value_and_grad` by Keras' variables, in replica functions."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import tpudist
+from keras_loops import Loop, X, Y, batch_of
+from tpudist.keras import value_and_grad
+
+
+@pytest.fixture
+def loop():
+    return Loop(tpudist.MirroredStrategy())
+
+
+def gradients_of(loop, variables, **options):
+    def step(x, y):
+        compute = value_and_grad(lambda x: (loop.model(x) ** 2).sum(), variables, **options)
+        return compute(x)
+
+    return loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda model: model,
+        lambda model: model.trainable_variables,
+        lambda model: lambda: model.trainable_variables,
+        lambda model: model.layers[-1],
+        lambda model: model.layers[0].kernel,
+    ],
+    ids=["model", "list", "function", "layer", "variable"],
+)
+def test_it_is_jax_own_gradient(loop, choose):
+    chosen = choose(loop.model)
+    value, gradients = gradients_of(loop, chosen)
+    weights = loop.model.trainable_variables
+    given = [x.value for x in weights]
+
+    def compute(values):
+        return (loop.model.stateless_call(values, [], X[:56])[0] ** 2).sum()
+
+    wanted, by_all = jax.value_and_grad(compute)(given)
+    value = loop.strategy.reduce("sum", value, axis=None)
+    np.testing.assert_allclose(value, wanted, rtol=1e-4)
+    if isinstance(chosen, keras.Variable):
+        chosen = [chosen]
+    by_it = chosen.trainable_variables if isinstance(chosen, keras.Layer) else chosen
+    by_it = by_it() if callable(by_it) else by_it
+    of = {id(v): g for v, g in zip(weights, by_all, strict=True)}
+    assert len(gradients) == len(by_it)
+    for found, weight in zip(gradients, by_it, strict=True):
+        found = loop.strategy.reduce("sum", found, axis=None)
+        np.testing.assert_allclose(found, of[id(weight)], rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_may_be_nested_and_are_cast_as_the_policy_says():
+    before = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    try:
+        loop = Loop(tpudist.MirroredStrategy())
+    finally:
+        keras.mixed_precision.set_dtype_policy(before)
+    dtypes = []
+
+    def step(x, y):
+        def penalty():
+            _, inner = value_and_grad(lambda: loop.model(x).sum(), loop.model)()
+            dtypes.extend(g.dtype for g in inner)
+            return sum((g**2).sum() for g in inner)
+
+        return value_and_grad(penalty, loop.model)()[1][0]
+
+    found = loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))
+    assert {str(x) for x in dtypes} == {"float32"}
+    assert all(np.abs(x).max() > 0 for x in loop.strategy.experimental_local_results(found))
+
+
+def test_it_is_asked_for_in_replica_functions_alone(loop):
+    with pytest.raises(RuntimeError, match="outside of replica functions"):
+        value_and_grad(lambda: loop.model(X).sum(), loop.model)()
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind", "match"),
+    [
+        ([], ValueError, "was given no variables"),
+        (lambda: [], ValueError, "give the model itself"),
+        ([np.zeros(3)], TypeError, "given ndarray to differentiate by"),
+        (3, TypeError, "given int to differentiate by"),
+    ],
+)
+def test_what_are_no_variables_is_refused(loop, variables, kind, match):
+    with pytest.raises(kind, match=match):
+        gradients_of(loop, variables)
+
+
+def test_what_is_differentiated_by_is_not_assigned(loop):
+    def step(x, y):
+        def change():
+            loop.model.layers[0].bias.assign_add(np.ones(8, np.float32))
+            return loop.model(x).sum()
+
+        return value_and_grad(change, loop.model)()
+
+    with pytest.raises(RuntimeError, match="It is what tpudist.keras.value_and_grad"):
+        loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))

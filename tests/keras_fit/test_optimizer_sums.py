@@ -1,0 +1,47 @@
+"""Keras' optimizers in replica functions apply what one device would."""
+
+import keras
+import numpy as np
+import pytest
+
+import tpudist
+from keras_loops import Loop, assert_equal, one
+
+KINDS = keras.optimizers
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: KINDS.SGD(0.1, momentum=0.9), id="SGD"),
+        pytest.param(lambda: KINDS.AdamW(1e-2, clipnorm=0.01), id="AdamW, clipped"),
+        pytest.param(lambda: KINDS.Adam(1e-2, global_clipnorm=0.01), id="clipped", marks=slow),
+        pytest.param(
+            lambda: KINDS.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
+            id="averaged",
+            marks=slow,
+        ),
+        pytest.param(lambda: KINDS.SGD(0.1, gradient_accumulation_steps=2), id="accumulated"),
+        pytest.param(
+            lambda: KINDS.LossScaleOptimizer(
+                KINDS.Adam(1e-2), initial_scale=4.0, dynamic_growth_steps=3
+            ),
+            id="scaled",
+        ),
+        pytest.param(
+            lambda: KINDS.RMSprop(KINDS.schedules.ExponentialDecay(0.1, 2, 0.5)),
+            id="schedule",
+            marks=slow,
+        ),
+        *(
+            pytest.param(lambda kind=kind: getattr(KINDS, kind)(1e-2), id=kind, marks=slow)
+            for kind in ("Nadam", "Lion", "Adafactor", "Ftrl", "Adadelta", "Muon", "Lamb")
+        ),
+    ],
+)
+def test_an_optimizer_gives_what_one_device_gives(make):
+    alone = Loop(one(), optimizer=make)
+    loop = Loop(tpudist.MirroredStrategy(), optimizer=make, is_built=False)
+    np.testing.assert_allclose(loop.train(60), alone.train(60), atol=1e-5)
+    assert_equal(loop, alone, rtol=1e-3, atol=2e-5)

@@ -1,0 +1,79 @@
+"""A loop of one's own over a Keras model, as it is written for one device."""
+
+import jax
+import keras
+import numpy as np
+
+import tpudist
+import tpudist.keras
+
+X = np.random.default_rng(0).normal(size=(187, 6)).astype(np.float32)
+Y = (X.sum(1, keepdims=True) > 0).astype(np.float32)
+
+
+class Loop:
+    """A model, its optimizer and metrics, and a step that changes them."""
+
+    def __init__(self, strategy, *layers, optimizer=None, is_built=True, name=None):
+        self.strategy = strategy
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            begin = [keras.Input((6,))] if is_built else []
+            begin += [keras.layers.Dense(8, "gelu"), *(make() for make in layers)]
+            self.model = keras.Sequential([*begin, keras.layers.Dense(1)], name=name)
+            self.optimizer = keras.optimizers.Adam(1e-2) if optimizer is None else optimizer()
+            self.accuracy = keras.metrics.BinaryAccuracy(threshold=0.0)
+            self.mean = keras.metrics.Mean()
+            self.area = keras.metrics.AUC(from_logits=True)
+        self.compute_losses = keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+    def step(self, x, y):
+        def compute_loss():
+            logits = self.model(x, training=True)
+            loss = tpudist.compute_average_loss(self.compute_losses(y, logits))
+            return loss + tpudist.scale_regularization_loss(sum(self.model.losses)), logits
+
+        compute = tpudist.keras.value_and_grad(compute_loss, self.model, has_aux=True)
+        (loss, logits), gradients = compute()
+        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+        self.accuracy.update_state(y, logits)
+        self.mean.update_state(self.compute_losses(y, logits))
+        self.area.update_state(y, logits)
+        return loss
+
+    def run(self, batch):
+        return self.strategy.reduce("sum", self.strategy.run(self.step, args=batch), axis=None)
+
+    def train(self, batch_size, num_epochs=1, around=lambda f: f):
+        """The losses of all steps; after each epoch what the metrics say, which begin anew."""
+        batches = tpudist.NumpyDataset((X, Y)).batch(batch_size)
+        dataset = self.strategy.experimental_distribute_dataset(batches)
+        run, found = around(self.run), []
+        for _ in range(num_epochs):
+            with self.strategy.scope():
+                found += [float(run(batch)) for batch in dataset]
+            for metric in (self.accuracy, self.mean, self.area):
+                found.append(float(metric.result()))
+                metric.reset_state()
+        return found
+
+    @property
+    def variables(self):
+        return [*self.model.variables, *self.optimizer.variables]
+
+
+def assert_equal(loop, other, **tolerances):
+    assert len(loop.variables) == len(other.variables) > 4
+    for a, b in zip(loop.variables, other.variables, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a.value), np.asarray(b.value), err_msg=a.path, **tolerances
+        )
+
+
+def batch_of(strategy, *arrays):
+    dataset = tpudist.NumpyDataset(arrays).batch(len(arrays[0]))
+    return next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+
+def one():
+    return tpudist.OneDeviceStrategy(jax.devices()[0])
