@@ -33,7 +33,7 @@ def in_replica(statement: str) -> str:
         ("tf.reduce_max(input_tensor=x, axis=0, name='m')", "jnp.max(x, axis=0)"),
         ("tf.reduce_mean(x)", "tf.reduce_mean(x)"),  # of integers it gives integers
         ("tf.transpose(x, perm=[1, 0])", "jnp.transpose(x, axes=[1, 0])"),
-        ("tf.cast(x, dtype=tf.dtypes.float32)", "jnp.astype(x, dtype=jnp.float32)"),
+        ("tf.cast(x, dtype=tf.dtypes.float32)", "jnp.astype(x, jnp.float32)"),
         ("tf.argmax(x, -1, output_type=tf.int32)", "jnp.argmax(x, -1)"),
         ("tf.argmax(x)", "tf.argmax(x)"),  # axis 0 there, all axes here
         ("tf.matmul(x, y, transpose_b=True)", "tf.matmul(x, y, transpose_b=True)"),

@@ -102,6 +102,8 @@ DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8 uin
 _NUMBERS = {"num_replicas_in_sync", "replica_id_in_sync_group"}
 # Keywords that mean the same here, and stay keywords.
 _SAME = {"axis", "dtype", "keepdims", "perm"}
+# Functions of JAX whose arguments have no names.
+_BY_POSITION = {"jnp.astype"}
 # The name of an operation in a graph, and the dtype of numbers of elements, which is int32 here.
 _DROPS = {"name", "output_type"}
 _NO_SPACE = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
@@ -263,7 +265,8 @@ def _match(args: Sequence[cst.Arg], operation: _Operation) -> list[cst.Arg] | No
         value = _as_tuple(arg.value) if name == "axis" else arg.value
         index = parameters.index(name)
         in_place = index == len(found) and not any(x.keyword for x in found)
-        if index < operation.by_position and in_place and not (arg.keyword and name in _SAME):
+        stays_named = arg.keyword and name in _SAME and operation.jax not in _BY_POSITION
+        if index < operation.by_position and in_place and not stays_named:
             found.append(cst.Arg(value))
         else:
             keyword = cst.Name(_KEYWORDS.get(name, name))

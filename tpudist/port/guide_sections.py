@@ -81,12 +81,12 @@ ADVICE = {
 
 # Of a gradient tape in a program whose model is one of Keras.
 KERAS_TAPE = Advice(
-    "make the loss a function over model.stateless_call, and differentiate that: "
-    "jax.value_and_grad",
-    KERAS_LOOPS,
+    "make the loss a function, and differentiate that: tpudist.keras.value_and_grad", KERAS_LOOPS
 )
-# Of a Keras object that a replica function reads from around it, and of one that may be no Keras.
-KERAS_CAPTURED = Advice("its state is an argument of a step, and a result of it", KERAS_LOOPS)
+# Of the result of a metric, which a replica has only a part of.
+RESULT = Advice("ask for it after strategy.run", KERAS_LOOPS)
+# Of an object that a replica function changes around it, and that may be no Keras.
+CAPTURED = Advice("its state is an argument of a step, and a result of it", KERAS_LOOPS)
 CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
 
 # Of `optimizer.lr` where it is not certain that the optimizer is one of Keras.

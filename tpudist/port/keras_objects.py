@@ -10,6 +10,12 @@ _MODELS = ("Sequential", "Model", "Functional", "models.", "applications.")
 _OPTIMIZERS = ("optimizers.",)
 _NO_OPTIMIZERS = ("optimizers.schedules.", "optimizers.legacy.", "optimizers.experimental.")
 _CALLBACKS = ("callbacks.",)
+# Of servers, or of variables that one place holds.
+_WITHOUT_KERAS = {
+    "tpudist.ParameterServerStrategy",
+    "tpudist.experimental.ParameterServerStrategy",
+    "tpudist.experimental.CentralStorageStrategy",
+}
 _DEPTH = 9  # how many names and functions are followed
 
 
@@ -56,6 +62,13 @@ def is_class_of_models(program: Program, node: cst.ClassDef) -> bool:
     writes = _Writes()
     node.body.visit(writes)
     return not writes.found and _has_base(program, node, _MODELS)
+
+
+def is_without_keras(program: Program) -> bool:
+    """Whether Keras trains under none of the strategies that a program makes."""
+    finder = _Strategies(program)
+    program.module.visit(finder)
+    return bool(finder.found) and finder.found <= _WITHOUT_KERAS
 
 
 def makes_model(program: Program) -> bool:
@@ -147,6 +160,19 @@ class _Writes(cst.CSTVisitor):
     def _look(self, target: cst.BaseExpression) -> None:
         name = target.attr if isinstance(target, cst.Attribute) else target
         self.found = self.found or (isinstance(name, cst.Name) and name.value == "optimizer")
+
+
+class _Strategies(cst.CSTVisitor):
+    """The strategies that a program makes, by what they are called here."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: set[str] = set()
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if (name := self._program.callee(node)).endswith("Strategy"):
+            self.found.add(name)
 
 
 class _Finder(cst.CSTVisitor):

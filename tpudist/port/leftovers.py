@@ -10,15 +10,15 @@ import libcst as cst
 from tpudist.port.function_roles import Role, Roles
 from tpudist.port.guide_sections import (
     CAPTURED,
-    KERAS_CAPTURED,
     KERAS_TAPE,
     NO_KERAS,
     OLD_LEARNING_RATE,
+    RESULT,
     STAR,
     Advice,
     advise,
 )
-from tpudist.port.keras_objects import makes_model
+from tpudist.port.keras_objects import is_without_keras, makes_model
 from tpudist.port.learning_rates import is_old_rate
 from tpudist.port.program import Program
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
@@ -27,12 +27,9 @@ MARK = "# tpudist port:"
 
 # Methods that change a Keras object.
 _CHANGES = {"apply", "apply_gradients", "update_state"}
+_RESULT = "result"
+_GRADIENTS = "tpudist.keras.value_and_grad"
 _TRAINS = {"evaluate", "fit", "predict"}
-_WITHOUT_KERAS = {
-    "tpudist.ParameterServerStrategy",
-    "tpudist.experimental.ParameterServerStrategy",
-    "tpudist.experimental.CentralStorageStrategy",
-}
 # A callback that writes by `tf.summary`.
 _TENSORBOARD = "keras.callbacks.TensorBoard"
 # What makes objects without state of Keras.
@@ -70,9 +67,9 @@ class Leftovers(cst.CSTVisitor):
         self.found: list[tuple[cst.CSTNode, str, Advice]] = []
         self.stays: set[str] = set()
         self._trains: list[cst.Call] = []
-        self._strategies: set[str] = set()
+        self._is_without_keras = is_without_keras(program)
         program.module.visit(self)
-        if self._strategies and self._strategies <= _WITHOUT_KERAS and program.imports("keras"):
+        if self._is_without_keras and program.imports("keras"):
             for call in self._trains:
                 code = cst.Module([]).code_for_node(call.func)
                 self.found.append((call.func, "".join(code.split()), NO_KERAS))
@@ -89,13 +86,12 @@ class Leftovers(cst.CSTVisitor):
         return self._look(node)
 
     def visit_Call(self, node: cst.Call) -> None:
-        """A Keras object on replicas, which would change there."""
+        """An object on replicas that may be no Keras and would change, or a metric's result."""
         owner = node.func
-        if (name := self._program.callee(node)).endswith("Strategy"):
-            self._strategies.add(name)
-        if isinstance(owner, cst.Attribute) and owner.attr.value in _TRAINS and not name:
+        is_named = bool(self._program.callee(node))
+        if isinstance(owner, cst.Attribute) and owner.attr.value in _TRAINS and not is_named:
             self._trains.append(node)
-        if isinstance(owner, cst.Attribute) and owner.attr.value in _CHANGES:
+        if isinstance(owner, cst.Attribute) and owner.attr.value in {*_CHANGES, _RESULT}:
             owner = owner.value
         if (
             isinstance(owner, cst.Name)
@@ -103,8 +99,10 @@ class Leftovers(cst.CSTVisitor):
             and self._is_keras_object(owner)
         ):
             code = cst.Module([]).code_for_node(node.func)
-            advice = KERAS_CAPTURED if self._is_by_keras(owner) else CAPTURED
-            self.found.append((node.func, "".join(code.split()), advice))
+            if self._is_without_keras or not self._is_by_keras(owner):
+                self.found.append((node.func, "".join(code.split()), CAPTURED))
+            elif self._is_asked(node):
+                self.found.append((node.func, "".join(code.split()), RESULT))
 
     def visit_Import(self, node: cst.Import) -> bool:
         """What is imported is found where it is used."""
@@ -163,9 +161,18 @@ class Leftovers(cst.CSTVisitor):
     def _is_by_keras(self, name: cst.Name) -> bool:
         """Whether a Keras object certainly is one, or the program's model is."""
         values = self._program.values(name) or []
-        return self._has_keras_model or all(
-            self._program.callee(value).startswith("keras.") for value in values
+        return (
+            self._has_keras_model
+            or all(self._program.callee(value).startswith("keras.") for value in values)
+            or any(
+                self._program.callee(outer) == _GRADIENTS
+                for read in self._program.references(name)
+                for outer in self._program.around(read)
+            )
         )
+
+    def _is_asked(self, call: cst.Call) -> bool:
+        return isinstance(call.func, cst.Attribute) and call.func.attr.value == _RESULT
 
     def _is_of_dataset(self, node: cst.CSTNode) -> bool:
         """Whether a node is an argument of a dataset that stays TensorFlow's."""

@@ -10,6 +10,7 @@ from tpudist.port.array_operations import ArrayOperations
 from tpudist.port.array_values import ArrayValues
 from tpudist.port.cpu_emulation import CpuEmulation
 from tpudist.port.dataset_pipelines import DatasetPipelines
+from tpudist.port.gradient_tapes import GradientTapes
 from tpudist.port.graph_functions import GraphFunctions
 from tpudist.port.import_statements import ImportStatements
 from tpudist.port.keras_names import KerasNames
@@ -34,6 +35,7 @@ TRANSFORMERS = (
     CpuEmulation,
     StrategyNames,
     KerasNames,
+    GradientTapes,
 )
 
 

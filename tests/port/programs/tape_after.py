@@ -1,4 +1,4 @@
-"""A custom loop with a gradient tape, which hands have to port."""
+"""A custom loop with a checkpoint, which hands have to port."""
 
 import jax.numpy as jnp
 import os
@@ -32,14 +32,12 @@ def compute_loss(labels, predictions):
 
 def train_step(inputs):
     def step_fn(inputs):
-        # tpudist port: tf.GradientTape (docs/keras_fit.md#loops-of-your-own)
-        with tf.GradientTape() as tape:
-            # tpudist port: model (docs/keras_fit.md#loops-of-your-own)
+        def loss_of_batch():
             loss = compute_loss(2 * inputs, model(inputs))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        # tpudist port: optimizer.apply_gradients (docs/keras_fit.md#loops-of-your-own)
+            return loss
+
+        loss, gradients = tpudist.keras.value_and_grad(loss_of_batch, model)()
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        # tpudist port: mean_loss.update_state (docs/keras_fit.md#loops-of-your-own)
         mean_loss.update_state(loss)
         # tpudist port: tf.reduce_mean (docs/porting.md#names)
         return tf.reduce_mean(loss)

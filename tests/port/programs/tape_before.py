@@ -1,4 +1,4 @@
-"""A custom loop with a gradient tape, which hands have to port."""
+"""A custom loop with a checkpoint, which hands have to port."""
 
 import tensorflow as tf
 
