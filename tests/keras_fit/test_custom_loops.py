@@ -1,4 +1,4 @@
-"""Keras models in loops of one's own: state in and out of `strategy.run`, as docs/keras_fit.md."""
+"""Keras' stateless methods in replica functions: state in and out of `strategy.run`."""
 
 import jax
 import jax.numpy as jnp

@@ -24,6 +24,7 @@ from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import aggregation
 from tpudist.state.variable import Variable
 from tpudist.xla.hlo.source_lines import line_of_call
+from tpudist.xla.traces import is_eager
 
 
 class AssignedVariable(Variable):
@@ -61,7 +62,7 @@ class AssignedVariable(Variable):
         value = keras_internals.array_of(self._variable)
         if value is None:  # no function reads it now: those that would are refused
             return _Missing(self.shape, self.dtype, self.name)
-        if value is not self._seen:
+        if value is not self._seen and is_eager():  # in a trace its shape is asked for, and no more
             self.strategy._protect_from_donation(self)  # who else has it is not known
             if not self.strategy.replica_mesh.has_whole(value):
                 value = self.strategy.replicate(value)
