@@ -79,6 +79,21 @@ def test_gradients_may_be_nested_and_are_cast_as_the_policy_says():
     assert all(np.abs(x).max() > 0 for x in loop.strategy.experimental_local_results(found))
 
 
+def test_what_a_stateless_call_is_given_counts(loop):
+    zeros = [np.zeros(x.shape, np.float32) for x in loop.model.trainable_variables]
+
+    def step(x, y):
+        def compute():
+            return loop.model.stateless_call(zeros, [], x)[0].sum() + loop.model(x).sum()
+
+        return value_and_grad(compute, loop.model)()
+
+    value, gradients = loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))
+    value = loop.strategy.reduce("sum", value, axis=None)
+    np.testing.assert_allclose(value, np.sum(loop.model(X[:56])), rtol=1e-4)
+    np.testing.assert_allclose(loop.strategy.reduce("sum", gradients[-1], axis=None), [56.0])
+
+
 def test_it_is_asked_for_in_replica_functions_alone(loop):
     with pytest.raises(RuntimeError, match="outside of replica functions"):
         value_and_grad(lambda: loop.model(X).sum(), loop.model)()

@@ -77,10 +77,10 @@ def install(reason: str | None = None) -> None:
 
     def assign(self, value):
         frame = context.current().frame
-        if held_variables.find(self) is not None:
-            _refuse(self, "assigned", "It is what tpudist.keras.value_and_grad differentiates by.")
         if frame is None or keras_internals.is_in_stateless_scope():
             return plain_assign(self, value)
+        if held_variables.find(self) is not None:
+            _refuse(self, "assigned", "It is what tpudist.keras.value_and_grad differentiates by.")
         if not is_traced(keras_internals.array_of(self)):  # else it was made in this trace
             _require_array(self)
             _require_support(self, frame, reason)

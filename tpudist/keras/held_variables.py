@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.keras import keras_internals
 from tpudist.xla.hlo.source_lines import line_of_call
 
 _NONE: Mapping[int, jax.Array] = types.MappingProxyType({})
@@ -17,8 +18,12 @@ _held: contextvars.ContextVar[Mapping[int, jax.Array]] = contextvars.ContextVar(
 
 
 def find(variable: Any) -> jax.Array | None:
-    """What a variable holds where it is differentiated by; None elsewhere."""
-    return _held.get().get(id(variable))
+    """What a variable holds where it is differentiated by; None elsewhere.
+
+    And None where a stateless call says what it holds.
+    """
+    held = _held.get().get(id(variable))
+    return held if held is None or not keras_internals.is_in_stateless_scope(variable) else None
 
 
 def value_and_grad(
