@@ -158,6 +158,42 @@ def test_graphs_go_where_nobody_asks_for_them(before, after):
     assert port("\n".join(before) + "\n") == after
 
 
+_STEP = """    def step(x):
+        return x
+"""
+_RUN = "    return strategy.reduce('SUM', strategy.run(step, args=(next(iterator),)), axis=None)\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "rest", "is_whole"),
+    [
+        ("def f(iterator):", _STEP + _RUN, True),
+        ("def f(batch):", _STEP + "    strategy.run(step, args=(batch,))\n", True),
+        ("def f(iterator):", '    "Steps."\n' + _STEP + _RUN, True),
+        # The number of rounds would be one that JAX traces.
+        (
+            "def f(iterator, n):",
+            _STEP + "    for _ in range(n):\n        strategy.run(step, args=(next(iterator),))\n",
+            False,
+        ),
+        ("def f(iterator):", _STEP + "    print(iterator)\n" + _RUN, False),
+        ("def f(iterator, scale=1):", _STEP + _RUN, False),
+        ("def f(*iterators):", _STEP + "    strategy.run(step, args=(1,))\n", False),
+        (
+            "def f(n):",
+            "    def step(x):\n        return x[:n]\n    strategy.run(step, args=(1,))\n",
+            False,
+        ),
+        ("def f(iterator):", _STEP + "    return strategy.run(other, args=(iterator,))\n", False),
+        ("def f(iterator):", _STEP + _RUN + "coordinator.schedule(f)\n", False),
+    ],
+)
+def test_a_function_that_makes_its_step_is_one_program(head, rest, is_whole):
+    """In Python it would make another one at each call, which is compiled each time."""
+    found = "\n".join(port(f"@tf.function\n{head}\n{rest}"))
+    assert found.startswith("@tpudist.function\ndef f(" if is_whole else "def f("), found
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

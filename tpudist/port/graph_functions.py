@@ -1,7 +1,8 @@
 """Contexts: `@tf.function` goes, and with it the loops and prints that only a graph needs.
 
-What `Strategy.run` is given is compiled by it. Code around it is Python, which needs no graph;
-whoever wants one program of it says `@tpudist.function`. Functions of a tf.data pipeline keep
+What `Strategy.run` is given is compiled by it. Code around it is Python, which needs no graph. But
+a function that makes the step in itself, which would be another one at each call, becomes one
+program: `@tpudist.function`, where that is certain to work. Functions of a tf.data pipeline keep
 theirs.
 """
 
@@ -38,6 +39,10 @@ class GraphFunctions(Transformer):
         ]
         if len(keeps) == len(updated_node.decorators) or not self._is_free(original_node):
             return updated_node
+        if not keeps and self._makes_its_step(original_node):
+            [decorator] = updated_node.decorators
+            whole = decorator.with_changes(decorator=self.write("tpudist.function"))
+            return updated_node.with_changes(decorators=[whole])
         first = original_node.decorators[0].leading_lines
         if not keeps:  # comments on the decorator are comments on the function
             lines = [*updated_node.leading_lines, *first, *updated_node.lines_after_decorators]
@@ -101,6 +106,46 @@ class GraphFunctions(Transformer):
                 return False
         return function.name.value not in self._asked
 
+    def _makes_its_step(self, function: cst.FunctionDef) -> bool:
+        """Whether a function makes what it has replicas run, and does nothing else around it."""
+        params = function.params
+        if (
+            self._roles.of(function) is not Role.HOST
+            or isinstance(params.star_arg, cst.Param)
+            or params.star_kwarg is not None
+            or any(p.default is not None for p in (*params.params, *params.kwonly_params))
+            or not isinstance(self.program.parent(function), cst.Module)
+            or not all(self._is_called(x) for x in self.program.references(function.name))
+        ):
+            return False
+        steps = [x for x in function.body.body if isinstance(x, cst.FunctionDef)]
+        around = _Around(self.program, steps)
+        for statement in function.body.body:
+            if not isinstance(statement, cst.FunctionDef):
+                statement.visit(around)
+        return around.runs and not around.does_more and self._are_passed_on(function)
+
+    def _is_called(self, read: cst.CSTNode) -> bool:
+        """Whether a function is called where its name is read, and given to nobody."""
+        outer = self.program.parent(read)
+        return isinstance(outer, cst.Call) and outer.func is read
+
+    def _are_passed_on(self, function: cst.FunctionDef) -> bool:
+        """Whether each argument is an iterator of which the next is taken, or goes to the step."""
+        return all(
+            self._is_passed_on(read)
+            for param in function.params.params
+            for read in self.program.references(param.name)
+        )
+
+    def _is_passed_on(self, read: cst.CSTNode) -> bool:
+        for outer in self.program.around(read):
+            if isinstance(outer, cst.Call):
+                return _is_next(outer) or _method(outer) == "run"
+            if isinstance(outer, cst.FunctionDef):
+                return False
+        return False
+
     def _is_only_counted(self, target: cst.BaseAssignTargetExpression) -> bool:
         """Whether the number of a round is used as a number only, and not as a tensor."""
         if not isinstance(target, cst.Name):
@@ -109,6 +154,34 @@ class GraphFunctions(Transformer):
             isinstance(self.program.parent(read), cst.Attribute)
             for read in self.program.references(target)
         )
+
+
+class _Around(cst.CSTVisitor):
+    """What there is around the functions that a function makes."""
+
+    def __init__(self, program: Program, steps: list[cst.FunctionDef]):
+        super().__init__()
+        self._program, self._steps = program, steps
+        self.runs = self.does_more = False
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.BaseCompoundStatement | cst.Lambda | cst.BaseComp):
+            self.does_more = True
+        if isinstance(node, cst.Call):
+            given = [self._program.function(arg.value) for arg in node.args[:1]]
+            is_run = _method(node) == "run" and any(x in self._steps for x in given)
+            self.runs = self.runs or is_run
+            is_known = is_run or _method(node) == "reduce" or _is_next(node)
+            self.does_more = self.does_more or not is_known
+        return True
+
+
+def _method(call: cst.Call) -> str:
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+
+
+def _is_next(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Name) and call.func.value == "next"
 
 
 class _Asked(cst.CSTVisitor):

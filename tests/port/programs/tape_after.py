@@ -30,6 +30,7 @@ def compute_loss(labels, predictions):
     return loss + tpudist.scale_regularization_loss(sum([jnp.array(0.0)]))
 
 
+@tpudist.function
 def train_step(inputs):
     def step_fn(inputs):
         def loss_of_batch():
