@@ -32,6 +32,7 @@ from benchmarks import (
     imports,
     input,
     keras_loop,
+    keras_steps,
     processes,
     programs,
     published,
@@ -87,7 +88,8 @@ class Config:
     parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs;
     pretrained weights that are read, against Orbax, and the memory that takes; the training loop
     around a step; a partial batch and a step by tpudist, JAX, Keras, Accelerate and Fabric;
-    steps of Keras' `fit` in a scope, against keras.distribution.DataParallel."""
+    steps of Keras' `fit` in a scope, against keras.distribution.DataParallel, and of loops of one's
+    own over Keras models, against the same by hand."""
     published: tuple[str, ...] = ()
     """Which published runs to plan, by name; all of them by default."""
     calls: int = 600
@@ -181,7 +183,7 @@ MEASURE: dict[Suite, Callable[[Config], Iterable[Figure]]] = {
     "weights": lambda config: weights.figures(config.weights_layers),
     "train": lambda config: training_loop.figures(config.train_steps),
     "comparison": lambda config: comparison.figures(config.torch_python),
-    "keras": lambda config: keras_loop.figures(),
+    "keras": lambda config: [*keras_loop.figures(), *keras_steps.figures()],
 }
 """How each suite is measured."""
 
