@@ -7,6 +7,7 @@ turns; a figure is the median of the turns.
 
 from __future__ import annotations
 
+import abc
 import os
 import statistics
 import time
@@ -51,7 +52,7 @@ def figures(num_turns: int = TURNS) -> list[Figure]:
     return found
 
 
-class _Steps:
+class _Steps(abc.ABC):
     """A model, an optimizer and a metric, made in the scope of a strategy, and rows."""
 
     def __init__(self, dims: tuple[int, ...], batch_size: int):
@@ -75,12 +76,13 @@ class _Steps:
         self.prepare()
         self.step()  # compiles
 
+    @abc.abstractmethod
     def prepare(self) -> None:
-        raise NotImplementedError
+        """Places what there is where it is computed with."""
 
+    @abc.abstractmethod
     def step(self) -> Any:
         """Makes one; the mean loss of all steps so far, in a form that `float` takes."""
-        raise NotImplementedError
 
     def turn(self, num_steps: int) -> None:
         """Notes what a step took."""

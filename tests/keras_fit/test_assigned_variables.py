@@ -268,6 +268,34 @@ def test_arrays_that_somebody_has_stay_as_they_were():
         assert np.abs(np.asarray(loop.model.layers[0].kernel.value) - held[-1][1]).max() > 0
 
 
+def test_what_a_layer_around_batch_norm_assigns_follows_its_own_rule():
+    """Only the statistics of the batch are averaged: another variable differs, and is refused."""
+
+    class Counted(keras.layers.BatchNormalization):
+        def build(self, shape):
+            super().build(shape)
+            self.seen = self.add_weight(shape=(), trainable=False, name="seen")
+
+        def call(self, x, training=False):
+            self.seen.assign(keras.ops.sum(x))
+            return super().call(x, training=training)
+
+    loop = Loop(mirrored(), Counted)
+    with pytest.raises(ValueError, match="seen' would differ between replicas"):
+        loop.run(batch_of(loop.strategy, X[:56], Y[:56]))
+
+
+def test_a_variable_with_the_attributes_of_another_is_itself():
+    strategy = mirrored()
+    state = variable(1)
+    strategy.run(lambda: state.assign_add(1))
+    other = copy.copy(state)
+    strategy.run(lambda: other.assign_add(5))
+    assert (float(state.value), float(other.value)) == (2, 7)
+    strategy.run(lambda: state.assign_add(1))
+    assert (float(state.value), float(other.value)) == (3, 7)
+
+
 def test_one_model_under_two_strategies_in_turn():
     strategies, loop = (mirrored(), split()), Loop(mirrored())
     alone = Loop(one())

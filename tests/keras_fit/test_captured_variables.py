@@ -165,6 +165,25 @@ def test_layers_may_be_made_in_a_step_for_itself():
         assert join(strategy, found).shape == (56, 3)
 
 
+def test_a_value_of_one_trace_is_refused_in_another():
+    """A layer that a step makes for itself, and hands out."""
+    strategy = mirrored()
+    batch, kept = batch_of(strategy, X[:56]), []
+
+    def step(x):
+        kept.append(keras.layers.Dense(3))
+        return kept[-1](x)
+
+    strategy.run(step, args=(batch,))
+    for use in (
+        lambda: strategy.run(lambda x: kept[-1](x) + 1, args=(batch,)),
+        lambda: kept[-1](X),
+    ):
+        with pytest.raises(RuntimeError, match="was made while a replica function was") as error:
+            use()
+        assert "keras.Input(shape)" in str(error.value)
+
+
 def test_while_fit_holds_the_values_a_step_says_so():
     strategy = mirrored()
     model = make_model(strategy)

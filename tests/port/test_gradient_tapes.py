@@ -118,6 +118,7 @@ def test_gradients_by_another_models_variables():
         TAPE + "    return loss\n" + ASK,
         "predictions = 0\n" + TAPE + ASK + "return predictions",
         TAPE.replace("predictions", "y") + ASK,
+        TAPE + "    if x:\n        half = loss / 2\n" + ASK + "if x:\n    print(half)",
         "for _ in range(3):\n    " + TAPE.replace("\n", "\n    ") + ASK + "    y = predictions",
         "with tf.GradientTape() as outer:\n    "
         + TAPE.replace("\n", "\n    ")
@@ -136,6 +137,7 @@ def test_gradients_by_another_models_variables():
         "returns",
         "binds a name again",
         "binds an argument",
+        "binds in a branch",
         "in a loop",
         "in another tape",
     ],

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -92,9 +92,8 @@ class Frame(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start_over(self) -> NoReturn:
-        """Ends this trace at once: it is made again, with what it has made."""
-        raise NotImplementedError
+    def interruption(self) -> BaseException:
+        """What to raise to end this trace at once: it is made again, with what it has made."""
 
     # What the function needs beside its arguments.
 

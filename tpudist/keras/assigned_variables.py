@@ -26,6 +26,8 @@ from tpudist.state.variable import Variable
 from tpudist.xla.hlo.source_lines import line_of_call
 from tpudist.xla.traces import is_eager
 
+_STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
+
 
 class AssignedVariable(Variable):
     """A variable of Keras under one strategy: what it holds is Keras' array."""
@@ -61,7 +63,7 @@ class AssignedVariable(Variable):
     def _value(self) -> Any:
         value = keras_internals.array_of(self._variable)
         if value is None:  # no function reads it now: those that would are refused
-            return _Missing(self.shape, self.dtype, self.name)
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
         if value is not self._seen and is_eager():  # in a trace its shape is asked for, and no more
             self.strategy._protect_from_donation(self)  # who else has it is not known
             if not self.strategy.replica_mesh.has_whole(value):
@@ -72,9 +74,13 @@ class AssignedVariable(Variable):
 
     @_value.setter
     def _value(self, value: Any) -> None:
-        if not isinstance(value, _Missing):
+        if not isinstance(value, jax.ShapeDtypeStruct):
             self._seen = value
             keras_internals.set_array(self._variable, value)
+
+    def is_of(self, variable: Any) -> bool:
+        """Whether it is that variable of Keras."""
+        return self._variable is variable
 
     def read_in(self, frame: Frame) -> jax.Array:
         """What a trace reads.
@@ -87,7 +93,7 @@ class AssignedVariable(Variable):
             return value
         if context.current().replica_context is None:
             return aggregation.aggregate_read(self, value)
-        if any(_callers(keras.metrics.Metric, "result")):
+        if next(_callers(keras.metrics.Metric, "result"), None) is not None:
             raise RuntimeError(
                 f"The result of a Keras metric ('{self.name}') was asked for in a function that "
                 f"{self.strategy!r} runs on its replicas, at {line_of_call()}. Each of them has "
@@ -104,20 +110,21 @@ class AssignedVariable(Variable):
                 value = aggregation.split_value(self, value)
         # What an optimizer assigns of gradients that were summed is equal, which is proven.
         elif in_replica and not optimizer_sums.are_applied():
-            if any(_callers(keras.layers.BatchNormalization, "call")) and not self.trainable:
-                self.aggregation = VariableAggregation.MEAN  # of statistics of the batch
+            if self._is_statistic():
+                self.aggregation = VariableAggregation.MEAN
             value = aggregation.aggregate_write(self, value)
         return frame.set(self, value)
 
+    def _is_statistic(self) -> bool:
+        """Whether batch norm assigns it, as what it has seen of its batches: Keras says no rule."""
+        return any(
+            getattr(layer, name, None) is self._variable
+            for layer in _callers(keras.layers.BatchNormalization, "call")
+            for name in _STATISTICS
+        )
+
     def _is_shared_out(self, frame: Frame) -> bool:
         return self.is_counted and not frame.whole and self.strategy.num_replicas_in_sync > 1
-
-
-class _Missing:
-    """Stands for an array that `fit` has taken: of its shape and dtype, without values."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any, name: str):
-        self.shape, self.dtype, self._name = shape, dtype, name
 
 
 class Assigned(dict[int, AssignedVariable]):
@@ -133,17 +140,19 @@ class Assigned(dict[int, AssignedVariable]):
 
 def find(variable: Any, frame: Frame) -> AssignedVariable | None:
     """What a variable of Keras is to a trace; None if no function has assigned it."""
-    return getattr(variable, "tpudist_assigned", {}).get(id(_owner(frame)))
+    found = getattr(variable, "tpudist_assigned", {}).get(id(_owner(frame)))
+    # One that was copied with all its attributes is another variable.
+    return found if found is not None and found.is_of(variable) else None
 
 
 def find_or_make(variable: Any, frame: Frame) -> AssignedVariable:
     """The same, from now on."""
-    if not hasattr(variable, "tpudist_assigned"):
-        variable.tpudist_assigned = Assigned()
-    owner = _owner(frame)
-    found = variable.tpudist_assigned.get(id(owner))
+    found = find(variable, frame)
     if found is None:
-        found = variable.tpudist_assigned[id(owner)] = AssignedVariable(variable, owner)
+        found = AssignedVariable(variable, _owner(frame))
+        others = getattr(variable, "tpudist_assigned", {}).values()
+        kept = {id(x.strategy): x for x in (*others, found) if x.is_of(variable)}
+        variable.tpudist_assigned = Assigned(kept)
         # Its value is no input of this trace, which goes on to find the others, and is dropped.
         frame.begin_variable(found, jnp.zeros(found.shape, found.dtype), computed=False)
     return found
@@ -153,8 +162,8 @@ def _owner(frame: Frame) -> StrategyBase:
     return frame.strategy._twin_of or frame.strategy
 
 
-def _callers(kind: type, method: str) -> Iterator[bool]:
-    """For each caller that runs a method of some class: so Keras does not say who assigns."""
+def _callers(kind: type, method: str) -> Iterator[Any]:
+    """The objects of some class of which a method is under way: Keras does not say who asks."""
     for frame, _ in traceback.walk_stack(None):
         if frame.f_code.co_name == method and isinstance(frame.f_locals.get("self"), kind):
-            yield True
+            yield frame.f_locals["self"]

@@ -19,6 +19,7 @@ from tpudist.keras import (
     assigned_variables,
     held_variables,
     keras_internals,
+    loss_reductions,
     optimizer_sums,
 )
 from tpudist.xla.hlo.source_lines import line_of_call
@@ -58,7 +59,7 @@ def install(reason: str | None = None) -> None:
     def value(self):
         frame = context.current().frame
         made_in = getattr(self, "tpudist_frame", None)
-        if made_in is not None:
+        if made_in is not None and is_traced(keras_internals.array_of(self)):
             _require_frame(self, made_in(), frame)
         held = held_variables.find(self)
         if held is None and (frame is None or not _is_from_outside(self, frame)):
@@ -96,6 +97,7 @@ def install(reason: str | None = None) -> None:
     if reason is None:
         keras_internals.wrap_creation(_create)
         optimizer_sums.install()
+        loss_reductions.install()
 
 
 def _read(variable: Any, frame: Frame) -> jax.Array:
@@ -123,19 +125,17 @@ def _create(variable: Any) -> contextlib.AbstractContextManager:
     frame = context.current().frame
     if frame is None or frame.is_eager or keras_internals.is_in_stateless_scope():
         return contextlib.nullcontext()
-    if frame.root.makes_once(line_of_call()):
-        return run_eagerly()
-    variable.tpudist_frame = weakref.ref(frame.root)
-    return contextlib.nullcontext()
+    variable.tpudist_frame = weakref.ref(frame)
+    return run_eagerly() if frame.makes_once(line_of_call()) else contextlib.nullcontext()
 
 
 def _require_frame(variable: Any, made_in: Frame | None, frame: Frame | None) -> None:
-    """Refuses a variable that another trace has made.
+    """Refuses a value that another trace has made: not this one, nor the outermost around it.
 
     Raises:
         RuntimeError: It is one.
     """
-    if made_in is None or frame is None or made_in is not frame.root:
+    if made_in is None or frame is None or made_in not in (frame, frame.root):
         raise RuntimeError(
             f"The Keras variable '{variable.path}' was made while a replica function was compiled, "
             f"where its first value is one of the compilation's and not an array, and is read "

@@ -26,6 +26,11 @@ def find(variable: Any) -> jax.Array | None:
     return held if held is None or not keras_internals.is_in_stateless_scope(variable) else None
 
 
+def is_differentiating() -> bool:
+    """Whether this is in a function that `value_and_grad` differentiates."""
+    return bool(_held.get())
+
+
 def value_and_grad(
     fn: Callable[..., Any], variables: Any, *, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -78,7 +83,7 @@ def value_and_grad(
         result = jax.value_and_grad(of_values, has_aux=has_aux)(values, args, kwargs)
         now = _list(variables)
         if list(map(id, now)) != list(map(id, found)):
-            frame.start_over()  # what `fn` has built is there then
+            raise frame.interruption()  # what `fn` has built is there then
         if not found:
             raise ValueError(
                 f"tpudist.keras.value_and_grad was given no variables, at {line_of_call()}. Where "

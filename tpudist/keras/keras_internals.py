@@ -13,6 +13,8 @@ from typing import Any
 
 _TRAINER = "keras.src.backend.jax.trainer"
 _CORE = "keras.src.backend.jax.core"
+_OPTIMIZERS = "keras.src.optimizers."
+_APPLY = ("self", "grads", "trainable_variables")
 # Everything that is replaced or called here, and beside it in public, with its parameters.
 _KNOWN = (
     (_TRAINER, "_distribute_data", ("data", "layouts")),
@@ -26,6 +28,9 @@ _KNOWN = (
     (_CORE, "JaxVariable._initialize_layout", ("self",)),
     (_CORE, "JaxVariable._initialize_with_initializer", ("self", "initializer")),
     ("keras.src.backend.common.stateless_scope", "get_stateless_scope", ()),
+    (_OPTIMIZERS + "base_optimizer", "BaseOptimizer.apply", _APPLY),
+    (_OPTIMIZERS + "loss_scale_optimizer", "LossScaleOptimizer.apply", _APPLY),
+    ("keras.src.losses.loss", "Loss.__call__", ("self", "y_true", "y_pred", "sample_weight")),
 )
 
 

@@ -106,6 +106,8 @@ class GradientTapes(Transformer):
         if not self._is_of_keras(variables.value, asked.targets[0].target):
             return None
         others = tuple(x for x, is_read in bound.items() if is_read and x != loss.value)
+        if not all(self._is_always_bound(statement, x) for x in (loss.value, *others)):
+            return None
         asks = (
             variables.value
             if is_model(self.program, variables.value)
@@ -131,8 +133,6 @@ class GradientTapes(Transformer):
         """Whether what a tape records can stand in a function."""
         if self._roles.of(statement) is not Role.REPLICA:
             return False
-        finder = _Jumps(self.program)
-        statement.body.visit(finder)
         for outer in self.program.around(statement):
             if isinstance(outer, cst.FunctionDef):
                 break
@@ -140,7 +140,10 @@ class GradientTapes(Transformer):
                 return False
         else:
             return False
-        if finder.found or not isinstance(statement.body, cst.IndentedBlock):
+        if not isinstance(statement.body, cst.IndentedBlock):
+            return False
+        inside = _nodes_of(statement.body)
+        if any(isinstance(x, _JUMPS) or self.program.callee(x) == _TAPE for x in inside):
             return False
         line = self.program.line(statement)
         return not any(
@@ -159,6 +162,16 @@ class GradientTapes(Transformer):
                 is_read = any(access.node not in inside for access in one.references)
                 found[one.name] = found.get(one.name, False) or is_read
         return found
+
+    def _is_always_bound(self, statement: cst.With, name: str) -> bool:
+        """Whether what a tape records binds a name, and not only in a branch or a loop of it."""
+        for one in self._assignments(statement, name):
+            for outer in self.program.around(one.node):
+                if outer is statement.body:
+                    return True
+                if isinstance(outer, cst.If | cst.For | cst.While | cst.Try | cst.Match):
+                    break
+        return False
 
     def _assignments(self, statement: cst.With, name: str) -> list[metadata.Assignment]:
         scope = self.program.scope(statement.body.body[0])
@@ -194,20 +207,6 @@ class GradientTapes(Transformer):
         assign = cst.Assign([target], cst.Call(compute))
         lines = following.leading_lines or [cst.EmptyLine(indent=False)]
         return [function, following.with_changes(body=[assign], leading_lines=lines)]
-
-
-class _Jumps(cst.CSTVisitor):
-    """Whether there is something that must stay where it is."""
-
-    def __init__(self, program: Program):
-        super().__init__()
-        self._program = program
-        self.found = False
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        is_tape = isinstance(node, cst.Call) and self._program.callee(node) == _TAPE
-        self.found = self.found or is_tape or isinstance(node, _JUMPS)
-        return True
 
 
 def _nodes_of(node: cst.CSTNode) -> set[cst.CSTNode]:

@@ -71,6 +71,7 @@ class ServerWatch:
             self._note_silence(actor)
         except ActorDied:  # who needs it is told, and has it replaced
             self._started.discard(actor)
+            self._num_silent.pop(actor, None)
         else:
             self._started.add(actor)
             self._num_silent[actor] = 0

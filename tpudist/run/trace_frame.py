@@ -9,7 +9,7 @@ once more with it.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -339,9 +339,9 @@ class ReplicaFrame(Frame):
         root.incomplete = True
         return True
 
-    def start_over(self) -> NoReturn:
+    def interruption(self) -> BaseException:
         """See `Frame`."""
-        raise NewVariable
+        return NewVariable()
 
     @property
     def has_partial_batch(self) -> bool:

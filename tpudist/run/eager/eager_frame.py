@@ -1,7 +1,7 @@
 """What one replica knows while its function runs eagerly: its Variables, its rows, the others."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,9 +193,9 @@ class EagerFrame(Frame):
         """Whatever is made outlives the call, which is run once."""
         return True
 
-    def start_over(self) -> NoReturn:
-        """Refuses: there is no trace."""
-        raise RuntimeError(
+    def interruption(self) -> BaseException:
+        """A refusal: there is no trace."""
+        return RuntimeError(
             "A model was built in a function that runs eagerly, where it is differentiated. Build "
             "it before: begin it with keras.Input(shape)."
         )
