@@ -29,7 +29,7 @@ from jax.flatten_util import ravel_pytree
 
 import tpudist
 from tpudist.coordinator import ClusterCoordinator
-from tpudist.engine.ray_engine import RayEngine
+from tpudist.engine.ray.ray_engine import RayEngine
 from tpudist.engine.thread_engine import ThreadEngine
 
 # Fixed before anything was measured.
@@ -169,7 +169,7 @@ class Outcome(NamedTuple):
 
 
 def make_table(o: Options, max_bytes: int | None = None) -> tpudist.ps.Table:
-    optimizer = tpudist.ps.rowwise_adagrad(ROW_RATE)
+    optimizer = tpudist.ps.tables.rowwise_adagrad(ROW_RATE)
     return tpudist.ps.Table(o.dim, optimizer, capacity=o.capacity, max_bytes=max_bytes)
 
 

@@ -54,7 +54,7 @@ EOF
 echo "== installed, as others install it"
 "$python" -m venv "$room/user"
 "$room/user/bin/python" -m pip install --quiet dist/*.whl
-cp tests/programs/typed_program.py README.md "$room"
+cp tests/child_programs/typed_program.py README.md "$room"
 (
   cd "$room"
   "$room/user/bin/tpudist" --version

@@ -122,7 +122,7 @@ def running_ray(needs_ray):
 
     Once for the tests of a file, since it takes seconds to start.
     """
-    from tpudist.engine.ray_engine import RayEngine
+    from tpudist.engine.ray.ray_engine import RayEngine
 
     engine = RayEngine()
     engine.start()

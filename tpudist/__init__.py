@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from tpudist.coordinator.server import Server
     from tpudist.deprecated import get_loss_reduction
+    from tpudist.goodput.goodput import record_goodput
     from tpudist.gradients.losses import compute_average_loss, scale_regularization_loss
     from tpudist.gradients.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
     from tpudist.gradients.optimizer import Optimizer
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
         RunOptions,
         UndistributedBatchWarning,
     )
+    from tpudist.processes.runtime import emulate
+    from tpudist.programs.rows.row_kernels import rowwise
     from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
     from tpudist.reductions.algorithms import (
         HierarchicalCopyAllReduce,
@@ -68,9 +71,6 @@ if TYPE_CHECKING:
     from tpudist.values.indexed_slices import IndexedSlices
     from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
     from tpudist.xla.compile_log import CompileRecord, compile_log
-    from tpudist.xla.goodput import record_goodput
-    from tpudist.xla.rows.row_kernels import rowwise
-    from tpudist.xla.runtime import emulate
 
 __version__ = "0.1.0"
 
@@ -178,7 +178,7 @@ _HOMES = {
     "compile_log": "tpudist.xla.compile_log",
     "compute_average_loss": "tpudist.gradients.losses",
     "describe_placement": "tpudist.state.placement_table",
-    "emulate": "tpudist.xla.runtime",
+    "emulate": "tpudist.processes.runtime",
     "experimental_set_strategy": "tpudist.context",
     "function": "tpudist.run.function",
     "functions_run_eagerly": "tpudist.run.eager.eager_mode",
@@ -187,9 +187,9 @@ _HOMES = {
     "get_strategy": "tpudist.context",
     "has_strategy": "tpudist.context",
     "in_cross_replica_context": "tpudist.context",
-    "record_goodput": "tpudist.xla.goodput",
+    "record_goodput": "tpudist.goodput.goodput",
     "rows_of_microbatches": "tpudist.gradients.microbatches",
-    "rowwise": "tpudist.xla.rows.row_kernels",
+    "rowwise": "tpudist.programs.rows.row_kernels",
     "run_functions_eagerly": "tpudist.run.eager.eager_mode",
     "scale_regularization_loss": "tpudist.gradients.losses",
     "value_and_grad_in_microbatches": "tpudist.gradients.microbatches",

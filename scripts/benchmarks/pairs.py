@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tpudist
+from tpudist.lowering import placement
 from tpudist.models import MLP, Transformer, TransformerConfig, next_token_nats
 from tpudist.training.steps import make_train_step
-from tpudist.xla import placement
 from tpudist.xla.hlo import collective_ops
 from tpudist.xla.mesh import ReplicaMesh
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from benchmarks.figures import Figure, at_least_times
-from tpudist.ps.id_map import IdMap
-from tpudist.ps.row_duplicates import sum_duplicates
-from tpudist.ps.row_touches import RowTouches
-from tpudist.ps.rowwise_adagrad import rowwise_adagrad
-from tpudist.ps.table_options import TableOptions
-from tpudist.ps.table_shard import TableShard
+from tpudist.ps.tables.id_map import IdMap
+from tpudist.ps.tables.row_duplicates import sum_duplicates
+from tpudist.ps.tables.row_touches import RowTouches
+from tpudist.ps.tables.rowwise_adagrad import rowwise_adagrad
+from tpudist.ps.tables.table_options import TableOptions
+from tpudist.ps.tables.table_shard import TableShard
 
 SUITE = "tables"
 DIM, NUM_IDS, NUM_ZIPF, REPEATS, NUM_CALLS = 64, 50_000, 200_000, 9, 40

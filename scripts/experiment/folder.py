@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from tpudist.checkpoint.directory import DAMAGED_SUFFIX, Directory
-from tpudist.xla import coordination
+from tpudist.processes import coordination
 
 try:
     import fcntl

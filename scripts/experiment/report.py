@@ -17,12 +17,12 @@ from experiment import curves, folder
 from experiment.optimizers import warmup_cosine
 from experiment.summary import count_parameters, describe_mesh, describe_placement
 from experiment.units import Unit
+from tpudist.processes.preemption_service import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import interrupt, metrics_writers
 from tpudist.training.display import Display, clock
 from tpudist.training.history import History
 from tpudist.xla import compile_log
-from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
 EXIT_CODES = {
     "finished": 0,

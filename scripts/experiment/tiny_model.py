@@ -20,11 +20,11 @@ import tpudist
 from experiment.batches import RandomWindows
 from experiment.optimizers import warmup_cosine
 from tpudist.models import Transformer, TransformerConfig, next_token_nats, save_pretrained
+from tpudist.processes import coordination
 from tpudist.training.corpus import load_corpus
 from tpudist.training.display import Display
 from tpudist.training.loop import train
 from tpudist.training.steps import make_train_step
-from tpudist.xla import coordination
 
 END = "<|endoftext|>"
 VOCABULARY = 1024

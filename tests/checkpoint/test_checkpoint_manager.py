@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpudist
-from places import PROGRAMS, ROOT
+from places import PYTHONPATH
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from tpudist.checkpoint.retention import Retention
 
@@ -274,7 +274,7 @@ def test_a_state_with_nan_is_not_saved_unless_asked(tmp_path, bad):
 def _run(program: str, *args: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, args)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PROGRAMS)])},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=120,
@@ -372,7 +372,7 @@ SAVES_FOR_EVER = """
 
 def test_a_checkpoint_that_was_killed_in_the_middle_is_never_picked_up(tmp_path):
     """Each run is killed while it writes; the next one has the newest that was complete."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PROGRAMS)])}
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
     for attempt in range(2):
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(SAVES_FOR_EVER), str(tmp_path / "run")],

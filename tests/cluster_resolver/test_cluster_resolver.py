@@ -23,7 +23,7 @@ from tpudist.cluster_resolver import (
     UnionResolver,
 )
 from tpudist.cluster_resolver import slurm as slurm_module
-from tpudist.xla import runtime
+from tpudist.processes import runtime
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "ps": ["d:4"]}
 

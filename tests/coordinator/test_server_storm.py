@@ -13,7 +13,7 @@ import pytest
 from process_trees import are_gone, descendants
 from server_faults import wait_until
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "server_storm.py"
+PROGRAM = Path(__file__).parents[1] / "child_programs" / "server_storm.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 

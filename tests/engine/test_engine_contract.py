@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
-from tpudist.engine.ray_engine import RayEngine
+from tpudist.engine.ray.ray_engine import RayEngine
 from tpudist.engine.thread_engine import ThreadEngine
 
 ENGINES = {

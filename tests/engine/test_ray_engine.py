@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from process_trees import are_gone, descendants
-from tpudist.engine import ray_calls, ray_session
 from tpudist.engine.engine import ActorDied
-from tpudist.engine.ray_engine import RayEngine
+from tpudist.engine.ray import ray_calls, ray_session
+from tpudist.engine.ray.ray_engine import RayEngine
 
 slow = pytest.mark.slow
 
@@ -354,7 +354,7 @@ def test_actors_have_the_variables_of_the_program(running_ray, monkeypatch):
 
 JOIN = """
 import sys, ray
-from tpudist.engine.ray_engine import RayEngine
+from tpudist.engine.ray.ray_engine import RayEngine
 
 def make():
     import os
@@ -410,7 +410,7 @@ import os, signal, sys
 before = signal.getsignal(signal.SIGTERM)
 if sys.argv[1] == "imports ray":
     import ray
-from tpudist.engine.ray_engine import RayEngine
+from tpudist.engine.ray.ray_engine import RayEngine
 
 class Part:
     def pid(self):

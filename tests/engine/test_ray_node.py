@@ -11,11 +11,11 @@ import types
 
 import pytest
 
-from tpudist.engine import ray_cluster, ray_node, ray_session
-from tpudist.engine.ray_addresses import find_local_ip, is_answered, split_address
-from tpudist.engine.ray_cluster import RayCluster
-from tpudist.engine.ray_engine import RayEngine
-from tpudist.engine.ray_node import RayNode
+from tpudist.engine.ray import ray_cluster, ray_node, ray_session
+from tpudist.engine.ray.ray_addresses import find_local_ip, is_answered, split_address
+from tpudist.engine.ray.ray_cluster import RayCluster
+from tpudist.engine.ray.ray_engine import RayEngine
+from tpudist.engine.ray.ray_node import RayNode
 
 
 class Guard:

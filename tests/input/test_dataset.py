@@ -549,7 +549,8 @@ def test_each_process_feeds_its_own_replicas():
         from processes import report
         from tpudist.input.dataset import DistributedDataset
         from tpudist.input.sources.numpy_arrays import NumpyDataset
-        from tpudist.xla import mesh, runtime
+        from tpudist.processes import runtime
+        from tpudist.xla import mesh
         os.environ["NPROC"] = "32"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 4)

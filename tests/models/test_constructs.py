@@ -10,7 +10,9 @@ import construct_cells
 import constructs_page
 from construct_cells import GEOMETRIES
 from constructs import CONSTRUCTS
-from tpudist.xla import compile, jaxprs, known_operations
+from tpudist.lowering import compile
+from tpudist.lowering.workarounds import known_operations
+from tpudist.programs import jaxprs
 
 SEVERAL_AXES = ("fsdp=2, tensor=2", "data=2, fsdp=2", "fsdp=4, tensor=2")
 # Those over which XLA's partitioner ended the process on a CPU or a TPU.

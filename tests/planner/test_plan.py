@@ -30,7 +30,7 @@ from tpudist.planner import (
     model_flops,
 )
 from tpudist.planner.show import progress
-from tpudist.run import call_description
+from tpudist.run.arguments import call_description
 from tpudist.xla import compile_log, mesh, topology
 from tpudist.xla.compiler import flags
 from tpudist.xla.hardware import chips

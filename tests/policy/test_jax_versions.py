@@ -20,15 +20,8 @@ from jax.experimental import topologies
 from jax.extend import core
 
 from places import PACKAGE
-from tpudist.xla import (
-    compile_log,
-    internals,
-    jaxprs,
-    out_shardings,
-    replica_equality,
-    topology,
-    traces,
-)
+from tpudist.programs import jaxprs, out_shardings, replica_equality
+from tpudist.xla import compile_log, internals, topology, traces
 from tpudist.xla.settings import Setting
 
 PROJECT = PACKAGE.parent / "pyproject.toml"
@@ -199,7 +192,7 @@ def end_of_the_main_thread():
 
 
 def out_shardings_of_jax():
-    """Where one is gone, what needs it is refused: see `tpudist/xla/out_shardings.py`."""
+    """Where one is gone, what needs it is refused: see `tpudist/programs/out_shardings.py`."""
     assert out_shardings.list_missing_parts() == []
 
 
@@ -211,7 +204,7 @@ DOORS = {
         preemption_service,
     ),
     "jaxlib._jax.DistributedRuntimeClient": (
-        "xla/coordination.py",
+        "processes/coordination.py",
         methods_of_the_coordination_service,
     ),
     "Lowered._lowering._compiler_options_kvs": ("xla/internals.py", compiler_options),
@@ -223,8 +216,8 @@ DOORS = {
         out_shardings_of_jax,
     ),
     "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
-    "jax.extend.core.Jaxpr and ClosedJaxpr": ("xla/jaxprs.py", jaxpr_and_its_constants),
-    "JaxprEqn.source_info": ("xla/replica_equality.py", source_of_an_equation),
+    "jax.extend.core.Jaxpr and ClosedJaxpr": ("programs/jaxprs.py", jaxpr_and_its_constants),
+    "JaxprEqn.source_info": ("programs/replica_equality.py", source_of_an_equation),
     "jax.extend.core.get_opaque_trace_state": ("xla/traces.py", token_of_a_trace),
     "the event backend_compile_duration": ("xla/compile_log.py", event_of_a_compile),
     "nnx.Variable._raw_value": ("state/nnx_binding.py", raw_value_of_an_nnx_variable),
@@ -270,7 +263,7 @@ OF_OTHERS = {
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": None,  # os._exit, which is public in spite of its name
-    "_current_frames": "xla/process_watch.py",  # sys._current_frames, likewise
+    "_current_frames": "processes/process_watch.py",  # sys._current_frames, likewise
     "_replace": None,  # as are those of named tuples
     "_fields": None,
     "_asdict": None,

@@ -19,7 +19,7 @@ from flax import nnx
 import bench
 import tpudist
 from benchmarks import figures, pairs, programs, published, scale
-from places import PROGRAMS, ROOT
+from places import PYTHONPATH, ROOT
 from tpudist.models import TransformerConfig
 from tpudist.xla import topology
 
@@ -207,7 +207,7 @@ def test_the_step_compiled_for_a_tpu_slice_is_the_hand_written_one(task, geometr
         "import jax, test_no_cost; jax.config.update('jax_platforms', 'cpu'); "
         f"test_no_cost.program_for_tpu({task!r}, {geometry!r})"
     )
-    paths = [*map(str, (ROOT, ROOT / "scripts", PROGRAMS, Path(__file__).parent))]
+    paths = [PYTHONPATH, str(ROOT / "scripts"), str(Path(__file__).parent)]
     ended = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -8,7 +8,7 @@ import pytest
 from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.ps.embedding_table import Table
-from tpudist.ps.rowwise_adagrad import rowwise_adagrad
+from tpudist.ps.tables.rowwise_adagrad import rowwise_adagrad
 from tpudist.strategies.parameter_server import ParameterServerStrategy
 
 IDS = np.array([[-5, 1 << 62], [0, -5], [7, 1 << 40]])

@@ -18,8 +18,8 @@ from tpudist.experimental import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from tpudist.lowering import reductions
 from tpudist.reductions import communication_options
-from tpudist.xla import reductions
 from tpudist.xla.hlo import collective_ops
 from tpudist.xla.packing import Packing
 

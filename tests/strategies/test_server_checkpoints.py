@@ -15,7 +15,7 @@ from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
 from tpudist.experimental import partitioners
 from tpudist.ps.embedding_table import Table
-from tpudist.ps.rowwise_adagrad import rowwise_adagrad
+from tpudist.ps.tables.rowwise_adagrad import rowwise_adagrad
 from tpudist.strategies.parameter_server import ParameterServerStrategy
 
 ADAM = optax.adam(0.1)

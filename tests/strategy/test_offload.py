@@ -10,7 +10,8 @@ from flax import nnx
 
 import tpudist
 from compiles import NewCompiles
-from tpudist.xla import placement, topology
+from tpudist.lowering import placement
+from tpudist.xla import topology
 from tpudist.xla.mesh import make_mesh
 
 WIDTH = 128  # of a lane on TPU: narrower arrays are padded to it

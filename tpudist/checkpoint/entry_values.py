@@ -8,7 +8,7 @@ import numpy as np
 
 from tpudist.checkpoint import entries
 from tpudist.checkpoint.entries import Entry
-from tpudist.xla import placement
+from tpudist.lowering import placement
 
 
 def target(entry: Entry) -> jax.ShapeDtypeStruct:

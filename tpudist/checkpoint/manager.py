@@ -21,9 +21,10 @@ from tpudist.checkpoint.retention import Retention
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import Saver, finish_other
 from tpudist.checkpoint.steps_on_disk import History
+from tpudist.goodput import goodput
 from tpudist.options import warn_if_given
-from tpudist.xla import generations, goodput
-from tpudist.xla.coordination import TIMEOUT_S, Channel
+from tpudist.processes import generations
+from tpudist.processes.coordination import TIMEOUT_S, Channel
 
 _names = generations.Numbers()
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpudist.xla import placement
+from tpudist.lowering import placement
 
 
 def find_not_finite(arrays: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from tpudist.xla.coordination import TIMEOUT_S, Channel
+from tpudist.processes.coordination import TIMEOUT_S, Channel
 
 _unfinished: "weakref.WeakSet[Save]" = weakref.WeakSet()
 

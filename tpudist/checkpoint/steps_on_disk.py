@@ -11,7 +11,7 @@ from tpudist.checkpoint import manifest
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_contents
-from tpudist.xla.coordination import Channel
+from tpudist.processes.coordination import Channel
 
 _OUTSIDE = 5  # stack levels from a warning to the caller of `restore_or_initialize`
 

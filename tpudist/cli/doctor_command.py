@@ -12,11 +12,11 @@ from rich.text import Text
 from tpudist.cli import examination_table
 from tpudist.cli.console import make_table, show, write
 from tpudist.cli.errors import WrongUse
-from tpudist.supervisor.diagnosis import LOST, REPLAYED, WAITED, Diagnosis, diagnose
-from tpudist.supervisor.examination import examine, is_well
-from tpudist.supervisor.run_history import NoLedger, read_run
-from tpudist.xla import runtime
-from tpudist.xla.goodput import Phase
+from tpudist.goodput.diagnosis import LOST, REPLAYED, WAITED, Diagnosis, diagnose
+from tpudist.goodput.goodput import Phase
+from tpudist.goodput.run_history import NoLedger, read_run
+from tpudist.processes import runtime
+from tpudist.supervisor.doctor.examination import examine, is_well
 
 ROWS = (
     Phase.STEP.value,

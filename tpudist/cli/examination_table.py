@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tpudist.cli.console import make_table
-from tpudist.supervisor.checks import Answer, Verdict
-from tpudist.supervisor.examination import is_well
+from tpudist.supervisor.doctor.checks import Answer, Verdict
+from tpudist.supervisor.doctor.examination import is_well
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAIL: "bold red"}
 

@@ -18,9 +18,9 @@ import tyro
 from tpudist.cli import console
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.launch_hosts import find_hosts, name_hosts
+from tpudist.processes.process_judge import hang_timeout
 from tpudist.supervisor.hosts import LOOPBACK
 from tpudist.supervisor.launch import Launch
-from tpudist.xla.process_judge import hang_timeout
 
 
 @dataclass(frozen=True)

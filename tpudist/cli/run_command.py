@@ -11,8 +11,8 @@ import tyro
 
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.launch_command import find_program
+from tpudist.goodput import goodput
 from tpudist.supervisor.launch import emulation
-from tpudist.xla import goodput
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.cluster_resolver.tpu_topology import Topology, group_by_task
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.options import MutualTLS, warn_if_given
-from tpudist.xla import runtime
+from tpudist.processes import runtime
 
 # The port of JAX's own coordinator on TPU.
 _PORT = 8476

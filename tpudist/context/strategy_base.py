@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tpudist.reduce_op import ReduceOp
     from tpudist.reductions.communication_options import CommunicationOptions
     from tpudist.reductions.cross_device_ops import CrossDeviceOps
+    from tpudist.run.arguments.weak_identity import WeakIdentitySet
     from tpudist.run.step_cache import Replicator
-    from tpudist.run.weak_identity import WeakIdentitySet
     from tpudist.state.storage import Storage
     from tpudist.state.variable_base import VariableBase
     from tpudist.strategy.extended import StrategyExtended

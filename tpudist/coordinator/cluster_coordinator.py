@@ -14,12 +14,12 @@ import jax
 
 from tpudist.coordinator.closure import Closure
 from tpudist.coordinator.closure_queue import ClosureQueue
-from tpudist.coordinator.coordinator_progress import CoordinatorProgress
 from tpudist.coordinator.dispatcher import Dispatcher
 from tpudist.coordinator.finished_file import FinishedFile
 from tpudist.coordinator.function_store import FunctionStore
 from tpudist.coordinator.per_worker_dataset import PerWorkerDataset, PerWorkerIterator
-from tpudist.coordinator.progress_sampler import ProgressSampler
+from tpudist.coordinator.progress.coordinator_progress import CoordinatorProgress
+from tpudist.coordinator.progress.progress_sampler import ProgressSampler
 from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
 from tpudist.coordinator.stragglers import Stragglers
 from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker

@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from tpudist.cluster_resolver.server_def import ServerDef, find_other_host, make_server_def
-from tpudist.engine.ray_node import RayNode
+from tpudist.engine.ray.ray_node import RayNode
 
 PROGRAM = "chief"
 """The job of the program that schedules."""

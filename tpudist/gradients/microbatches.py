@@ -17,9 +17,9 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from tpudist import context
+from tpudist.programs.rows import parts_of_rows
 from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
-from tpudist.xla.rows import parts_of_rows
 
 PyTree = Any
 

@@ -10,12 +10,12 @@ from flax import nnx
 
 from tpudist import context
 from tpudist.options import warn_if_given
+from tpudist.programs.rows.local_means import OPTIMIZER_SCOPE
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.captures import NewVariable
 from tpudist.state import nnx_contents, scatter_updates
 from tpudist.state.variable import Variable
 from tpudist.values.indexed_slices import is_slices
-from tpudist.xla.rows.local_means import OPTIMIZER_SCOPE
 
 PyTree = Any
 

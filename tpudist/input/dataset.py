@@ -24,7 +24,7 @@ from tpudist.input.iterator_state import Position
 from tpudist.input.sources import iterable
 from tpudist.input.transfer import feed_ahead
 from tpudist.options import AutoShardPolicy, PartialBatch
-from tpudist.xla import generations
+from tpudist.processes import generations
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any

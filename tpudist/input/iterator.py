@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from tpudist import context, step_boundaries
 from tpudist.errors import OutOfRangeError
+from tpudist.goodput import goodput
 from tpudist.input import iterator_state
 from tpudist.input.iterator_state import Position
 from tpudist.input.optional import Optional
 from tpudist.input.transfer import feed_ahead
-from tpudist.xla import goodput
 
 if TYPE_CHECKING:
     from tpudist.input.dataset import DistributedDataset

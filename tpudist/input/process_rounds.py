@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tpudist.xla.coordination import Channel
+from tpudist.processes.coordination import Channel
 
 T = TypeVar("T")
 

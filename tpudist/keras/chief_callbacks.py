@@ -9,8 +9,8 @@ import numpy as np
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import keras_internals
-from tpudist.xla import process_agreement
-from tpudist.xla.process_agreement import Intention
+from tpudist.processes import process_agreement
+from tpudist.processes.process_agreement import Intention
 
 # What only writes files, or to a server: in other processes they would write the same ones.
 _WRITERS = (

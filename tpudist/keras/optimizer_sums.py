@@ -13,7 +13,7 @@ import keras
 
 from tpudist import context
 from tpudist.keras import keras_internals
-from tpudist.xla.rows.local_means import OPTIMIZER_SCOPE
+from tpudist.programs.rows.local_means import OPTIMIZER_SCOPE
 
 _are_summed: contextvars.ContextVar[bool] = contextvars.ContextVar("are_summed", default=False)
 

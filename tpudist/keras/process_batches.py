@@ -17,8 +17,8 @@ from keras import tree
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import keras_internals
-from tpudist.xla import process_agreement
-from tpudist.xla.process_agreement import Intention
+from tpudist.processes import process_agreement
+from tpudist.processes.process_agreement import Intention
 
 
 def agree_on_seed(strategy: StrategyBase) -> None:

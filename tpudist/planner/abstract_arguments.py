@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.transfer.to_devices import part_spec
-from tpudist.run import call_arguments
+from tpudist.lowering import placement
+from tpudist.lowering.abstract_placement import array_on, sharding_on
+from tpudist.run.arguments import call_arguments
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import placement
-from tpudist.xla.abstract_placement import array_on, sharding_on
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any

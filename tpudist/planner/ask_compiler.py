@@ -11,8 +11,7 @@ import jax
 
 from tpudist.planner.answer_cache import Cache, Entry, key_of
 from tpudist.planner.show.progress import Progress
-from tpudist.xla import executables
-from tpudist.xla.compiler import compiler_process, flags, program_text
+from tpudist.xla.compiler import compiler_process, executables, flags, program_text
 from tpudist.xla.compiler.compiler_process import CompiledProgram, HbmExceeded
 from tpudist.xla.versions import users_libtpu, version_of
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from tpudist.run import call_description
-from tpudist.run.call_arguments import Call
+from tpudist.lowering import compile
+from tpudist.run.arguments import call_description
+from tpudist.run.arguments.call_arguments import Call
 from tpudist.run.step import Step
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
-from tpudist.xla import compile
 from tpudist.xla.estimate.memory import InputLeaf
 
 # Of plain pytrees only names tell what they are: those of Optax's states and of common models.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tpudist.xla import jaxprs
+from tpudist.programs import jaxprs
 
 # `jax.named_scope`s of products that are no work: JAX's own, and those of
 # models/parts/embedding.py and models/parts/rotary.py.

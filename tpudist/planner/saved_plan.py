@@ -18,8 +18,7 @@ from typing import Any
 import jax
 
 from tpudist.planner import ask_compiler
-from tpudist.xla import executables
-from tpudist.xla.compiler import private_files, processor, program_text
+from tpudist.xla.compiler import executables, private_files, processor, program_text
 
 _log = logging.getLogger("tpudist")
 _FORMAT = 1

@@ -14,7 +14,7 @@ from tpudist.planner import make_plan, saved_plan, user_figures
 from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
 from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress, show_progress
-from tpudist.run import call_description
+from tpudist.run.arguments import call_description
 from tpudist.run.captures import MakesVariables
 from tpudist.xla import topology, traces
 from tpudist.xla.compiler import compiler_process

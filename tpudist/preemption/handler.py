@@ -20,8 +20,8 @@ from tpudist.preemption.last_resort import LastResort, Pace
 from tpudist.preemption.notice import close_with
 from tpudist.preemption.notice_listener import NoticeListener
 from tpudist.preemption.termination import URGENT, TerminationConfig
-from tpudist.xla import generations
-from tpudist.xla.coordination import Channel
+from tpudist.processes import generations
+from tpudist.processes.coordination import Channel
 
 RUN_CALLS = "checkpointed_runs"
 """The note of a checkpoint that says how often `run` was called; TensorFlow's name for it."""

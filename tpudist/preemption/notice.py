@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tpudist.xla.coordination import Board
+from tpudist.processes.coordination import Board
 
 INTERVAL_S = 0.25
 _READS_PER_S = 500

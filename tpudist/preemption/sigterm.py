@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from tpudist.xla.preemption_service import SigtermHandler
+from tpudist.processes.preemption_service import SigtermHandler
 
 _all: "weakref.WeakSet[SigtermListener]" = weakref.WeakSet()
 

@@ -8,7 +8,7 @@ import jax
 from tpudist.preemption import gce
 from tpudist.preemption.notice import Notice, close_with
 from tpudist.preemption.notice_listener import NoticeListener
-from tpudist.xla import generations
+from tpudist.processes import generations
 
 _PAUSE_S = 0.1
 _log = logging.getLogger("tpudist.preemption")

@@ -1,8 +1,8 @@
 """What parameter servers hold, and how it changes: no more than once for each closure."""
 
 from tpudist.ps.embedding_table import Table
-from tpudist.ps.row_touches import Eviction
-from tpudist.ps.rowwise_adagrad import rowwise_adagrad
 from tpudist.ps.sharded_variable import ShardedVariable, embedding_lookup
+from tpudist.ps.tables.row_touches import Eviction
+from tpudist.ps.tables.rowwise_adagrad import rowwise_adagrad
 
 __all__ = ["Eviction", "ShardedVariable", "Table", "embedding_lookup", "rowwise_adagrad"]

@@ -14,13 +14,13 @@ import optax
 from tpudist import context
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import ActorDied, Engine
-from tpudist.ps import table_checkpoint, table_options
 from tpudist.ps.changes import TableChange
-from tpudist.ps.id_hash import as_ids, shard_of
-from tpudist.ps.row_touches import Eviction
 from tpudist.ps.servers import Servers, gather
-from tpudist.ps.table_options import Initializer, TableOptions
-from tpudist.ps.table_state import State, part_of_shard
+from tpudist.ps.tables import table_checkpoint, table_options
+from tpudist.ps.tables.id_hash import as_ids, shard_of
+from tpudist.ps.tables.row_touches import Eviction
+from tpudist.ps.tables.table_options import Initializer, TableOptions
+from tpudist.ps.tables.table_state import State, part_of_shard
 from tpudist.xla import traces
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import optax
 
-from tpudist.xla import jaxprs
-from tpudist.xla.jaxpr_structure import Call, Cond
+from tpudist.programs import jaxprs
+from tpudist.programs.jaxpr_structure import Call, Cond
 
 _ELEMENTWISE = set(
     """

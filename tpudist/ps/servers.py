@@ -23,7 +23,7 @@ from tpudist.ps.changes import Change
 from tpudist.ps.server_watch import ServerWatch
 from tpudist.ps.shard import Definition, Shard, Values
 from tpudist.ps.shard_log import close_logs
-from tpudist.ps.table_options import TableOptions
+from tpudist.ps.tables.table_options import TableOptions
 
 ROLE = "ps"
 _log = logging.getLogger("tpudist")

@@ -17,10 +17,10 @@ import optax
 from tpudist.ps.changes import Change, TableChange
 from tpudist.ps.closure_ledger import ClosureLedger
 from tpudist.ps.shard_log import ShardLog
-from tpudist.ps.shard_tables import ShardTables, state_arrays
 from tpudist.ps.shard_traffic import ShardTraffic
 from tpudist.ps.shard_variables import ShardVariables
-from tpudist.ps.table_options import TableOptions
+from tpudist.ps.tables.shard_tables import ShardTables, state_arrays
+from tpudist.ps.tables.table_options import TableOptions
 
 
 @dataclasses.dataclass(frozen=True)

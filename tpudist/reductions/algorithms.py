@@ -7,10 +7,11 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.lowering import reductions
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, destinations, eager_programs
 from tpudist.reductions.cross_device_ops import CrossDeviceOps
-from tpudist.xla import collectives, reductions
+from tpudist.xla import collectives
 from tpudist.xla.packing import Packing
 
 

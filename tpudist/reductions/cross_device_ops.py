@@ -11,12 +11,13 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.lowering import placement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options, destinations, eager_programs
 from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.values import gathered_rows
 from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica
-from tpudist.xla import collectives, placement, traces
+from tpudist.xla import collectives, traces
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.packing import Packing
 

@@ -7,13 +7,10 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from tpudist.xla import (
-    compile,
-    compile_log,
-    process_agreement,
-    program_digest,
-    replica_equality,
-)
+from tpudist.lowering import compile
+from tpudist.processes import process_agreement
+from tpudist.programs import program_digest, replica_equality
+from tpudist.xla import compile_log
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.packing import Packing
 
@@ -101,5 +98,5 @@ def run(
     if count_run is not None:
         count_run()
     if mesh.platform == "cpu":
-        jax.block_until_ready(results)  # many in flight starve each other: see xla/runtime.py
+        jax.block_until_ready(results)  # many in flight starve each other: see processes/runtime.py
     return results

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
+from tpudist.lowering import placement
 from tpudist.reductions import eager_programs
 from tpudist.values import gathered_rows, indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica
-from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.lowering import placement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
 from tpudist.reductions.communication_options import CommunicationOptions
@@ -21,7 +22,6 @@ from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.values.stacked_values import stack_parts
-from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
 
 

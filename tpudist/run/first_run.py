@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.run import call_arguments, call_description
+from tpudist.processes import process_agreement
+from tpudist.programs import program_digest
+from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.run.arguments import call_arguments, call_description
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import compile_log, process_agreement, program_digest
-from tpudist.xla.jaxprs import ClosedJaxpr
+from tpudist.xla import compile_log
 from tpudist.xla.mesh import ReplicaMesh
 
 CHECK_VALUES = "TPUDIST_CHECK_VALUES"

@@ -17,7 +17,7 @@ from tpudist import context, step_boundaries
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_if_given
-from tpudist.run import call_arguments
+from tpudist.run.arguments import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
 from tpudist.run.eager import eager_mode
 from tpudist.run.recent_steps import MAX_STEPS

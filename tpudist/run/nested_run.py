@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.context.frame import Frame
+from tpudist.lowering import compile
 from tpudist.options import RunOptions
-from tpudist.run import call_arguments, call_description, outputs
-from tpudist.run.inputs import Inputs
+from tpudist.programs import axis_names, replica_equality, unchanged_keys
+from tpudist.run.arguments import call_arguments, call_description
+from tpudist.run.arguments.inputs import Inputs
+from tpudist.run.outputs import outputs
+from tpudist.run.outputs.results import CallOutputs, aggregate_outputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.run.results import CallOutputs, aggregate_outputs
 from tpudist.run.trace import (
     causes_of_variables,
     outputs_of_random_keys,
@@ -28,7 +31,7 @@ from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import LocalPart, PerReplica
-from tpudist.xla import axis_names, compile, integers, replica_equality, unchanged_keys
+from tpudist.xla import integers
 
 
 def run(

@@ -2,8 +2,9 @@
 
 Full batches run the plain program. All partial ones share one more, which is made when the first of
 them comes: the function is traced for several numbers of rows, which tells what in it depends on
-them (`xla.rows`), and evaluated so that only real rows count. For each number of rows that occurs
-it is confirmed that the function is what this program computes; what cannot be followed is refused.
+them (`programs.rows`), and evaluated so that only real rows count. For each number of rows that
+occurs it is confirmed that the function is what this program computes; what cannot be followed is
+refused.
 """
 
 import dataclasses
@@ -15,16 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpudist.reduce_op import ReduceOp
-from tpudist.run.inputs import Inputs
-from tpudist.run.replica_body import ReplicaBody
-from tpudist.run.results import CallOutputs
-from tpudist.run.traced_rows import TracedRows
-from tpudist.xla import collectives, compile, replica_agreement, replica_equality, traces
-from tpudist.xla.mesh import ReplicaMesh
-from tpudist.xla.rows.errors import RowsError
-from tpudist.xla.rows.row_program import LEAST, RowProgram
-from tpudist.xla.rows.row_sizes import (
+from tpudist.lowering import compile
+from tpudist.programs import replica_agreement, replica_equality
+from tpudist.programs.rows.errors import RowsError
+from tpudist.programs.rows.row_program import LEAST, RowProgram
+from tpudist.programs.rows.row_sizes import (
     Dim,
     Piece,
     Piecewise,
@@ -36,6 +32,13 @@ from tpudist.xla.rows.row_sizes import (
     is_rows,
     size_at,
 )
+from tpudist.reduce_op import ReduceOp
+from tpudist.run.arguments.inputs import Inputs
+from tpudist.run.outputs.results import CallOutputs
+from tpudist.run.replica_body import ReplicaBody
+from tpudist.run.traced_rows import TracedRows
+from tpudist.xla import collectives, traces
+from tpudist.xla.mesh import ReplicaMesh
 
 _log = logging.getLogger("tpudist")
 

@@ -4,8 +4,10 @@ State that replicas share must not differ between them, replicas must not disagr
 communicate, and state must not be a constant of the program.
 """
 
+from tpudist.lowering import compile
+from tpudist.programs import replica_agreement
 from tpudist.state import nnx_contents
-from tpudist.xla import compile, compile_log, replica_agreement
+from tpudist.xla import compile_log
 
 
 def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:

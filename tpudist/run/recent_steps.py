@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from tpudist.run import call_arguments
+from tpudist.run.arguments import call_arguments
 from tpudist.run.step import Step
 
 _log = logging.getLogger("tpudist.compile")

@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.lowering import compile
 from tpudist.options import LocalMeanWarning, UndistributedBatchWarning
+from tpudist.programs import replica_agreement, replica_equality
+from tpudist.programs.rows import local_means
 from tpudist.run.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.xla import compile, compile_log, replica_agreement, replica_equality
+from tpudist.xla import compile_log
 from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import ReplicaMesh
-from tpudist.xla.rows import local_means
 
 _MAX_NAMED = 3
 # By what Python knows which warnings were shown already, as it does for each module of its own.

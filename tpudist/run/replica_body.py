@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.reduce_op import VariableAggregation
-from tpudist.run import call_arguments
+from tpudist.run.arguments import call_arguments
+from tpudist.run.arguments.containers import unpack
 from tpudist.run.captures import NewVariable
-from tpudist.run.containers import unpack
+from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.replica_context import ReplicaContext
-from tpudist.run.results import CallOutputs
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.traced_rows import TracedRows
 from tpudist.state import nnx_captures, nnx_contents

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.run.call_arguments import Kinds
+from tpudist.run.arguments.call_arguments import Kinds
+from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.captures import Findings
-from tpudist.run.inputs import Inputs
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.state.nnx_binding import Binding
 

@@ -17,35 +17,23 @@ import jax
 import numpy as np
 
 from tpudist import context
+from tpudist.goodput import goodput
+from tpudist.lowering import compile, first_compile, placement
 from tpudist.options import RunOptions
-from tpudist.run import (
-    call_arguments,
-    call_description,
-    first_run,
-    host_arrays,
-    inputs,
-    remarks,
-    returned_state,
-    row_groups,
-)
+from tpudist.run import first_run, remarks
+from tpudist.run.arguments import call_arguments, call_description, host_arrays, inputs, row_groups
+from tpudist.run.arguments.inputs import Inputs
+from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.captures import NewVariable
-from tpudist.run.inputs import Inputs
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
-from tpudist.run.python_numbers import TraceFailed
+from tpudist.run.outputs import returned_state
+from tpudist.run.outputs.results import Outcome, TracedStep
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.run.results import Outcome, TracedStep
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
 from tpudist.state.nnx_binding import Binding
-from tpudist.xla import (
-    compile,
-    compile_log,
-    executables,
-    first_compile,
-    goodput,
-    placement,
-    traces,
-)
+from tpudist.xla import compile_log, traces
+from tpudist.xla.compiler import executables
 
 _log = logging.getLogger("tpudist.compile")
 

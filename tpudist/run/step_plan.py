@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from tpudist.run import inputs
-from tpudist.run.call_arguments import Kinds
-from tpudist.run.weak_identity import WeakIdentitySet
+from tpudist.lowering import placement
+from tpudist.run.arguments import inputs
+from tpudist.run.arguments.call_arguments import Kinds
+from tpudist.run.arguments.weak_identity import WeakIdentitySet
 from tpudist.state import nnx_binding
 from tpudist.state.nnx_binding import Binding
-from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
 
 _is = operator.is_

@@ -10,33 +10,28 @@ from typing import Any
 
 import jax
 
-from tpudist.reduce_op import ReduceOp
-from tpudist.run import (
-    call_arguments,
-    outputs,
-    program_checks,
-    remarks,
-    returned_state,
-    state_collections,
-)
-from tpudist.run.captures import NewVariable
-from tpudist.run.inputs import Inputs, positions
-from tpudist.run.partial_batch import PartialBatch
-from tpudist.run.replica_body import ReplicaBody
-from tpudist.run.replica_call import ReplicaCall
-from tpudist.run.results import CallOutputs, TracedStep
-from tpudist.run.traced_rows import TracedRows
-from tpudist.run.variable_references import check_references
-from tpudist.state import nnx_binding
-from tpudist.state.variable import Variable
-from tpudist.xla import (
+from tpudist.lowering import compile
+from tpudist.programs import (
     axis_errors,
-    compile,
     jaxprs,
     replica_agreement,
     replica_equality,
     unchanged_keys,
 )
+from tpudist.reduce_op import ReduceOp
+from tpudist.run import program_checks, remarks
+from tpudist.run.arguments import call_arguments
+from tpudist.run.arguments.inputs import Inputs, positions
+from tpudist.run.captures import NewVariable
+from tpudist.run.outputs import outputs, returned_state, state_collections
+from tpudist.run.outputs.results import CallOutputs, TracedStep
+from tpudist.run.partial_batch import PartialBatch
+from tpudist.run.replica_body import ReplicaBody
+from tpudist.run.replica_call import ReplicaCall
+from tpudist.run.traced_rows import TracedRows
+from tpudist.run.variable_references import check_references
+from tpudist.state import nnx_binding
+from tpudist.state.variable import Variable
 
 
 def trace_step(

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
+from tpudist.programs.rows import replica_rows
+from tpudist.programs.rows.errors import RowsError
 from tpudist.xla import collectives
-from tpudist.xla.rows import replica_rows
-from tpudist.xla.rows.errors import RowsError
 
 
 class TracedRows:

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from tpudist.programs import references, replica_agreement
 from tpudist.state.variable_base import VariableBase
-from tpudist.xla import references, replica_agreement
 
 
 class VariableReferences:

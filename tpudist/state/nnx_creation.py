@@ -10,8 +10,9 @@ import numpy as np
 from flax import linen, nnx
 from flax.linen.spmd import logical_to_mesh
 
+from tpudist.processes import process_agreement
+from tpudist.programs import axis_errors, axis_names, program_digest
 from tpudist.state import nnx_contents
-from tpudist.xla import axis_errors, axis_names, process_agreement, program_digest
 from tpudist.xla.mesh import ReplicaMesh
 
 # Leaves of what is made: objects of NNX, and the boxes of Linen, which say how arrays are split.

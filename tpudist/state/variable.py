@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from tpudist import context
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase, VariableHome
+from tpudist.lowering import placement
 from tpudist.options import warn_if_given, warn_of_op_arguments
+from tpudist.processes import generations
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import aggregation, colocation, variable_value
 from tpudist.state.scatter_updates import ScatterUpdates
@@ -25,7 +27,6 @@ from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.component import Component
 from tpudist.values.per_replica import DistributedValues, LocalPart, local_part
-from tpudist.xla import generations, placement
 from tpudist.xla.traces import is_traced, run_eagerly
 
 _names = generations.Numbers()

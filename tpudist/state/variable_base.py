@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 from tpudist import context
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.lowering import placement
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import variable_value
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import placement
 from tpudist.xla.traces import is_eager
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from tpudist.lowering import placement
 from tpudist.state import nnx_binding
 from tpudist.state.storage import Storage
 from tpudist.strategy.strategy import Strategy
-from tpudist.xla import placement
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import ReplicaMesh, make_mesh
 from tpudist.xla.traces import is_traced

@@ -357,8 +357,8 @@ _kept: list[ParameterServerStrategy] = []  # in processes of workers, as long as
 
 def _make_engine(engine: Engine | str | None, resolver: ClusterResolver | None) -> Engine:
     if engine is None and resolver is not None and _is_chief(resolver):
-        from tpudist.engine.ray_cluster import RayCluster
-        from tpudist.engine.ray_engine import RayEngine
+        from tpudist.engine.ray.ray_cluster import RayCluster
+        from tpudist.engine.ray.ray_engine import RayEngine
 
         spec = resolver.cluster_spec()
         tasks = ((job, i) for job in ("worker", "ps") for i in spec.task_indices(job))
@@ -367,7 +367,7 @@ def _make_engine(engine: Engine | str | None, resolver: ClusterResolver | None) 
     if engine is None or engine == "threads":
         return ThreadEngine()
     if engine == "ray":
-        from tpudist.engine.ray_engine import RayEngine  # only where it is used
+        from tpudist.engine.ray.ray_engine import RayEngine  # only where it is used
 
         return RayEngine()
     if isinstance(engine, str):

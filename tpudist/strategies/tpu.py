@@ -12,10 +12,10 @@ from tpudist.cluster_resolver import TFConfigClusterResolver, TPUClusterResolver
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment
 from tpudist.cluster_resolver.tpu_topology import group_by_task
 from tpudist.options import warn_if_given
+from tpudist.processes import runtime
 from tpudist.strategy import logical_axes, logical_devices
 from tpudist.strategy.placement_rules import Partitioner, split_by_partitioner, split_largest_dim
 from tpudist.strategy.strategy import Strategy
-from tpudist.xla import runtime
 from tpudist.xla.compiler import compiler_options as chip_options
 from tpudist.xla.devices import as_devices
 from tpudist.xla.hardware import chips

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context
 from tpudist.context import ContextKind
+from tpudist.processes import generations
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.strategy.strategy import Strategy
-from tpudist.xla import generations
 from tpudist.xla import mesh as meshes
 
 

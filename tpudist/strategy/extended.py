@@ -13,18 +13,19 @@ import jax
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.frame import Frame
+from tpudist.lowering import placement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options
 from tpudist.reductions import destinations as places
 from tpudist.reductions.communication_options import CommunicationOptions
-from tpudist.run.call_arguments import is_leaf
+from tpudist.run.arguments.call_arguments import is_leaf
 from tpudist.state import colocation
 from tpudist.state.variable import Variable
 from tpudist.strategy import logical_devices
 from tpudist.strategy.steps_on_iterator import StepsOnIterator
 from tpudist.values.component import Component
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part
-from tpudist.xla import placement, traces
+from tpudist.xla import traces
 
 if TYPE_CHECKING:
     from tpudist.strategy.strategy import Strategy

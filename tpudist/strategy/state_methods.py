@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.run.weak_identity import WeakIdentitySet
+from tpudist.lowering import placement
+from tpudist.lowering.abstract_placement import value_on
+from tpudist.run.arguments.weak_identity import WeakIdentitySet
 from tpudist.state import nnx_creation
 from tpudist.state.variable_base import VariableBase
-from tpudist.xla import placement, random_keys, traces
-from tpudist.xla.abstract_placement import value_on
+from tpudist.xla import random_keys, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any

@@ -15,10 +15,13 @@ from flax import nnx
 from tpudist import context, step_boundaries
 from tpudist.context import ContextKind
 from tpudist.deprecated import DeprecatedStrategyMethods
+from tpudist.goodput import goodput
 from tpudist.input.strategy_methods import DataMethods
 from tpudist.keras import keras_scope
+from tpudist.lowering import placement
 from tpudist.options import RunOptions, ValueContext
 from tpudist.planner.strategy_methods import PlanMethods
+from tpudist.processes import process_agreement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import gather, reduce
 from tpudist.reductions.communication_options import CommunicationOptions
@@ -33,7 +36,7 @@ from tpudist.strategy.state_methods import StateMethods
 from tpudist.values import stacked_values
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import goodput, integers, placement, process_agreement, traces
+from tpudist.xla import integers, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 
-from tpudist.xla.process_lines import is_v6
+from tpudist.processes.process_lines import is_v6
 
 SECRET = "TPUDIST_SECRET"
 """A variable: what processes of one run know, and nobody else; the same on all hosts."""

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tpudist.processes import generations, runtime
+from tpudist.processes.preemption_service import EXIT_PREEMPTED
+from tpudist.processes.process_judge import EXIT_PEER_LOST
 from tpudist.supervisor.hosts import Hosts
 from tpudist.supervisor.membership import Membership
 from tpudist.supervisor.remote_membership import RemoteMembership
 from tpudist.supervisor.worker_process import WorkerProcess
-from tpudist.xla import generations, runtime
-from tpudist.xla.preemption_service import EXIT_PREEMPTED
-from tpudist.xla.process_judge import EXIT_PEER_LOST
 
 EXIT_GAVE_UP = 70
 INTERRUPTED = 130

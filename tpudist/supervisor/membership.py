@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tpudist.xla import internals, json_lines, process_state
-from tpudist.xla.json_lines import JsonLines, Listener
-from tpudist.xla.process_judge import HANG_VARIABLE, hang_timeout
-from tpudist.xla.process_lines import is_v6
+from tpudist.processes import json_lines, process_state
+from tpudist.processes.json_lines import JsonLines, Listener
+from tpudist.processes.process_judge import HANG_VARIABLE, hang_timeout
+from tpudist.processes.process_lines import is_v6
+from tpudist.xla import internals
 
 MAX_WITHOUT_PROGRESS = 8
 """After how many generations in which no state was committed the run is given up."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tpudist.xla import json_lines
+from tpudist.processes import json_lines
 
 CONNECT_S = 300.0
 _ASK_S = 0.1

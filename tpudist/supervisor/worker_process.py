@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from tpudist.xla import process_state
+from tpudist.processes import process_state
 
 # Asks Linux to kill the process when the one that has started it dies, and becomes the program.
 _DIE_WITH_PARENT = """

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpudist.xla.rows.row_kernels import Dims, dims_of_arguments, dims_of_results
+from tpudist.programs.rows.row_kernels import Dims, dims_of_arguments, dims_of_results
 
 Outcome = dict[str, np.ndarray]
 

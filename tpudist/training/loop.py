@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from tpudist.goodput import goodput as time_records
+from tpudist.processes.preemption_service import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import metrics_writers
 from tpudist.training.display import Display, make_display
@@ -21,8 +23,6 @@ from tpudist.training.run_checkpoints import RunCheckpoints
 from tpudist.training.step_schedule import StepSchedule
 from tpudist.training.step_state import StepState
 from tpudist.training.steps import make_should_stop
-from tpudist.xla import goodput as time_records
-from tpudist.xla.preemption_service import EXIT_PREEMPTED
 
 if TYPE_CHECKING:
     from tpudist.checkpoint import Checkpoint

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from tpudist import context
+from tpudist.lowering import placement
 from tpudist.options import warn_of_op_arguments
 from tpudist.values.array_like import ReadsAsArray
-from tpudist.xla import placement
 
 if TYPE_CHECKING:
     from tpudist.state.variable import Variable

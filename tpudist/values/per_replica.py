@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from tpudist import context
-from tpudist.xla import collectives, placement
+from tpudist.lowering import placement
+from tpudist.xla import collectives
 from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 

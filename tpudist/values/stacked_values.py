@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.lowering import placement
+from tpudist.processes import process_agreement
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import placement, process_agreement, random_keys
+from tpudist.xla import random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any

@@ -1,1 +1,1 @@
-"""The only door to the compiler: nothing outside imports `jax.experimental` or `jax.extend`."""
+"""The only access to JAX's compiler and runtime: meshes, devices, topologies, collectives."""

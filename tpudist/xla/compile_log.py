@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from tpudist.xla import goodput, notebook_table
+from tpudist.goodput import goodput
+from tpudist.xla import notebook_table
 
 _log = logging.getLogger("tpudist.compile")
 

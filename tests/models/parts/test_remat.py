@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tpudist
 from tpudist.models import Transformer, TransformerConfig, next_token_nats
 from tpudist.models.parts import remat
+from tpudist.programs import jaxprs
 from tpudist.training.steps import make_train_step
-from tpudist.xla import jaxprs, topology
+from tpudist.xla import topology
 
 SMALL = TransformerConfig(
     num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, remat="none"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from places import PROGRAMS
+from places import PYTHONPATH
 from tpudist.xla.compiler import child
 
 pytestmark = pytest.mark.multiprocess
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 @pytest.fixture
 def start(monkeypatch):
     """Starts `answering_program.py`; ends it with the test."""
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     started = []
 
     def start(idle_s=60.0):
@@ -132,7 +132,7 @@ def test_no_child_outlives_the_process_that_started_it(ending):
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(PROGRAMS)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     with parent:
         pid = int(parent.stdout.readline())

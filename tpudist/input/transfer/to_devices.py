@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist.input.transfer import host_batch, reused_memory
+from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import placement
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec
 
 from tpudist.models.parts import ring_attention
 from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
+from tpudist.programs.rows.row_kernels import rowwise
 from tpudist.xla import splash_attention
-from tpudist.xla.rows.row_kernels import rowwise
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], Any]
 _NAME = "attention"  # for remat policies

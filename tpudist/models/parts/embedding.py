@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from tpudist.models.parts.attention import platform
 from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
+from tpudist.programs.rows.row_kernels import rowwise
 from tpudist.xla.collectives import is_16_bit_float
-from tpudist.xla.rows.row_kernels import rowwise
 
 
 @jax.custom_vjp

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpudist.xla.rows.row_kernels import rowwise
+from tpudist.programs.rows.row_kernels import rowwise
 
 if TYPE_CHECKING:
     from tpudist.models.transformer_config import TransformerConfig

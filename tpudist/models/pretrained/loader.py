@@ -37,7 +37,7 @@ from tpudist.models.pretrained.tensor_places import (
 from tpudist.models.pretrained.transposition import copy_tasks
 from tpudist.models.transformer import Transformer
 from tpudist.models.transformer_config import TransformerConfig
-from tpudist.xla import process_agreement
+from tpudist.processes import process_agreement
 
 Bounds = tuple[tuple[int, int], ...]
 # Buffers of angles, which older checkpoints keep and nobody reads.

@@ -31,7 +31,7 @@ from tpudist.models.pretrained.tensor_places import (
 )
 from tpudist.models.pretrained.transposition import copy_tasks
 from tpudist.models.transformer import Transformer
-from tpudist.xla import host_copies
+from tpudist.processes import host_copies
 
 _MAX_FILE_BYTES = 5 * 10**9
 # What stands beside the weights in a folder, and is of the same model whatever they are.

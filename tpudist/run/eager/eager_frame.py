@@ -10,12 +10,13 @@ import numpy as np
 from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.captures import Capture, Findings, check_parts
+from tpudist.run.eager import replica_evaluation
+from tpudist.run.eager.replica_evaluation import ReplicaEvaluation
 from tpudist.run.variable_owner import check_owner, is_guest
 from tpudist.state.variable_base import VariableBase
 from tpudist.state.variable_value import computes_here
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import collectives, replica_evaluation, traces
-from tpudist.xla.replica_evaluation import ReplicaEvaluation
+from tpudist.xla import collectives, traces
 from tpudist.xla.traces import is_traced
 
 

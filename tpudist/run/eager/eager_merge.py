@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from tpudist.run.eager import eager_results, written_state
+from tpudist.run.eager import eager_results, replica_evaluation, written_state
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica, is_distributed
-from tpudist.xla import replica_evaluation
 
 if TYPE_CHECKING:
     from tpudist.run.eager.replica_run import EagerRun

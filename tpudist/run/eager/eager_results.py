@@ -1,8 +1,8 @@
 """What a function returned that ran on each replica, as a compiled one would have returned it.
 
 An array that depends on nothing that differs between replicas, or was reduced, is one array of the
-strategy; any other is a PerReplica, without regard to its values. See `xla/replica_evaluation.py`
-for how that is known.
+strategy; any other is a PerReplica, without regard to its values. See
+`run/eager/replica_evaluation.py` for how that is known.
 """
 
 import dataclasses
@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from tpudist.run import call_description, state_collections
-from tpudist.run.containers import unpack
-from tpudist.run.returned_state import find_returned_state
+from tpudist.lowering import placement
+from tpudist.run.arguments import call_description
+from tpudist.run.arguments.containers import unpack
+from tpudist.run.eager import replica_evaluation
+from tpudist.run.outputs import state_collections
+from tpudist.run.outputs.returned_state import find_returned_state
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import placement, replica_evaluation
 from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:

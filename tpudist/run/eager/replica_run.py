@@ -16,18 +16,18 @@ from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
-from tpudist.run import call_arguments, call_description, python_numbers
-from tpudist.run.eager import eager_merge, eager_results, written_state
+from tpudist.run.arguments import call_arguments, call_description, python_numbers
+from tpudist.run.arguments.row_groups import RowGroups
+from tpudist.run.eager import eager_merge, eager_results, replica_evaluation, written_state
 from tpudist.run.eager.eager_frame import EagerFrame
+from tpudist.run.eager.replica_evaluation import ReplicaEvaluation
 from tpudist.run.eager.replica_turns import Turns
 from tpudist.run.replica_body import make_values_of_replica
 from tpudist.run.replica_context import ReplicaContext
-from tpudist.run.row_groups import RowGroups
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import integers, internals, replica_evaluation, traces
+from tpudist.xla import integers, internals, traces
 from tpudist.xla.mesh import ReplicaMesh
-from tpudist.xla.replica_evaluation import ReplicaEvaluation
 
 _NO_OPTIONS = RunOptions()
 

@@ -8,11 +8,10 @@ import numpy as np
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.reduce_op import ReduceOp, VariableAggregation
-from tpudist.run import outputs
-from tpudist.run.eager import eager_results
+from tpudist.run.eager import eager_results, replica_evaluation
+from tpudist.run.outputs import outputs
 from tpudist.state import nnx_binding
 from tpudist.state.variable_base import VariableBase
-from tpudist.xla import replica_evaluation
 from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:

@@ -1,0 +1,126 @@
+"""What a process notes of its time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from places import ROOT
+from tpudist.goodput import goodput
+from tpudist.goodput.diagnosis import diagnose
+from tpudist.goodput.run_history import NoLedger, read_run
+
+PROGRAM = """
+import os, sys, time
+import numpy as np
+import tpudist
+
+tpudist.emulate(2)
+strategy = tpudist.MirroredStrategy()
+tpudist.record_goodput(sys.argv[1])
+tpudist.record_goodput(sys.argv[1])  # nothing more
+
+def examples():
+    for _ in range(4):
+        time.sleep(0.3)
+        yield np.ones((4, 3), np.float32)
+
+def step(x):
+    return tpudist.get_replica_context().all_reduce("sum", x.sum())
+
+with strategy.scope():
+    state = tpudist.TrainState(w=tpudist.Variable(1.0))
+manager = tpudist.checkpoint.CheckpointManager(state, sys.argv[1] + "/checkpoints")
+dataset = strategy.experimental_distribute_dataset(examples)
+for x in dataset:
+    strategy.run(step, (x,))
+    time.sleep(0.1)
+manager.save(1 + len(sys.argv[2:]))
+manager.wait()
+strategy.run(lambda: 1.0)
+if sys.argv[2:]:
+    time.sleep(3)
+    os.kill(os.getpid(), 9)
+time.sleep(1.5)
+"""
+
+
+def run(folder, *args):
+    """The program's wall time, and what it has noted."""
+    start = time.monotonic()
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), *args],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == (-9 if args else 0), finished.stderr
+    wall_s = time.monotonic() - start
+    return wall_s, read_run(folder)
+
+
+@pytest.mark.slow
+def test_phases_add_up_to_the_time_of_the_process(tmp_path):
+    """But for the interpreter's own end, which nobody can note."""
+    wall_s, runs = run(tmp_path)
+    ((start,),) = (x.values() for x in runs)
+    assert start.ended_well
+    noted_s = sum(start.seconds.values())
+    assert abs(noted_s - (start.ended - start.began)) < 0.01 * noted_s
+    assert wall_s - 3 < noted_s < wall_s + 0.1  # its end takes a second on a busy machine
+    assert 0.4 < start.seconds["input"] < 2.5  # of 1.2, some while the loop does other things
+    assert start.seconds["checkpoint"] > 0
+    assert start.seconds["compile"] > 0
+    assert start.seconds["step"] > 1.8
+    kinds = [x["kind"] for x in start.lines]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    assert start.of_kind("save")[0]["calls"] == 4
+    assert [x["call"] for x in start.of_kind("call")] == [0, 1, 2, 3, 4]
+    assert start.of_kind("compile")[0]["function"] == "step"
+    assert diagnose(runs).causes[0].text == "process 0 waited for its input"
+
+
+@pytest.mark.slow
+def test_of_a_killed_process_a_second_is_missing_at_most(tmp_path):
+    wall_s, runs = run(tmp_path, "killed")
+    ((start,),) = (x.values() for x in runs)
+    assert not start.ended_well
+    assert wall_s - 2.5 < sum(start.seconds.values()) <= wall_s
+    _, runs = run(tmp_path)  # and again: another file
+    assert [x[0].ended_well for x in runs] == [False, True]
+
+
+def test_a_part_of_a_line_is_left_out(tmp_path):
+    folder = tmp_path / "goodput"
+    folder.mkdir()
+    first = {"kind": "start", "time": 2.0, "process": 3, "began": 1.0}
+    lines = [first, {"kind": "time", "time": 4.0, "seconds": {"step": 3.0}, "calls": 7}]
+    text = "\n".join(map(json.dumps, lines)) + '\n{"kind": "ti'
+    (folder / "process-3-0000.jsonl").write_text(text)
+    (folder / "process-4-0000.jsonl").write_text('{"kind"')
+    ((start,),) = (x.values() for x in read_run(tmp_path))
+    assert (start.process, start.num_calls, start.ended) == (3, 7, 4.0)
+
+
+def test_a_folder_without_notes_is_an_error_that_says_how_to_have_some(tmp_path):
+    with pytest.raises(NoLedger, match="record_goodput"):
+        read_run(tmp_path)
+
+
+def test_nothing_is_noted_where_nobody_has_asked():
+    assert goodput.current_recorder() is None
+    with goodput.phase(goodput.Phase.INPUT):
+        goodput.begin_call()
+        goodput.note("some")
+    goodput.flush()
+
+
+def test_of_long_runs_as_many_calls_are_noted_of_each_octave():
+    noted = [x for x in range(1 << 20) if x % goodput.stride_of(x) < 2]
+    assert noted[:64] == list(range(64))
+    assert len(noted) < 64 * 2 * 16
+    assert all(goodput.stride_of(x) <= max(1, x // 32) for x in noted)

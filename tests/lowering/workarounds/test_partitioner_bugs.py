@@ -1,0 +1,41 @@
+"""Which bugs of XLA are still there: when a test fails, what is done against its bug can go."""
+
+import os
+import subprocess
+import sys
+
+import jaxlib
+import pytest
+
+from places import ROOT
+from tpudist.lowering.workarounds.partitioner_bugs import BUGS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_the_bug_is_still_there(name):
+    bug = BUGS[name]
+    done = subprocess.run(
+        [sys.executable, "-m", "tpudist.lowering.workarounds.partitioner_bugs", name],
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+        capture_output=True,
+        text=True,
+    )
+    seen = jaxlib.__version__ in bug.versions
+    assert (done.returncode != 0) == seen, (
+        f"jaxlib {jaxlib.__version__} {'no longer has' if seen else 'has'} the bug '{name}'. Name "
+        f"the version in BUGS, or, when no supported jaxlib has it, take {bug.answer} back."
+    )
+    if seen:
+        assert bug.check in done.stderr
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_module_that_lowers_around_a_bug_is_there(name):
+    path = ROOT / (BUGS[name].answer.replace(".", "/") + ".py")
+    assert path.exists()

@@ -1,0 +1,225 @@
+"""Programs that survive: processes are lost and come, and the numbers are those of a calm run."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from survival_runs import (
+    Run,
+    is_running,
+    require_outcome,
+    require_same_numbers,
+    run_with_fault,
+)
+from tpudist.goodput.diagnosis import diagnose
+from tpudist.goodput.run_history import read_run
+
+pytestmark = [pytest.mark.multiprocess]
+FOUR = ("-n", "4", "--devices-per-process", "2")
+RUNS = int(os.environ.get("SURVIVAL_RUNS", "9"))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    with Run(tmp_path_factory.mktemp("calm"), *FOUR, env={"PAUSE_S": "0"}) as run:
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    assert seen.output.count("RESULT 60") == 4
+    assert sorted(seen.losses()) == list(range(1, 61))
+    ids = seen.examples()
+    epoch = sorted(ids[1] + ids[2] + ids[3])
+    assert len(set(epoch)) == 192  # and 8 in the fourth step
+    return seen
+
+
+def test_the_others_go_on_in_the_same_processes_when_one_is_killed(calm, tmp_path):
+    with Run(tmp_path, *FOUR) as run:
+        run.wait_for_step(10, of_all=True)
+        before = run.pids()
+        run.signal(0, signal.SIGKILL)  # that in which all meet, in plain JAX
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    require_same_numbers(seen, calm)
+    last = {x["pid"] for x in seen.lines if x["step"] == 60}
+    assert len(last) == 2  # with three, eight replicas cannot be shared out
+    assert last < set(before.values()) - {before[0]}
+    assert "was killed (SIGKILL): the others go on." in seen.output
+
+
+def test_a_spare_takes_the_place_of_a_lost_process(calm, tmp_path):
+    with Run(tmp_path, *FOUR, "--spares", "1") as run:
+        run.wait_for_step(10, of_all=True)
+        before = run.pids()
+        run.signal(2, signal.SIGKILL)
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    require_same_numbers(seen, calm)
+    last = {x["pid"] for x in seen.lines if x["step"] == 60}
+    assert len(last) == 4
+    assert len(last & set(before.values())) == 3
+
+
+def test_a_new_process_joins_between_two_steps(calm, tmp_path):
+    env = {"PAUSE_S": "0.25"}
+    with Run(tmp_path, "-n", "2", "--devices-per-process", "2", "--restarts", "1", env=env) as run:
+        run.wait_for_step(10, of_all=True)
+        run.signal(1, signal.SIGKILL)
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    require_same_numbers(seen, calm)
+    counts = [x["processes"] for x in seen.lines]
+    assert [n for n, before in zip(counts, [0, *counts], strict=False) if n != before] == [2, 1, 2]
+    # It joined between two steps: none was repeated.
+    steps = [x["step"] for x in seen.lines if x["generation"] >= 2 and x["rank"] == 0]
+    assert len(steps) == len(set(steps))
+
+
+@pytest.mark.parametrize("spares", ["0", "1"])
+def test_programs_start_again_in_their_processes_where_jax_cannot(spares, calm, tmp_path):
+    """As with devices that only the end of a program gives back."""
+    with Run(tmp_path, *FOUR, "--spares", spares, env={"IN_PROCESS": "0"}) as run:
+        run.wait_for_step(10, of_all=True)
+        before = run.pids()
+        run.signal(0, signal.SIGKILL)
+        since = time.time()
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    require_same_numbers(seen, calm)
+    last = {x["pid"] for x in seen.lines if x["step"] == 60}
+    assert len(last) == (4 if spares == "1" else 2)
+    assert len(last & (set(before.values()) - {before[0]})) == (3 if spares == "1" else 2)
+    print("seconds to a new step:", seen.seconds_to_new_step(since))
+    assert "go on from commit" in seen.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", ["1", "0"])
+def test_the_time_of_a_run_that_survived_is_explained(in_process, tmp_path):
+    env = {"IN_PROCESS": in_process, "TPUDIST_GOODPUT": str(tmp_path)}
+    with Run(tmp_path, "-n", "2", "--devices-per-process", "2", env=env) as run:
+        run.wait_for_step(10, of_all=True)
+        run.signal(1, signal.SIGKILL)
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    starts = read_run(tmp_path)
+    assert len(starts) == (1 if in_process == "1" else 2)
+    spent = sum(sum(x[0].seconds.values()) for x in starts)
+    wall_s = starts[-1][0].ended - starts[0][0].began
+    assert abs(spent - wall_s) < 0.01 * wall_s
+    causes = [x.text for x in diagnose(starts).causes]
+    told = "the others went on" if in_process == "1" else "all were started again"
+    assert any("process 1 was lost" in x and told in x for x in causes), causes
+
+
+def test_sigterm_of_one_process_takes_it_out_between_two_steps(calm, tmp_path):
+    with Run(tmp_path, "-n", "2", "--devices-per-process", "2") as run:
+        run.wait_for_step(10, of_all=True)
+        pid = run.signal(1, signal.SIGTERM)
+        run.wait_for(lambda: not is_running(pid), "end of the process")
+        seen = run.wait()
+    assert seen.code == 0, seen.output
+    require_same_numbers(seen, calm)
+    assert "process 1 was asked to end, and leaves after this step." in seen.output
+    steps = [x["step"] for x in seen.lines if x["rank"] == 0]
+    assert len(steps) == len(set(steps))
+
+
+def test_sigterm_of_all_saves_the_step_and_a_new_run_goes_on_from_it(calm, tmp_path):
+    env = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
+    two = ("-n", "2", "--devices-per-process", "2")
+    with Run(tmp_path / "first", *two, env=env) as run:
+        run.wait_for_step(10, of_all=True)
+        run.process.send_signal(signal.SIGTERM)
+        first = run.wait()
+    assert first.code == 143, first.output
+    with Run(tmp_path / "second", *two, env=env) as run:
+        second = run.wait()
+    assert second.code == 0, second.output
+    both = first.losses() | second.losses()
+    assert both == calm.losses()
+    assert min(second.losses()) == max(first.losses()) + 1
+
+
+def test_an_error_of_the_program_ends_all(tmp_path):
+    env = {"FAULT": '{"kind": "raise", "process": 1, "step": 12}'}
+    with Run(tmp_path, "-n", "2", "--devices-per-process", "2", env=env) as run:
+        run.wait_for_step(12)
+        began = time.monotonic()
+        seen = run.wait()
+    assert time.monotonic() - began < 15
+    assert seen.code == 1, seen.output
+    assert "[1] ValueError: no such thing" in seen.output
+    assert "[0] ValueError: no such thing" in seen.output
+    assert "an error of the program, which would come again" in seen.output
+
+
+def test_sys_exit_in_one_process_is_named_by_the_others(tmp_path):
+    env = {"FAULT": '{"kind": "leave", "process": 1, "step": 12}'}
+    with Run(tmp_path, "-n", "2", "--devices-per-process", "2", env=env) as run:
+        seen = run.wait()
+    assert seen.code in (1, 3), seen.output
+    assert "call(s) of what the processes do together, and process" in seen.output
+
+
+def test_the_death_of_the_supervisor_ends_its_processes(tmp_path):
+    with Run(tmp_path, "-n", "2", "--devices-per-process", "2") as run:
+        run.wait_for_step(10, of_all=True)
+        pids = run.pids()
+        run.process.kill()
+        began = time.monotonic()
+        while any(map(is_running, pids.values())):
+            assert time.monotonic() - began < 2
+            time.sleep(0.01)
+
+
+def test_too_few_processes_give_up_with_a_reason(tmp_path):
+    env = {"PAUSE_S": "0.1"}
+    with Run(tmp_path, *FOUR, env=env) as run:
+        run.wait_for_step(10, of_all=True)
+        for rank in range(4):
+            run.signal(rank, signal.SIGKILL)
+        seen = run.wait()
+    assert seen.code in (70, 128 + 9), seen.output
+    assert "given up" in seen.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_a_fault_of_a_seed_is_survived_or_named(seed, calm, tmp_path):
+    fault, seen = run_with_fault(tmp_path, seed)
+    print(fault, "exit code", seen.code)
+    require_outcome(fault, seen, calm)
+    print("seconds to a new step:", [seen.seconds_to_new_step(x) for x in fault.times[-1:]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(0, RUNS, 3))
+def test_a_fault_is_survived_or_named_by_programs_that_start_again(seed, calm, tmp_path):
+    fault, seen = run_with_fault(tmp_path, seed, IN_PROCESS="0")
+    print(fault, "exit code", seen.code)
+    require_outcome(fault, seen, calm)
+
+
+def test_who_does_not_come_is_named_and_not_waited_for_longer(tmp_path):
+    file = tmp_path / "late.py"
+    file.write_text(
+        "import json, os, time, tpudist\n"
+        "if json.loads(os.environ['TF_CONFIG'])['task']['index'] == 1: time.sleep(1000)\n"
+        "tpudist.experimental.survive(lambda survivor: None)\n"
+    )
+    env = {"TPUDIST_HANG_TIMEOUT_S": "11"}
+    options = ("-n", "2", "--devices-per-process", "1")
+    with Run(tmp_path, *options, env=env, program=file) as run:
+        seen = run.wait()
+    assert seen.code == 70, seen.output
+    assert "waits for process(es) 1 to come to generation 1: 5 s of 11." in seen.output
+    assert "process(es) 1 did not call tpudist.experimental.survive within 11 s" in seen.output
+
+
+def test_a_wait_that_is_no_number_is_wrong_use(tmp_path):
+    with Run(tmp_path, *FOUR, env={"TPUDIST_HANG_TIMEOUT_S": "soon"}) as run:
+        seen = run.wait()
+    assert seen.code == 2
+    assert "TPUDIST_HANG_TIMEOUT_S is 'soon', which is no number of seconds" in seen.output

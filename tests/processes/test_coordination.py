@@ -1,0 +1,76 @@
+"""What processes tell each other on the host, between two real processes."""
+
+import jax
+import pytest
+
+from processes import run_processes
+from tpudist.processes.coordination import Board, Channel
+
+
+def test_one_process_exchanges_with_itself_without_a_service():
+    channel = Channel("alone")
+    assert [channel.exchange("a"), channel.exchange("b")] == [["a"], ["b"]]
+    assert jax.process_count() == 1
+
+
+def test_on_a_board_a_text_is_left_once():
+    board = Board("alone")
+    assert board.read("a") is None
+    assert [board.post("a", "1"), board.post("a", "2"), board.post("b/0", "3")] == [1, 0, 1]
+    assert board.read("a") == "1"
+    assert board.read_all("b") == {"0": "3"}
+    assert board.read_all("a") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_process_gets_all_texts_and_a_missing_one_is_named():
+    """Reaches JAX's key-value store, whose place is private: this fails when JAX moves it."""
+    results = run_processes(
+        """
+        import time
+        import jax
+        import tpudist
+        from processes import report
+        from tpudist.processes.coordination import Board, Cancelled, Channel
+
+        tpudist.emulate()
+        tpudist.MultiWorkerMirroredStrategy()
+        me = jax.process_index()
+        channel = Channel("letters")
+        rounds = [channel.exchange(f"{me}{letter}") for letter in "abc"]
+        board = Board("notes")
+        firsts = [board.post("one", f"{me}"), board.post(f"all/{me}", f"by {me}")]
+        channel.exchange("posted")
+        notes = [board.read("one") in "01", board.read("none"), board.read_all("all")]
+        error = given_up = None
+        if me == 0:
+            try:
+                Channel("nobody else").exchange("x", timeout_s=0.6)
+            except RuntimeError as found:
+                error = str(found)
+            try:
+                Channel("not wanted").exchange("x", cancelled=lambda: True)
+            except Cancelled:
+                given_up = True
+        alone = Channel("only me", [me]).exchange("x")
+        channel.exchange("end")
+        jax.distributed.shutdown()
+        try:
+            board.read("one")
+        except ConnectionError as lost:
+            notes.append(str(lost))
+        report([rounds, error, given_up, firsts, [*notes, alone]])
+        """
+    )
+    everything = [["0a", "1a"], ["0b", "1b"], ["0c", "1c"]]
+    (rounds, error, given_up, *first), (*other, firsts, notes) = [r.result for r in results]
+    assert rounds == everything
+    assert other == [everything, None, None]
+    assert sorted([first[0][0], firsts[0]]) == [False, True]
+    assert first[0][1]
+    assert firsts[1]
+    lost = "This process has left the others."
+    assert first[1] == notes == [True, None, {"0": "by 0", "1": "by 1"}, lost, ["x"]]
+    assert "at 'nobody else', round 0, for process 1" in error
+    assert given_up

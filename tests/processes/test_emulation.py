@@ -1,0 +1,175 @@
+"""Emulated devices: asked for in time, and dependable however far the host runs ahead."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import tpudist
+from benchmarks import emulation
+from places import PROGRAMS, ROOT
+from tpudist.processes.runtime import MAX_STEPS_IN_FLIGHT, Throttle
+
+
+def run_python(program: str, **variables: str) -> subprocess.CompletedProcess:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("TPUDIST_EMULATE", "NPROC")}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=inherited | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables,
+    )
+
+
+# Asking.
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.5, 8.0, "many", []])
+def test_a_number_of_devices_is_a_whole_one(number):
+    with pytest.raises(ValueError, match=r"tpudist\.emulate asks for .* devices\. It must be a wh"):
+        tpudist.emulate(number)
+
+
+def test_the_environment_variable_is_blamed_for_its_own_number(monkeypatch):
+    monkeypatch.setenv("TPUDIST_EMULATE", "eight")
+    with pytest.raises(ValueError, match="TPUDIST_EMULATE asks for 'eight' devices"):
+        tpudist.emulate()
+
+
+def test_asking_again_for_the_same_number_is_fine():
+    tpudist.emulate(8)
+    tpudist.emulate(8)
+    assert jax.device_count() == 8
+
+
+def test_asking_for_another_number_later_is_an_error():
+    with pytest.raises(
+        RuntimeError,
+        match=r"Emulating 4 devices was asked for, but JAX has already started with 8 cpu device",
+    ):
+        tpudist.emulate(4)
+
+
+@pytest.mark.multiprocess
+def test_asking_after_the_first_array_is_an_error_that_says_what_to_do():
+    ended = run_python("import jax.numpy as jnp, tpudist; jnp.ones(3); tpudist.emulate(8)")
+    assert ended.returncode == 1
+    assert (
+        "RuntimeError: Emulating 8 devices was asked for, but JAX has already started with 1 cpu "
+        "device(s), and a process chooses its devices once. Call tpudist.emulate(8) before the "
+        "first array is made, or start Python with TPUDIST_EMULATE=8 and call tpudist.emulate()."
+    ) in ended.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("argument", "variables", "num_devices"),
+    [
+        ("3", {}, 3),
+        ("", {"TPUDIST_EMULATE": "5"}, 5),
+        ("2", {"TPUDIST_EMULATE": "5"}, 2),
+        ("", {}, 8),
+    ],
+)
+def test_the_argument_goes_before_the_environment_variable_before_eight(
+    argument, variables, num_devices
+):
+    program = f"import jax, tpudist; tpudist.emulate({argument}); print(jax.devices())"
+    ended = run_python(program, **variables)
+    assert ended.stdout.count("CpuDevice") == num_devices, ended.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("num_devices", "variables", "threads"), [(8, {}, 32), (16, {}, 64), (2, {"NPROC": "99"}, 99)]
+)
+def test_emulation_asks_xla_for_enough_threads(num_devices, variables, threads):
+    """With fewer an all-reduce waits for threads that wait for it, and XLA ends the process."""
+    program = f"import os, tpudist; tpudist.emulate({num_devices}); print(os.environ['NPROC'])"
+    assert run_python(program, **variables).stdout == f"{threads}\n"
+
+
+# Running ahead.
+
+
+class FakeArray:
+    """The output of a step: whether someone waited for it."""
+
+    def __init__(self, *, deleted: bool = False):
+        self.deleted, self.waited = deleted, False
+
+    def is_deleted(self) -> bool:
+        return self.deleted
+
+    def block_until_ready(self) -> None:
+        assert not self.deleted, "JAX raises"
+        self.waited = True
+
+
+def outputs_after(throttle: Throttle, outputs: list) -> list[bool]:
+    for output in outputs:
+        throttle.before_step()
+        throttle.after_step(output)
+    return [output.waited for output in outputs]
+
+
+def test_the_host_is_at_most_two_steps_ahead_of_emulated_devices():
+    assert MAX_STEPS_IN_FLIGHT == 2
+    throttle = Throttle(jax.devices())
+    assert outputs_after(throttle, [FakeArray() for _ in range(5)]) == [True] * 3 + [False] * 2
+
+
+def test_for_steps_whose_outputs_were_donated_the_host_waits_for_a_later_one():
+    throttle = Throttle(jax.devices())
+    outputs = [FakeArray(deleted=True), FakeArray(), FakeArray()]
+    assert outputs_after(throttle, outputs) == [False, True, False]
+
+
+def test_a_state_that_was_donated_on_some_devices_only_does_not_stop_the_steps():
+    """Memory that the host reads in place, as one that saves a checkpoint does, is not donated."""
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",), (AxisType.Auto,)), PartitionSpec())
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    throttle = Throttle(jax.devices())
+    x, views = add(jax.device_put(jnp.zeros((64, 64)), sharding)), []
+    for _ in range(6):
+        throttle.before_step()
+        throttle.after_step(x)
+        views.append(np.asarray(x.addressable_data(0)))
+        x = add(x)
+    assert [int(view[0, 0]) for view in views] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.multiprocess
+def test_an_error_of_one_step_is_not_raised_by_another():
+    """JAX has it raised by who reads the result, and by every step that computes with it."""
+    program = str(PROGRAMS / "failed_step_program.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["4.0", "raised where it is read", "raised with it"]
+    assert done.stderr.count("A step that was dispatched before has failed") == 1
+
+
+def test_one_device_needs_no_waiting():
+    throttle = Throttle(jax.devices()[:1])
+    assert not any(outputs_after(throttle, [FakeArray() for _ in range(5)]))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_devices", [8, 16])
+def test_thousands_of_steps_that_nobody_waits_for_neither_hang_nor_slow_down(num_devices):
+    """Ten times slower is what queued steps were; twice leaves room for a busy machine."""
+    loops = emulation.run(num_devices, 20_000, 300)
+    assert [(name, loop.num_steps) for name, loop in loops.items()] == [
+        ("small", 20_000),
+        ("transformer", 300),
+    ]
+    for name, loop in loops.items():
+        # Other work on the machine slows the waiting loop beside it as well.
+        without_queue_ms = max(loop.first_tenth_ms, loop.waiting_by_hand_ms)
+        assert loop.last_tenth_ms <= emulation.MAX_SLOWDOWN * without_queue_ms, (name, loop)

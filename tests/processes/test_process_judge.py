@@ -1,0 +1,122 @@
+"""What is found out from the reports of processes."""
+
+import logging
+
+import pytest
+
+from tpudist.processes import process_judge, process_state
+from tpudist.processes.process_judge import Judge
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+    monkeypatch.setattr(process_judge.time, "monotonic", lambda: Clock.now)
+    return Clock
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, "tpudist")
+    return lambda: [x.getMessage() for x in caplog.records]
+
+
+def report(beat, calls=1, **more):
+    order = {"runs": [[7, 0, calls]] if calls else [], "names": {"7": "Strategy.run of 'f'"}}
+    place = process_state.here()
+    common = {"state": "running", "why": "", "orders": {"a": order}, "beat": beat, "place": place}
+    return common | more
+
+
+def run(judge, clock, seconds, reports):
+    """Judges twice a second until there is a verdict."""
+    for i in range(int(2 * seconds)):
+        clock.now += 0.5
+        if verdict := judge.judge(reports(i)):
+            return (i + 1) / 2, verdict
+    return None, None
+
+
+def test_who_is_behind_is_named_and_ends_all_at_last(clock, warnings, monkeypatch):
+    monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", "30")
+    seconds, verdict = run(
+        Judge(2), clock, 60, lambda i: {0: report(i, 5), 1: report(i, 4, at="  File x, line 3")}
+    )
+    assert 30 < seconds < 32
+    assert verdict["exit_code"] == 75
+    assert verdict["all_threads"]
+    assert "to begin Strategy.run of 'f' (call 5)." in verdict["message"]
+    assert len(warnings()) == 3  # after 4, 8 and 16 s
+    assert "It is at:\n  File x, line 3\nAt 30 s all end" in warnings()[0]
+
+
+def test_who_is_slow_but_comes_does_not_end_anybody(clock, warnings, monkeypatch):
+    monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", "30")
+
+    def slow(i):
+        return {0: report(i, 5 + i // 20), 1: report(i, 4 + i // 20)}  # a call in 10 s
+
+    assert run(Judge(2), clock, 600, slow) == (None, None)
+    assert 4 <= len(warnings()) <= 12  # of 60 calls
+
+
+def test_those_that_wait_together_are_not_behind(clock, warnings):
+    assert run(Judge(2), clock, 2000, lambda i: {0: report(i, 5), 1: report(i, 5)}) == (None, None)
+    assert not warnings()
+
+
+def test_an_order_that_only_one_follows_is_no_lag(clock, warnings):
+    def alone(i):
+        return {0: report(i, 5), 1: report(i, 0, orders={})}
+
+    assert run(Judge(2), clock, 2000, alone) == (None, None)
+
+
+@pytest.mark.parametrize(("state", "limit"), [("STOPPED", 20), ("RUNNING", 90), (None, 90)])
+def test_how_long_silence_may_last(clock, warnings, monkeypatch, state, limit):
+    found = state and process_state.State[state]
+    monkeypatch.setattr(process_state, "find", lambda place: found)
+    seconds, verdict = run(Judge(2), clock, 200, lambda i: {0: report(i), 1: report(0)})
+    assert limit < seconds < limit + 2
+    assert verdict["failed"] == 1
+    assert "Process 1" in warnings()[0]
+
+
+def test_whom_a_debugger_holds_is_waited_for(clock, warnings, monkeypatch):
+    monkeypatch.setattr(process_state, "find", lambda place: process_state.State.DEBUGGED)
+    assert run(Judge(2), clock, 900, lambda i: {0: report(i), 1: report(0)}) == (None, None)
+    assert "a debugger holds it" in warnings()[0]
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "nan"])
+def test_a_timeout_that_is_no_time_is_refused(monkeypatch, text):
+    monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match="which is no number of seconds above 0"):
+        process_judge.hang_timeout()
+
+
+def test_one_that_a_debugger_holds_does_not_hide_others(clock, warnings, monkeypatch):
+    states = {"a": process_state.State.DEBUGGED, "b": process_state.State.STOPPED}
+    monkeypatch.setattr(process_state, "find", lambda place: states[place.split(" ")[0]])
+
+    def reports(i):
+        held, stopped = report(0, place="a 1 host"), report(min(i, 8), place="b 2 host")
+        return {0: report(i), 1: held, 2: stopped}
+
+    seconds, verdict = run(Judge(3), clock, 60, reports)
+    assert verdict["failed"] == 2
+    assert 20 < seconds < 30
+
+
+def test_one_that_is_silent_does_not_hide_one_that_is_behind(clock, warnings, monkeypatch):
+    monkeypatch.setattr(process_state, "find", lambda place: process_state.State.DEBUGGED)
+    monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", "30")
+
+    def reports(i):
+        return {0: report(i, 5), 1: report(0, 5), 2: report(i, 4)}
+
+    seconds, verdict = run(Judge(3), clock, 60, reports)
+    assert verdict["failed"] == 2
+    assert 30 < seconds < 32

@@ -1,0 +1,143 @@
+"""Processes that meet before they are connected; here, threads that say to be processes."""
+
+import concurrent.futures
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from tpudist.errors import StartupError
+from tpudist.processes import rendezvous
+
+
+@pytest.fixture
+def address():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def come(address, processes, timeout_s=20.0):
+    """What becomes of processes, given as (index, count, seconds until it comes)."""
+
+    def one(index, count, after_s):
+        time.sleep(after_s)
+        try:
+            rendezvous.meet(address, count, index, timeout_s)
+        except (StartupError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "met"
+
+    with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(lambda x: one(*x), processes))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_all_meet_whoever_comes_first(address, count):
+    processes = [(i, count, 0.3 * (i % 3 == count % 3)) for i in range(count)]
+    assert come(address, processes) == ["met"] * count
+    # The port is free at once, for JAX.
+    host, port = address.split(":")
+    socket.create_server((host, int(port))).close()
+
+
+def test_who_does_not_come_is_named_by_all_and_told_of_before(address, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "_REPORT_S", 0.3)
+    with caplog.at_level(logging.WARNING, logger="tpudist"):
+        found = come(address, [(0, 5, 0), (1, 5, 0), (3, 5, 0)], timeout_s=1.5)
+    for told in found:
+        assert told.startswith("StartupError: Of 5 processes, process 2, 4 did not come to")
+        assert address in told
+    assert f"Process 0 at {address} waits for process 2, 4 of 5: " in caplog.text
+    assert f"Process 3 has come to process 0 at {address} and waits for the others" in caplog.text
+
+
+def test_a_first_process_that_does_not_come_is_named(address):
+    (told,) = come(address, [(1, 2, 0)], timeout_s=1.0)
+    assert f"Process 1 of 2 could not reach process 0 at {address} within 1 s" in told
+    assert "refused" in told
+
+
+def test_two_of_one_number_are_an_error_of_all(address):
+    found = come(address, [(0, 4, 0), (1, 4, 0), (2, 4, 0.3), (2, 4, 0.3)])
+    for told in found:
+        assert told.startswith("StartupError: Two processes say that they are number 2: ")
+
+
+def test_other_counts_are_an_error_of_all(address):
+    found = come(address, [(0, 3, 0), (1, 3, 0), (2, 4, 0.3)])
+    for told in found:
+        assert "Process 2 (" in told
+        assert "has 4 as its number of processes, and process 0" in told
+
+
+def test_other_versions_are_an_error(address, monkeypatch):
+    described = rendezvous._describe_self
+    monkeypatch.setattr(
+        rendezvous,
+        "_describe_self",
+        lambda count, index: described(count, index) | ({"jax": "0.1"} if index else {}),
+    )
+    assert all("has 0.1 as its version of jax" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
+
+
+def test_a_process_that_goes_again_is_waited_for(address):
+    host, port = address.split(":")
+    said = b'{"index": 1, "count": 3, "who": "x"}\n'
+    odd = said.replace(b"1", b"[1]")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        meeting = pool.submit(come, address, [(0, 2, 0), (1, 2, 1.0)])
+        time.sleep(0.3)
+        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", odd, b"x" * 5000, said[:10]):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(text)
+        assert meeting.result() == ["met", "met"]
+
+
+def test_a_taken_port_and_an_address_of_another_host(address):
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))):
+        (told,) = come(address, [(0, 2, 0)])
+    assert f"Process 0 cannot listen at {address} (Address already in use)" in told
+    assert "a second process with the number 0" in told
+    (told,) = come("192.0.2.1:1234", [(0, 2, 0)])
+    assert "has no such address: process 0 must run on the host" in told
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_unknown_host(index, monkeypatch):
+    monkeypatch.setattr(rendezvous, "RESOLVE_S", 1.0)
+    (told,) = come("no-such-host.invalid:1234", [(index, 2, 0)])
+    assert "host 'no-such-host.invalid' is unknown" in told
+
+
+def test_another_program_at_the_port(address):
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))) as server:
+
+        def answer():
+            with contextlib.suppress(OSError):
+                line, _ = server.accept()
+                line.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+                line.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        (told,) = come(address, [(1, 2, 0)])
+        thread.join()
+    assert "does not wait for processes of a tpudist run" in told
+
+
+@pytest.mark.parametrize("bad", ["host", "host:", ":12", "host:x", "host:0", "host:70000"])
+def test_what_is_no_address_is_refused(bad):
+    (told,) = come(bad, [(0, 2, 0)])
+    assert told.startswith(f"ValueError: The first process's address is {bad!r}")
+
+
+def test_a_number_out_of_range_is_refused(address):
+    (told,) = come(address, [(2, 2, 0)])
+    assert told == (
+        "ValueError: Process 2 of 2 was to be started. Of 2 processes the numbers are 0 to 1."
+    )

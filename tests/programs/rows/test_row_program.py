@@ -1,0 +1,529 @@
+"""Functions that know nothing of padding, on padded rows, against the same rows alone.
+
+Padding is NaN, or a number that no index survives: nothing may depend on it. A function is exact
+for a number of rows, or refused for it; it is never wrong.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import replica_functions
+from row_steps import ENDS, STEPS
+from tpudist.programs import jaxprs
+from tpudist.programs.rows.errors import RowsError
+from tpudist.programs.rows.row_program import RowProgram
+from tpudist.programs.rows.row_sizes import size_at
+
+FULL = 6
+RNG = np.random.default_rng(0)
+
+
+def resize(x, rows):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), x)
+
+
+def spoil(x, real):
+    """The rows from `real` on are such that using them shows."""
+    array = np.array(x)
+    if array.dtype.kind == "f":
+        array[real:] = np.nan
+    elif array.dtype.kind in "iu" and array.dtype.itemsize > 1:
+        array[real:] = 10**6
+    else:
+        array[real:] = True
+    return jnp.asarray(array)
+
+
+class Padded:
+    """A function of arguments, some of which have rows: `groups` has the batch of each, or None."""
+
+    def __init__(self, function, args, groups):
+        self.function, self.args, self.groups = function, args, groups
+        self.batches = sorted({g for g in groups if g is not None})
+        full = []
+        for g in self.batches:
+            sizes = [
+                a.shape[0]
+                for x, own in zip(args, groups, strict=True)
+                if own == g
+                for a in jax.tree.leaves(x)
+            ]
+            full.append(sizes[0])
+        self.program = RowProgram(self.trace, tuple(full))
+        self.run = jax.jit(lambda counts, *flat: self.program.evaluate(counts, flat))
+
+    def trace(self, point):
+        resized = [
+            jax.tree.map(jnp.asarray, x) if g is None else resize(x, point[self.batches.index(g)])
+            for x, g in zip(self.args, self.groups, strict=True)
+        ]
+        # A function that JAX has traced for these shapes is not called again.
+        return jax.make_jaxpr(lambda *args: self.function(*args))(*resized)
+
+    def each(self, counts, change):
+        return [
+            x if g is None else jax.tree.map(lambda a, g=g: change(a, counts[g]), x)
+            for x, g in zip(self.args, self.groups, strict=True)
+        ]
+
+    def outcome(self, *counts, tolerance=2e-5):
+        """ "exact", "refused" or "no reference"; raises if a number is wrong."""
+        at = dict(zip(self.batches, counts, strict=True))
+        flat = jax.tree.leaves(self.each(at, spoil))
+        found = self.run([jnp.int32(n) for n in counts], *flat)
+        try:
+            self.program.check([counts])
+        except RowsError:
+            return "refused"
+        try:
+            expected = jax.tree.leaves(self.function(*self.each(at, lambda a, n: a[:n])))
+        except Exception:
+            return "no reference"
+        for value, wanted, dims in zip(found, expected, self.program.out_dims, strict=True):
+            part = np.asarray(value)[tuple(slice(0, size_at(d, counts)) for d in dims)]
+            np.testing.assert_allclose(part, np.asarray(wanted), tolerance, tolerance)
+        return "exact"
+
+
+def case_named(name):
+    (case,) = [c for c in replica_functions.CASES if c.name == name]
+    args = case.make_args(FULL, 0)
+    return Padded(case.fn, args, [0 if i in case.batched else None for i in range(len(args))])
+
+
+# What is refused as a whole, each for a reason that the message says.
+REFUSED = {"ranking"}
+QUICK = {"npairs", "confusion", "einsums"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(c.name, marks=() if c.name in QUICK else pytest.mark.slow)
+        for c in replica_functions.CASES
+    ],
+)
+def test_a_function_of_somebody_elses_is_exact_or_refused(name):
+    if name in REFUSED:
+        with pytest.raises(RowsError):
+            case_named(name).outcome(FULL)
+        return
+    padded = case_named(name)
+    outcomes = [padded.outcome(n) for n in range(FULL, -1, -1)]
+    least = 3 if name in ("optax_ntxent",) else 2
+    assert outcomes[: FULL - least + 1] == ["exact"] * (FULL - least + 1), outcomes
+
+
+X = jnp.asarray(RNG.normal(size=(FULL, 3)), jnp.float32)
+
+
+def follow(function, *args, groups=None):
+    return Padded(function, args or (X,), groups or [0] * len(args or (X,)))
+
+
+associative_scan = jax.lax.associative_scan  # under a name of its own, it is not seen
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[::2],
+        lambda x: associative_scan(jnp.add, x),
+        lambda x: jnp.linalg.svd(x)[0],
+        lambda x: jnp.linalg.eigh(x @ x.T)[0],
+        lambda x: jnp.fft.fft(x, axis=0).real,
+        lambda x: jnp.sum(x) * (1 + x.shape[0] % 2),
+        lambda x: x.sum() + x[:, 0] @ (np.ones(x.shape[0], np.float32) / x.shape[0]),
+        lambda x: jax.pure_callback(
+            lambda v: np.float32(v.sum()), jax.ShapeDtypeStruct((), jnp.float32), x
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(function):
+    with pytest.raises(RowsError):
+        follow(function).outcome(FULL)
+
+
+def power_of_few(x, power):
+    return (x[0] ** power).sum() + x.sum()
+
+
+def column_of_few(x, column):
+    return x[:, column].sum() + x[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        (lambda x: jnp.sum(x) if x.shape[0] > 4 else jnp.sum(x) / 2, {0, 1, 2, 3, 4}),
+        (lambda x: jnp.sum(x * 2 if x.shape[0] == 1 else x * 3 + 1), {1}),
+        (lambda x: jnp.sum(x if x.shape[0] else x + 1), set()),
+        (lambda x: jnp.sum(x) if x.shape[0] else jnp.float32(7), {0}),
+        (lambda x: jnp.sum(x[:, 0] if x.shape[0] != 1 else jnp.full((1,), 7.0)), {1}),
+        (lambda x: jnp.sum(x[:, :1] if x.shape[0] != 1 else x[:, 1:2]), {1}),
+        (lambda x: jnp.sum(x) / max(x.shape[0], 3), {0, 1, 2}),
+        (lambda x: power_of_few(x, 2 if x.shape[0] == 1 else 3), {1}),
+        (lambda x: column_of_few(x, 0 if x.shape[0] == 1 else 1), {1}),
+        (lambda x: jax.lax.top_k(x[:, 0], min(x.shape[0], 4))[0], {0, 1, 2, 3}),
+        (lambda x: x[2], {0, 1, 2}),
+        (lambda x: x[-1], {0}),
+        (lambda x: x[:, 0] * jnp.linspace(0, 1, x.shape[0]), {1}),
+        (lambda x: jnp.sum(x) * (3 if x.shape[0] == 5 else 2), {5}),
+        (lambda x: x.reshape(2, -1, 3).sum(0), {1, 3, 5}),
+    ],
+)
+def test_a_branch_on_the_number_of_rows_is_refused_where_it_is_taken(function, refused):
+    try:
+        padded = follow(function)
+        outcomes = {n: padded.outcome(n) for n in range(FULL + 1)}
+    except RowsError:
+        assert refused  # the branch was met among the first traces
+        return
+    assert refused <= {n for n, found in outcomes.items() if found != "exact"}, outcomes
+
+
+Y = jnp.arange(FULL) % 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: jnp.sum(x) / max(x.shape[0], 1),
+        lambda x, y: x.sum(0) * (1 / max(len(x), 1)) / np.sqrt(len(x) or 1),
+        lambda x, y: jnp.square(x - x.mean(0)).sum(0) / max(x.shape[0] - 1, 1),
+        lambda x, y: x.sum() / jnp.asarray(float(max(len(x), 1))),
+        lambda x, y: (jnp.float32(max(len(x), 1)), jnp.full((2,), max(len(x), 1))),
+        lambda x, y: x.sum() + (1.0 if len(x) else 0.0),
+        lambda x, y: jnp.where(len(x) > 0, x.mean(0), 0.0),
+        lambda x, y: jnp.sum(x) * (2 if len(x) else 3) * (3 if len(x) else 2),
+        jax.jit(lambda x, y: jnp.sum(x) / max(x.shape[0], 1)),
+        lambda x, y: jax.lax.scan(lambda c, r: (c + r.sum() / max(len(x), 1), r), 0.0, x)[0],
+        lambda x, y: jax.grad(
+            lambda w: (
+                -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1).sum()
+                / max(len(x), 1)
+            )
+        )(jnp.eye(3)),
+    ],
+)
+def test_a_number_may_be_another_one_for_one_row_and_for_none(function):
+    padded = follow(function, X, Y)
+    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+
+
+def test_numbers_of_two_batches_are_others_where_either_is_small():
+    padded = follow(
+        lambda a, b: (
+            a.sum() / max(len(a), 1) + b.sum() / max(len(b) - 1, 1),
+            (a.sum() + b.sum()) / max(len(a) + len(b), 1),
+        ),
+        X,
+        X + 1,
+        groups=[0, 1],
+    )
+    for counts in itertools.product((0, 1, 2, FULL), (0, 1, 3)):
+        assert padded.outcome(*counts) == "exact", counts
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda n: 1 - 1 / n,
+        lambda n: (n + 1) / (2 * n),
+        lambda n: 2 / (n * (n - 1)),
+        lambda n: np.sqrt(n),
+        lambda n: np.log(n),
+        lambda n: n / 7 + 0.5,
+    ],
+)
+def test_a_number_computed_of_the_number_of_rows_is_exact(number):
+    padded = follow(lambda x: x.sum() * number(x.shape[0]) + x)
+    assert [padded.outcome(n) for n in range(FULL, 1, -1)] == ["exact"] * (FULL - 1)
+
+
+def test_a_number_of_each_of_two_batches_is_exact():
+    padded = follow(
+        lambda a, b: a.sum() * (1 - 1 / a.shape[0]) + b.sum() * (b.shape[0] - 3) / b.shape[0],
+        X,
+        X + 1,
+        groups=[0, 1],
+    )
+    assert {padded.outcome(*at) for at in [(6, 6), (6, 2), (3, 5), (2, 3)]} == {"exact"}
+
+
+def test_two_batches_of_one_shape_are_told_apart():
+    padded = follow(
+        lambda a, b: (a.sum(), b.mean(0), a @ b.T, jnp.concatenate([a, b]), (a @ b.T).mean()),
+        X,
+        X + 1,
+        groups=[0, 1],
+    )
+    for counts in [(6, 6), (6, 2), (3, 5), (1, 4), (0, 3)]:
+        assert padded.outcome(*counts) in ("exact", "refused")
+    assert padded.outcome(3, 5) == "exact"
+
+
+def test_a_users_code_may_lie_in_a_folder_of_any_name(tmp_path):
+    """A branch in `jax/train.py` is the user's, and not one of JAX's own."""
+    folder = tmp_path / "jax" / "tpudist"
+    folder.mkdir(parents=True)
+    file = folder / "theirs.py"
+    file.write_text(
+        "import jax.numpy as jnp\n"
+        "def step(x):\n"
+        "    y = x[0] + x.sum()\n"
+        "    if x.shape[0] == 1:\n"
+        "        y = y * 7\n"
+        "    return y\n"
+    )
+    scope: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    padded = follow(scope["step"])
+    assert [padded.outcome(n) for n in (FULL, 2, 1)] == ["exact", "exact", "refused"]
+
+
+def check_random_function(names, end, real):
+    def function(x):
+        for name in names:
+            x = STEPS[name](x)
+        return ENDS[end](x)
+
+    try:
+        padded = follow(function)
+    except RowsError:
+        return
+    try:
+        padded.outcome(real, tolerance=2e-3)
+    except RowsError:
+        return
+
+
+random_functions = given(
+    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
+    end=st.sampled_from(sorted(ENDS)),
+    real=st.integers(0, FULL),
+)
+_quiet = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+@random_functions
+@settings(max_examples=20, **_quiet)
+def test_random_functions_are_exact_or_refused(names, end, real):
+    check_random_function(names, end, real)
+
+
+@pytest.mark.slow
+@random_functions
+@settings(max_examples=300, **_quiet)
+def test_many_random_functions_are_exact_or_refused(names, end, real):
+    check_random_function(names, end, real)
+
+
+@pytest.mark.parametrize("name", sorted(STEPS))
+def test_each_step_of_them_is_exact_for_two_rows_and_more(name):
+    padded = follow(STEPS[name])
+    assert [padded.outcome(n) for n in (FULL, 4, 2)] == ["exact"] * 3
+    for n in (1, 0):
+        padded.outcome(n)
+
+
+TWO = jnp.array([0, 2])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.at[1:].set(0.0),
+        lambda x: x.at[1:].add(x[:-1]),
+        lambda x: x.at[:-1].multiply(2.0),
+        lambda x: x.at[1:, 0].set(1.0),
+        lambda x: x.T.at[:, 1:].set(0.0),
+        lambda x: x.T.at[TWO, 1:].add(x.T[:2, 1:]),
+        lambda x: x.at[2:].min(0.5),
+        lambda x: x.at[1:].apply(jnp.sin),
+        lambda x: x.at[1:-1].set(0.0),
+        lambda x: x.at[1:3].set(0.0),
+        lambda x: x.at[jnp.array([9, -9])].set(1.0, mode="clip"),
+        lambda x: (x @ x.T).at[1:, 1:].add((x @ x.T)[:-1, :-1]),
+        lambda x: jax.vmap(lambda r: x.at[1:].add(r))(x),
+        lambda x: jnp.zeros((FULL + 1, 3)).at[1 : 1 + len(x)].add(x),
+        lambda x: jax.lax.dynamic_update_slice(jnp.zeros((FULL + 1, 3)), x, (5, 0)),
+        lambda x: jax.lax.dynamic_update_slice(jnp.concatenate([x, x]), x, (2, 0)),
+        lambda x: jax.vmap(lambda i: jax.lax.dynamic_update_slice(x, 2 * x[1:], (i, 0)))(TWO),
+        lambda x: jax.lax.dynamic_slice(jnp.concatenate([x, x]), (2, 0), (len(x), 3)),
+        lambda x: x[1:, TWO],
+        lambda x: x.T[TWO, 1:],
+        lambda x: x[TWO, 1:],
+        lambda x: x[:3].sum(),
+        jax.grad(lambda x: jnp.square(x[1:]).sum()),
+        jax.grad(lambda x: jnp.square(x.at[1:].set(2 * x[:-1])).sum()),
+        jax.grad(lambda x: jnp.square(x.at[:-1].multiply(x[1:])).sum()),
+        jax.grad(lambda x: (jnp.concatenate([x, x]).at[1 : 1 + len(x)].add(x) ** 3).sum()),
+    ],
+)
+def test_a_part_that_is_as_large_as_there_are_rows_is_read_and_written(function):
+    padded = follow(function)
+    outcomes = [padded.outcome(n) for n in range(FULL + 1)]
+    assert outcomes[4:] == ["exact"] * 3, outcomes
+
+
+def near(x):
+    """A positive matrix of all pairs of rows, as of a Gaussian process."""
+    return jnp.exp(-jnp.square(x[:, None] - x[None]).sum(-1)) + 0.1 * jnp.eye(len(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.linalg.cholesky(near(x)),
+        lambda x: jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(near(x)), True), x),
+        lambda x: jax.scipy.linalg.solve_triangular(near(x), x, trans=1),
+        lambda x: jnp.linalg.solve(near(x) + x[:, 0], x),
+        lambda x: jnp.linalg.inv(near(x)),
+        lambda x: jnp.linalg.slogdet(near(x)),
+        lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T),
+        lambda x: jnp.linalg.qr(x),
+        lambda x: jnp.linalg.svd(x, compute_uv=False),
+        lambda x: jnp.linalg.matrix_rank(x),
+        jax.grad(lambda x: jnp.sum(jnp.linalg.qr(x)[0] ** 3)),
+        jax.grad(lambda x: x[:, 0] @ jnp.linalg.solve(near(x), x[:, 1])),
+        jax.grad(lambda x: jnp.linalg.slogdet(near(x))[1]),
+        jax.grad(lambda x: jnp.linalg.cholesky(near(x)).sum()),
+    ],
+)
+def test_matrices_of_rows_are_decomposed_and_solved(function):
+    padded = follow(function)
+    outcomes = [padded.outcome(n, tolerance=1e-3) for n in range(FULL + 1)]
+    assert outcomes[3:] == ["exact"] * 4, outcomes
+
+
+def affine(a, b):
+    return a[0] * b[0], b[0] * a[1] + b[1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.lax.associative_scan(jnp.add, x),
+        lambda x: jax.lax.associative_scan(jnp.multiply, x, reverse=True),
+        lambda x: jax.lax.associative_scan(jnp.matmul, x[:, :, None] * x[:, None]),
+        lambda x: jax.lax.associative_scan(jnp.add, x.T, axis=1),
+        lambda x: jax.vmap(lambda c: jax.lax.associative_scan(jnp.add, c))(x.T),
+        lambda x: (
+            jax.lax.associative_scan(jnp.add, x, axis=-1),
+            jax.lax.associative_scan(affine, (jnp.tanh(x), x))[1].mean() / max(len(x), 1),
+        ),
+        jax.grad(
+            lambda x: jnp.square(
+                jax.lax.associative_scan(affine, (jnp.tanh(x), x), reverse=True)[1]
+            ).sum()
+        ),
+    ],
+)
+def test_an_associative_scan_over_rows_is_one_in_their_order(function):
+    padded = follow(function)
+    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+
+
+# As a library's: not the user's own instructions, so both sums are of the one that calls it.
+NORM = "def norm(x, scale): y = x * scale; return y / (1 + (y**2).mean(-1, keepdims=True))"
+
+
+def test_a_broadcast_of_one_row_may_be_undone_in_another_way():
+    """JAX then sums one dim less; a sum over another dim has the same shape here."""
+    names = {}
+    exec(NORM, names)
+
+    def function(x, scale):
+        return jax.grad(lambda scale, x: names["norm"](x, scale).sum(), (0, 1))(
+            scale[None, None], x
+        )
+
+    x, scale = RNG.normal(size=(FULL, 5, 5)), RNG.normal(size=5)
+    padded = Padded(function, [x.astype(np.float32), scale.astype(np.float32)], [0, None])
+    assert {padded.outcome(real) for real in range(1, FULL + 1)} == {"exact"}
+
+
+OTHER_FOR_ONE_ROW = {
+    "axis": lambda x: x.sum(1 if x.shape[0] == 1 else 2),
+    "slice": lambda x: x[:, 1:3] if x.shape[0] == 1 else x[:, :2],
+    "transpose": lambda x: x.transpose(0, 2, 1) if x.shape[0] == 1 else x,
+    "constant": lambda x: jnp.zeros((1, 1)) if x.shape[0] == 1 else x[:, 0, :1],
+    "zeros": lambda x: jnp.zeros((5, 5)) if x.shape[0] == 1 else x[0],
+    "pad": lambda x: (
+        jax.lax.pad(x, 0.0, [(0, 0, 0), (1, -1, 0), (0, 0, 0)]) if x.shape[0] == 1 else x
+    ),
+    "dtype": lambda x: (x.astype(jnp.bfloat16) if x.shape[0] == 1 else x).astype(jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FOR_ONE_ROW)
+def test_another_shaping_for_one_row_is_refused(name):
+    x = RNG.normal(size=(FULL, 5, 5)).astype(np.float32)
+    padded = Padded(OTHER_FOR_ONE_ROW[name], [x], [0])
+    assert [padded.outcome(real) for real in (1, 2)] == ["refused", "exact"]
+
+
+def _choose(rows, x, one, more):
+    return one if x.shape[0] == rows else more
+
+
+OTHER_VALUES = {
+    "an input": lambda rows, x, y, v, w: (_choose(rows, x, x, y) * 2).sum(0),
+    "a result": lambda rows, x, y, v, w: _choose(rows, x, x, y),
+    "operands": lambda rows, x, y, v, w: jnp.subtract(*_choose(rows, x, (x, y), (y, x))).sum(0),
+    "a weight": lambda rows, x, y, v, w: x.sum(0) + _choose(rows, x, v, w),
+    "a constant": lambda rows, x, y, v, w: x.sum(0) + _choose(rows, x, *CONSTANTS),
+    "a random key": lambda rows, x, y, v, w: (
+        x.sum(0) + jax.random.normal(_choose(rows, x, *KEYS), (5,))
+    ),
+    "in a jitted function": lambda rows, x, y, v, w: jax.jit(
+        lambda v, w: x.sum(0) + _choose(rows, x, v, w)
+    )(v, w),
+    "in a gradient": lambda rows, x, y, v, w: jax.grad(
+        lambda v, w: (x.sum(0) * _choose(rows, x, v, w) ** 2).sum(), argnums=(0, 1)
+    )(v, w),
+}
+CONSTANTS = RNG.normal(size=(2, 5)).astype(np.float32)
+KEYS = jax.random.key(0), jax.random.key(1)
+
+
+# Of no rows, one input is like the other.
+OF_ROWS = ("an input", "a result", "operands")
+CASES = [(name, rows) for name in OTHER_VALUES for rows in (0, 1) if rows or name not in OF_ROWS]
+
+
+@pytest.mark.parametrize(("name", "rows"), CASES)
+def test_another_value_for_few_rows_is_refused(name, rows):
+    x, y = RNG.normal(size=(2, FULL, 5)).astype(np.float32)
+    v, w = RNG.normal(size=(2, 5)).astype(np.float32)
+    function = functools.partial(OTHER_VALUES[name], rows)
+    padded = Padded(function, [x, y, v, w], [0, 0, None, None])
+    assert [padded.outcome(real) for real in (rows, 2)] == ["refused", "exact"]
+
+
+def test_what_contractions_sum_over_rows_is_masked_where_it_is_computed():
+    """So that there is one array of it: also the padding of what others read is zeros then."""
+
+    def step(x, w):
+        hidden = jnp.tanh(x @ w)
+        over_rows = (((0,), (0,)), ((), ()))
+        return (
+            jax.lax.dot_general(hidden, hidden, over_rows),
+            jnp.exp(hidden),
+            jax.lax.dot_general(hidden, x, over_rows),
+        )
+
+    padded = follow(step, X, jnp.ones((3, 3)), groups=[0, None])
+    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+    counts = [jnp.int32(FULL)]
+    traced = jax.make_jaxpr(lambda x, w: padded.run(counts, x, w))(X, jnp.ones((3, 3)))
+    masks = [eqn for eqn in jaxprs.walk(traced.jaxpr) if eqn.primitive.name == "select_n"]
+    assert len(masks) == 2  # of x and of hidden, each for all that read it

@@ -1,0 +1,123 @@
+"""A map of ids is a dict of rows, whatever the ids are, and shards are fair."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpudist.ps.tables.id_hash import as_ids, shard_of
+from tpudist.ps.tables.id_map import IdMap
+
+# Few enough to meet again, with those at both ends and with zero.
+IDS = st.one_of(
+    st.integers(-5, 5),
+    st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 32, -(1 << 32)]),
+    st.integers(0, 60).map(lambda i: i << 57),
+)
+CALLS = st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), st.lists(IDS, max_size=40)))
+
+
+@settings(max_examples=60)
+@given(CALLS)
+def test_it_is_a_dict_of_rows_that_no_two_ids_share(calls):
+    ids_to_rows, expected = IdMap(), {}
+    for what, ids in calls:
+        array = np.array(ids, np.int64)
+        before = [expected.get(i, -1) for i in ids]
+        if what == "add":
+            rows = ids_to_rows.find_or_add(array).tolist()
+            for i, row, old in zip(ids, rows, before, strict=True):
+                assert old in (-1, row)
+                assert expected.setdefault(i, row) == row
+        elif what == "remove":
+            assert ids_to_rows.remove(array).tolist() == before
+            for i in ids:
+                expected.pop(i, None)
+        else:
+            assert ids_to_rows.find(array).tolist() == before
+        assert len(ids_to_rows) == len(expected) == len(set(expected.values()))
+        found, rows = ids_to_rows.items()
+        assert dict(zip(found.tolist(), rows.tolist(), strict=True)) == expected
+        assert ids_to_rows.ids().tolist() == sorted(expected, key=expected.get)
+        assert all(row < ids_to_rows.num_rows for row in expected.values())
+
+
+def test_many_ids_are_found_while_it_grows_and_after_half_of_them_have_gone():
+    random = np.random.default_rng(0)
+    ids = np.unique(random.integers(-(1 << 63), 1 << 63, 50_000))
+    random.shuffle(ids)
+    ids_to_rows = IdMap()
+    for part in np.array_split(ids, 7):
+        ids_to_rows.find_or_add(part)
+    rows = ids_to_rows.find(ids)
+    np.testing.assert_array_equal(np.sort(rows), np.arange(len(ids)))
+    assert (ids_to_rows.find(ids + 1)[~np.isin(ids + 1, ids)] == -1).all()
+
+    gone, kept = ids[::2], ids[1::2]
+    np.testing.assert_array_equal(ids_to_rows.remove(gone), rows[::2])
+    assert (ids_to_rows.find(gone) == -1).all()
+    np.testing.assert_array_equal(ids_to_rows.find(kept), rows[1::2])
+    again = ids_to_rows.find_or_add(gone - 1)
+    assert ids_to_rows.num_rows <= len(ids) + np.isin(gone - 1, kept).sum()
+    np.testing.assert_array_equal(ids_to_rows.find(gone - 1), again)
+    assert ids_to_rows.nbytes <= 17 * 4 * len(ids)
+
+
+@pytest.mark.parametrize("start", [0, -3, (1 << 63) - 5000])
+@pytest.mark.parametrize("step", [1, 1 << 20, 1 << 32, 0x9E3779B97F4A7C15])
+def test_ids_in_steps_do_not_crowd(start, step):
+    """A bad hash would probe through all of them."""
+    with np.errstate(over="ignore"):
+        steps = np.arange(5000, dtype=np.uint64) * np.uint64(step)
+        ids = (steps + np.uint64(start % (1 << 64))).view(np.int64)
+    ids_to_rows = IdMap()
+    rows = ids_to_rows.find_or_add(ids)
+    np.testing.assert_array_equal(ids_to_rows.find(ids), rows)
+    distance = (ids_to_rows._probe(ids)[1] - ids_to_rows._home(ids)) % len(ids_to_rows._slots)
+    assert distance.max() < 200
+
+
+def test_an_unsigned_id_is_the_signed_one_of_the_same_bits():
+    ids_to_rows = IdMap()
+    rows = ids_to_rows.find_or_add(np.array([(1 << 64) - 1, 7], np.uint64))
+    np.testing.assert_array_equal(ids_to_rows.find(np.array([-1, 7])), rows)
+    np.testing.assert_array_equal(ids_to_rows.find(np.array([-1, 7], np.int8)), rows)
+    np.testing.assert_array_equal(ids_to_rows.find([-1, 7]), rows)
+    assert ids_to_rows.find([]).tolist() == ids_to_rows.find_or_add([]).tolist() == []
+    assert ids_to_rows.remove([]).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (np.ones(3), TypeError, "by ids of dtype float64. Ids are integers"),
+        (["a"], TypeError, "by ids of dtype <U1"),
+        ([True], TypeError, "by ids of dtype bool"),
+        ([1 << 70], TypeError, "by ids of dtype object"),
+        (np.ones((2, 3), int), ValueError, r"by ids of shape \[2, 3\]. Ids have one dim"),
+        (3, ValueError, r"by ids of shape \[\]"),
+    ],
+)
+def test_what_are_no_ids_is_refused(ids, error, message):
+    for call in (as_ids, IdMap().find, IdMap().find_or_add, IdMap().remove):
+        with pytest.raises(error, match=message):
+            call(ids)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5, 8, 1000])
+@pytest.mark.parametrize("step", [1, 1000, 1 << 32])
+def test_each_shard_has_its_share_of_the_ids(num_shards, step):
+    shards = shard_of(np.arange(-50_000, 50_000) * step, num_shards)
+    counts = np.bincount(shards, minlength=num_shards)
+    mean = 100_000 / num_shards
+    assert len(counts) == num_shards
+    assert np.abs(counts - mean).max() < 6 * np.sqrt(mean) + 1
+
+
+def test_the_shard_of_an_id_stays_the_same_in_all_versions():
+    """Tables that were saved are split by it."""
+    ids = np.array([0, 1, -1, 123456789, -(1 << 63)])
+    assert shard_of(ids, 1000).tolist() == [0, 704, 393, 560, 560]
+    for num_shards in (0, -1, (1 << 31) + 1):
+        with pytest.raises(ValueError, match=f"split over {num_shards} shards"):
+            shard_of(ids, num_shards)

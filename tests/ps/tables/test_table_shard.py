@@ -1,0 +1,373 @@
+"""A shard is a dict of rows that are drawn by their ids, and nothing of it is lost on the way."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpudist.ps.tables.id_hash import shard_of
+from tpudist.ps.tables.row_touches import Eviction
+from tpudist.ps.tables.rowwise_adagrad import rowwise_adagrad
+from tpudist.ps.tables.table_options import TableOptions
+from tpudist.ps.tables.table_shard import TableShard
+from tpudist.ps.tables.table_state import part_of_shard
+
+SGD, ADAM = optax.sgd(0.5), optax.adam(0.1)
+OPTIONS = TableOptions(dim=2, optimizer=SGD, capacity=64)
+FRESH = TableShard(OPTIONS)  # is never touched
+
+
+def initial(ids):
+    return FRESH.pull(ids, create=False)
+
+
+@dataclasses.dataclass
+class Model:
+    """What a shard is meant to be, one id at a time."""
+
+    max_rows: int | None
+    eviction: Eviction
+    rows: dict = dataclasses.field(default_factory=dict)
+    touches: dict = dataclasses.field(default_factory=dict)
+    clock: int = 0
+
+    def touch(self, ids):
+        new = sorted(set(ids) - set(self.rows))
+        if self.max_rows is not None:
+            count = len(self.rows) + len(new) - self.max_rows
+            order = sorted(set(self.rows) - set(ids), key=self.key)
+            for i in order[: max(0, count)]:
+                self.remove(i)
+        for i in new:
+            self.rows[i], self.touches[i] = initial([i])[0], (0, 0)
+        self.clock += 1
+        for i in set(ids):
+            self.touches[i] = self.clock, self.touches[i][1] + 1
+
+    def key(self, i):
+        last, num = self.touches[i]
+        return (last, num, i) if self.eviction is Eviction.OLDEST else (num, last, i)
+
+    def remove(self, i):
+        self.rows.pop(i, None)
+        self.touches.pop(i, None)
+
+
+IDS = st.lists(st.one_of(st.integers(-4, 6), st.just(1 << 62)), max_size=7)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["pull", "look", "push", "assign", "remove", "evict"]), IDS),
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(CALLS, st.sampled_from([None, 7, 9]), st.sampled_from(Eviction), st.integers(0, 3))
+def test_it_is_a_dict_of_rows_and_its_changes_give_another_one(calls, max_rows, eviction, every):
+    options = dataclasses.replace(OPTIONS, max_rows=max_rows, eviction=eviction)
+    shard, model = TableShard(options, keep_changes=True), Model(max_rows, eviction)
+    copy = TableShard(options)
+    for number, (what, ids) in enumerate(calls):
+        values = np.arange(2.0 * len(ids), dtype=np.float32).reshape(-1, 2) + number
+        if what == "pull":
+            found = shard.pull(ids)
+            model.touch(ids)
+            np.testing.assert_array_equal(found, rows_of(model, ids))
+        elif what == "look":
+            np.testing.assert_array_equal(shard.pull(ids, create=False), rows_of(model, ids))
+        elif what == "push":
+            shard.push(ids, values)
+            model.touch(ids)
+            for i in set(ids):
+                total = values[np.array(ids) == i].sum(0)
+                model.rows[i] = model.rows[i] - np.float32(0.5) * total
+        elif what == "assign":
+            shard.assign(ids, values)
+            model.touch(ids)
+            model.rows.update(zip(ids, values, strict=True))
+        elif what == "remove":
+            assert shard.remove(ids).tolist() == sorted(set(ids) & set(model.rows))
+            for i in ids:
+                model.remove(i)
+        else:
+            gone = [i for i, (at, num) in model.touches.items() if model.clock - at > 3 or num < 2]
+            assert sorted(shard.evict(max_age=3, min_touches=2).tolist()) == sorted(gone)
+            for i in gone:
+                model.remove(i)
+        require_same(shard, model)
+        if number % (every + 1) == 0:
+            copy.restore(shard.take_changes())
+            np.testing.assert_array_equal(np.sort(copy.ids()), np.sort(shard.ids()))
+            assert_same_rows(copy, shard)
+
+
+def rows_of(model, ids):
+    fresh = initial(ids)
+    rows = [model.rows.get(i, row) for i, row in zip(ids, fresh, strict=True)]
+    return np.reshape(rows, (-1, 2))
+
+
+def require_same(shard, model):
+    state = shard.state()
+    touches = zip(state["last"].tolist(), state["num"].tolist(), strict=True)
+    assert dict(zip(state["ids"].tolist(), touches, strict=True)) == model.touches
+    assert len(shard) == len(model.rows)
+    assert (shard.clock, state["clock"]) == (model.clock, model.clock)
+    for i, row in zip(state["ids"].tolist(), state["rows"], strict=True):
+        np.testing.assert_allclose(row, model.rows[i], rtol=1e-6)
+
+
+def assert_same_rows(shard, other):
+    ids = np.sort(other.ids())
+    found, expected = shard.state(ids), other.state(ids)
+    for name in set(expected) - {"last", "num", "clock"}:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def some_ids(count):
+    return np.unique(np.random.default_rng(count).integers(-(1 << 63), 1 << 63, count))
+
+
+def shard_with(ids, options, **others):
+    """With rows and slots of their own."""
+    shard = TableShard(options, **others)
+    for part in (ids, ids[::2]):
+        shard.push(part, np.sin(np.arange(len(part) * options.dim)).reshape(-1, options.dim))
+    return shard
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, rowwise_adagrad(0.1), optax.sgd(0.1, momentum=0.9)])
+def test_a_table_that_grows_is_one_that_was_large(optimizer):
+    ids = some_ids(300)
+    shards = [
+        shard_with(ids, TableOptions(dim=3, optimizer=optimizer, capacity=capacity))
+        for capacity in (16, 512)
+    ]
+    for part in np.array_split(ids, 5):
+        for shard in shards:
+            shard.push(part, np.ones((len(part), 3)))
+    assert_same_rows(*shards)
+    assert len(shards[0]) == len(ids)
+    assert shards[0].nbytes >= shards[0].state()["rows"].nbytes
+
+
+def test_a_batch_of_several_chunks_is_one_of_small_ones():
+    ids = some_ids(20_000)
+    options = TableOptions(dim=2, optimizer=rowwise_adagrad(0.1), capacity=32_768)
+    whole, parts = TableShard(options), TableShard(options)
+    gradients = np.random.default_rng(0).normal(size=(len(ids), 2)).astype(np.float32)
+    np.testing.assert_array_equal(whole.pull(ids), whole.pull(ids, create=False))
+    whole.push(ids, gradients)
+    for part in np.array_split(np.arange(len(ids)), 3):
+        parts.push(ids[part], gradients[part])
+    assert_same_rows(whole, parts)
+
+
+def test_a_row_does_not_depend_on_the_order_the_batch_or_the_shard():
+    ids = some_ids(100)
+    options = TableOptions(dim=4, optimizer=SGD, seed=3, initializer=jax.nn.initializers.normal(1))
+    expected = TableShard(options).pull(ids)
+    order = np.random.default_rng(1).permutation(len(ids))
+    other = TableShard(options)
+    for part in np.array_split(order, 7):
+        np.testing.assert_array_equal(other.pull(ids[part]), expected[part])
+    assert abs(expected.mean()) < 0.2
+    assert 0.8 < expected.std() < 1.2
+    assert len(np.unique(expected)) == expected.size
+    another = TableShard(dataclasses.replace(options, seed=-3)).pull(ids)
+    assert not (another == expected).any()
+    fan = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+    rows = TableShard(dataclasses.replace(options, initializer=fan, dim=100)).pull(ids)
+    assert 0.09 < rows.std() < 0.11  # as `nnx.Embed` draws rows of 100 features
+
+
+def test_duplicates_are_summed_before_the_optimizer_sees_them():
+    """Adam of twice a gradient is not twice Adam."""
+    options = TableOptions(dim=2, optimizer=ADAM)
+    once, twice = TableShard(options), TableShard(options)
+    once.push([5, -9], [[3.0, 1.0], [1.0, 0.0]])
+    twice.push([5, -9, 5], [[1.0, 1.0], [1.0, 0.0], [2.0, 0.0]])
+    assert_same_rows(once, twice)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_may_be_of_half_the_size(dtype):
+    shard = shard_with(some_ids(40), TableOptions(dim=2, optimizer=ADAM, dtype=dtype))
+    ids = shard.ids()
+    rows = shard.pull(ids)
+    assert rows.dtype == np.dtype(dtype)
+    out = np.empty_like(rows)
+    assert shard.pull(ids[::-1], out=out) is out
+    np.testing.assert_array_equal(out, rows[::-1])
+    state = shard.state()
+    assert {state[name].dtype.name for name in state if name.endswith("mu")} == {"float32"}
+    shard.push(ids, jnp.ones(rows.shape, jnp.bfloat16))
+    other = TableShard(shard.options)
+    other.restore(shard.state())
+    assert_same_rows(other, shard)
+
+
+def test_empty_batches_change_nothing():
+    shard = TableShard(OPTIONS, keep_changes=True)
+    assert shard.pull([]).shape == shard.pull([], create=False).shape == (0, 2)
+    shard.push([], np.zeros((0, 2)))
+    shard.assign(np.zeros(0, np.uint64), np.zeros((0, 2)))
+    assert len(shard) == len(shard.remove([])) == len(shard.evict(min_touches=9)) == 0
+    shard.restore(shard.take_changes())
+    assert len(shard.state()["rows"]) == len(shard.ids()) == 0
+
+
+def test_a_table_is_split_over_8_shards_then_5_then_8_and_loses_nothing():
+    options = TableOptions(dim=3, optimizer=ADAM, capacity=64)
+    ids = some_ids(400)
+    whole = shard_with(ids, options)
+    states = [whole.state()]
+    for num_shards in (8, 5, 8):
+        shards = [TableShard(options) for _ in range(num_shards)]
+        for index, shard in enumerate(shards):
+            for state in states:
+                shard.restore(part_of_shard(state, index, num_shards))
+            assert (shard_of(shard.ids(), num_shards) == index).all()
+        states = [shard.state() for shard in shards]
+        assert sum(map(len, shards)) == len(ids)
+    back = TableShard(options)
+    for state in states:
+        back.restore(state)
+    found, expected = back.state(ids), whole.state(ids)
+    assert list(found) == list(expected)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+def test_evicted_ids_are_those_of_their_shard():
+    shard = shard_with(np.arange(20), OPTIONS, keep_changes=True)
+    shard.remove(np.arange(5, 15))
+    changes = shard.take_changes()
+    parts = [part_of_shard(changes, i, 3)["evicted"] for i in range(3)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(5, 15))
+    assert all((shard_of(part, 3) == i).all() for i, part in enumerate(parts))
+
+
+def test_a_restored_table_keeps_its_bound_and_the_rows_that_go_last():
+    options = dataclasses.replace(OPTIONS, max_rows=4)
+    shard = TableShard(OPTIONS)
+    for i in (3, 1, 2, 0, 5, 4):
+        shard.pull([i])
+    bound = TableShard(options)
+    bound.restore(shard.state())
+    assert sorted(bound.ids().tolist()) == [0, 2, 4, 5]
+    with pytest.raises(ValueError, match="asks a shard for 5 different ids, and it has max_rows=4"):
+        bound.pull([0, 2, 2, 7, 8, 9])
+    assert sorted(bound.ids().tolist()) == [0, 2, 4, 5]
+    assert bound.clock == 6
+
+
+def test_a_shard_takes_no_more_memory_than_it_may():
+    options = TableOptions(dim=2, optimizer=ADAM, capacity=16, max_bytes=20_000)
+    shard, room, ids = TableShard(options), options.room, some_ids(1000)
+    assert room >= 64
+    for part in np.array_split(ids[:room], 5):
+        shard.push(part, np.ones((len(part), 2)))
+    assert 0.9 * options.bytes_for(room) < shard.nbytes <= options.bytes_for(room) <= 20_000
+    before, state = shard.state(), TableShard(dataclasses.replace(options, max_bytes=None))
+    state.pull(ids[room - 5 : room + 1])
+    for refused in (
+        lambda: shard.pull(ids[: room + 1]),
+        lambda: shard.push(ids[: room + 1], np.ones((room + 1, 2))),
+        lambda: shard.restore(state.state()),
+    ):
+        with pytest.raises(MemoryError, match=f"{room + 1} rows .* has room for {room}: .* Use mo"):
+            refused()
+    jax.tree.map(np.testing.assert_array_equal, shard.state(), before)
+    shard.pull(ids, create=False)
+    shard.remove(ids[:1])
+    shard.pull(ids[room : room + 1])
+    assert len(shard) == room
+    assert shard.nbytes <= 20_000
+
+
+def test_a_shard_lets_rows_go_before_it_runs_out_of_memory():
+    options = dataclasses.replace(OPTIONS, max_rows=4, max_bytes=OPTIONS.bytes_for(64))
+    shard = TableShard(options)
+    for i in range(80):
+        shard.push([i, i + 1], np.ones((2, 2)))
+    assert sorted(shard.ids().tolist()) == [77, 78, 79, 80]
+
+
+def test_the_table_is_overwritten_in_place():
+    """Also after a pull, which looks at it: a copy would take seconds for a large table."""
+    shard = shard_with(np.arange(50), OPTIONS)
+    before = shard._arrays._tree.values.unsafe_buffer_pointer()
+    for _ in range(3):
+        shard.push(np.arange(50), shard.pull(np.arange(50)))
+    assert shard._arrays._tree.values.unsafe_buffer_pointer() == before
+
+
+def test_what_a_caller_got_stays_as_it_was():
+    shard = shard_with(np.arange(50), OPTIONS)
+    pulled, state = shard.pull([1, 2]), shard.state()
+    copies = pulled.copy(), {name: x.copy() for name, x in state.items()}
+    gradients, ids = np.ones((2, 2), np.float32), np.array([1, 2])
+    shard.push(ids, gradients)
+    ids[:], gradients[:] = 7, 9.0
+    np.testing.assert_array_equal(pulled, copies[0])
+    jax.tree.map(np.testing.assert_array_equal, state, copies[1])
+    np.testing.assert_array_equal(shard.pull([1, 2]), pulled - np.float32(0.5))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: x.push([1], np.ones((1, 3))), ValueError, r"dim=2, gradients of shape \[1, 3\]"),
+        (lambda x: x.push([1, 2], np.ones(2)), ValueError, r"For 2 ids .* Use shape \[2, 2\]"),
+        (lambda x: x.push([1], np.ones((1, 2), int)), TypeError, "gradients of dtype int64 came"),
+        (lambda x: x.assign([1], np.ones((2, 2))), ValueError, r"rows of shape \[2, 2\]"),
+        (lambda x: x.pull([0.5]), TypeError, "by ids of dtype float64"),
+        (lambda x: x.pull([1], out=np.ones((1, 2))), ValueError, "written to out of float64"),
+        (lambda x: x.pull([1], out=np.ones((2, 2))), ValueError, r"out of shape \[2, 2\]"),
+        (lambda x: x.take_changes(), ValueError, "Make the shard with keep_changes=True"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(call, error, message):
+    shard = TableShard(OPTIONS)
+    with pytest.raises(error, match=message):
+        call(shard)
+    assert len(shard) == shard.clock == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"dim": 0}, ValueError, "asked for with dim=0. It is at least 1"),
+        ({"max_rows": 0}, ValueError, "asked for with max_rows=0"),
+        ({"capacity": -1}, ValueError, "asked for with capacity=-1"),
+        ({"max_bytes": 0}, ValueError, "asked for with max_bytes=0"),
+        ({"max_bytes": 999}, ValueError, "capacity=64 and max_bytes=999. The .* Use a lower"),
+        ({"dtype": "float64"}, ValueError, "rows of float64. They are one of float32, bfloat16"),
+        ({"optimizer": None}, TypeError, "The optimizer of a table is None"),
+    ],
+)
+def test_options_that_are_no_table_are_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(OPTIONS, **change)
+
+
+def test_a_state_of_another_table_is_refused():
+    state = shard_with(np.arange(3), TableOptions(dim=2, optimizer=ADAM)).state()
+    with pytest.raises(ValueError, match=r"slots\[0\]\.mu.* Restore it with the optimizer"):
+        TableShard(OPTIONS).restore(state)
+    other = TableShard(TableOptions(dim=3, optimizer=ADAM))
+    with pytest.raises(ValueError, match=r"float32 \[3, 2\]. With 3 ids, .* float32 \[3, 3\]"):
+        other.restore(state)
+    half = TableShard(TableOptions(dim=2, optimizer=ADAM, dtype=ml_dtypes.bfloat16))
+    with pytest.raises(ValueError, match="rows of float32"):
+        half.restore(state)
+    same = TableShard(TableOptions(dim=2, optimizer=ADAM))
+    with pytest.raises(ValueError, match="some have the same id"):
+        same.restore({**state, "ids": np.zeros(3, np.int64)})
+    assert len(same) == len(half) == len(other) == 0

@@ -1,0 +1,233 @@
+"""Checks of names, ports and hosts, and of the cluster that the environment names."""
+
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from tpudist.supervisor import process_files
+from tpudist.supervisor.doctor import network_checks
+from tpudist.supervisor.doctor.checks import Verdict
+from tpudist.supervisor.doctor.cluster_environment import (
+    Cluster,
+    expand_nodes,
+    look_at_cluster,
+    read_cluster,
+)
+
+
+def config(*workers, index=0, kind="worker", **jobs):
+    cluster = {"worker": list(workers), **jobs}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+def port_of(one):
+    return one.getsockname()[1]
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one
+
+
+@pytest.fixture
+def silent_address():
+    """An address whose host gives no answer, as behind a firewall: its queue is full."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen(0)
+        with socket.create_connection(one.getsockname()):
+            yield f"127.0.0.1:{port_of(one)}"
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = port_of(one)
+    return port
+
+
+# The cluster.
+
+
+@pytest.mark.parametrize(
+    ("environ", "addresses", "index"),
+    [
+        ({}, (), None),
+        (config("a:1", "b:2", index=1), ("a:1", "b:2"), 1),
+        (config("a:1", "b:2", chief=["c:3"]), ("c:3", "a:1", "b:2"), 1),
+        (config("a:1", chief=["c:3"], kind="chief"), ("c:3", "a:1"), 0),
+        (
+            {"TPU_WORKER_HOSTNAMES": "t0, t1", "TPU_WORKER_ID": "1"},
+            ("t0:8476", "t1:8476"),
+            1,
+        ),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, (), None),
+        ({"SLURM_JOB_NODELIST": "n[1-2]"}, ("n1:8888", "n2:8888"), None),
+        (
+            {"SLURM_JOB_NODELIST": "n[1-9]", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_PROCID": "1"},
+            ("n3:8888", "n4:8888"),
+            1,
+        ),
+    ],
+)
+def test_the_cluster_is_read_from_the_environment(environ, addresses, index):
+    found = read_cluster(environ)
+    assert (found.addresses, found.index, found.problem) == (addresses, index, "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"TF_CONFIG": "{"}, "TF_CONFIG cannot be read: "),
+        ({"TF_CONFIG": "[]"}, "TF_CONFIG cannot be read: "),
+        (config("a:1", index=3), "there is no task 3 of job 'worker'"),
+        (config("a"), "It must be host:port"),
+        (config("a:1", "b:1", kind="other"), "does not say which process it is"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, "process 2 of 2 processes"),
+        ({"SLURM_JOB_NODELIST": "n[a-b]"}, "does not look like"),
+    ],
+)
+def test_a_cluster_that_is_wrong_fails(environ, told, monkeypatch):
+    for name in ("TF_CONFIG", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (answer,) = look_at_cluster()
+    assert answer.verdict is Verdict.FAIL
+    assert told in answer.found
+    assert answer.remedy
+
+
+def test_the_nodes_of_slurm_are_those_of_its_resolver():
+    from tpudist.cluster_resolver.slurm import expand_hostlist
+
+    for nodes in ("n1", "n1,n2", "n[1-3]", "n[08-11,2],m5", "a-b[1,3-4],c"):
+        assert list(expand_nodes(nodes)) == expand_hostlist(nodes)
+
+
+# Names.
+
+
+def test_hosts_that_are_unknown_are_named():
+    cluster = Cluster("TF_CONFIG", ("localhost:1", "nowhere.invalid:1"), 0)
+    (answer,) = network_checks.look_up_hosts(cluster)
+    assert answer.verdict is Verdict.FAIL
+    assert answer.found.startswith("1 of 2 unknown: nowhere.invalid: ")
+    (answer,) = network_checks.look_up_hosts(Cluster("TF_CONFIG", ("localhost:1",), 0))
+    assert (answer.verdict, answer.found) == (Verdict.OK, "1 known: localhost")
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+    asked = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: asked.wait(20))
+    start = time.monotonic()
+    (answer,) = network_checks.look_up_hosts(Cluster("TF_CONFIG", ("a:1",), 0), timeout_s=0.3)
+    assert time.monotonic() - start < 5
+    asked.set()
+    assert answer.verdict is Verdict.FAIL
+    assert "a: no answer within 0.3 s" in answer.found
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "told"),
+    [
+        ("nowhere.invalid", Verdict.FAIL, "nowhere.invalid is unknown"),
+        ("192.0.2.1", Verdict.FAIL, "which is no address of this host"),
+        ("localhost", Verdict.OK, "localhost is "),
+    ],
+)
+def test_the_name_of_this_host_must_lead_to_it(name, verdict, told):
+    (answer,) = network_checks.look_up_this_host(Cluster(), name)
+    assert answer.verdict is verdict
+    assert told in answer.found
+
+
+def test_a_name_that_others_cannot_use_is_a_warning_where_there_are_others():
+    several = Cluster("TF_CONFIG", ("a:1", "b:1"), 0)
+    (answer,) = network_checks.look_up_this_host(several, "localhost")
+    assert answer.verdict is Verdict.WARNING
+
+
+# Ports.
+
+
+def test_a_port_that_is_taken_fails_and_its_holder_is_named(listener):
+    addresses = (f"127.0.0.1:{port_of(listener)}", "127.0.0.1:1")
+    (answer,) = network_checks.try_port(Cluster("TF_CONFIG", addresses, 0))
+    assert answer.verdict is Verdict.FAIL
+    assert "Another program has the port" in answer.found
+    assert f"process {os.getpid()} (" in answer.remedy
+
+
+def test_a_port_that_no_cluster_asks_for_is_a_warning(listener):
+    (answer,) = network_checks.try_port(Cluster(), default_port=port_of(listener))
+    assert answer.verdict is Verdict.WARNING
+
+
+def test_a_port_that_is_free_is_free_afterwards(free_port):
+    cluster = Cluster("TF_CONFIG", (f"127.0.0.1:{free_port}", "127.0.0.1:1"), 0)
+    for _ in range(2):
+        (answer,) = network_checks.try_port(cluster)
+        assert (answer.verdict, answer.found) == (
+            Verdict.OK,
+            f"127.0.0.1:{free_port} is free",
+        )
+
+
+@pytest.mark.parametrize(
+    ("addresses", "index", "verdict", "told"),
+    [
+        (("192.0.2.1:8476", "a:1"), 0, Verdict.FAIL, "has no such address"),
+        (("192.0.2.1:8476", "a:1"), 1, Verdict.OK, "not of this process"),
+        (("127.0.0.1:{port}", "10.0.0.2:1"), 0, Verdict.FAIL, "on other hosts cannot reach it"),
+    ],
+)
+def test_the_coordinator_must_be_here_and_for_all(addresses, index, verdict, told, free_port):
+    addresses = tuple(x.format(port=free_port) for x in addresses)
+    (answer,) = network_checks.try_port(Cluster("TF_CONFIG", addresses, index))
+    assert answer.verdict is verdict
+    assert told in answer.found
+
+
+# The other processes.
+
+
+def test_a_host_that_refuses_is_reached(listener, free_port):
+    addresses = ("10.0.0.1:1", f"127.0.0.1:{port_of(listener)}", f"127.0.0.1:{free_port}")
+    (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0))
+    assert answer.verdict is Verdict.OK
+    assert answer.found == "2 reached; something listens at 1 of them"
+
+
+def test_a_host_that_is_silent_is_not_reached(silent_address, free_port):
+    addresses = ("10.0.0.1:1", silent_address, f"127.0.0.1:{free_port}")
+    start = time.monotonic()
+    (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0), timeout_s=0.5)
+    assert time.monotonic() - start < 5
+    assert answer.verdict is Verdict.FAIL
+    assert answer.found.startswith(f"1 of 2 not reached: {silent_address}: ")
+    assert "timed out" in answer.found
+
+
+def test_a_host_of_an_unknown_name_is_one_failure_and_not_two(free_port):
+    addresses = ("10.0.0.1:1", "nowhere.invalid:1", f"127.0.0.1:{free_port}")
+    (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0))
+    assert answer.verdict is Verdict.OK
+    assert answer.found.startswith("1 reached; something listens at 0 of them; 1 of unknown names")
+
+
+def test_a_host_without_a_way_to_it_is_not_reached():
+    cluster = Cluster("TF_CONFIG", ("10.0.0.1:1", "255.255.255.255:1"), 0)
+    (answer,) = network_checks.reach_others(cluster)
+    assert answer.verdict is Verdict.FAIL
+
+
+def test_a_process_is_named_by_its_command():
+    said = process_files.describe(os.getpid())
+    assert said.startswith(f"process {os.getpid()} (")
+    assert process_files.describe(2**22 + 5) == f"process {2**22 + 5}"

@@ -1,0 +1,170 @@
+"""CoordinatorProgress: watches a coordinator's run from a thread, for people and for files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import IO, Any
+
+from tpudist.coordinator.progress.progress_display import (
+    ProgressDisplay,
+    make_progress_display,
+    table_text,
+)
+from tpudist.coordinator.progress.progress_files import (
+    ProgressEvents,
+    ProgressLines,
+    require_tensorboard,
+)
+from tpudist.coordinator.progress.progress_sample import ProgressSample
+from tpudist.coordinator.progress.progress_sampler import ProgressSampler
+from tpudist.engine.concurrency import Concurrency, Thread
+
+ASK_S = 0.5
+"""How long a sample waits for what servers say, at most."""
+END_S = 5.0
+"""How long the end waits for the last sample to be shown and written."""
+_log = logging.getLogger("tpudist")
+
+
+class CoordinatorProgress:
+    """How far a run is, and who holds it up; made by `ClusterCoordinator.progress`.
+
+    In `with` a thread takes a sample now and then, shows it, and adds it to files. It holds nothing
+    up and lets nothing fail: what cannot be asked, shown or written is a warning, once. It ends
+    with the block, or with its coordinator.
+    """
+
+    def __init__(
+        self,
+        sampler: ProgressSampler,
+        concurrency: Concurrency,
+        running: set[CoordinatorProgress],
+        *,
+        every_s: float = 1.0,
+        show: bool = True,
+        file: IO[str] | None = None,
+        json_lines: str | os.PathLike | None = None,
+        tensorboard: str | os.PathLike | None = None,
+    ):
+        """See `ClusterCoordinator.progress`."""
+        if not every_s > 0:
+            raise ValueError(
+                f"progress was given every_s={every_s!r}. It must be more than 0 seconds."
+            )
+        if tensorboard is not None:
+            require_tensorboard(tensorboard)
+        self._sampler, self._every_s, self._running = sampler, every_s, running
+        self._concurrency, self._changed = concurrency, concurrency.condition()
+        self._show, self._file = show, file
+        self._json_lines, self._tensorboard = json_lines, tensorboard
+        self._display: ProgressDisplay | None = None
+        self._lines = None if json_lines is None else ProgressLines(json_lines)
+        self._events: ProgressEvents | None = None
+        self._thread: Thread | None = None
+        self._last: ProgressSample | None = None
+        self._is_over = False
+        self._failures: set[str] = set()
+
+    def sample(self) -> ProgressSample:
+        """What is known now; waits half a second for servers at most.
+
+        Rates are those since earlier samples, and 0 in the first one.
+        """
+        return self._sampler.take(ASK_S)
+
+    def __str__(self) -> str:
+        """The table of what is known now."""
+        return table_text(self.sample())
+
+    def __enter__(self) -> CoordinatorProgress:
+        """Begins to watch.
+
+        Raises:
+            RuntimeError: It has begun before.
+        """
+        if self._thread is not None:
+            raise RuntimeError(
+                "This progress was entered before. Each `with` needs one of its own: with "
+                "coordinator.progress(): ..."
+            )
+        self._running.add(self)
+        self._thread = self._concurrency.start("tpudist progress", self._watch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Shows and writes a last sample, and ends."""
+        self.close()
+
+    def close(self) -> None:
+        """Shows and writes a last sample, and ends; may be called again."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._running.discard(self)
+        if self._thread is not None and not self._thread.join(END_S):
+            self._warn("end", f"its last sample takes longer than {END_S:g} s")
+
+    # The thread.
+
+    def _watch(self) -> None:
+        self._try("show the run", self._open_display)
+        self._try(self._about_events, self._open_events)
+        is_over = False
+        while not is_over:
+            with self._changed:
+                is_over = self._is_over  # what comes then is the last sample
+            wait_s = ASK_S if is_over else min(ASK_S, self._every_s)
+            if self._try("look at the run", self._look, wait_s) and self._last is not None:
+                self._write(self._last)
+            if not is_over:
+                if self._display is not None and self._last is not None:
+                    self._show_in(self._display, self._last)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_over, self._every_s)
+        if self._display is not None:
+            self._try("show the run", self._display.close, self._last)
+        if self._events is not None:
+            self._try(self._about_events, self._events.close)
+
+    def _open_display(self) -> None:
+        if self._show:
+            self._display = make_progress_display(self._file)
+
+    def _open_events(self) -> None:
+        if self._tensorboard is not None:
+            self._events = ProgressEvents(self._tensorboard)
+
+    def _look(self, wait_s: float) -> None:
+        self._last = self._sampler.take(wait_s)
+
+    def _show_in(self, display: ProgressDisplay, sample: ProgressSample) -> None:
+        if not self._try("show the run", display.show, sample):
+            self._display = None
+            self._try("show the run", display.close, None)  # which gives the terminal back
+
+    def _write(self, sample: ProgressSample) -> None:
+        if self._lines is not None:
+            self._try(f"write {self._json_lines}", self._lines.write, sample)
+        if self._events is not None:
+            if not self._try(self._about_events, self._events.write, sample):
+                self._events = None
+
+    @property
+    def _about_events(self) -> str:
+        return f"write events to {self._tensorboard}"
+
+    def _try(self, what: str, do: Callable[..., None], *args: Any) -> bool:
+        """Whether it could be done; else there is a warning, if it is the first one."""
+        try:
+            do(*args)
+        except Exception as error:
+            self._warn(what, f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _warn(self, what: str, why: str) -> None:
+        if what not in self._failures:
+            self._failures.add(what)
+            _log.warning("progress could not %s, and the run goes on without: %s", what, why)

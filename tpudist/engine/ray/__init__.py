@@ -1,0 +1,1 @@
+"""The engine that runs actors as processes of Ray."""

@@ -1,0 +1,116 @@
+"""RayNode: this machine in the Ray of a program that runs elsewhere, until that program ends.
+
+The processes of Ray, and what they run here, go with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+
+from tpudist.engine.process_guard import ProcessGuard
+from tpudist.engine.ray.ray_addresses import find_local_ip, is_answered, split_address
+from tpudist.engine.ray.ray_cluster import name_resource
+from tpudist.engine.ray.ray_session import (
+    START_S,
+    choose_token,
+    import_ray,
+    make_folder,
+    require_token,
+)
+
+_LOOK_S = 0.5
+_NUM_REFUSED = 3  # times in a row, so that no restart of a network is taken for an end
+_SILENT_S = 60.0  # as long as Ray itself bears with a head that does not answer
+_REPORT_S = 30.0
+_log = logging.getLogger("tpudist")
+
+
+class RayNode:
+    """This machine, for the actor of one role and index."""
+
+    def __init__(self, head: str, role: str, index: int, address: str, *, timeout_s: float):
+        """Waits for the program, and joins its Ray.
+
+        Args:
+            head: Where the program starts Ray, `host:port`.
+            role: Of the actor that is to run here.
+            index: Of the actor that is to run here.
+            address: Of this machine, `host:port`. Ray takes its calls at the port.
+            timeout_s: How long to wait for the program.
+
+        Raises:
+            ModuleNotFoundError: Ray is not installed.
+            RuntimeError: There is no token, or tokens are off.
+            TimeoutError: Nobody answers at the address of the head.
+            ConnectionError: Ray there lets this machine not join.
+        """
+        self._name, self._head = f"{role} {index}", split_address(head)
+        host, port = split_address(address)
+        require_token(True)
+        choose_token(head, was_imported=False)
+        import_ray()  # so that its lack is named; nothing here uses it
+        self._wait_for_head(timeout_s)
+        folder = make_folder()
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}"]
+        command += [f"--resources={json.dumps({name_resource(role, index): 1})}"]
+        command += [f"--node-manager-port={port}", f"--temp-dir={folder / 'r'}"]
+        command += ["--disable-usage-stats"]
+        if ip := find_local_ip(host):
+            command.append(f"--node-ip-address={ip}")
+        self._here = ip or "127.0.0.1", port
+        env = {x: value for x, value in os.environ.items() if x != "RAY_ADDRESS"}
+        try:
+            self._guard = ProcessGuard(command, folder, env, timeout_s=START_S)
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"{self._name} cannot join Ray at {head}: it is no Ray, or has another token than "
+                f"this program, or something else is at {address}."
+            ) from error
+
+    def join(self) -> None:
+        """Waits until the program has ended, and ends what is here.
+
+        Raises:
+            RuntimeError: Ray has ended here, and the program has not.
+        """
+        try:
+            num_refused = num_refused_here = 0
+            heard = time.monotonic()
+            while num_refused < _NUM_REFUSED and time.monotonic() - heard < _SILENT_S:
+                time.sleep(_LOOK_S)
+                answer = is_answered(*self._head)
+                num_refused = num_refused + 1 if answer is False else 0
+                heard = time.monotonic() if answer is not None else heard
+                here = is_answered(*self._here)
+                num_refused_here = num_refused_here + 1 if here is False else 0
+                if num_refused_here > 2 * _NUM_REFUSED and answer:
+                    raise RuntimeError(
+                        f"Ray of {self._name} has ended on this machine, and the program has not. "
+                        f"Start the server again, and what it held or ran goes on there."
+                    )
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends all processes here; may be called again."""
+        self._guard.close()
+
+    def _wait_for_head(self, timeout_s: float) -> None:
+        began = reported = time.monotonic()
+        while not is_answered(*self._head):
+            now = time.monotonic()
+            if now - began > timeout_s:
+                raise TimeoutError(
+                    f"{self._name} has waited {timeout_s:g} s for the program of the chief, which "
+                    f"does not answer at {':'.join(map(str, self._head))}. That program makes a "
+                    f"tpudist.ParameterServerStrategy(cluster_resolver), as task 'chief'; the "
+                    f"address must be reached from here."
+                )
+            if now - reported > _REPORT_S:
+                _log.warning("%s is waiting for the program of the chief.", self._name)
+                reported = now
+            time.sleep(min(_LOOK_S, timeout_s))

@@ -1,0 +1,198 @@
+"""Ray under a program: used where it runs, joined, or started on this machine, with tokens.
+
+Only what Ray calls public and stable is used, and only this file imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tpudist.engine.process_guard import ProcessGuard
+from tpudist.engine.ray.ray_addresses import find_local_ip, split_address
+
+START_S = 120.0
+"""How long Ray may take to start on this machine; 4 s where nothing else runs."""
+_TOKEN_FILE = Path("~/.ray/auth_token")
+_TOKEN_PLACES = f"it is in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or {_TOKEN_FILE}"
+_MAX_FOLDER = 40  # characters: Ray's sockets add 66, and a path of a socket may have 107
+_log = logging.getLogger("tpudist")
+
+
+class RaySession:
+    """A program's connection to Ray."""
+
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        needs_token: bool,
+        log_to_driver: bool,
+        head: str | None = None,
+    ):
+        """None yet; the arguments are those of `RayEngine`, and where to start Ray for others."""
+        self._address, self._needs_token, self._head = address, needs_token, head
+        self._log_to_driver = log_to_driver
+        self._lock = threading.RLock()
+        self._guard: ProcessGuard | None = None
+        self._has_joined = False
+
+    @property
+    def has_started_ray(self) -> bool:
+        """Whether Ray, and all of its processes, end with it."""
+        return self._guard is not None
+
+    def connect(self) -> None:
+        """Starts Ray, or joins it; leaves it alone where the program has done so."""
+        require_token(self._needs_token)
+        if "ray" in sys.modules and import_ray().is_initialized():
+            return
+        address = None if self._head else self._address or os.environ.get("RAY_ADDRESS")
+        address = None if address == "local" else address  # Ray's word for one of its own
+        if self._needs_token:
+            choose_token(self._head or address, was_imported="ray" in sys.modules)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray = import_ray()
+        options: dict[str, Any] = {"log_to_driver": self._log_to_driver, "logging_level": "ERROR"}
+        with _as_it_was():
+            try:
+                if address:
+                    _join(address, options)
+                else:
+                    folder = self._start()
+                    # `auto`, and not the address: so Ray looks for a token also where it was
+                    # imported before it could know that there is one.
+                    ray.init("auto", _temp_dir=str(folder), **options)
+                self._has_joined = True
+            except BaseException:
+                self.disconnect()
+                raise
+
+    def _start(self) -> Path:
+        host, port = split_address(self._head) if self._head else ("", 0)
+        folder = make_folder()
+        # Ray lets everybody write to the folder that it is given, so it is one inside of ours.
+        inner = folder / "r"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"]
+        command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={inner}"]
+        if ip := host and find_local_ip(host):
+            command.append(f"--node-ip-address={ip}")
+        env = {x: value for x, value in os.environ.items() if x != "RAY_ADDRESS"}
+        if self._needs_token:
+            env["RAY_AUTH_MODE"] = "token"
+        self._guard = ProcessGuard(command, folder, env, timeout_s=START_S)
+        return inner
+
+    def disconnect(self) -> None:
+        """Undoes `connect`; may be called again."""
+        with self._lock:
+            if self._has_joined:
+                import_ray().shutdown()
+                self._has_joined = False
+            if self._guard is not None:
+                self._guard.close()
+                self._guard = None
+
+
+def import_ray() -> ModuleType:
+    """The module.
+
+    Raises:
+        ModuleNotFoundError: It is not installed; says how to.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ModuleNotFoundError(
+            "Ray is not installed, which engine='ray' and servers on several machines need: "
+            "pip install 'tpudist[ray]'.",
+            name="ray",
+        ) from None
+    return ray
+
+
+def require_token(needs_token: bool) -> None:
+    """Refuses to run Ray without tokens where they are needed.
+
+    Raises:
+        RuntimeError: The environment turns them off.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
+    if needs_token and mode != "token":
+        raise RuntimeError(
+            f"RAY_AUTH_MODE is {mode!r}: whoever can reach the ports of Ray could run code in your "
+            f"name. Unset it, or pass needs_token=False where nobody else is in the network."
+        )
+
+
+def choose_token(address: str | None, *, was_imported: bool) -> None:
+    """Has Ray use tokens, and sees that there is one.
+
+    Ray reads RAY_AUTH_MODE when it is imported, and keeps the token that it first has. So both stay
+    for as long as this process lives; no file holds the token.
+    """
+    if not was_imported:
+        os.environ["RAY_AUTH_MODE"] = "token"
+    elif address and "RAY_AUTH_MODE" not in os.environ:
+        raise RuntimeError(
+            f"Ray was imported before it could know that a token is needed, so that it has none "
+            f"for {address}. Set RAY_AUTH_MODE=token, or import it later than the engine starts."
+        )
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    file = _TOKEN_FILE.expanduser()
+    if not file.exists():
+        if address:
+            raise RuntimeError(f"There is no token for Ray at {address}: {_TOKEN_PLACES}.")
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    elif file.stat().st_mode & 0o077:
+        _log.warning(
+            "Others can read %s, and with it run code in your name where Ray runs: chmod 600 it.",
+            file,
+        )
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    try:
+        import_ray().init(address, **options)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"Ray at {address} cannot be joined: it does not answer, or has another token than "
+            f"this program ({_TOKEN_PLACES})."
+        ) from error
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Puts back what SIGTERM does, for which `ray.init` has a handler of its own.
+
+    And hides RAY_ADDRESS, which would be heard instead of `auto`.
+    """
+    before, address = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)
+    try:
+        yield
+    finally:
+        if address is not None:
+            os.environ["RAY_ADDRESS"] = address
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def make_folder() -> Path:
+    """A new folder of a short name, that only this user may enter."""
+    place = tempfile.gettempdir()
+    if len(place) > _MAX_FOLDER - len("/tpudist-ray-xxxxxxxx/r"):
+        place = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="tpudist-ray-", dir=place))

@@ -1,0 +1,1 @@
+"""Makes one program for all replicas from the jaxpr of one replica."""

@@ -1,0 +1,403 @@
+"""Moves host values onto a mesh of replicas, as global arrays.
+
+A value is *replicated* (every device holds it whole), *stacked* (`[num_replicas, ...]`, each
+replica holds its own part), or *sharded* as a partition spec says. Nothing here assumes that a
+process can see all of an array.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from tpudist.processes import process_agreement
+from tpudist.programs import program_digest
+from tpudist.xla import integers, random_keys
+from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
+
+PyTree = Any
+_NO_MESH = Mesh(np.empty((), object), ())
+_HOST = jax.memory.Space.Host
+
+
+def replicate(mesh: ReplicaMesh, value: PyTree, *, memory_kind: str | None = None) -> PyTree:
+    """Puts every leaf of `value` whole on every device of the mesh; see `shard`."""
+    if memory_kind is None and _is_on_the_only_device(mesh, value):
+        # What `device_put` would give, in a third of the time.
+        return jax.make_array_from_single_device_arrays(value.shape, mesh.replicated, [value])
+    return shard(mesh, value, PartitionSpec(), memory_kind=memory_kind)
+
+
+def shard(
+    mesh: ReplicaMesh, value: PyTree, spec: PartitionSpec, *, memory_kind: str | None = None
+) -> PyTree:
+    """Puts every leaf of `value` on the mesh, split as `spec` says.
+
+    In several processes all must hold the same value, and agree that they do.
+
+    Args:
+        mesh: Where to.
+        value: Pytree of host values or arrays.
+        spec: Mesh axes for the leading dims of each leaf.
+        memory_kind: Which of the devices' memories, such as `pinned_host`; by default their own.
+
+    Raises:
+        ValueError: The devices have no such memory.
+        ProcessesDifferError: The processes place different values, or do something else.
+    """
+    leaves = jax.tree.leaves(value)
+    for x in leaves:
+        if isinstance(x, integers.HOST_TYPES):
+            integers.check_fit(x, "A value to be replicated")
+    sharding = NamedSharding(mesh.mesh, spec)
+    if memory_kind is not None:
+        sharding = sharding.with_memory_kind(check_memory_kind(mesh, memory_kind))
+    if not process_agreement.is_needed(mesh) or not any(map(_is_local, leaves)):
+        return jax.device_put(value, sharding)
+    # Later values of this kind JAX compares itself, but for those that are on the mesh already.
+    kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    process_agreement.agree_once(mesh, (spec, kinds), lambda: _describe_values(value, spec))
+    try:
+        return jax.device_put(value, sharding)
+    except AssertionError:  # JAX's, in all processes: their values differ
+        process_agreement.agree(mesh, _describe_values(value, spec))
+        raise
+
+
+def _is_on_the_only_device(mesh: ReplicaMesh, value: Any) -> bool:
+    if mesh.mesh.size != 1 or not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return False
+    sharding, device = value.sharding, mesh.mesh.devices.flat[0]
+    return (
+        isinstance(sharding, SingleDeviceSharding)
+        and sharding.device_set == {device}
+        and sharding.memory_kind == mesh.replicated.memory_kind
+    )
+
+
+def _is_local(value: Any) -> bool:
+    """Whether a value may be this process's alone: all the others must hold the same."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or program_digest.is_readable(value)
+
+
+def _describe_values(value: PyTree, spec: PartitionSpec) -> process_agreement.Intention:
+    found = jax.tree_util.tree_flatten_with_path(value)[0]
+    facts = {
+        f"the value{jax.tree_util.keystr(path)}": program_digest.write_value(x) for path, x in found
+    }
+    how = f"split as {tuple(spec)}" if any(spec) else "whole"
+    return process_agreement.Intention(f"{len(found)} value(s) to all devices, {how}", facts)
+
+
+def memory_kinds(mesh: ReplicaMesh) -> tuple[str, ...]:
+    """The memories that the mesh's devices can address, their own first."""
+    device = mesh.mesh.devices.flat[0]
+    own = device.default_memory().kind
+    return (own, *(m.kind for m in device.addressable_memories() if m.kind != own))
+
+
+def check_memory_kind(mesh: ReplicaMesh, memory_kind: str) -> str:
+    """`memory_kind`, if the mesh's devices can address it.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    known = memory_kinds(mesh)
+    if memory_kind not in known:
+        raise ValueError(
+            f"Memory {memory_kind!r} was asked for, but {mesh.platform} devices here have "
+            f"{', '.join(map(repr, known))}. Use one of these, or leave it out."
+        )
+    return memory_kind
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether an array, or the shape of one, lives in another memory than its devices' own."""
+    kind = getattr(getattr(value, "sharding", None), "memory_kind", None)
+    return kind is not None and kind.endswith("host")
+
+
+def match_memory(value: Any, sharding: NamedSharding) -> NamedSharding:
+    """`sharding`, in the memory that an array lives in."""
+    return sharding.with_memory_kind(value.sharding.memory_kind) if is_on_host(value) else sharding
+
+
+def to_device(value: jax.Array) -> jax.Array:
+    """A traced array that lives in host memory, brought to its devices; any other one as it is."""
+    space = getattr(jax.typeof(value), "memory_space", None)
+    return jax.device_put(value, jax.memory.Space.Device) if space is _HOST else value
+
+
+def to_memory_of(value: jax.Array, before: jax.Array) -> jax.Array:
+    """A traced array, brought to host memory if that is where the one lived that it replaces."""
+    space = getattr(jax.typeof(before), "memory_space", None)
+    return jax.device_put(value, _HOST) if space is _HOST else value
+
+
+def prepare_step_input(mesh: ReplicaMesh, value: Any, *, is_stacked: bool, abstract: bool) -> Any:
+    """An input of a step where the step has it: on the mesh, and placed by it.
+
+    A value of NumPy's is not moved (JAX does it with the call), nor a traced one. In a mesh with
+    Explicit axes, JAX's default, the type of an array says how it is split, and a replica function
+    would be traced for that: the array keeps its place, and loses the type. Where a replica is one
+    device, it has all of what is not its own part of something: an array that is split over devices
+    is copied to each.
+
+    Args:
+        mesh: That of the step.
+        value: Any input.
+        is_stacked: Whether it may hold one part per replica, and so belong where it is.
+        abstract: Whether to give the shape of what is out of reach, rather than to move it.
+    """
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    sharding = value.sharding
+    if sharding.device_set != mesh.device_set:
+        if abstract:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype)
+        return replicate_from_host(mesh, value)
+    if is_stacked or not isinstance(sharding, NamedSharding):
+        return value
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        names = sharding.mesh.axis_names
+        kinds = (AxisType.Auto,) * len(names)
+        same = Mesh(sharding.mesh.devices, names, axis_types=kinds)  # type: ignore[attr-defined]
+        sharding = NamedSharding(same, sharding.spec, memory_kind=sharding.memory_kind)
+        value = jax.device_put(value, sharding)
+    if mesh.devices_per_replica == 1 and not sharding.is_fully_replicated:
+        value = jax.device_put(value, match_memory(value, mesh.replicated))
+    return value
+
+
+def mesh_of(array: jax.Array) -> ReplicaMesh:
+    """The mesh of replicas that holds a stacked array."""
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding), sharding
+    mesh = ReplicaMesh(sharding.mesh)  # type: ignore[arg-type]
+    replicas = array.shape[0]
+    return (
+        mesh if replicas == mesh.num_replicas else dataclasses.replace(mesh, deterministic=replicas)
+    )
+
+
+def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> jax.Array:
+    """Gives each replica its part of a stacked host value; returns before the copy has ended.
+
+    Args:
+        mesh: Where to.
+        local: `[num_local_replicas, ...]`: the parts of this process's replicas, in order.
+        split_rows: Also split dim 1 over the mesh's batch axes, if it divides.
+
+    Returns:
+        `[num_replicas, ...]`, sharded over the replica axis.
+    """
+    integers.check_fit(local, "A value for each replica")
+    sharding = sharding_of_stack(mesh, local.shape, split_rows=split_rows)
+    return from_local(sharding, (mesh.num_replicas, *local.shape[1:]), local, mesh.local_replicas)
+
+
+def from_local(
+    sharding: NamedSharding, shape: tuple[int, ...], local: np.ndarray, positions: tuple[int, ...]
+) -> jax.Array:
+    """A global array of `shape`, whose rows at `positions` of dim 0 are this process's `local`.
+
+    Its devices take no other rows. They share the memory of `local` where they can; otherwise it is
+    being read until the array is ready.
+    """
+    # A third faster than `make_array_from_process_local_data` and `device_put`, which on 8 devices
+    # spend more time in Python than on a batch of 100 KB.
+    if len(positions) == shape[0]:
+        return jax.make_array_from_callback(shape, sharding, local.__getitem__)
+
+    def part(index: Any) -> np.ndarray:
+        where = positions.index(index[0].start)
+        return local[(slice(where, where + index[0].stop - index[0].start), *index[1:])]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def sharding_of_stack(
+    mesh: ReplicaMesh, shape: tuple[int, ...], *, split_rows: bool = False
+) -> NamedSharding:
+    """The sharding of a stacked array of `shape`; with `split_rows`, see `stack`."""
+    if split_rows and len(shape) > 1:
+        return _sharding_of_rows(mesh, shape[1])
+    return mesh.stacked
+
+
+@functools.lru_cache(maxsize=256)
+def _sharding_of_rows(mesh: ReplicaMesh, num_rows: int) -> NamedSharding:
+    parts = int(np.prod([mesh.mesh.shape[axis] for axis in mesh.batch_axes]))
+    if not mesh.batch_axes or num_rows % parts:
+        return mesh.stacked
+    return NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, mesh.batch_axes))
+
+
+@functools.lru_cache(maxsize=4096)
+def stack_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
+    """`counts`, one number per replica, as a stacked int32 array `[num_replicas]`."""
+    local = np.asarray([counts[i] for i in mesh.local_replicas], np.int32)
+    return stack(mesh, local)
+
+
+def abstract_counts(mesh: ReplicaMesh) -> jax.ShapeDtypeStruct:
+    """What `stack_counts` gives, without the numbers."""
+    return jax.ShapeDtypeStruct((mesh.num_replicas,), np.int32, sharding=mesh.stacked)
+
+
+def replicate_from_host(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
+    """Puts an array that lives elsewhere (on one device, as a rule) whole on every device.
+
+    The result shares no memory with `array`, and may be donated.
+    """
+    if mesh.num_processes > 1 and not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return replicate(mesh, np.asarray(array))
+    # `device_put` shares memory on the devices that have the array already, may_alias or not.
+    return replicate(mesh, array).copy()
+
+
+def without_mesh() -> contextlib.AbstractContextManager:
+    """Takes the mesh in scope out of force: JAX refuses to compute there on other devices."""
+    return jax.set_mesh(_NO_MESH)
+
+
+def component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
+    """The part `[...]` of a stacked array that a replica of this process holds.
+
+    It lives on that replica's devices. Reads no other replica and communicates nothing.
+    """
+    # The mesh in scope has more devices than one replica: JAX refuses to index its part there.
+    with jax.set_mesh(_NO_MESH):
+        return _component(mesh, stacked, replica)
+
+
+def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
+    by_device = {shard.device: shard.data for shard in stacked.addressable_shards}
+    devices = mesh.devices_of(replica)
+    if len(devices) == 1:
+        shard = by_device[devices[0]]
+        # A replicated stacked array (every device holds all of it) is also a stacked array.
+        return shard[replica % shard.shape[0]]
+    spec = _spec(stacked)
+    position = 0 if spec and spec[0] is not None else replica
+    return jax.make_array_from_single_device_arrays(
+        stacked.shape[1:],
+        NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*spec[1:])),
+        [by_device[device][position] for device in devices if device in by_device],
+    )
+
+
+def move_part(mesh: ReplicaMesh, part: Any) -> Any:
+    """A replica's part on the devices of this process's first replica, split as it is.
+
+    So that parts can be computed with. One of which this process has not all stays where it is.
+    """
+    if not isinstance(part, jax.Array) or isinstance(part, Tracer):
+        return part
+    devices = mesh.devices_of(mesh.local_replicas[0])
+    if not part.is_fully_addressable or part.sharding.device_set == set(devices):
+        return part
+    sharding = part.sharding
+    if len(devices) == 1 or not isinstance(sharding, NamedSharding):
+        return jax.device_put(part, devices[0])
+    first = _inner_mesh(mesh, mesh.local_replicas[0])
+    return jax.device_put(part, NamedSharding(first, sharding.spec))
+
+
+def copy_of_first_replica(mesh: ReplicaMesh, value: Any) -> Any:
+    """A mirrored array as this process's first replica has it: where `move_part` moves parts."""
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    on_mesh = isinstance(value.sharding, NamedSharding) and value.sharding.mesh == mesh.mesh
+    is_split = mesh.num_replicas > 1 and mesh_of_mirrored(value) is None
+    return copy_of(mesh, value, mesh.local_replicas[0]) if on_mesh and not is_split else value
+
+
+def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
+    """The copy of a mirrored array that a replica of this process holds, on its devices.
+
+    It shares the array's memory.
+    """
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    devices = mesh.devices_of(replica)
+    if len(devices) == 1:
+        return by_device[devices[0]]
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        NamedSharding(_inner_mesh(mesh, replica), _spec(array)),
+        [by_device[device] for device in devices if device in by_device],
+    )
+
+
+def replace_component(
+    mesh: ReplicaMesh, stacked: jax.Array, replica: int, value: jax.Array
+) -> jax.Array:
+    """A stacked array with another part for one replica of this process."""
+    with jax.set_mesh(_NO_MESH):
+        inner = NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*_spec(stacked)[1:]))
+        part = jax.device_put(value, inner)
+        # Copies: a step may overwrite the new array in place while somebody holds the old one.
+        old = {shard.device: shard.data.copy() for shard in stacked.addressable_shards}
+        parts = {}
+        for shard in part.addressable_shards:
+            parts[shard.device] = shard.data[None]
+            if mesh.block is not None:  # others have theirs on this device
+                at = replica % mesh.block.size
+                parts[shard.device] = old[shard.device].at[at].set(shard.data)
+        return jax.make_array_from_single_device_arrays(
+            stacked.shape, stacked.sharding, list((old | parts).values())
+        )
+
+
+def _inner_mesh(mesh: ReplicaMesh, replica: int) -> Mesh:
+    """The mesh of one replica's devices."""
+    names = mesh.inner_axes
+    return jax.sharding.Mesh(
+        np.asarray(mesh.devices_of(replica)).reshape([mesh.mesh.shape[name] for name in names]),
+        names,
+        axis_types=(AxisType.Auto,) * len(names),
+    )
+
+
+def value_of_chief(mesh: ReplicaMesh, what: str, value: jax.Array) -> jax.Array:
+    """What the first process of the mesh holds as `value`: of one shape and dtype on all.
+
+    Args:
+        mesh: The replicas.
+        what: Of which it is the value, for people.
+        value: This process's own.
+
+    Raises:
+        ProcessesDifferError: The others hold another shape or dtype, or do something else.
+    """
+    if not process_agreement.is_needed(mesh):
+        return value
+    if not (value.is_fully_addressable or value.is_fully_replicated):
+        return value  # in parts, which are each process's own
+    value = program_digest.addressable_copy(value)  # of any size: it is done once
+    facts = {"its type": f"{value.dtype}[{','.join(map(str, value.shape))}]"}
+    intention = process_agreement.Intention(what, facts)
+    said = process_agreement.exchange(mesh, intention, program_digest.write_value(value))
+    if len(set(said)) == 1:
+        return value
+    is_key = random_keys.is_key(value)
+    local = np.asarray(jax.random.key_data(value) if is_key else value)
+    devices = NamedSharding(mesh.mesh, PartitionSpec(mesh.mesh.axis_names))
+    shape = (mesh.mesh.size, *local.shape)
+    every = jax.make_array_from_callback(shape, devices, lambda _: local[None])
+    first = jax.jit(lambda x: x[0], out_shardings=mesh.replicated)(every)
+    chiefs = jax.numpy.asarray(first.addressable_shards[0].data)
+    return jax.random.wrap_key_data(chiefs, impl=jax.random.key_impl(value)) if is_key else chiefs
+
+
+def _spec(array: jax.Array) -> PartitionSpec:
+    sharding = array.sharding
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

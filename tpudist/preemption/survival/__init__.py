@@ -1,0 +1,1 @@
+"""Processes that survive the loss of another one continue without a restart."""

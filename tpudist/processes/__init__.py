@@ -1,0 +1,1 @@
+"""Processes of a run meet, agree, are watched and end together."""

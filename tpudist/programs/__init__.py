@@ -1,0 +1,1 @@
+"""Reads, rewrites and proves properties of the jaxpr of one replica."""

@@ -1,0 +1,146 @@
+"""Puts other equations into a jaxpr, at all depths, and leaves all else of it as it is."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from tpudist.programs import jaxprs
+from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
+from tpudist.programs.references import is_reference
+
+
+def rewrite(
+    closed: jaxprs.ClosedJaxpr,
+    is_wanted: Callable[[core.JaxprEqn], bool],
+    instead: Callable[..., Any],
+) -> jaxprs.ClosedJaxpr:
+    """A jaxpr in which `instead(equation, *operands)` computes the equations that are wanted.
+
+    Also those in loops, branches and calls. It gives as many results as the equation, of the same
+    shapes and dtypes. Its operations carry the source line of the equation that they stand for.
+    For an equation without operands it is given the arrays that the program it is in is given.
+    """
+    return _Rewrite(is_wanted, instead, {}).program(closed)
+
+
+def rewrite_branches(
+    closed: jaxprs.ClosedJaxpr,
+    is_wanted: Callable[[core.JaxprEqn], bool],
+    finish: Callable[..., Any],
+) -> jaxprs.ClosedJaxpr:
+    """A jaxpr in which each branch of the `cond`s that are wanted gives `finish(result)` instead.
+
+    Also those in loops, branches and calls; of one result each, whose shape and dtype stay.
+    """
+    return _BranchEnds(is_wanted, finish, {}).program(closed)
+
+
+@dataclasses.dataclass
+class _Rewrite:
+    is_wanted: Callable[[core.JaxprEqn], bool]
+    instead: Callable[..., Any]
+    # What became of a program that is in several places: it stays one, which is lowered once. With
+    # the program itself, lest another one gets its id.
+    known: dict[int, tuple[Any, Any]]
+
+    def program(self, program: Any) -> Any:
+        if id(program) not in self.known:
+            self.known[id(program)] = (program, self._program(program))
+        return self.known[id(program)][1]
+
+    def _program(self, program: Any) -> Any:
+        opened = jaxprs.open_jaxpr(program)
+        inputs = [x for x in opened.invars if not is_reference(x)]
+        found = [self._equations(eqn, inputs) for eqn in opened.eqns]
+        if all(new == [old] for new, old in zip(found, opened.eqns, strict=True)):
+            return program
+        opened = opened.replace(eqns=[eqn for new in found for eqn in new])
+        is_open = isinstance(program, core.Jaxpr)
+        return opened if is_open else program.replace(jaxpr=opened)
+
+    def _equations(self, eqn: core.JaxprEqn, inputs: list[Any]) -> list[core.JaxprEqn]:
+        if self.is_wanted(eqn):
+            return self._instead_of(eqn, eqn.invars or inputs)
+        return [self._inside(eqn)]
+
+    def _inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
+        """The equation, with the programs in it rewritten."""
+        if not isinstance(jaxprs.structure_of(eqn), Call | Cond | Scan | While):
+            return eqn
+        params = {name: self._parameter(value) for name, value in eqn.params.items()}
+        changed = any(params[name] is not value for name, value in eqn.params.items())
+        return eqn.replace(params=params) if changed else eqn
+
+    def _parameter(self, value: Any) -> Any:
+        if isinstance(value, core.Jaxpr | jaxprs.ClosedJaxpr):
+            return self.program(value)
+        if type(value) in (tuple, list):
+            items = [self._parameter(item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else type(value)(items)
+        return value
+
+    def _instead_of(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[core.JaxprEqn]:
+        avals: list[Any] = [x.aval for x in operands]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        # In the mesh of its place, and anew each time: the variables are to be new ones.
+        with eqn.ctx.manager:
+            made = jax.make_jaxpr(lambda *x: _copy(self.instead(eqn, *x)))(*shapes)
+        if made.consts:
+            raise TypeError(f"{self.instead} makes constants, for which there is no place here.")
+        traced = made.jaxpr
+        names: dict[Any, Any] = dict(zip(traced.invars, operands, strict=True))
+        names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
+        return [_rename(x, names, eqn.source_info) for x in traced.eqns]
+
+
+class _BranchEnds(_Rewrite):
+    def _equations(self, eqn: core.JaxprEqn, inputs: list[Any]) -> list[core.JaxprEqn]:
+        new = self._inside(eqn)
+        if not isinstance(jaxprs.structure_of(new), Cond) or not self.is_wanted(new):
+            return [new]
+        branches = tuple(self._finish(x, new) for x in new.params["branches"])
+        return [new.replace(params=new.params | {"branches": branches})]
+
+    def _finish(self, branch: Any, eqn: core.JaxprEqn) -> Any:
+        opened = jaxprs.open_jaxpr(branch)
+        (last,) = opened.outvars
+        aval: Any = last.aval
+        weak = getattr(aval, "weak_type", False)
+        result = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+        with eqn.ctx.manager:
+            made = jax.make_jaxpr(self.instead)(result)
+        names = dict(zip(made.jaxpr.invars, opened.outvars, strict=True))
+        ends = [_rename(x, names, eqn.source_info) for x in made.jaxpr.eqns]
+        opened = opened.replace(eqns=[*opened.eqns, *ends], outvars=made.jaxpr.outvars)
+        return opened if isinstance(branch, core.Jaxpr) else branch.replace(jaxpr=opened)
+
+
+def _copy(results: Any) -> Any:
+    """Results each of which an equation computes: what is an operand, or twice there, is copied."""
+    return jax.tree.map(jnp.copy, results)
+
+
+def _rename(eqn: core.JaxprEqn, names: Mapping[Any, Any], source_info: Any) -> core.JaxprEqn:
+    def new(x: Any) -> Any:
+        return x if isinstance(x, core.Literal) else names.get(x, x)
+
+    return eqn.replace(
+        invars=[new(x) for x in eqn.invars],
+        outvars=[new(x) for x in eqn.outvars],
+        params={name: _move(value, source_info) for name, value in eqn.params.items()},
+        source_info=source_info,
+    )
+
+
+def _move(value: Any, source_info: Any) -> Any:
+    """A parameter, with the equations of a program in it said to be of another source line."""
+    if not isinstance(value, core.Jaxpr | jaxprs.ClosedJaxpr):
+        return value
+    opened = jaxprs.open_jaxpr(value)
+    opened = opened.replace(eqns=[_rename(x, {}, source_info) for x in opened.eqns])
+    return opened if isinstance(value, core.Jaxpr) else value.replace(jaxpr=opened)

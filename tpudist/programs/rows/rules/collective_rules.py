@@ -1,0 +1,41 @@
+"""Collectives: values that have rows can be combined only where all replicas have as many."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tpudist.programs.rows.evaluator import Operation, Rule
+from tpudist.programs.rows.row_sizes import is_rows
+
+
+def _combine(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    for dim in filter(is_rows, itertools.chain(*operation.in_dims)):
+        operation.need_even(dim)
+    return operation.bind()
+
+
+def _gather(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    along = operation.params["all_gather_dimension"]
+    for dims in operation.in_dims:
+        for d, dim in enumerate(dims):
+            if is_rows(dim) and operation.params["tiled"] and d == along:
+                operation.refuse(
+                    "the rows of all replicas are put one after another by jax.lax.all_gather, "
+                    "which takes padding along: use tpudist.get_replica_context().all_gather"
+                )
+            if is_rows(dim):
+                operation.need_even(dim)
+    return operation.bind()
+
+
+def _share_out(operation: Operation) -> Sequence[Any]:
+    return operation.refuse("rows are shared out between replicas")
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin", "ppermute"), _combine),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), _gather),
+    **dict.fromkeys(("reduce_scatter", "all_to_all"), _share_out),
+}

@@ -1,0 +1,142 @@
+"""Decompositions and solutions of matrices, of which rows may be a dim.
+
+Of matrices `[rows, rows]` padding is made a block of the identity, which no pivot mixes with the
+real one. Of tall matrices `[rows, columns]` it is made zeros, which change no column. Where what is
+found is not determined by that (eigenvectors, singular vectors and their signs), it is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from tpudist.programs import jaxprs
+from tpudist.programs.rows.evaluator import Operation, Rule
+from tpudist.programs.rows.row_sizes import is_rows
+
+_REFUSED = "rows are a dim of its matrices, and not one of those before"
+
+
+def _each_matrix(operation: Operation) -> Sequence[Any]:
+    """Works on the matrices of the last two dims, each by itself."""
+    operation.check_params()
+    for dims in (*operation.in_dims, *operation.out_dims):
+        if any(map(is_rows, dims[-2:])):
+            operation.refuse(_REFUSED)
+    return operation.bind()
+
+
+def _embed(operation: Operation, i: int) -> Any:
+    """Square matrices, with the identity where they have padding."""
+    x, (rows, columns) = operation.values[i], operation.in_dims[i][-2:]
+    if not is_rows(rows):
+        return x
+    if rows != columns:
+        operation.refuse("its matrices are as large as there are rows in one dim, and not square")
+    n = x.ndim
+    real = operation.is_real(x.shape, n - 2, rows) & operation.is_real(x.shape, n - 1, rows)
+    return jnp.where(real, x, jnp.eye(x.shape[-1], dtype=x.dtype))
+
+
+def _cholesky(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    return operation.bind([_embed(operation, 0)])
+
+
+def _solve_triangular(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    b = operation.values[1]
+    along = b.ndim - (2 if operation.params["left_side"] else 1)
+    return operation.bind([_embed(operation, 0), operation.mask(1, [along], 0)])
+
+
+def _lu(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    rows, columns = operation.in_dims[0][-2:]
+    if is_rows(rows) and not is_rows(columns):
+        return operation.bind([_zero_rows(operation)])
+    if is_rows(columns) and not is_rows(rows):
+        operation.refuse("its matrices have as many columns as there are rows")
+    return operation.bind([_embed(operation, 0)])
+
+
+def _permutation(operation: Operation) -> Sequence[Any]:
+    """Of pivots, of which those of padding leave everything where it is."""
+    operation.check_params(but=("permutation_size",))
+    pivots = operation.values[0]
+    last = pivots.ndim - 1
+    size = operation.in_dims[0][last]
+    if is_rows(size):
+        places = lax.broadcasted_iota(pivots.dtype, pivots.shape, last)
+        pivots = jnp.where(operation.is_real(pivots.shape, last, size), pivots, places)
+    return operation.bind([pivots])
+
+
+def _qr(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    rows, columns = operation.in_dims[0][-2:]
+    if not is_rows(rows) and not is_rows(columns):
+        return operation.bind()
+    params = operation.params
+    if is_rows(columns) or params["full_matrices"] or params.get("pivoting"):
+        operation.refuse("only the reduced factors of matrices [rows, columns] can be followed")
+    assert isinstance(columns, int), columns
+    operation.need(rows, columns)
+    return operation.bind([_zero_rows(operation)])
+
+
+def _svd(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    dims = operation.in_dims[0][-2:]
+    if not any(map(is_rows, dims)):
+        return operation.bind()
+    if operation.params["compute_uv"]:
+        operation.refuse(
+            "the signs of singular vectors depend on the padded shape: only singular values "
+            "without their gradient can be followed"
+        )
+    if all(map(is_rows, dims)):
+        operation.refuse("its matrices are as large as there are rows in both dims")
+    rows, fixed = sorted(dims, key=is_rows, reverse=True)
+    assert isinstance(fixed, int), fixed
+    operation.need(rows, fixed)
+    ndim = operation.values[0].ndim
+    return operation.bind([operation.mask(0, [ndim - 2, ndim - 1], 0)])
+
+
+def _zero_rows(operation: Operation) -> Any:
+    return operation.mask(0, [operation.values[0].ndim - 2], 0)
+
+
+def _solve_linear(operation: Operation) -> Sequence[Any]:
+    """By the program that solves; the others are for derivatives, which have been taken."""
+    operation.check_params()
+    structure = jaxprs.structure_of(operation.equation.eqn)
+    if not isinstance(structure, jaxprs.Elementary):
+        return operation.refuse("the program that it holds is not understood")
+    (solve,) = structure.bodies
+    own = [
+        body
+        for bodies in operation.equation.bodies.values()
+        for body in bodies
+        if body.jaxpr is solve
+    ]
+    lengths = operation.equation.eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    consts = operation.values[first : first + lengths.solve]
+    return operation.run(own[0], [*consts, *operation.values[sum(lengths) :]])
+
+
+_OTHERS = "eig eigh geqrf householder_product schur tridiagonal tridiagonal_solve"
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_OTHERS.split(), _each_matrix),
+    "cholesky": _cholesky,
+    "custom_linear_solve": _solve_linear,
+    "lu": _lu,
+    "lu_pivots_to_permutation": _permutation,
+    "qr": _qr,
+    "svd": _svd,
+    "triangular_solve": _solve_triangular,
+}

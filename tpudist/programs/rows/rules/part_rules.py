@@ -1,0 +1,39 @@
+"""Parts of a batch: the real rows are shared out among them, as its rows are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tpudist.programs.rows import parts_of_rows
+from tpudist.programs.rows.evaluator import Operation, Rule
+from tpudist.programs.rows.row_sizes import RowSize, is_rows
+
+
+def _take(operation: Operation) -> Sequence[Any]:
+    operation.check_params(but=("rows",))
+    x, part = operation.values
+    num_parts = operation.params["num_parts"]
+    of_part = operation.out_dims[0][0]
+    if not isinstance(of_part, RowSize) or any(map(is_rows, operation.in_dims[0][1:])):
+        return operation.refuse("what is split into parts is no batch")
+    (symbol,) = of_part.symbols
+    (aval,) = operation.out_avals
+    real = operation.size(operation.in_dims[0][0])
+    counts = operation.evaluator.counts
+    counts[symbol] = jnp.clip((real - part + num_parts - 1) // num_parts, 0, aval.shape[0])
+    return [x.at[part + num_parts * jnp.arange(aval.shape[0])].get(mode="clip")]
+
+
+def _join(operation: Operation) -> Sequence[Any]:
+    operation.check_params(but=("rows",))
+    (x,), (aval,) = operation.values, operation.out_avals
+    if any(map(is_rows, operation.in_dims[0][2:])):
+        operation.refuse("its parts have rows in another dim too")
+    joined = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+    missing = max(aval.shape[0] - joined.shape[0], 0)
+    joined = jnp.pad(joined, [(0, missing)] + [(0, 0)] * (joined.ndim - 1))
+    return [joined[: aval.shape[0]]]
+
+
+RULES: dict[str, Rule] = {parts_of_rows.TAKE: _take, parts_of_rows.JOIN: _join}

@@ -1,0 +1,187 @@
+"""Operations over rows: padding is replaced by what changes nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from tpudist.programs.rows.contractions import dims_of_sums
+from tpudist.programs.rows.evaluator import Operation, Rule
+from tpudist.programs.rows.row_sizes import is_rows
+
+
+def _lowest(dtype: Any) -> Any:
+    if dtype == jnp.bool_:
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _highest(dtype: Any) -> Any:
+    if dtype == jnp.bool_:
+        return True
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+_NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda dtype: 0,
+    "prod": lambda dtype: 1,
+    "max": _lowest,
+    "min": _highest,
+    "or": lambda dtype: 0,
+    "xor": lambda dtype: 0,
+    "and": lambda dtype: True if dtype == jnp.bool_ else -1,
+    "logsumexp": _lowest,
+}
+
+
+def _reduce(kind: str) -> Rule:
+    def rule(operation: Operation) -> Sequence[Any]:
+        operation.check_params()
+        fill = _NEUTRAL[kind](operation.values[0].dtype)
+        return operation.bind([operation.mask(0, operation.params["axes"], fill)])
+
+    return rule
+
+
+def _accumulate(kind: str) -> Rule:
+    def rule(operation: Operation) -> Sequence[Any]:
+        operation.check_params()
+        axes = [operation.params["axis"]] if operation.params["reverse"] else []
+        fill = _NEUTRAL[kind](operation.values[0].dtype)
+        return operation.bind([operation.mask(0, axes, fill)])
+
+    return rule
+
+
+def _find_extreme(neutral: Callable[[Any], Any]) -> Rule:
+    def rule(operation: Operation) -> Sequence[Any]:
+        operation.check_params()
+        axes, x = operation.params["axes"], operation.values[0]
+        if not any(is_rows(operation.in_dims[0][axis]) for axis in axes):
+            return operation.bind()
+        if len(axes) > 1:
+            operation.refuse("the place of the extreme of several dims")
+        # Of equal ones the first is taken, and the real rows come first. NaN wins over all.
+        return operation.bind([operation.mask(0, axes, neutral(x.dtype))])
+
+    return rule
+
+
+def _reduce_by_function(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    count = len(operation.values) // 2
+    values = list(operation.values)
+    for i in range(count):
+        if values[count + i].shape:
+            operation.refuse("its initial values are no scalars")
+        # By the rules of `lax.reduce` its initial value changes nothing.
+        values[i] = operation.mask(i, operation.params["dimensions"], values[count + i])
+    return operation.bind(values)
+
+
+def _dot(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    return _contract(operation)
+
+
+def _contract(operation: Operation) -> Sequence[Any]:
+    summed = dims_of_sums(operation.equation)
+    # Both, since 0 times NaN is NaN.
+    return operation.bind([operation.mask(i, summed.get(i, ()), 0) for i in range(2)])
+
+
+def _convolve(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    params = operation.params
+    lhs, rhs = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
+
+    def has_rows(i: int, dim: int) -> bool:
+        return is_rows(operation.in_dims[i][dim])
+
+    if any(has_rows(1, d) for d in rhs[2:]):
+        operation.refuse("its filter is as large as the batch")
+    if params["feature_group_count"] > 1 and (has_rows(0, lhs[1]) or has_rows(1, rhs[0])):
+        operation.refuse("rows are in groups of features")
+    if params["batch_group_count"] > 1 and (has_rows(0, lhs[0]) or has_rows(1, rhs[0])):
+        operation.refuse("rows are in groups of the batch")
+    return _contract(operation)
+
+
+def _slide_window(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    params, dims = operation.params, operation.in_dims[0]
+    ones = (1,) * len(dims)
+    for d, size in enumerate(dims):
+        alone = (
+            params["window_dimensions"][d] == 1
+            and params["window_strides"][d] == 1
+            and tuple(params["padding"][d]) == (0, 0)
+            and (params.get("base_dilation") or ones)[d] == 1
+            and (params.get("window_dilation") or ones)[d] == 1
+        )
+        if is_rows(size) and not alone:
+            kind = operation.name.removeprefix("reduce_window_")
+            if kind not in _NEUTRAL or kind == operation.name:
+                operation.refuse("its window has several rows")
+            fill = _NEUTRAL[kind](operation.values[0].dtype)
+            return operation.bind([operation.mask(0, range(len(dims)), fill)])
+    return operation.bind()
+
+
+def _transform(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    count = len(operation.params["fft_lengths"])
+    along = (*operation.in_dims[0][-count:], *operation.out_dims[0][-count:])
+    if count and any(map(is_rows, along)):
+        operation.refuse("it transforms along the rows")
+    return operation.bind()
+
+
+def _sort(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    params, axis = operation.params, operation.params["dimension"]
+    size = operation.in_dims[0][axis]
+    if not is_rows(size):
+        return operation.bind()
+    # Padding is the first key: an extreme value would not tell it from real ones, or from NaN.
+    first = operation.values[0]
+    padding = jnp.logical_not(operation.is_real(first.shape, axis, size)).astype(jnp.int32)
+    return lax.sort(
+        [padding, *operation.values],
+        dimension=axis,
+        is_stable=params["is_stable"],
+        num_keys=params["num_keys"] + 1,
+    )[1:]
+
+
+def _top_k(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    axis = operation.params.get("axis", -1) % len(operation.in_dims[0])
+    operation.need(operation.in_dims[0][axis], operation.params["k"])
+    x = operation.values[0]
+    return operation.bind([operation.mask(0, [axis], _lowest(x.dtype))])
+
+
+RULES: dict[str, Rule] = {
+    **{
+        f"reduce_{kind}": _reduce(kind)
+        for kind in ("sum", "prod", "max", "min", "or", "xor", "and")
+    },
+    **{f"cum{kind}": _accumulate(kind) for kind in ("sum", "prod", "max", "min", "logsumexp")},
+    "argmax": _find_extreme(_lowest),
+    "argmin": _find_extreme(_highest),
+    "reduce": _reduce_by_function,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolve,
+    "reduce_window": _slide_window,
+    "reduce_window_sum": _slide_window,
+    "reduce_window_max": _slide_window,
+    "reduce_window_min": _slide_window,
+    "select_and_scatter": _slide_window,
+    "select_and_scatter_add": _slide_window,
+    "select_and_gather_add": _slide_window,
+    "fft": _transform,
+    "sort": _sort,
+    "top_k": _top_k,
+}

@@ -1,0 +1,241 @@
+"""Operations that move rows: slices, pads, concatenations, reshapes.
+
+Where rows move, the real ones stay together at the front.
+"""
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpudist.programs.rows.evaluator import Operation, Rule
+from tpudist.programs.rows.row_sizes import Dim, RowSize, is_rows
+
+
+def _reverse(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    (x,) = operation.bind()
+    for dim in operation.params["dimensions"]:
+        size = operation.in_dims[0][dim]
+        if is_rows(size):
+            # The real rows are at the end now.
+            twice = lax.concatenate([x, x], dim)
+            start = x.shape[dim] - operation.size(size)
+            x = lax.dynamic_slice_in_dim(twice, start, x.shape[dim], dim)
+    return [x]
+
+
+def _concatenate(operation: Operation) -> Sequence[Any]:
+    operation.check_params()
+    dim = operation.params["dimension"]
+    if not any(is_rows(dims[dim]) for dims in operation.in_dims[:-1]):
+        return operation.bind()
+    parts = zip(operation.values, operation.in_dims, strict=True)
+    return [_join(operation, [(x, dims[dim]) for x, dims in parts], dim)]
+
+
+def _join(operation: Operation, parts: Sequence[tuple[jax.Array, Dim]], dim: int) -> jax.Array:
+    """Arrays one after another: each begins where the real rows of the one before it end."""
+    out = lax.concatenate([x for x, _ in parts], dim)
+    start: Any = operation.size(parts[0][1])
+    for x, size in parts[1:]:
+        # What is written over the end of one part's padding covers it.
+        out = lax.dynamic_update_slice_in_dim(out, x, start, dim)
+        start = start + operation.size(size)
+    return out
+
+
+def _tile(operation: Operation) -> Sequence[Any]:
+    operation.check_params(but=("reps",))
+    x = operation.values[0]
+    repeats = operation.params["reps"]
+    offset = len(repeats) - x.ndim
+    for i in reversed(range(len(repeats))):
+        dim = i - offset
+        size = operation.in_dims[0][dim] if dim >= 0 else 1
+        if is_rows(size):
+            if is_rows(repeats[i]):
+                operation.refuse("rows are repeated as often as there are rows")
+            x = _join(operation, [(x, size)] * repeats[i], dim) if repeats[i] else x[:0]
+    plain = [
+        1 if i >= offset and is_rows(operation.in_dims[0][i - offset]) else times
+        for i, times in enumerate(operation.equation.eqn.params["reps"])
+    ]
+    return [jnp.tile(x, plain)]
+
+
+def _pad(operation: Operation) -> Sequence[Any]:
+    operation.check_params(but=("padding_config",))
+    config = operation.params["padding_config"]
+    x, fill = operation.values
+    dims = operation.in_dims[0]
+    if type(config) is not tuple or any(type(each) is not tuple for each in config):
+        operation.refuse("its padding depends on the number of rows")
+    moved = [d for d, (low, _, _) in enumerate(config) if is_rows(low)]
+    for low, _, interior in config:
+        if is_rows(interior) or (is_rows(low) and interior):
+            operation.refuse("padding between elements depends on the number of rows")
+    if not moved:
+        for d, (_, high, interior) in enumerate(config):
+            if is_rows(dims[d]) and (is_rows(high) or high or interior):
+                x = jnp.where(operation.is_real(x.shape, d, dims[d]), x, fill)
+        return operation.bind([x, fill])
+    if len(moved) > 1:
+        operation.refuse("the padding before two dims depends on the number of rows")
+    (d,) = moved
+    others = [each for i, each in enumerate(config) if i != d]
+    if any(each != (0, 0, 0) for each in others):
+        operation.refuse("the padding before one of several dims depends on the number of rows")
+    if is_rows(dims[d]):
+        x = jnp.where(operation.is_real(x.shape, d, dims[d]), x, fill)
+    low, high, _ = config[d]
+    if not is_rows(high) and high < 0:
+        operation.refuse("the padding before rows depends on their number, and some are cut off")
+    (aval,) = operation.out_avals
+    if not is_rows(dims[d]):
+        operation.need(operation.out_dims[0][d], x.shape[d])
+    empty = lax.broadcast(fill, aval.shape)
+    return [lax.dynamic_update_slice_in_dim(empty, x, operation.size(low), d)]
+
+
+def _slice(operation: Operation) -> Sequence[Any]:
+    operation.check_params(but=("start_indices", "limit_indices", "strides"))
+    starts, limits = operation.params["start_indices"], operation.params["limit_indices"]
+    x, dims = operation.values[0], operation.in_dims[0]
+    strides = operation.params["strides"] or (1,) * len(dims)
+    base = operation.equation.eqn.params
+    for d, size in enumerate(dims):
+        if (starts[d], strides[d]) != (0, 1) or limits[d] != size:
+            edges = base["start_indices"][d], base["limit_indices"][d]
+            x = _cut(operation, x, size, d, (starts[d], limits[d], strides[d]), edges)
+    return [x]
+
+
+def _split(operation: Operation) -> Sequence[Any]:
+    axis = operation.params["axis"]
+    size = operation.in_dims[0][axis]
+    if not is_rows(size):
+        operation.check_params()
+        return operation.bind()
+    sizes = operation.params["sizes"]
+    x = operation.values[0]
+    ends = list(itertools.accumulate(sizes, operator.add))
+    full_ends = list(itertools.accumulate(operation.equation.eqn.params["sizes"]))
+    starts, full_starts = [0, *ends[:-1]], [0, *full_ends[:-1]]
+    edges = zip(starts, ends, full_starts, full_ends, strict=True)
+    return [_cut(operation, x, size, axis, (a, b, 1), (i, j)) for a, b, i, j in edges]
+
+
+def _cut(
+    operation: Operation,
+    x: jax.Array,
+    size: Dim,
+    d: int,
+    part: tuple[Any, Any, Any],
+    full: tuple[int, int],
+) -> jax.Array:
+    """Part `[start:limit:stride]` of dim `d`; a start that depends on the rows moves with them."""
+    start, limit, stride = part
+    if is_rows(stride):
+        operation.refuse("its strides depend on the number of rows")
+    for edge in (start, limit):
+        if isinstance(edge, int):
+            if not is_rows(limit):
+                operation.need(size, edge)
+        elif not isinstance(edge, RowSize):
+            operation.refuse("where it begins or ends depends on the number of rows")
+    if not is_rows(start):
+        if is_rows(limit) and not is_rows(size):
+            operation.refuse("it takes as many elements of another dim as there are rows")
+        return lax.slice_in_dim(x, start, full[1], stride, d)
+    if stride != 1:
+        operation.refuse("it takes every so many rows from one that depends on their number")
+    if not is_rows(limit):
+        operation.refuse("it takes rows from one that depends on their number to a fixed one")
+    operation.need(start, 0)
+    length = full[1] - full[0]
+    at = operation.size(start)
+    if is_rows(limit - start):
+        # `dynamic_slice` would move a start that is too near the end of the padded array.
+        extra = [(0, length if i == d else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, extra)
+    return lax.dynamic_slice_in_dim(x, at, length, d)
+
+
+def _reshape(operation: Operation) -> Sequence[Any]:
+    operation.check_params(but=("new_sizes",))
+    if operation.params.get("dimensions") is not None:
+        operation.refuse("it moves dims too")
+    before, after = operation.in_dims[0], operation.out_dims[0]
+    if _keeps_corner(before, after):
+        return operation.bind()
+    # Each element of the result has a place in the real array, and one in the padded one.
+    (x,), (aval,) = operation.values, operation.out_avals
+    real_before = [operation.size(d) for d in before]
+    real_after = [operation.size(d) for d in after]
+    position = jnp.zeros(aval.shape, jnp.int32)
+    for d, stride in enumerate(_strides(real_after)):
+        position += lax.broadcasted_iota(jnp.int32, aval.shape, d) * stride
+    source = jnp.zeros(aval.shape, jnp.int32)
+    places = zip(real_before, _strides(real_before), _strides(list(x.shape)), strict=True)
+    for size, stride, padded_stride in places:
+        index = position // jnp.maximum(stride, 1) % jnp.maximum(size, 1)
+        source += index * padded_stride
+    return [jnp.take(x.reshape(-1), source, mode="clip")]
+
+
+def _strides(sizes: list[Any]) -> list[Any]:
+    return [functools.reduce(operator.mul, sizes[i + 1 :], 1) for i in range(len(sizes))]
+
+
+def _keeps_corner(before: Sequence[Dim], after: Sequence[Dim]) -> bool:
+    """Whether a reshape leaves the real rows in the leading corner.
+
+    It does if the dims fall into groups of equal size, each of which keeps its rows as its first
+    dim: those after it are of fixed sizes.
+    """
+    # More points than the degree of a product of dims: equal at all of them is equal.
+    points = [tuple(97 + 10 * k + 3 * i * (k + 1) for i in range(16)) for k in range(12)]
+    one = (1,) * len(points)
+
+    def sizes(dim: Dim) -> tuple[Any, ...]:
+        return tuple(
+            dim.at(p[: dim.num_symbols]) if isinstance(dim, RowSize) else dim for p in points
+        )
+
+    i = j = 0
+    while i < len(before) or j < len(after):
+        left: list[Dim] = []
+        right: list[Dim] = []
+        of_left = of_right = one
+        while not (left or right) or of_left != of_right:
+            if i < len(before) and (of_left[0] <= of_right[0] or j >= len(after)):
+                left, of_left, i = [*left, before[i]], _times(of_left, sizes(before[i])), i + 1
+            elif j < len(after):
+                right, of_right, j = [*right, after[j]], _times(of_right, sizes(after[j])), j + 1
+            else:
+                return False
+        left, right = [d for d in left if d != 1], [d for d in right if d != 1]
+        if left != right and any(map(is_rows, (*left[1:], *right[1:]))):
+            return False
+    return True
+
+
+def _times(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x * y for x, y in zip(a, b, strict=True))
+
+
+RULES: dict[str, Rule] = {
+    "rev": _reverse,
+    "concatenate": _concatenate,
+    "tile": _tile,
+    "pad": _pad,
+    "slice": _slice,
+    "split": _split,
+    "reshape": _reshape,
+}

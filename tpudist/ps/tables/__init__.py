@@ -1,0 +1,1 @@
+"""Tables of rows by 64-bit id: storage, optimizers, eviction and checkpoints."""

@@ -1,0 +1,28 @@
+"""Sums the gradients of rows that are there more than once, so that each row is changed once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.ps.tables.row_arrays import chunks, pad
+
+
+def sum_duplicates(gradients: np.ndarray, which: np.ndarray, num_unique: int) -> np.ndarray:
+    """The sums `[unique, dim]`, in float32, of gradients `[n, dim]` by `which` `[n]`."""
+    device = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(device):
+        size = 1 << (num_unique - 1).bit_length()
+        sums = jnp.zeros((size, gradients.shape[1]), jnp.float32)
+    sums = jax.device_put(sums, device)
+    for start, stop, rows in chunks(len(which)):
+        padding = np.full(rows - (stop - start), size, np.int32)
+        numbers = np.concatenate([which[start:stop], padding])
+        sums = _add(sums, numbers, pad(gradients[start:stop], rows))
+    return np.asarray(sums)[:num_unique]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(sums: jax.Array, indices: jax.Array, gradients: jax.Array) -> jax.Array:
+    return sums.at[indices].add(gradients.astype(sums.dtype), mode="drop")

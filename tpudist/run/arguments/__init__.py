@@ -1,0 +1,1 @@
+"""Arguments of a call, and the flat inputs of the program that are made of them."""

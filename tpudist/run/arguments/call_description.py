@@ -1,0 +1,70 @@
+"""What a call of a replica function looks like, in words: to say why it was compiled once more."""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.options import RunOptions
+from tpudist.run.arguments.call_arguments import is_leaf
+from tpudist.state import nnx_contents, value_keys
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import compile_log
+
+
+def describe_call(
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    options: RunOptions,
+    numbers: Collection[int] = (),
+) -> dict[str, str]:
+    """For each array and Python value of a call, by name: its dtype and shape, or its value.
+
+    Of the `numbers` among the flat arguments, which are fed, it is the type. NNX objects are looked
+    into: their Variables, and what decides how they compute.
+    """
+    found: dict[str, str] = {}
+    for i, name in enumerate(names_of_leaves(fn, args, kwargs)):
+        leaf = leaves[i]
+        if i in numbers:
+            found[name] = f"a Python {type(leaf).__name__}"
+        elif isinstance(leaf, nnx_contents.OBJECT_TYPES):
+            for path, value in nnx_contents.contents(leaf):
+                found[".".join([name, *path])] = _describe(value)
+        else:
+            found[name] = _describe(leaf)
+    found["options"] = repr(options)
+    return found
+
+
+def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """What each flat argument is called: the function's parameter and the path in it."""
+    try:
+        parameters = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    names = []
+    for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
+        rest = jax.tree_util.keystr(path[2:])
+        key = path[1]
+        if isinstance(key, jax.tree_util.DictKey):
+            names.append(f"{key.key}{rest}")
+        else:
+            i = key.idx
+            names.append((parameters[i] if i < len(parameters) else f"args[{i}]") + rest)
+    return names
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, PerReplica):
+        partial = " of a partial batch" if value.is_padded else ""
+        return f"{compile_log.describe(value)} per replica{partial}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return compile_log.describe(value)
+    if isinstance(value, str | int | float | complex | None):
+        return f"the value {value!r}"
+    return textwrap.shorten(f"a {value_keys.describe(value)}", 200)

@@ -1,0 +1,125 @@
+"""The flat inputs of a compiled replica function, and how a call's arguments are made of them."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.lowering import placement
+from tpudist.run.arguments import call_arguments, row_groups
+from tpudist.state import nnx_binding
+from tpudist.xla.mesh import ReplicaMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The flat inputs of a replica function after its Variables, and the arguments made of them.
+
+    In order: the arrays of NNX objects, of arguments, and the number of real rows of each group.
+    """
+
+    nnx_structure: Any
+    num_nnx: int
+    leaves_of_arguments: tuple[int, ...]
+    stacked: tuple[bool, ...]
+    state_structures: tuple[tuple[int, Any], ...]
+    groups: row_groups.RowGroups | None
+    rows_of_arguments: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        kinds: call_arguments.Kinds,
+        leaves: Sequence[Any],
+        binding: nnx_binding.Binding | None,
+        groups: row_groups.RowGroups | None,
+    ) -> "Inputs":
+        """The inputs of a call with these flat arguments."""
+        nnx_structure = jax.tree.structure(binding.values() if binding is not None else [])
+        states = {i: jax.tree.structure(leaves[i]) for i in kinds.states}
+        per_replica = set(kinds.per_replica)
+        with_rows = dict(zip(kinds.per_replica, groups.members, strict=True)) if groups else {}
+        arguments: list[int] = []
+        rows_of: list[tuple[tuple[int, int], ...]] = []
+        for i in kinds.dynamic:
+            size = states[i].num_leaves if i in states else 1
+            arguments += [i] * size
+            rows_of += [with_rows.get(i, ())] * size
+        stacked = [False] * nnx_structure.num_leaves + [i in per_replica for i in arguments]
+        stacked += [True] * (len(groups.sizes) if groups else 0)
+        return cls(
+            nnx_structure,
+            nnx_structure.num_leaves,
+            tuple(arguments),
+            tuple(stacked),
+            tuple(states.items()),
+            groups,
+            tuple(rows_of),
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """How many partial batches there are."""
+        return len(self.groups.sizes) if self.groups is not None else 0
+
+    def split(self, values: Sequence[Any]) -> tuple[list, list]:
+        """The NNX arrays and the argument arrays among `values`."""
+        end = self.num_nnx + len(self.leaves_of_arguments)
+        return list(values[: self.num_nnx]), list(values[self.num_nnx : end])
+
+    def flat_arguments(
+        self,
+        leaves: Sequence[Any],
+        arrays: Sequence[Any],
+        kinds: call_arguments.Kinds,
+        copies: Sequence[Any],
+    ) -> list[Any]:
+        """The flat arguments with traced arrays and copied objects in their places."""
+        flat = list(leaves)
+        in_states: dict[int, list[Any]] = {}
+        states = dict(self.state_structures)
+        for i, x in zip(self.leaves_of_arguments, arrays, strict=True):
+            if i in states:
+                in_states.setdefault(i, []).append(x)
+            else:
+                flat[i] = x
+        for i, structure in states.items():
+            flat[i] = structure.unflatten(in_states.get(i, []))
+        for i, copy in zip(kinds.objects, copies, strict=True):
+            flat[i] = copy
+        return flat
+
+
+def positions(values: Sequence[Any]) -> list[list[int]]:
+    """For each input, which may be a whole pytree, the positions of its arrays among all arrays."""
+    found, position = [], 0
+    for value in values:
+        size = 1 if hasattr(value, "shape") else len(jax.tree.leaves(value))
+        found.append(list(range(position, position + size)))
+        position += size
+    return found
+
+
+def positions_on_host(values: Sequence[Any]) -> list[int]:
+    """The positions of the arrays that live in the host's memory."""
+    return [i for i, x in enumerate(jax.tree.leaves(values)) if placement.is_on_host(x)]
+
+
+def make_getter(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
+    """A fast way to take the elements at `indices`."""
+    if list(indices) == list(range(len(indices))):
+        end = len(indices)
+        return lambda values: values[:end]
+    if len(indices) > 1:
+        getter = operator.itemgetter(*indices)
+        return lambda values: list(getter(values))
+    return lambda values: [values[i] for i in indices]
+
+
+def sharding_to_keep(value: Any, mesh: ReplicaMesh) -> Any:
+    """The sharding that new state must keep: its old one, so that the next call hits the cache."""
+    sharding = getattr(value, "sharding", None)
+    on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh.mesh
+    return sharding if on_mesh else None

@@ -1,0 +1,1 @@
+"""Results of a call, and the state that it gives back."""

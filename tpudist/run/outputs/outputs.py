@@ -1,0 +1,122 @@
+"""Where the outputs of a replica function go: those that may differ, and state that may not."""
+
+from collections.abc import Sequence
+
+from tpudist.programs import replica_agreement
+from tpudist.reduce_op import ReduceOp, VariableAggregation
+from tpudist.state import nnx_binding
+from tpudist.state.variable import Variable
+
+
+def place_outputs(
+    proof: replica_agreement.Agreement,
+    variables: Sequence[Variable],
+    nnx_leaves: Sequence[int],
+    binding: nnx_binding.Binding | None,
+    name: str,
+    num_replicas: int,
+    whole: bool = False,
+) -> tuple[list[bool], dict[ReduceOp | None, list[int]]]:
+    """Decides what becomes of each output of a trace, by the proof of what is equal.
+
+    Args:
+        proof: For each output, in order: results, Variables, NNX leaves.
+        variables: The Variables that were assigned.
+        nnx_leaves: The leaves of `binding` that were changed; one may occur several times.
+        binding: The NNX objects.
+        name: Of the function.
+        num_replicas: How many replicas there are.
+        whole: Whether it is a function of all replicas: what replicas share out is summed already.
+
+    Returns:
+        Which outputs leave stacked, one part per replica; and, by reduction (None for the first
+        replica's value), those that the replicas combine at the end of the step.
+
+    Raises:
+        ValueError: State that replicas share would differ between them.
+    """
+    stack = [x and num_replicas > 1 for x in proof.differs]
+    aggregated: dict[ReduceOp | None, list[int]] = {}
+    refused = []
+    k = len(stack) - len(variables) - len(nnx_leaves)
+    for v in variables:
+        if v.is_counted and num_replicas > 1 and not whole:
+            aggregated.setdefault(ReduceOp.SUM, []).append(k)
+        elif stack[k] and not v.on_read:
+            remedy = v.remedy or VARIABLE_REMEDY
+            refused.append((f"Variable '{v.name}'", _describe_cause(proof, k), remedy))
+        stack[k] = v.on_read
+        k += 1
+    for i in nnx_leaves:
+        assert binding is not None
+        rule = binding.aggregation(i)
+        # Of a sum each replica holds its own share, even if it is as large as the others'.
+        shares = rule is VariableAggregation.SUM and num_replicas > 1 and not whole
+        if stack[k] or shares:
+            if rule is None or rule is VariableAggregation.NONE:
+                remedy = remedy_of(binding.kinds[i].__name__)
+                refused.append((binding.name(i), _describe_cause(proof, k), remedy))
+            elif rule is VariableAggregation.ONLY_FIRST_REPLICA:
+                aggregated.setdefault(None, []).append(k)
+            else:
+                op = ReduceOp.from_variable_aggregation(rule)
+                aggregated.setdefault(op, []).append(k)
+            stack[k] = False
+        k += 1
+    if refused:
+        raise ValueError(describe_divergence(name, refused))
+    return stack, aggregated
+
+
+VARIABLE_REMEDY = (
+    "All-reduce what is assigned (tpudist.get_replica_context().all_reduce('sum', value)), give "
+    "the Variable an aggregation (tpudist.VariableAggregation.MEAN, SUM or ONLY_FIRST_REPLICA), or "
+    "make it ON_READ if each replica should have its own."
+)
+
+
+def remedy_of(kind: str) -> str:
+    """What to do about an NNX Variable of this kind that would differ between replicas."""
+    if kind in ("Param", "OptState", "OptVariable", "OptArray"):
+        return (
+            "All-reduce the gradients before they are applied "
+            "(tpudist.get_replica_context().all_reduce('mean', grads)), or apply them with "
+            "tpudist.Optimizer, which does."
+        )
+    return (
+        f"All-reduce what it is computed from, or give the Variable a rule: "
+        f"{kind}(value, aggregation='mean'), 'sum' or 'only_first_replica'. nnx.BatchStat and the "
+        f"state of nnx.metrics.Average have one."
+    )
+
+
+def _describe_cause(proof: replica_agreement.Agreement, k: int) -> str:
+    return f"its new value depends on {proof.causes[k]}, and was not reduced over the replicas"
+
+
+def describe_structure_change(name: str, change: str) -> str:
+    """The refusal of a function that changes the structure of an NNX object in some way."""
+    return (
+        f"'{name}' changed the structure of an NNX object: {change}. After a replica function only "
+        f"the values of Variables can be other ones. Change the object before strategy.run; take "
+        f"what a module has sown out of it in the function, and return it: "
+        f"nnx.pop(model, nnx.Intermediate)."
+    )
+
+
+def describe_divergence(name: str, refused: list[tuple[str, str, str]]) -> str:
+    """The refusal of state that replicas share, and that would differ between them.
+
+    Args:
+        name: Of the function.
+        refused: What it is, how that is known, and what to do; there is one at least.
+    """
+    what, reason, remedy = refused[0]
+    rest = [w for w, _, _ in refused[1:]]
+    shown = ", ".join(rest[:4]) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
+    also = f" So would {shown}." if rest else ""
+    return (
+        f"{what} would differ between replicas after '{name}': {reason}.{also} "
+        f"State that every replica shares must stay "
+        f"equal on all of them. {remedy}"
+    )

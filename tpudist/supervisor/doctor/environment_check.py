@@ -1,0 +1,87 @@
+"""Check of the environment: variables that make processes wait for each other, or misbehave."""
+
+import os
+from collections.abc import Mapping
+
+import jax
+
+from tpudist.supervisor.doctor.checks import Answer, Verdict
+from tpudist.supervisor.doctor.cluster_environment import Cluster
+from tpudist.supervisor.doctor.tpu_check import signs_of_tpu
+from tpudist.xla.settings import is_variable_of_jax
+
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+
+
+def look_at_proxies(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> list[Answer]:
+    """Whether connections between processes may go to a proxy, where they would wait for ever."""
+    asked = "proxies"
+    names = [x for name in _PROXIES for x in (name, name.upper()) if environ.get(x)]
+    if not names:
+        return [Answer(asked, "none in the environment")]
+    excepted = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    others = [x for x in cluster.hosts if not _is_excepted(x, excepted)]
+    if not others:
+        return [Answer(asked, f"{', '.join(names)}, for no host of the cluster")]
+    remedy = f"Unset them for the run, or export no_proxy={','.join(others[:4])}."
+    found = f"{', '.join(names)} may send what is for {others[0]} to a proxy"
+    return [Answer(asked, found, Verdict.WARNING, remedy)]
+
+
+def look_at_variables(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> list[Answer]:
+    """Whether variables of JAX and of several slices are left over, or contradict each other."""
+    asked = "variables"
+    failures, warnings = _slice_faults(environ), _jax_faults(cluster, environ)
+    if failures:
+        found = "; ".join(failures + warnings)
+        remedy = "Set them as the scheduler does, or unset all MEGASCALE_ variables."
+        return [Answer(asked, found, Verdict.FAIL, remedy)]
+    left = sorted(x for x in environ if x.startswith("MEGASCALE_"))
+    if left and not signs_of_tpu(environ=environ):
+        warnings.append(f"{', '.join(left)}, and no sign of a TPU here")
+    if warnings:
+        remedy = "Unset what is left over from another run."
+        return [Answer(asked, "; ".join(warnings), Verdict.WARNING, remedy)]
+    names = [x for x in environ if x.startswith(("JAX_", "MEGASCALE_"))]
+    return [Answer(asked, ", ".join(sorted(names)) or "none of JAX's or of several slices'")]
+
+
+def _slice_faults(environ: Mapping[str, str]) -> list[str]:
+    number, count = (environ.get(f"MEGASCALE_{x}", "") for x in ("SLICE_ID", "NUM_SLICES"))
+    found = [
+        f"MEGASCALE_{name}={value} is no number"
+        for name, value in (("SLICE_ID", number), ("NUM_SLICES", count))
+        if value and not value.isdigit()
+    ]
+    if number.isdigit() and count.isdigit() and int(number) >= int(count):
+        found.append(f"MEGASCALE_SLICE_ID={number} of MEGASCALE_NUM_SLICES={count}, from 0")
+    if count.isdigit() and int(count) > 1 and not environ.get("MEGASCALE_COORDINATOR_ADDRESS"):
+        found.append(f"MEGASCALE_NUM_SLICES={count} without MEGASCALE_COORDINATOR_ADDRESS")
+    return found
+
+
+def _jax_faults(cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
+    found = []
+    said = environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if said and cluster.addresses and said != cluster.addresses[0]:
+        found.append(
+            f"JAX_COORDINATOR_ADDRESS={said}, and {cluster.source} begins with "
+            f"{cluster.addresses[0]}"
+        )
+    elif said and not cluster.source:
+        found.append(f"JAX_COORDINATOR_ADDRESS={said} without a cluster")
+    if environ.get("JAX_LOCAL_DEVICE_IDS"):
+        ids = environ["JAX_LOCAL_DEVICE_IDS"]
+        found.append(f"JAX_LOCAL_DEVICE_IDS={ids} hides all other devices from processes that join")
+    for name in sorted(x for x in environ if x.startswith("JAX_")):
+        if not is_variable_of_jax(name):
+            found.append(f"{name} is nothing that jax {jax.__version__} reads")
+    return found
+
+
+def _is_excepted(host: str, no_proxy: str) -> bool:
+    """Whether `no_proxy` names a host: itself, a domain that it is in, or all."""
+    for name in filter(None, (x.strip() for x in no_proxy.split(","))):
+        if name == "*" or host == name or host.endswith("." + name.lstrip("*").lstrip(".")):
+            return True
+    return False

@@ -1,0 +1,149 @@
+"""Checks of the machine: memory, shared memory, open files and cores that this process may use."""
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from tpudist.supervisor.doctor.checks import Answer, Verdict
+from tpudist.xla.estimate.sizes import format_bytes
+
+WARNING_BYTES = 2 * 2**30
+FAIL_BYTES = 2**29
+_SHARED_BYTES = 64 * 2**20  # Docker's default, too little for loaders with worker processes
+_OPEN_FILES = 1024
+_UNLIMITED = 2**60  # cgroup v1 says 2**63 less a page
+
+
+def look_at_memory(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> list[Answer]:
+    """How much memory is left to this process, of the host and of its cgroup."""
+    asked = "memory"
+    lines = dict(x.split(":", 1) for x in (proc / "meminfo").read_text().splitlines())
+    total, free = (int(lines[x].split()[0]) * 1024 for x in ("MemTotal", "MemAvailable"))
+    found = f"{format_bytes(free)} of {format_bytes(total)} available"
+    limits = [
+        (limit, max(limit - used, 0))
+        for folder in cgroup_folders("memory", proc, cgroups)
+        for limit, used in [_limit_and_use(folder)]
+        if limit < min(_UNLIMITED, total)
+    ]
+    if limits:
+        limit, left = min(limits, key=lambda x: x[1])
+        found += f"; {format_bytes(left)} left of the cgroup's {format_bytes(limit)}"
+        free = min(free, left)
+    if free >= WARNING_BYTES:
+        return [Answer(asked, found)]
+    remedy = "End other programs, or raise the limit of the container or job."
+    return [Answer(asked, found, Verdict.FAIL if free < FAIL_BYTES else Verdict.WARNING, remedy)]
+
+
+def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> list[Answer]:
+    """How large /dev/shm is, by which processes of a loader hand over batches."""
+    asked = "shared memory"
+    remedy = "Give the container more: docker run --shm-size=8g, or an emptyDir of medium Memory."
+    try:
+        stats = os.statvfs(folder)
+    except OSError as error:
+        found = f"{folder}: {error.strerror}"
+        return [Answer(asked, found, Verdict.WARNING, remedy)]
+    size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+    found = f"{folder}: {format_bytes(free)} of {format_bytes(size)} free"
+    if free <= _SHARED_BYTES:
+        return [Answer(asked, found, Verdict.WARNING, remedy)]
+    return [Answer(asked, found)]
+
+
+def look_at_open_files() -> list[Answer]:
+    """How many files and connections this process may have open."""
+    asked = "open files"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_count(soft)} at most, {_count(hard)} if asked for"
+    if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES:
+        return [Answer(asked, found)]
+    remedy = "Start the program after: ulimit -n 65536."
+    return [Answer(asked, found, Verdict.WARNING, remedy)]
+
+
+def look_at_cores(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> list[Answer]:
+    """On how many cores this process may run, and for how much of their time."""
+    asked = "cores"
+    allowed = len(os.sched_getaffinity(0))
+    found = f"{allowed} of {os.cpu_count()}"
+    shares = [x for f in cgroup_folders("cpu", proc, cgroups) if (x := _quota(f)) is not None]
+    if shares and min(shares) < allowed:
+        found += f", for the time of {min(shares):.3g}, by the cgroup's quota"
+    if min([allowed, *shares]) < 2:
+        # One is enough to train, and not to read input beside it.
+        remedy = "Give the container or job two cores at least: input is read beside the steps."
+        return [Answer(asked, found, Verdict.WARNING, remedy)]
+    return [Answer(asked, found)]
+
+
+def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> list[Path]:
+    """The folders of this process's cgroup and those around it, of version 1 or 2.
+
+    In a container the path may be that of the host, which is not there: what is, is looked at.
+    """
+    found: list[Path] = []
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        roots = [cgroups / names, cgroups / controller] if names else [cgroups, cgroups / "unified"]
+        for root in roots:
+            here = root / path.lstrip("/")
+            found += [x for x in _folder_and_parents(here, root) if x.is_dir()]
+    return list(dict.fromkeys(found))
+
+
+def _folder_and_parents(folder: Path, root: Path) -> Iterator[Path]:
+    yield folder
+    yield from (x for x in folder.parents if x.is_relative_to(root))
+
+
+def _limit_and_use(folder: Path) -> tuple[int, int]:
+    """What a cgroup may use, and uses; caches count as use, though they can be given up."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        most = _read(folder / limit)
+        if most.isdigit():
+            return int(most), int(_read(folder / used) or 0) - _caches(folder)
+    return _UNLIMITED, 0
+
+
+def _caches(folder: Path) -> int:
+    """What the kernel would give up first: `inactive_file`, as Kubernetes counts too."""
+    lines = [x.split() for x in _read(folder / "memory.stat").splitlines()]
+    sizes = {x[0]: int(x[1]) for x in lines if len(x) == 2}
+    return sizes.get("total_inactive_file", sizes.get("inactive_file", 0))
+
+
+def _quota(folder: Path) -> float | None:
+    """How many cores' time a cgroup may have; None without a quota."""
+    parts = _read(folder / "cpu.max").split()
+    if not parts:
+        parts = [_read(folder / f"cpu.cfs_{x}_us") for x in ("quota", "period")]
+    if len(parts) == 2 and parts[0].isdigit() and parts[1].isdigit():
+        return int(parts[0]) / int(parts[1])
+    return None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _count(limit: int) -> str:
+    return "as many as wanted" if limit == resource.RLIM_INFINITY else str(limit)
