@@ -1,8 +1,12 @@
 """What all tests share. The devices are emulated by tpudist's own plugin (see pyproject.toml)."""
 
+import collections
 import importlib.util
+import itertools
 import os
+import subprocess
 import zlib
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -18,11 +22,9 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 # Keras asks at its import, and is imported by a scope's program only.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# No deadline: the first example of a property compiles a program. In CI the same examples each
-# time, so that a failure there is one of the change; others are found on developers' machines.
-hypothesis.settings.register_profile("tpudist", deadline=None, derandomize=bool(os.getenv("CI")))
+# No deadline: the first example of a property compiles a program.
+hypothesis.settings.register_profile("tpudist", deadline=None)
 hypothesis.settings.load_profile("tpudist")
-
 
 # A worker emulates 8 devices and holds 2 to 3 GB; more of them than this gain little.
 _MOST_WORKERS = 4
@@ -38,16 +40,58 @@ _WATCH_THE_CLOCK = (
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
 
+# Tests marked `exhaustive` look for rare cases among many: each run has one share of them.
+_NUM_SHARES = 6
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--one-in`."""
-    text = "of each test's parameters the first and about one in N; the same each time"
-    parser.addoption("--one-in", type=int, default=1, metavar="N", help=text)
+    """Adds `--share`."""
+    parser.addoption(
+        "--share",
+        metavar="N",
+        help=f"which of {_NUM_SHARES} shares of the exhaustive tests runs, from 0, or 'all'; by "
+        f"default the commit chooses one, and -m '' or the name of a single test runs all",
+    )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist sends the options to workers
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuses a share that is none."""
-    if config.option.one_in < 1:
-        raise pytest.UsageError(f"--one-in {config.option.one_in}: one in N, where N is 1 or more.")
+    """Chooses the share of the exhaustive tests, and the seed of random examples."""
+    commit = _read_commit(config.rootpath)
+    if config.option.share is None:
+        share = "all" if _asks_for_all(config) else str(int(commit, 16) % _NUM_SHARES)
+        config.option.share = share
+    if config.option.share not in ("all", *map(str, range(_NUM_SHARES))):
+        raise pytest.UsageError(
+            f"--share {config.option.share}: a number from 0 to {_NUM_SHARES - 1}, or 'all'."
+        )
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = int(commit[:8], 16)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Reports what differs between runs, and how to repeat it."""
+    share, seed = config.option.share, config.option.hypothesis_seed
+    which = "all" if share == "all" else f"share {share} of 0 to {_NUM_SHARES - 1}"
+    return f"exhaustive tests: {which}; repeat with --share={share} --hypothesis-seed={seed}"
+
+
+def _asks_for_all(config: pytest.Config) -> bool:
+    """Whether the command line has `-m ""`, or names single tests."""
+    arguments = [str(x) for x in config.invocation_params.args]
+    empty_expression = ("-m", "") in itertools.pairwise(arguments) or "-m=" in arguments
+    return empty_expression or any("::" in x for x in arguments)
+
+
+def _read_commit(root: Path) -> str:
+    """The commit that is checked out, as hexadecimal digits; zeros outside of a clone."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "0" * 40
+    return found.stdout.strip()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -79,11 +123,22 @@ def _skip_without_libtpu(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="libtpu is not installed"))
 
 
-def _sample(items: list[pytest.Item], is_chosen: dict[pytest.Item, bool]) -> list[bool]:
-    """Which are the first of their parameters, chosen, or notebooks."""
-    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
-    kept = set(first) | {item for item in items if item.get_closest_marker("notebook")}
-    return [item in kept or is_chosen[item] for item in items]
+def _choose_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
+    """All tests but those of other shares. A test with several parameters has one in each share."""
+    functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    chosen = set()
+    for item in items:
+        if item.get_closest_marker("exhaustive") is None:
+            chosen.add(item)
+        else:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in functions.items():
+        if len(cases) == 1:
+            cases = [*cases, *[None] * (_NUM_SHARES - 1)]
+        step = min(len(cases), _NUM_SHARES)
+        first = (share + zlib.crc32(name.encode())) % step  # functions differ in where they begin
+        chosen |= {item for item in cases[first::step] if item is not None}
+    return chosen
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], keeps: list[bool]) -> None:
@@ -100,13 +155,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _skip_without_libtpu(items)
     if "parity" not in config.option.markexpr:
         _leave_out(config, items, [item.get_closest_marker("parity") is None for item in items])
-    # By its name as it is before pytest-xdist adds the group, so that any number of workers has
-    # the same; the first of those that `-m` and `-k` leave, so that no test is left out.
-    one_in = config.option.one_in
-    is_chosen = {item: zlib.crc32(item.nodeid.encode()) % one_in == 0 for item in items}
-    result = yield
-    _leave_out(config, items, _sample(items, is_chosen))
-    return result
+    if config.option.share != "all":
+        in_share = _choose_share(items, int(config.option.share))
+        _leave_out(config, items, [item in in_share for item in items])
+    return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -65,29 +65,36 @@ def test_ci_installs_and_tests_as_readme_says():
 def test_ci_trains_and_has_the_quick_tests_as_readme_and_contributing_say():
     train, test, _ = (without_folder(commands) for commands in standing_alone())
     assert train[-1] in CI
-    assert f'{test[-1]} -m "not slow or notebook" --one-in 6' in CI
+    assert f'{test[-1]} -m "not slow or notebook"' in CI
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    assert "`--one-in 6`" in contributing
     assert '`python -m pytest -m "not slow"`' in contributing
 
 
 SAMPLED = """
 import pytest
 
-@pytest.mark.parametrize("x", [pytest.param(0, marks=pytest.mark.slow), *range(1, 60)])
-def test_whose_first_parameter_is_slow(x): pass
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("x", range(13))
+def test_many(x): pass
 
-def test_without_parameters(): pass
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("x", range(2))
+def test_two(x): pass
+
+@pytest.mark.exhaustive
+def test_one(): pass
+
+def test_always(): pass
 """
 
 
-def collect(folder: Path, one_in: int) -> subprocess.CompletedProcess[str]:
+def collect(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """What is collected of `SAMPLED`, with the options and hooks of tests/conftest.py."""
     (folder / "test_sampled.py").write_text(SAMPLED)
-    options = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(folder), "-n", "0"]
-    options += ["-m", "not slow", "--collect-only", "-q", "--one-in", str(one_in)]
+    command = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(folder), "-n", "0"]
+    command += ["--collect-only", "-q", *options, "test_sampled.py"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "test_sampled.py"],
+        [sys.executable, "-m", "pytest", *command],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,
@@ -96,19 +103,26 @@ def collect(folder: Path, one_in: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_sample_has_each_test_and_some_of_its_parameters(tmp_path):
-    """The first one that is not slow, if no other; by names, so the same ones each time."""
-    names = re.findall(r"::(\S+)", collect(tmp_path, 3).stdout)
-    assert {"test_without_parameters", "test_whose_first_parameter_is_slow[1]"} <= set(names)
-    assert 10 < len(names) < 40
-    few = re.findall(r"::(\S+)", collect(tmp_path, 1_000_003).stdout)
-    assert few == ["test_whose_first_parameter_is_slow[1]", "test_without_parameters"]
+def names_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"::(\S+)", done.stdout)
 
 
-def test_a_sample_of_none_is_refused(tmp_path):
-    done = collect(tmp_path, 0)
+def test_shares_have_all_exhaustive_tests_together_and_each_has_some(tmp_path):
+    everything = names_of(collect(tmp_path, "-m", ""))
+    assert len(everything) == 13 + 2 + 1 + 1
+    found = {everything.index(name) for name in names_of(collect(tmp_path, "--share", "0"))}
+    other = {everything.index(name) for name in names_of(collect(tmp_path, "--share", "1"))}
+    assert {(x + 1) % 6 for x in found if x < 12} == {x % 6 for x in other if x < 12}
+    for numbers in (found, other):
+        assert sum(x < 13 for x in numbers) in (2, 3)
+        assert sum(x in (13, 14) for x in numbers) == 1
+        assert 16 in numbers
+
+
+def test_a_share_that_does_not_exist_is_refused(tmp_path):
+    done = collect(tmp_path, "--share", "6")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--one-in 0: one in N, where N is 1 or more" in done.stderr
+    assert "--share 6: a number from 0 to 5, or 'all'" in done.stderr
 
 
 def interpreters(folder: Path, *, on_path=(), in_pyenv=()) -> dict[str, str]:
