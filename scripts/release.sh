@@ -14,15 +14,15 @@ if ! "$python" -c "import ensurepip" 2>/dev/null; then
   exit 1
 fi
 unset PYTHONPATH PYTHONHOME # the package is to come from the wheel
-room=$(mktemp -d)
-trap 'rm -rf "$room"' EXIT
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
 
 echo "== build, and what the package's page will show"
-"$python" -m venv "$room/tools"
-"$room/tools/bin/python" -m pip install --quiet build twine
+"$python" -m venv "$folder/tools"
+"$folder/tools/bin/python" -m pip install --quiet build twine
 rm -rf dist
-"$room/tools/bin/python" -m build --outdir dist . # the wheel is made of the sdist
-"$room/tools/bin/python" -m twine check --strict dist/*
+"$folder/tools/bin/python" -m build --outdir dist . # the wheel is made of the sdist
+"$folder/tools/bin/python" -m twine check --strict dist/*
 
 echo "== what is in them"
 "$python" - <<'EOF'
@@ -52,12 +52,12 @@ if found:
 EOF
 
 echo "== installed, as others install it"
-"$python" -m venv "$room/user"
-"$room/user/bin/python" -m pip install --quiet dist/*.whl
-cp tests/child_programs/typed_program.py README.md "$room"
+"$python" -m venv "$folder/user"
+"$folder/user/bin/python" -m pip install --quiet dist/*.whl
+cp tests/child_programs/typed_program.py README.md "$folder"
 (
-  cd "$room"
-  "$room/user/bin/tpudist" --version
+  cd "$folder"
+  "$folder/user/bin/tpudist" --version
   "$python" - <<'EOF'
 import pathlib
 import re
@@ -65,11 +65,11 @@ import re
 (example,) = re.findall(r"^```python\n(.*?)^```", pathlib.Path("README.md").read_text(), re.M | re.S)
 pathlib.Path("readme_example.py").write_text(example)
 EOF
-  "$room/user/bin/python" -W error readme_example.py
-  "$room/user/bin/python" typed_program.py
-  "$room/user/bin/python" -m pip install --quiet mypy "basedpyright==1.40.*"
-  "$room/user/bin/mypy" --strict typed_program.py
-  "$room/user/bin/basedpyright" --level error --pythonpath "$room/user/bin/python" typed_program.py
+  "$folder/user/bin/python" -W error readme_example.py
+  "$folder/user/bin/python" typed_program.py
+  "$folder/user/bin/python" -m pip install --quiet mypy "basedpyright==1.40.*"
+  "$folder/user/bin/mypy" --strict typed_program.py
+  "$folder/user/bin/basedpyright" --level error --pythonpath "$folder/user/bin/python" typed_program.py
 )
 
 if ! grep -q '^\[project.urls\]' pyproject.toml; then

@@ -1,7 +1,7 @@
 """The programming model of `tf.distribute` on JAX: write the step for one replica.
 
-Names are imported from their rooms when they are first asked for, so `import tpudist` costs little
-beside that of JAX, and a program pays for what it uses.
+Names are imported from their packages when they are first asked for, so `import tpudist` costs
+little beside that of JAX, and a program pays for what it uses.
 """
 
 import importlib
@@ -197,7 +197,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    """The public names: those of the rooms are found in the rooms."""
+    """The public names: `__all__`."""
     return sorted(__all__)
 
 
@@ -212,7 +212,7 @@ context.set_default_mode_factory(_make_default_mode)
 if not TYPE_CHECKING:  # a type checker is to find names that are not there
 
     def __getattr__(name: str) -> Any:
-        """A public name, or a room; both are kept for the next time."""
+        """Returns a public name or a package, and keeps it for the next time."""
         if name in _HOMES:
             value = getattr(importlib.import_module(_HOMES[name]), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"tpudist.{name}"):

@@ -54,14 +54,14 @@ def show_classes(package: Path) -> str:
 
 
 def show_messages(package: Path) -> str:
-    """A list for each room: class, message and file."""
+    """A list for each package: class, message and file."""
     parts = []
-    for room, messages in find_messages(package).items():
+    for name, messages in find_messages(package).items():
         items = "\n".join(
             f"<li><code>{x.name}</code> {html.escape(x.text)} <small>{x.file}</small></li>"
             for x in messages
         )
-        parts.append(f"### {room}\n\n<ul>\n{items}\n</ul>")
+        parts.append(f"### {name}\n\n<ul>\n{items}\n</ul>")
     return "\n\n".join(parts)
 
 
@@ -89,21 +89,21 @@ def find_classes(package: Path) -> list[ErrorClass]:
 
 
 def find_messages(package: Path) -> dict[str, list[Message]]:
-    """What is raised and warned of in each room, each message once, in the order of the files.
+    """What is raised and warned of in each package, each message once, in the order of the files.
 
     Only messages that are written where they are raised; a few are put together elsewhere.
     """
-    rooms: dict[str, dict[Message, None]] = {}
+    packages: dict[str, dict[Message, None]] = {}
     for file, tree in _modules(package):
-        room = file.split("/")[0].removesuffix(".py")
+        name = file.split("/")[0].removesuffix(".py")
         lines = [
             (getattr(x, "lineno", 0), message)
             for x in ast.walk(tree)
             for message in _message(x, file)
         ]
         for _, message in sorted(lines, key=lambda found: found[0]):
-            rooms.setdefault(room, {})[message] = None
-    return {room: list(messages) for room, messages in rooms.items()}
+            packages.setdefault(name, {})[message] = None
+    return {name: list(messages) for name, messages in packages.items()}
 
 
 def _message(node: ast.AST, file: str) -> Iterator[Message]:

@@ -58,7 +58,7 @@ def test_the_page_has_a_row_for_each_class_and_what_each_room_says(classes, mess
     assert "<!-- errors" not in page
     for found in classes:
         assert (f"| `{found.name}` (" in page) == bool(found.remedy), found.name
-    assert {f"\n### {room}\n" in page for room in messages} == {True}
+    assert {f"\n### {package}\n" in page for package in messages} == {True}
 
 
 def test_a_message_that_is_raised_is_found_in_the_index(messages):
@@ -74,8 +74,8 @@ def test_few_errors_are_without_a_message_of_their_own(messages):
 
 
 def test_classes_and_messages_are_read_as_they_are_written(tmp_path):
-    (tmp_path / "room").mkdir()
-    (tmp_path / "room" / "file.py").write_text(
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "file.py").write_text(
         'class A(ValueError):\n    """What\n    it is.\n\n    Remedy: do | this.\n    """\n\n'
         'class B(errors.A):\n    """No more."""\n\n'
         "def f(n, problem):\n"
@@ -92,12 +92,12 @@ def test_classes_and_messages_are_read_as_they_are_written(tmp_path):
         ("B", ("A",), "No more.", ""),
     ]
     assert INDEX.find_messages(tmp_path) == {
-        "room": [
-            ("refused", "it is <odd>", "room/file.py"),
-            ("UserWarning", "... was ignored", "room/file.py"),
-            ("DeprecationWarning", "an old name", "room/file.py"),
-            ("A", "... is no number.", "room/file.py"),
-            ("refused", "it is dead", "room/file.py"),
+        "package": [
+            ("refused", "it is <odd>", "package/file.py"),
+            ("UserWarning", "... was ignored", "package/file.py"),
+            ("DeprecationWarning", "an old name", "package/file.py"),
+            ("A", "... is no number.", "package/file.py"),
+            ("refused", "it is dead", "package/file.py"),
         ]
     }
     assert "| `A` (ValueError) | What it is. | do &#124; this. |" in INDEX.show_classes(tmp_path)

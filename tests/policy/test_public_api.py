@@ -106,8 +106,8 @@ def test_type_checkers_and_programs_find_the_same_public_names():
 @pytest.mark.parametrize("name", tpudist.__all__)
 def test_a_public_name_is_what_its_room_has(name):
     home = tpudist._HOMES.get(name)
-    room = importlib.import_module(home or f"tpudist.{name}")
-    assert getattr(tpudist, name) is (getattr(room, name) if home else room)
+    module = importlib.import_module(home or f"tpudist.{name}")
+    assert getattr(tpudist, name) is (getattr(module, name) if home else module)
     assert vars(tpudist)[name] is getattr(tpudist, name), "it is looked for once"
 
 

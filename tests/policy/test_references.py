@@ -188,7 +188,7 @@ def test_a_reference_to_nothing_is_found(line, lost):
     [
         "tests/policy/test_references.py and `xla/mesh.py`, `mesh.py`, docs/planning.md",
         "AI-Hypercomputer/maxtext, layers/pipeline.py; /home/me/tests/train.py",
-        "`tests/<room>/test_<file>.py`, my_folder/my_file.py, `my_file.py:make_step`",
+        "`tests/<package>/test_<file>.py`, my_folder/my_file.py, `my_file.py:make_step`",
         "`tpudist.xla.mesh.make_mesh`, `tpudist.Strategy.run(f)`, `Strategy.extended.update`",
         "`PerReplica.rows`, `trainer.step`, `jax.jit`",
     ],

@@ -48,7 +48,7 @@ ALLOWED = {
     "models.transformer.Transformer.hidden": "the hidden states, as the field calls them",
 }
 
-# Names of several files: of environments, which have one file in each room that knows them, and
+# Names of several files: of environments, which have one file in each package that knows them, and
 # of public modules, which are where tf.distribute has them.
 NOT_UNIQUE = {"__init__", "errors", "strategy_methods", "gce", "tpu", "experimental"}
 

@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
     args = sys.argv[1:] if args is None else list(args)
     if args == ["--version"]:
-        write(f"tpudist {sys.modules['tpudist'].__version__}")  # its floor is above this one
+        write(f"tpudist {sys.modules['tpudist'].__version__}")  # its layer is above this one
         return 0
     if args[:1] in (
         ["run"],

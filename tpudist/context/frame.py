@@ -1,4 +1,4 @@
-"""What the rooms below `run` may ask of the trace of a replica function that is under way."""
+"""The trace of a replica function in progress, as the packages below `run` use it."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence

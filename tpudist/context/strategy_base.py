@@ -1,4 +1,4 @@
-"""What the rooms below `strategy` may ask of a strategy: its hooks, and the doors of the runtime.
+"""A strategy as the packages below `strategy` use it: its hooks and the calls of the runtime.
 
 `tpudist.Strategy` is the one implementation, in parts: `strategy/`, and the `strategy_methods` of
 `input` and `planner`. A strategy of one's own subclasses that, and overrides hooks.

@@ -1,19 +1,19 @@
-"""Figures of the house: rooms, floors, arrows and circles of tpudist, and how its files read.
+"""Measures the layers of tpudist: its packages, what they import, and how its files read.
 
-    python scripts/house.py [--json | --draw FILE.svg] [FOLDER]
+    python scripts/layers.py [--json | --draw FILE.svg] [FOLDER]
 
 FOLDER holds a package `tpudist`; by default the repository of this file. `--draw` draws the
-floors: the picture of docs/architecture.md, which a test compares with the imports.
+layers: the picture of docs/architecture.md, which a test compares with the imports.
 
-A *room* is a module or a folder at the top of the package. An *arrow* is a room that imports
-another, however often; imports inside functions count, those under `if TYPE_CHECKING` do not,
-but for those of the package itself, which imports its names when they are asked for. The *floor* of
-a room is one above the highest that it imports. A *circle* is a group of modules, or of rooms, that
-import each other.
+A *package* here is a module or a folder at the top of `tpudist/`. An *import* is a package that
+imports another one, however often; imports inside functions count. The *layer* of a package is one
+above the highest that it imports. A *cycle* is a group of modules, or of packages, that import each
+other; for cycles, imports under `if TYPE_CHECKING` count too.
 """
 
 import argparse
 import ast
+import collections
 import io
 import json
 import statistics
@@ -34,12 +34,14 @@ def modules_of(package: Path) -> dict[str, ast.Module]:
     }
 
 
-def imports_of(modules: Mapping[str, ast.Module], package: str) -> dict[str, set[str]]:
-    """Which modules of the package each of them imports."""
+def imports_of(
+    modules: Mapping[str, ast.Module], package: str, *, types: bool = False
+) -> dict[str, set[str]]:
+    """The modules of the package that each of them imports, with `types` for annotations too."""
     return {
         name: {
             module_of(dotted, package, modules)
-            for dotted, _ in imported_names(tree, name, package)
+            for dotted, _ in imported_names(tree, name, package, types=types)
             if dotted.split(".")[0] == package
         }
         - {name}
@@ -58,13 +60,16 @@ def module_of(imported: str, package: str, modules: Collection[str]) -> str:
     return "__init__"
 
 
-def imported_names(tree: ast.Module, name: str, package: str) -> Iterator[tuple[str, bool]]:
+def imported_names(
+    tree: ast.Module, name: str, package: str, *, types: bool = False
+) -> Iterator[tuple[str, bool]]:
     """Dotted names that a module imports or reaches by attribute (`jax.extend` after `import jax`).
 
-    With each comes whether it is imported when the module is.
+    With each comes whether it is imported when the module is. With `types`, imports under
+    `if TYPE_CHECKING` count too.
     """
     # The package's own names are imported when they are asked for, and say for types what they are.
-    for node, at_top in _walk(tree, at_top=True, types=name == "__init__"):
+    for node, at_top in _walk(tree, at_top=True, types=types or name == "__init__"):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, at_top
@@ -109,7 +114,7 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def circles_of(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+def cycles_of(arrows: Mapping[str, set[str]]) -> list[list[str]]:
     """The groups of names that reach each other along the arrows (Tarjan's algorithm)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -136,28 +141,29 @@ def circles_of(arrows: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def rooms_of(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Which rooms each room imports."""
-    rooms: dict[str, set[str]] = {}
+def packages_of(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The packages that each package imports."""
+    packages: dict[str, set[str]] = {}
     for name, others in imports.items():
-        room = name.split(".")[0]
-        rooms.setdefault(room, set()).update({other.split(".")[0] for other in others} - {room})
-    return rooms
+        package = name.split(".")[0]
+        imported = {other.split(".")[0] for other in others} - {package}
+        packages.setdefault(package, set()).update(imported)
+    return packages
 
 
-def floors_of(rooms: Mapping[str, set[str]]) -> dict[str, int]:
-    """The floor of each room, from 1; rooms of a circle stand where they are first met."""
-    floors: dict[str, int] = {}
+def layers_of(packages: Mapping[str, set[str]]) -> dict[str, int]:
+    """The layer of each package, from 1; packages of a cycle stand where they are first met."""
+    layers: dict[str, int] = {}
 
-    def floor(room: str, below: frozenset[str]) -> int:
-        if room not in floors:
-            others = [x for x in rooms[room] if x not in below]
-            floors[room] = 1 + max((floor(x, below | {room}) for x in others), default=0)
-        return floors[room]
+    def layer(package: str, below: frozenset[str]) -> int:
+        if package not in layers:
+            others = [x for x in packages[package] if x not in below]
+            layers[package] = 1 + max((layer(x, below | {package}) for x in others), default=0)
+        return layers[package]
 
-    for room in rooms:
-        floor(room, frozenset([room]))
-    return floors
+    for package in packages:
+        layer(package, frozenset([package]))
+    return layers
 
 
 def share_of_any(modules: Mapping[str, ast.Module]) -> float:
@@ -191,23 +197,32 @@ def names_in_dir(folder: Path) -> int | None:
     return int(done.stdout) if done.returncode == 0 else None
 
 
+def _largest_folder(files: Collection[str]) -> str:
+    """The folder with most files of its own, as "25 (run)"."""
+    folders = collections.Counter(str(Path(file).parent) for file in files)
+    [(folder, number)] = folders.most_common(1)
+    return f"{number} ({folder})"
+
+
 def figures(folder: Path) -> dict[str, object]:
     """All figures of the package in a folder."""
     package = folder / "tpudist"
     modules = modules_of(package)
     imports = imports_of(modules, package.name)
-    rooms = rooms_of(imports)
+    packages = packages_of(imports)
+    with_types = imports_of(modules, package.name)
     sizes = {
         str(file.relative_to(package)): len(file.read_text().splitlines())
         for file in package.rglob("*.py")
     }
     longest = max(sizes, key=lambda name: sizes[name])
     return {
-        "rooms (entries at the top)": len(rooms),
-        "floors": max(floors_of(rooms).values()),
-        "arrows between rooms": sum(map(len, rooms.values())),
-        "circles of rooms": circles_of(rooms),
-        "circles of modules": circles_of(imports),
+        "packages (entries at the top)": len(packages),
+        "layers": max(layers_of(packages).values()),
+        "imports between packages": sum(map(len, packages.values())),
+        "cycles of packages": cycles_of(packages_of(with_types)),
+        "cycles of modules": cycles_of(with_types),
+        "files in the largest folder": _largest_folder(sizes),
         "modules": len(modules),
         "median module, in lines": statistics.median(sizes.values()),
         "longest module, in lines": f"{sizes[longest]} ({longest})",
@@ -221,36 +236,38 @@ _STYLE = """
 text { font-family: system-ui, sans-serif; fill: #1f2328; }
 rect { fill: #f0f4fa; stroke: #8aa0bd; }
 .name { font-size: 17px; font-weight: 600; }
-.what, .floor { font-size: 12px; fill: #57606a; }
+.what, .layer { font-size: 12px; fill: #57606a; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; } .what, .floor { fill: #9da7b3; }
+  text { fill: #e6edf3; } .what, .layer { fill: #9da7b3; }
   rect { fill: #1c2733; stroke: #4d6480; }
 }"""
 _WIDTH, _HEIGHT, _GAP, _MARGIN = 1180, 84, 10, 34
 
 
-def _shown(room: str) -> str:
-    return {"__init__": "tpudist", "__main__": "python -m tpudist"}.get(room, room)
+def _shown(package: str) -> str:
+    return {"__init__": "tpudist", "__main__": "python -m tpudist"}.get(package, package)
 
 
 def draw(folder: Path) -> str:
-    """The floors of the house as SVG: the rooms of each, and the first line said of them."""
+    """The layers as SVG: the packages of each, and the first line of their docstrings."""
     modules = modules_of(folder / "tpudist")
-    floors = floors_of(rooms_of(imports_of(modules, "tpudist")))
-    top = max(floors.values())
+    layers = layers_of(packages_of(imports_of(modules, "tpudist")))
+    top = max(layers.values())
     parts = []
-    for floor in range(top, 0, -1):
-        rooms = sorted(room for room, on in floors.items() if on == floor)
-        y = (top - floor) * (_HEIGHT + _GAP) + _GAP
-        width = (_WIDTH - _MARGIN - _GAP * len(rooms)) / len(rooms)
-        parts.append(f'<text class="floor" x="10" y="{y + _HEIGHT / 2 + 4:.0f}">{floor}</text>')
-        for i, room in enumerate(rooms):
+    for layer in range(top, 0, -1):
+        packages = sorted(package for package, on in layers.items() if on == layer)
+        y = (top - layer) * (_HEIGHT + _GAP) + _GAP
+        width = (_WIDTH - _MARGIN - _GAP * len(packages)) / len(packages)
+        parts.append(f'<text class="layer" x="10" y="{y + _HEIGHT / 2 + 4:.0f}">{layer}</text>')
+        for i, package in enumerate(packages):
             x = _MARGIN + i * (width + _GAP)
             parts.append(
                 f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{_HEIGHT}" rx="6"/>'
             )
-            parts.append(f'<text class="name" x="{x + 12:.0f}" y="{y + 24}">{_shown(room)}</text>')
-            tree = modules.get(room) or modules[f"{room}.__init__"]
+            parts.append(
+                f'<text class="name" x="{x + 12:.0f}" y="{y + 24}">{_shown(package)}</text>'
+            )
+            tree = modules.get(package) or modules[f"{package}.__init__"]
             said = (ast.get_docstring(tree) or "").split("\n\n")[0]
             lines = textwrap.wrap(" ".join(said.split()), max(int((width - 20) / 6.1), 10))
             for line, text in enumerate(lines[:3]):
@@ -258,15 +275,15 @@ def draw(folder: Path) -> str:
                 parts.append(f'<text class="what" x="{x + 12:.0f}" y="{at}">{escape(text)}</text>')
     height = top * (_HEIGHT + _GAP) + _GAP
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}">'
-    title = "<title>The floors of tpudist: a room imports only rooms below it</title>"
+    title = "<title>The layers of tpudist: a package imports only packages below it</title>"
     return "\n".join([head, title, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Figures of the house.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", default=Path(__file__).resolve().parents[1], type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the floors as SVG")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the layers as SVG")
     options = parser.parse_args()
     if options.draw:
         options.draw.write_text(draw(options.folder.resolve()))
@@ -278,8 +295,8 @@ def main() -> None:
     for name, value in found.items():
         if isinstance(value, list):
             print(f"{name:42}{len(value)}")
-            for circle in value:
-                print(f"{'':42}{', '.join(circle)}")
+            for cycle in value:
+                print(f"{'':42}{', '.join(cycle)}")
         else:
             print(f"{name:42}{value}")
 

@@ -1,0 +1,57 @@
+"""The figures of `scripts/layers.py` are counted rightly, and the package stays within bounds."""
+
+import layers
+from places import ROOT
+
+
+def test_cycles_and_layers_of_small_packages():
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set()}
+    assert layers.cycles_of(imports) == [["b", "c"]]
+    found = layers.layers_of({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    assert found == {"c": 1, "b": 2, "a": 3}
+
+
+def test_imports_are_found_and_those_for_types_on_request(tmp_path):
+    package = tmp_path / "tpudist"
+    (package / "low").mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tpudist.high import Name\n"
+    )
+    (package / "low" / "__init__.py").write_text("")
+    (package / "low" / "deep.py").write_text("# One.\nvalue: int = 1\n")
+    (package / "high.py").write_text(
+        "from typing import TYPE_CHECKING, Any\n"
+        "if TYPE_CHECKING:\n"
+        "    import tpudist.later\n"
+        "def f(x: Any, y: int):\n"
+        "    from tpudist.low.deep import value\n"
+        "Name = 1\n"
+    )
+    (package / "later.py").write_text("from tpudist import low\n")
+    modules = layers.modules_of(package)
+    imports = layers.imports_of(modules, "tpudist")
+    assert imports["high"] == {"low.deep"}
+    assert imports["later"] == {"low.__init__"}
+    assert imports["__init__"] == {"high"}
+    with_types = layers.imports_of(modules, "tpudist", types=True)
+    assert with_types["high"] == {"low.deep", "later"}
+    packages = layers.packages_of(imports)
+    assert packages == {"__init__": {"high"}, "high": {"low"}, "later": {"low"}, "low": set()}
+    assert layers.share_of_any(modules) == 50
+    assert layers.share_of_comments(package) == 100 / 12
+
+
+def test_tpudist_has_few_packages_few_imports_and_no_cycles():
+    """Raise a bound only with a reason: one more package is one more concept."""
+    found = layers.figures(ROOT)
+    assert found["cycles of packages"] == []
+    assert found["cycles of modules"] == []
+    assert found["packages (entries at the top)"] <= 40
+    assert found["layers"] <= 17
+    assert found["imports between packages"] <= 225  # of the 741 pairs of 39 packages
+    assert int(found["files in the largest folder"].split()[0]) <= 25
+
+
+def test_the_picture_of_the_layers_is_that_of_the_imports():
+    """`python scripts/layers.py --draw docs/images/layers.svg` draws it."""
+    assert (ROOT / "docs" / "images" / "layers.svg").read_text() == layers.draw(ROOT)
