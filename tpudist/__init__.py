@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         RunOptions,
         UndistributedBatchWarning,
     )
-    from tpudist.processes.runtime import emulate
     from tpudist.programs.rows.row_kernels import rowwise
     from tpudist.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
     from tpudist.reductions.algorithms import (
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from tpudist.values.indexed_slices import IndexedSlices
     from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
     from tpudist.xla.compile_log import CompileRecord, compile_log
+    from tpudist.xla.emulation import emulate
 
 __version__ = "0.1.0"
 
@@ -178,7 +178,7 @@ _HOMES = {
     "compile_log": "tpudist.xla.compile_log",
     "compute_average_loss": "tpudist.gradients.losses",
     "describe_placement": "tpudist.state.placement_table",
-    "emulate": "tpudist.processes.runtime",
+    "emulate": "tpudist.xla.emulation",
     "experimental_set_strategy": "tpudist.context",
     "function": "tpudist.run.function",
     "functions_run_eagerly": "tpudist.run.eager.eager_mode",

@@ -549,14 +549,14 @@ def test_each_process_feeds_its_own_replicas():
         from processes import report
         from tpudist.input.dataset import DistributedDataset
         from tpudist.input.sources.numpy_arrays import NumpyDataset
-        from tpudist.processes import runtime
+        from tpudist.processes import connection
         from tpudist.xla import mesh
         os.environ["NPROC"] = "32"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 4)
         config = json.loads(os.environ["TF_CONFIG"])
         workers = config["cluster"]["worker"]
-        runtime.connect(workers[0], len(workers), config["task"]["index"])
+        connection.connect(workers[0], len(workers), config["task"]["index"])
         found = []
         for inner_axes in ({}, {"fsdp": 2}, {"fsdp": 8}):
             replicas = mesh.make_mesh(jax.devices(), inner_axes)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import tpudist
 from benchmarks import emulation
 from places import PROGRAMS, ROOT
-from tpudist.processes.runtime import MAX_STEPS_IN_FLIGHT, Throttle
+from tpudist.run.throttle import MAX_STEPS_IN_FLIGHT, Throttle
 
 
 def run_python(program: str, **variables: str) -> subprocess.CompletedProcess:

@@ -8,7 +8,8 @@ import trustme
 
 import tpudist
 from processes import run_processes
-from tpudist.processes import runtime
+from tpudist.processes import connection
+from tpudist.xla import emulation
 
 HAS_IT = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
 
@@ -70,17 +71,17 @@ def test_a_jax_without_it_refuses_rather_than_connect_without(asked, certificate
     given = tpudist.MutualTLS(**certificates) if asked == "by argument" else None
     if given is None:
         monkeypatch.setenv("JAX_MTLS_CERT_FILE", certificates["cert_file"])
-    monkeypatch.setattr(runtime, "has_backend", lambda: False)
+    monkeypatch.setattr(emulation, "has_backend", lambda: False)
     with pytest.raises(RuntimeError, match=r"mutual TLS \((MutualTLS|JAX_MTLS_CERT_FILE)\), which"):
-        runtime.connect("127.0.0.1:1", 2, 0, given)
+        connection.connect("127.0.0.1:1", 2, 0, given)
 
 
 @pytest.mark.skipif(not HAS_IT, reason=f"jax {jax.__version__} has no mutual TLS")
 def test_a_certificate_that_is_not_there_is_named_before_anybody_waits(certificates, monkeypatch):
-    monkeypatch.setattr(runtime, "has_backend", lambda: False)
+    monkeypatch.setattr(emulation, "has_backend", lambda: False)
     files = certificates | {"key_file": "/nowhere/key.pem"}
     with pytest.raises(FileNotFoundError, match=r"key_file='/nowhere/key.pem'"):
-        runtime.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**files))
+        connection.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**files))
 
 
 def test_certificates_for_processes_that_are_connected_already_are_refused(
@@ -91,8 +92,8 @@ def test_certificates_for_processes_that_are_connected_already_are_refused(
     with pytest.raises(RuntimeError, match="connected already, and whether by certificates"):
         tpudist.MultiWorkerMirroredStrategy(mutual_tls=tpudist.MutualTLS(**certificates))
     with pytest.raises(RuntimeError, match="connected already"):
-        runtime.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**certificates))
-    runtime.connect("127.0.0.1:1", 2, 0)
+        connection.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**certificates))
+    connection.connect("127.0.0.1:1", 2, 0)
 
 
 def test_certificates_of_another_type_are_refused():

@@ -15,8 +15,8 @@ from tpudist.cli.errors import WrongUse
 from tpudist.goodput.diagnosis import LOST, REPLAYED, WAITED, Diagnosis, diagnose
 from tpudist.goodput.goodput import Phase
 from tpudist.goodput.run_history import NoLedger, read_run
-from tpudist.processes import runtime
 from tpudist.supervisor.doctor.examination import examine, is_well
+from tpudist.xla import emulation
 
 ROWS = (
     Phase.STEP.value,
@@ -70,7 +70,9 @@ def _examine(options: Options) -> int:
         if value is not None and value < 1:
             raise WrongUse(f"--{name.replace('_', '-')} {value}: it must be 1 at least.")
     try:
-        num_emulated = runtime.emulation_asked_for() if options.emulate is None else options.emulate
+        num_emulated = options.emulate
+        if num_emulated is None:
+            num_emulated = emulation.requested_devices()
     except ValueError as error:
         raise WrongUse(str(error)) from error
     answers = examine(num_emulated, options.processes, options.timeout_s)

@@ -12,7 +12,7 @@ import tyro
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.launch_command import find_program
 from tpudist.goodput import goodput
-from tpudist.supervisor.launch import emulation
+from tpudist.xla import emulation
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def run(options: Options) -> NoReturn:
         )
     command = [*find_program(options.script), *options.arguments]
     if options.emulate is not None:
-        os.environ.update(emulation(options.emulate))
+        os.environ.update(emulation.environment_of(options.emulate))
     if options.goodput is not None:
         os.environ[goodput.VARIABLE] = options.goodput
     sys.stdout.flush()

@@ -15,7 +15,7 @@ from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.cluster_resolver.tpu_topology import Topology, group_by_task
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.options import MutualTLS, warn_if_given
-from tpudist.processes import runtime
+from tpudist.processes import connection
 
 # The port of JAX's own coordinator on TPU.
 _PORT = 8476
@@ -128,7 +128,7 @@ class TPUClusterResolver(ClusterResolver):
         resolver = TPUClusterResolver(tpu, zone, project)
         hosts = resolver.processes()
         if len(hosts) > 1:
-            runtime.connect(hosts[0], len(hosts), resolver.process_index(), mutual_tls)
+            connection.connect(hosts[0], len(hosts), resolver.process_index(), mutual_tls)
         return resolver
 
     def cluster_spec(self) -> ClusterSpec:

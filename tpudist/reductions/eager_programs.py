@@ -98,5 +98,5 @@ def run(
     if count_run is not None:
         count_run()
     if mesh.platform == "cpu":
-        jax.block_until_ready(results)  # many in flight starve each other: see processes/runtime.py
+        jax.block_until_ready(results)  # many in flight starve each other: see run/throttle.py
     return results

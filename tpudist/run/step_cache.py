@@ -15,7 +15,6 @@ import jax
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import compile
 from tpudist.options import RunOptions
-from tpudist.processes.runtime import Throttle
 from tpudist.run.arguments import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.arguments.weak_identity import WeakIdentityDict
@@ -23,6 +22,7 @@ from tpudist.run.captures import Findings
 from tpudist.run.recent_steps import Form, RecentSteps
 from tpudist.run.step import ArgumentsChanged, Step
 from tpudist.run.step_loop import StepSequence
+from tpudist.run.throttle import Throttle
 from tpudist.state import nnx_binding, value_keys
 from tpudist.xla import compile_log
 

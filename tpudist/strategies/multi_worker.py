@@ -4,7 +4,7 @@ import jax
 
 from tpudist.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from tpudist.options import MutualTLS
-from tpudist.processes import runtime
+from tpudist.processes import connection
 from tpudist.reductions import communication_options as communication
 from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.strategy.strategy import Strategy
@@ -69,12 +69,12 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"MultiWorkerMirroredStrategy was given mutual_tls={mutual_tls!r} of type "
                 f"{type(mutual_tls).__name__}. It must be a tpudist.MutualTLS, or None."
             )
-        runtime.check_not_connected(mutual_tls)
+        connection.check_not_connected(mutual_tls)
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         workers = self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():
             place = self._cluster_resolver.process_index()
-            runtime.connect(workers[0], len(workers), place, mutual_tls)
+            connection.connect(workers[0], len(workers), place, mutual_tls)
         super().__init__(
             make_mesh(as_devices(None), axis_name=axis_name, deterministic=deterministic)
         )

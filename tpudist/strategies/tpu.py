@@ -12,7 +12,7 @@ from tpudist.cluster_resolver import TFConfigClusterResolver, TPUClusterResolver
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment
 from tpudist.cluster_resolver.tpu_topology import group_by_task
 from tpudist.options import warn_if_given
-from tpudist.processes import runtime
+from tpudist.processes import connection
 from tpudist.strategy import logical_axes, logical_devices
 from tpudist.strategy.placement_rules import Partitioner, split_by_partitioner, split_largest_dim
 from tpudist.strategy.strategy import Strategy
@@ -273,7 +273,7 @@ def _join_workers() -> None:
     if len(workers) < 2 or jax.distributed.is_initialized() or "ps" in resolver.cluster_spec().jobs:
         return
     if resolver.task_type in ("chief", "worker"):
-        runtime.connect(workers[0], len(workers), resolver.process_index())
+        connection.connect(workers[0], len(workers), resolver.process_index())
 
 
 def _warn_of_typing_errors(axes: Iterable[str], rules: Sequence[tuple[str, Any]]) -> None:

@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tpudist.processes import generations, runtime
+from tpudist.processes import generations
 from tpudist.processes.preemption_service import EXIT_PREEMPTED
 from tpudist.processes.process_judge import EXIT_PEER_LOST
 from tpudist.supervisor.hosts import Hosts
 from tpudist.supervisor.membership import Membership
 from tpudist.supervisor.remote_membership import RemoteMembership
 from tpudist.supervisor.worker_process import WorkerProcess
+from tpudist.xla import emulation
 
 EXIT_GAVE_UP = 70
 INTERRUPTED = 130
@@ -147,7 +148,7 @@ class _Attempt:
             generations.FOLDER: os.getcwd(),
         }
         if devices := self._launch.devices_per_process:
-            env |= emulation(devices)
+            env |= emulation.environment_of(devices)
         self._workers.append(WorkerProcess(index, self._launch.command, env, self._launch.write))
 
     def _wait(self, asked: list[int]) -> None:
@@ -255,16 +256,6 @@ def _describe(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"was killed ({signal.Signals(-code).name})"
     return f"was killed (signal {-code})"
-
-
-def emulation(num_devices: int) -> dict[str, str]:
-    """The environment of a process of emulated devices."""
-    return {
-        "TPUDIST_EMULATE": str(num_devices),
-        "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
-        "JAX_NUM_CPU_DEVICES": str(num_devices),
-        "NPROC": str(runtime.num_threads(num_devices)),
-    }
 
 
 def may_restart(exit_code: int) -> bool:

@@ -14,10 +14,9 @@ import pytest
 
 from places import ROOT
 from tpudist import cli
-from tpudist.supervisor import launch
 from tpudist.supervisor.doctor import device_check, device_program, examination, tpu_check
 from tpudist.supervisor.doctor.checks import Answer, Verdict
-from tpudist.xla import versions
+from tpudist.xla import emulation, versions
 
 processes = pytest.mark.multiprocess
 
@@ -208,8 +207,8 @@ def test_processes_of_which_one_does_not_come_are_ended(tmp_path):
 
 
 def test_emulation_is_that_of_launch():
-    assert launch.emulation(4)["JAX_NUM_CPU_DEVICES"] == "4"
-    assert launch.emulation(4)["JAX_PLATFORMS"] == "cpu"
+    assert emulation.environment_of(4)["JAX_NUM_CPU_DEVICES"] == "4"
+    assert emulation.environment_of(4)["JAX_PLATFORMS"] == "cpu"
 
 
 # A TPU.

@@ -23,11 +23,12 @@ import jax
 from tpudist.goodput import goodput
 from tpudist.preemption.survival import restart_in_place, state_transfer
 from tpudist.preemption.survival.survivor import Copies, Link, StateCopy, Survivor
-from tpudist.processes import generations, json_lines, process_state, runtime
+from tpudist.processes import generations, json_lines, process_state
 from tpudist.processes.generations import GenerationEnded
 from tpudist.processes.json_lines import JsonLines, Listener
 from tpudist.processes.preemption_service import EXIT_PREEMPTED
 from tpudist.processes.process_judge import EXIT_PEER_LOST
+from tpudist.xla import emulation
 from tpudist.xla.settings import Setting
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ def survive(
     supervisor = os.environ.get(generations.SUPERVISOR)
     if supervisor is None:
         return train(Survivor(0, Copies(None), every, Link()))
-    if runtime.has_backend():
+    if emulation.has_backend():
         raise RuntimeError(
             "survive was called in a process whose JAX has its devices already, which would not be "
             "those of the run. Make arrays and strategies in the function that it calls."

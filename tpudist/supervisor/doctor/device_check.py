@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tpudist.supervisor import launch
 from tpudist.supervisor.doctor import device_program
 from tpudist.supervisor.doctor.checks import Answer, Verdict
 from tpudist.supervisor.doctor.child_outcome import ChildOutcome, run_to_end
 from tpudist.supervisor.doctor.tpu_check import signs_of_tpu
+from tpudist.xla import emulation
 
 END_S = 8.0
 """How much longer than its timeout a check may take, to end what hangs."""
@@ -31,7 +31,7 @@ def look_at_devices(
     num_emulated: int | None, timeout_s: float, python: str = sys.executable
 ) -> list[Answer]:
     """Starts the devices of this host, or emulated ones, and sums over them."""
-    env = launch.emulation(num_emulated) if num_emulated else {}
+    env = emulation.environment_of(num_emulated) if num_emulated else {}
     outcome = run_to_end(_program(python, device_program.ALONE, timeout_s), env, timeout_s + 1)
     said = _read(outcome)
     if not said:

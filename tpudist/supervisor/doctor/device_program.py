@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpudist.processes import runtime
+from tpudist.processes import connection
 
 MARK = "tpudist-doctor: "
 """Stands before what it says, among what libraries print."""
@@ -36,7 +36,7 @@ def main(way: str) -> None:
         config = json.loads(os.environ["TF_CONFIG"])
         addresses = config["cluster"]["worker"]
         if len(addresses) > 1:
-            runtime.connect(addresses[0], len(addresses), config["task"]["index"])
+            connection.connect(addresses[0], len(addresses), config["task"]["index"])
     devices = jax.devices() if way == TOGETHER else jax.local_devices()
     _say(platform=devices[0].platform, kind=devices[0].device_kind, count=len(devices))
     total = sum_over(devices)

@@ -1,0 +1,98 @@
+"""Emulated devices: one CPU process has several, so that a program for a slice runs on a laptop.
+
+XLA:CPU runs each device's part of a step on a pool of threads whose size is `NPROC`. If the pool is
+smaller than the steps in flight need, an all-reduce waits for threads that are waiting for it, and
+XLA aborts the process after 40 s. `max(32, 4 * num_devices)` threads were always enough, 12 for 8
+devices were not (jax 0.10, two cores).
+"""
+
+import os
+
+import jax
+
+from tpudist.xla.settings import Setting
+
+ENVIRONMENT_VARIABLE = "TPUDIST_EMULATE"
+
+
+def has_backend() -> bool:
+    """Whether this process already has devices, so that it is too late to choose them."""
+    number = Setting.NUM_CPU_DEVICES.read()
+    # JAX itself refuses another number of CPU devices once a backend runs; asking it to is the
+    # public way to know without starting one.
+    try:
+        Setting.NUM_CPU_DEVICES.set(max(number, 1) + 1)
+    except RuntimeError:
+        return True
+    Setting.NUM_CPU_DEVICES.set(number)
+    return False
+
+
+def emulate(num_devices: int | None = None) -> None:
+    """Makes this process have `num_devices` CPU devices, as if it were a slice of that many chips.
+
+    Call it before anything touches a device. Asking again for what already is, is fine.
+
+    Args:
+        num_devices: How many devices; if None, the environment variable `TPUDIST_EMULATE`, or 8.
+
+    Raises:
+        ValueError: `num_devices` is not a positive number.
+        RuntimeError: JAX already started with other devices.
+    """
+    num_devices = _parse_num_devices(num_devices)
+    os.environ["NPROC"] = str(max(num_threads(num_devices), int(os.environ.get("NPROC", "0") or 0)))
+    if not has_backend():
+        # Not started here: several emulated processes must connect first.
+        Setting.PLATFORMS.set("cpu")
+        Setting.NUM_CPU_DEVICES.set(num_devices)
+        return
+    devices = jax.local_devices()
+    if len(devices) != num_devices or devices[0].platform != "cpu":
+        raise RuntimeError(
+            f"Emulating {num_devices} devices was asked for, but JAX has already started with "
+            f"{len(devices)} {devices[0].platform} device(s), and a process chooses its devices "
+            f"once. Call tpudist.emulate({num_devices}) before the first array is made, or start "
+            f"Python with {ENVIRONMENT_VARIABLE}={num_devices} and call tpudist.emulate()."
+        )
+
+
+def num_threads(num_devices: int) -> int:
+    """Returns the size of the thread pool, for `NPROC`: enough for the steps in flight."""
+    return max(32, 4 * num_devices)
+
+
+def environment_of(num_devices: int) -> dict[str, str]:
+    """Returns the environment variables of a process with emulated devices."""
+    return {
+        ENVIRONMENT_VARIABLE: str(num_devices),
+        "JAX_PLATFORMS": "cpu",  # for programs that do not call tpudist.emulate
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "NPROC": str(num_threads(num_devices)),
+    }
+
+
+def requested_devices() -> int | None:
+    """Returns the number of emulated devices that the environment asks for; None if it does not.
+
+    Raises:
+        ValueError: What it asks for is no number of devices.
+    """
+    return _parse_num_devices(None) if os.environ.get(ENVIRONMENT_VARIABLE) else None
+
+
+def _parse_num_devices(num_devices: int | None) -> int:
+    origin = "tpudist.emulate"
+    asked: object = num_devices
+    if num_devices is None:
+        origin, asked = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "8")
+    try:
+        number = int(asked)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1 or isinstance(asked, float):
+        raise ValueError(
+            f"{origin} asks for {asked!r} devices. It must be a whole number of at least 1, such "
+            f"as 8."
+        )
+    return number
