@@ -16,16 +16,11 @@ from typing import Any
 import jax
 import optax
 
-from tpudist.programs import jaxprs
+from tpudist.programs import elementwise, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond
 
-_ELEMENTWISE = set(
-    """
-    abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv
-    exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne
-    neg nextafter not or polynomial pow real imag reduce_precision rem round rsqrt select_n sign
-    sin sinh square sqrt stop_gradient sub tan tanh xor
-    """.split()
+_ELEMENTWISE = (
+    elementwise.FUNCTIONS | elementwise.ARITHMETIC | elementwise.COPIES | elementwise.COMPLEX_PARTS
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
+from tpudist.programs import elementwise
 from tpudist.programs.rows import mean_dims
 from tpudist.programs.rows.mean_arithmetic import Arithmetic
 from tpudist.programs.rows.mean_facts import Fact, combine, link, shape_of, take_share
@@ -140,13 +141,8 @@ def _places_of_windows(
     return {i: j for i, j in zip(rest, windows, strict=True) if sizes[i] == shape[i]}
 
 
-_ELEMENTWISE = (
-    "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma eq erf "
-    "erf_inv erfc exp exp2 expm1 floor ge gt is_finite le lgamma log log1p logistic lt max min ne "
-    "nextafter not or polynomial pow rem round rsqrt sign sin sinh sqrt square tan tanh xor"
-)
 _RULES: Mapping[str, Callable[[Rules, core.JaxprEqn, list[Fact]], Fact]] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), Arithmetic.elementwise),
+    **dict.fromkeys(elementwise.FUNCTIONS, Arithmetic.elementwise),
     **dict.fromkeys("neg copy copy_p reduce_precision stop_gradient".split(), Arithmetic.linear),
     "sharding_constraint": Arithmetic.linear,
     "convert_element_type": Arithmetic.convert,

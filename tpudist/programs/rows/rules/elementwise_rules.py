@@ -3,21 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tpudist.programs import elementwise
 from tpudist.programs.rows.evaluator import Operation, Rule
 
-_ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos
-    cosh device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p
-    log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square
-    optimization_barrier or pcast philox2x32 philox4x32 polygamma polynomial population_count pow
-    pvary random_clone random_fold_in random_gamma random_gamma_grad random_seed random_unwrap
-    random_wrap real reduce_precision reduced_vary_cast regularized_incomplete_beta rem reshard
-    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 threefry4x32
-    transpose unstack vary_unreduced_cast xla_metadata_value xor zeros_like zeta
-"""
+# They move whole rows, or join arrays of the same rows.
+_OF_ROWS = ("squeeze", "stack", "transpose", "unstack")
 # They write a size into their result, and the padded one does. Random bits of more rows begin with
 # those of fewer ones, if rows are their first dim; else they are other draws of the same kind.
 _OF_SIZES = {
@@ -44,6 +34,6 @@ def _of_sizes(operation: Operation) -> Sequence[Any]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _each_element),
+    **dict.fromkeys((*elementwise.ALL, *_OF_ROWS), _each_element),
     **dict.fromkeys(_OF_SIZES, _of_sizes),
 }
