@@ -13,7 +13,6 @@ from tpudist.supervisor.doctor import network_checks
 from tpudist.supervisor.doctor.checks import Verdict
 from tpudist.supervisor.doctor.cluster_environment import (
     Cluster,
-    expand_nodes,
     look_at_cluster,
     read_cluster,
 )
@@ -51,6 +50,20 @@ def free_port():
     return port
 
 
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables, and removes all others that name a cluster."""
+
+    def set_variables(variables):
+        for name in [x for x in os.environ if x.startswith(("SLURM_", "TPU_WORKER_"))]:
+            monkeypatch.delenv(name)
+        monkeypatch.delenv("TF_CONFIG", raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
 # The cluster.
 
 
@@ -75,8 +88,9 @@ def free_port():
         ),
     ],
 )
-def test_the_cluster_is_read_from_the_environment(environ, addresses, index):
-    found = read_cluster(environ)
+def test_the_cluster_is_read_from_the_environment(environ, addresses, index, environment):
+    environment(environ)
+    found = read_cluster()
     assert (found.addresses, found.index, found.problem) == (addresses, index, "")
 
 
@@ -85,29 +99,21 @@ def test_the_cluster_is_read_from_the_environment(environ, addresses, index):
     [
         ({"TF_CONFIG": "{"}, "TF_CONFIG cannot be read: "),
         ({"TF_CONFIG": "[]"}, "TF_CONFIG cannot be read: "),
-        (config("a:1", index=3), "there is no task 3 of job 'worker'"),
+        (config("a:1", index=3), "this is task 3 of job 'worker', which has 1"),
         (config("a"), "It must be host:port"),
-        (config("a:1", "b:1", kind="other"), "does not say which process it is"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, "process 2 of 2 processes"),
-        ({"SLURM_JOB_NODELIST": "n[a-b]"}, "does not look like"),
+        (config("a:1", "b:1", kind="other"), "a task of job 'other', and its jobs are ['worker']"),
+        (config("a:1", "b:1", kind=None), "task type None, task id 0, which is not among"),
+        (config("a:1", ps=["b:1"], kind="ps"), "task type 'ps', task id 0, which is not among"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, "TPU_WORKER_ID"),
+        ({"SLURM_JOB_NODELIST": "n[a-b]"}, "'a-b' is no range"),
     ],
 )
-def test_a_cluster_that_is_wrong_fails(environ, told, monkeypatch):
-    for name in ("TF_CONFIG", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+def test_a_cluster_that_is_wrong_fails(environ, told, environment):
+    environment(environ)
     (answer,) = look_at_cluster()
     assert answer.verdict is Verdict.FAIL
     assert told in answer.found
     assert answer.remedy
-
-
-def test_the_nodes_of_slurm_are_those_of_its_resolver():
-    from tpudist.cluster_resolver.slurm import expand_hostlist
-
-    for nodes in ("n1", "n1,n2", "n[1-3]", "n[08-11,2],m5", "a-b[1,3-4],c"):
-        assert list(expand_nodes(nodes)) == expand_hostlist(nodes)
 
 
 # Names.
