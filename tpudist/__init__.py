@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ps,
     )
     from tpudist.checkpoint.train_state import TrainState
+    from tpudist.compat.deprecated import get_loss_reduction
     from tpudist.context import (
         experimental_set_strategy,
         get_replica_context,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         in_cross_replica_context,
     )
     from tpudist.coordinator.server import Server
-    from tpudist.deprecated import get_loss_reduction
     from tpudist.goodput.goodput import record_goodput
     from tpudist.gradients.losses import compute_average_loss, scale_regularization_loss
     from tpudist.gradients.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
@@ -182,7 +182,7 @@ _HOMES = {
     "experimental_set_strategy": "tpudist.context",
     "function": "tpudist.run.function",
     "functions_run_eagerly": "tpudist.run.eager.eager_mode",
-    "get_loss_reduction": "tpudist.deprecated",
+    "get_loss_reduction": "tpudist.compat.deprecated",
     "get_replica_context": "tpudist.context",
     "get_strategy": "tpudist.context",
     "has_strategy": "tpudist.context",

@@ -12,6 +12,11 @@ def warn_if_given(what: str, value: Any, why: str) -> None:
         warnings.warn(f"{what}={value!r}) has no effect: {why}.", stacklevel=3)
 
 
+def warn_of_deprecation(name: str, instead: str, *, stacklevel: int = 3) -> None:
+    """Warns that `name` is deprecated, at the line that uses it, and says what to do `instead`."""
+    warnings.warn(f"{name} is deprecated: {instead}.", DeprecationWarning, stacklevel=stacklevel)
+
+
 def warn_of_op_arguments(what: str, use_locking: bool, name: str | None) -> None:
     """Warns that what describes an operation of a TensorFlow graph was given to method `what`."""
     if use_locking:

@@ -19,7 +19,6 @@ PACKAGES = (
     ("options", "reduce_op", "errors", "step_boundaries", "protobuf_wire"),
     ("goodput", "engine"),
     ("port",),  # reads programs as text, and knows nothing of what they do
-    ("deprecated",),
     ("xla",),  # the only access to JAX's compiler and runtime
     ("programs",),
     ("processes",),

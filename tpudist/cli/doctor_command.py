@@ -72,7 +72,7 @@ def _examine(options: Options) -> int:
     try:
         num_emulated = options.emulate
         if num_emulated is None:
-            num_emulated = emulation.requested_devices()
+            num_emulated = emulation.devices_of_environment()
     except ValueError as error:
         raise WrongUse(str(error)) from error
     answers = examine(num_emulated, options.processes, options.timeout_s)

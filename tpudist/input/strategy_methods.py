@@ -117,7 +117,7 @@ class DataMethods(StrategyBase):
         holding = from_function.dataset_options(options)
         return DistributedDataset(dataset, self.replica_mesh, strategy=self, **holding)
 
-    # What the methods of `deprecated` come to.
+    # What the methods of `strategy/deprecated_methods.py` come to.
 
     def _make_dataset_iterator(self, dataset: Any) -> InitializableIterator:
         context.require_scope_or_default(self, "make_dataset_iterator")

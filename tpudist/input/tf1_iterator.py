@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tpudist import deprecated
 from tpudist.input.dataset import DistributedDataset, DistributedIterator
+from tpudist.options import warn_of_deprecation
 
 PyTree = Any
 
@@ -32,7 +32,7 @@ class InitializableIterator(DistributedIterator):
 
     def initialize(self) -> None:
         """Leaves the pass that is under way: the next element is the first of a new one."""
-        deprecated.warn("initialize()", "use the iterator's `initializer` property")
+        warn_of_deprecation("initialize()", "use the iterator's `initializer` property")
         return self.initializer
 
     @property

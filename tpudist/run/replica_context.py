@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from tpudist import context
 from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.deprecated import DeprecatedContextMethods
+from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import communication_options, cross_device_ops
 from tpudist.reductions.communication_options import CommunicationOptions
@@ -20,7 +20,7 @@ from tpudist.xla import collectives, random_keys, traces
 PyTree = Any
 
 
-class ReplicaContext(DeprecatedContextMethods):
+class ReplicaContext:
     """The view of one replica, inside a function that `Strategy.run` runs on all of them.
 
     Valid only while it is the current one: a context kept after the function has ended raises.
@@ -48,6 +48,17 @@ class ReplicaContext(DeprecatedContextMethods):
     def num_replicas_in_sync(self) -> int:
         """How many replicas run the function together."""
         return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that run the replicas, in their order; deprecated.
+
+        One program is traced for all replicas, so which of these is this one's is not known then.
+        As `tf.distribute.ReplicaContext.devices`.
+        """
+        warn_of_deprecation("ReplicaContext.devices", "avoid relying on devices")
+        self._check_current("devices")
+        return tuple(self._strategy.mesh.devices.flat)
 
     @property
     def replica_id_in_sync_group(self) -> Any:

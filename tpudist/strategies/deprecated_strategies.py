@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tpudist.deprecated import warn
+from tpudist.options import warn_of_deprecation
 from tpudist.reductions.communication_options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -27,7 +27,7 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
             communication: See `CommunicationOptions.implementation`.
             cluster_resolver: Who the workers are.
         """
-        warn(
+        warn_of_deprecation(
             "tpudist.experimental.MultiWorkerMirroredStrategy",
             "use tpudist.MultiWorkerMirroredStrategy(communication_options=...)",
         )
@@ -48,5 +48,5 @@ class TPUStrategy(tpu.TPUStrategy):
             tpu_cluster_resolver: See there.
             device_assignment: See `experimental_device_assignment` there.
         """
-        warn("tpudist.experimental.TPUStrategy", "use tpudist.TPUStrategy")
+        warn_of_deprecation("tpudist.experimental.TPUStrategy", "use tpudist.TPUStrategy")
         super().__init__(tpu_cluster_resolver, device_assignment)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpudist import context, deprecated
+from tpudist import context
+from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.state.variable import Variable
 from tpudist.xla.traces import is_traced
@@ -142,7 +143,7 @@ class StepsOnIterator:
         As TensorFlow's, which makes one operation of all steps: here `Strategy.run_steps` does.
         """
         name = "experimental_run_steps_on_iterator"
-        deprecated.warn(name, "use run in a loop, or run_steps")
+        warn_of_deprecation(name, "use run in a loop, or run_steps")
         strategy = self._strategy
         context.require_scope_or_default(strategy, name)
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:

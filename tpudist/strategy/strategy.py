@@ -14,7 +14,6 @@ from flax import nnx
 
 from tpudist import context, step_boundaries
 from tpudist.context import ContextKind
-from tpudist.deprecated import DeprecatedStrategyMethods
 from tpudist.goodput import goodput
 from tpudist.input.strategy_methods import DataMethods
 from tpudist.keras import keras_scope
@@ -30,6 +29,7 @@ from tpudist.run.eager import eager_mode, replica_run
 from tpudist.run.step_cache import Replicator
 from tpudist.state.variable import Variable
 from tpudist.strategy import logical_axes, strategy_table
+from tpudist.strategy.deprecated_methods import DeprecatedStrategyMethods
 from tpudist.strategy.extended import StrategyExtended
 from tpudist.strategy.scope import Scope
 from tpudist.strategy.state_methods import StateMethods

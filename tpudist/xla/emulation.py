@@ -72,7 +72,7 @@ def environment_of(num_devices: int) -> dict[str, str]:
     }
 
 
-def requested_devices() -> int | None:
+def devices_of_environment() -> int | None:
     """Returns the number of emulated devices that the environment asks for; None if it does not.
 
     Raises:

@@ -5,8 +5,7 @@ Each is a strategy of its new name too, so that `isinstance` holds for either.
 
 from typing import Any
 
-from tpudist.deprecated import warn
-from tpudist.options import warn_if_given
+from tpudist.options import warn_if_given, warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.strategies import central_storage, deprecated_strategies, mirrored, one_device, tpu
 from tpudist.strategy import strategy
@@ -54,7 +53,9 @@ class TPUStrategy(Strategy, tpu.TPUStrategy):
             steps_per_run: Accepted, with a warning: `run_steps` is told how many steps to run.
             device_assignment: See `experimental_device_assignment` there.
         """
-        warn("tpudist.compat.v1.distribute.experimental.TPUStrategy", "use tpudist.TPUStrategy")
+        warn_of_deprecation(
+            "tpudist.compat.v1.distribute.experimental.TPUStrategy", "use tpudist.TPUStrategy"
+        )
         why = "strategy.run_steps(fn, iterator, num_steps) is told how many steps to run"
         warn_if_given("TPUStrategy(steps_per_run", steps_per_run, why)
         super().__init__(tpu_cluster_resolver, device_assignment)

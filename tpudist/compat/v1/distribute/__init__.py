@@ -1,6 +1,7 @@
 """The names of `tf.compat.v1.distribute`, but for parameter servers."""
 
 from tpudist import cluster_resolver
+from tpudist.compat.deprecated import get_loss_reduction
 from tpudist.compat.v1.distribute import experimental
 from tpudist.compat.v1.strategies import MirroredStrategy, OneDeviceStrategy, Strategy
 from tpudist.context import (
@@ -10,7 +11,6 @@ from tpudist.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from tpudist.deprecated import get_loss_reduction
 from tpudist.input.input_context import InputContext
 from tpudist.options import InputReplicationMode, RunOptions
 from tpudist.reduce_op import ReduceOp

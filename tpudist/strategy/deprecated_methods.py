@@ -1,33 +1,17 @@
-"""The old names of tf.distribute: each does what its replacement does, and says what that is.
-
-They are TensorFlow's deprecated methods and those of its 1.x, for programs that are ported as they
-are. Here they stand in one place, to be left out of the classes that new programs read.
-"""
+"""Methods of `Strategy` that tf.distribute has deprecated or had in TensorFlow 1.x."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpudist.options import InputReplicationMode
-from tpudist.reduce_op import ReduceOp
+from tpudist.options import warn_of_deprecation as warn
 
 PyTree = Any
 
 
-def warn(name: str, instead: str, *, stacklevel: int = 3) -> None:
-    """Warns that `name` is deprecated, at the line that uses it, and says what to do `instead`."""
-    warnings.warn(f"{name} is deprecated: {instead}.", DeprecationWarning, stacklevel=stacklevel)
-
-
-def get_loss_reduction() -> ReduceOp:
-    """SUM: how the losses of the replicas combine. As `tf.compat.v1.distribute`'s."""
-    warn("get_loss_reduction", "sum the losses that tpudist.compute_average_loss gives")
-    return ReduceOp.SUM
-
-
 class DeprecatedStrategyMethods:
-    """What `Strategy` was called with in the past."""
+    """Methods of `Strategy` under their old names; each warns and names its replacement."""
 
     def experimental_run_v2(
         self: Any,
@@ -116,18 +100,3 @@ class DeprecatedStrategyMethods:
             "use distribute_datasets_from_function",
         )
         return self.distribute_datasets_from_function(dataset_fn, options)
-
-
-class DeprecatedContextMethods:
-    """What `ReplicaContext` was asked in the past."""
-
-    @property
-    def devices(self: Any) -> tuple[Any, ...]:
-        """The devices that run the replicas, in their order.
-
-        One program is traced for all replicas, so which of these is this one's is not known then.
-        As `tf.distribute.ReplicaContext.devices`.
-        """
-        warn("ReplicaContext.devices", "avoid relying on devices")
-        self._check_current("devices")
-        return tuple(self.strategy.mesh.devices.flat)
