@@ -1,4 +1,4 @@
-"""`scripts/mutants.py` changes one line at a time, and draws the same changes wherever files move."""
+"""`scripts/mutants.py` changes one line at a time, and files that move keep their changes."""
 
 import ast
 from pathlib import Path
