@@ -210,7 +210,7 @@ def figures(folder: Path) -> dict[str, object]:
     modules = modules_of(package)
     imports = imports_of(modules, package.name)
     packages = packages_of(imports)
-    with_types = imports_of(modules, package.name)
+    with_types = imports_of(modules, package.name, types=True)
     sizes = {
         str(file.relative_to(package)): len(file.read_text().splitlines())
         for file in package.rglob("*.py")

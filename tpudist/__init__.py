@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tpudist.context import (
         experimental_set_strategy,
         get_replica_context,
-        get_strategy,
         has_strategy,
         in_cross_replica_context,
     )
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from tpudist.strategies.one_device import OneDeviceStrategy
     from tpudist.strategies.parameter_server import ParameterServerStrategy
     from tpudist.strategies.tpu import TPUStrategy
+    from tpudist.strategy.current_strategy import get_strategy
     from tpudist.strategy.extended import StrategyExtended
     from tpudist.strategy.strategy import Strategy
     from tpudist.values.indexed_slices import IndexedSlices
@@ -184,7 +184,7 @@ _HOMES = {
     "functions_run_eagerly": "tpudist.run.eager.eager_mode",
     "get_loss_reduction": "tpudist.compat.deprecated",
     "get_replica_context": "tpudist.context",
-    "get_strategy": "tpudist.context",
+    "get_strategy": "tpudist.strategy.current_strategy",
     "has_strategy": "tpudist.context",
     "in_cross_replica_context": "tpudist.context",
     "record_goodput": "tpudist.goodput.goodput",

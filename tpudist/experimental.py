@@ -14,15 +14,15 @@ from tpudist.preemption import (
     TerminationConfig,
     survive,
 )
-from tpudist.reductions.communication_options import (
-    CollectiveHints,
-    CommunicationImplementation,
-    CommunicationOptions,
-)
 from tpudist.state import partitioners
 from tpudist.strategies.central_storage import CentralStorageStrategy
 from tpudist.strategies.deprecated_strategies import MultiWorkerMirroredStrategy, TPUStrategy
 from tpudist.strategies.parameter_server import ParameterServerStrategy
+from tpudist.xla.communication_options import (
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 
 # The old name.
 CollectiveCommunication = CommunicationImplementation

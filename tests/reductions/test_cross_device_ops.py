@@ -19,7 +19,7 @@ from tpudist.experimental import (
     CommunicationOptions,
 )
 from tpudist.lowering import reductions
-from tpudist.reductions import communication_options
+from tpudist.xla import communication_options
 from tpudist.xla.hlo import collective_ops
 from tpudist.xla.packing import Packing
 
@@ -556,7 +556,7 @@ def test_options_of_another_type_are_refused(place):
     [{"timeout_seconds": 61.5}, {"implementation": "RING"}, {"implementation": "NCCL"}],
 )
 def test_what_has_no_effect_is_a_warning_once_for_each_place(monkeypatch, place, asked):
-    monkeypatch.setattr("tpudist.reductions.communication_options._warned", set())
+    monkeypatch.setattr("tpudist.xla.communication_options._warned", set())
     call = places_of_options(CommunicationOptions(**asked))[place]
     with pytest.warns(UserWarning, match=f"{next(iter(asked))}=.* has no effect") as caught:
         call()
@@ -643,7 +643,7 @@ class Chip:
 
 
 def test_packs_that_are_combined_again_are_a_warning(monkeypatch):
-    monkeypatch.setattr("tpudist.reductions.communication_options._warned", set())
+    monkeypatch.setattr("tpudist.xla.communication_options._warned", set())
     with pytest.warns(UserWarning, match="bytes_per_pack=64.* has no effect: on tpu devices XLA"):
         communication_options.check_options(CommunicationOptions(64), "all_reduce(options", "tpu")
     with pytest.warns(UserWarning, match=r"HierarchicalCopyAllReduce\(num_packs=2\) has no effect"):

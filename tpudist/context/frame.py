@@ -2,14 +2,15 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 
 if TYPE_CHECKING:
+    from tpudist.context.protocols import VariableLike
     from tpudist.context.strategy_base import StrategyBase
-    from tpudist.run.captures import Findings
-    from tpudist.state.variable_base import VariableBase
+
+_V = TypeVar("_V", bound="VariableLike")
 
 
 class Frame(abc.ABC):
@@ -25,7 +26,6 @@ class Frame(abc.ABC):
             values are known. Only then there are `call_merged` and `run_outside`.
         call_merged: `merge_call`, once for all replicas.
         run_outside: Calls a function without arguments as the caller of the replicas would.
-        findings: What the function was found to need beside its arguments; None in a nested trace.
         elements: What was taken from the iterators that the function reads, still to be handed out,
             each with how to tell its iterator.
     """
@@ -34,7 +34,6 @@ class Frame(abc.ABC):
     whole: bool
     is_eager: bool = False
     elements: list[tuple[Callable[[Any], bool], Any]]
-    findings: "Findings | None"
     call_merged: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
     run_outside: Callable[[Callable[[], Any]], Any]
 
@@ -46,16 +45,16 @@ class Frame(abc.ABC):
     # Variables.
 
     @abc.abstractmethod
-    def get(self, variable: "VariableBase") -> jax.Array:
+    def get(self, variable: "VariableLike") -> jax.Array:
         """What `variable` holds now on this replica."""
 
     @abc.abstractmethod
-    def set(self, variable: "VariableBase", value: jax.Array) -> jax.Array:
+    def set(self, variable: "VariableLike", value: jax.Array) -> jax.Array:
         """Makes `variable` hold `value` on this replica, and gives what it holds then."""
 
     @abc.abstractmethod
     def change_guest(
-        self, variable: "VariableBase", change: Callable[[jax.Array], jax.Array]
+        self, variable: "VariableLike", change: Callable[[jax.Array], jax.Array]
     ) -> int:
         """Has a variable of another place read as what `change` makes of it; how often it was so.
 
@@ -64,7 +63,7 @@ class Frame(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read_guest(self, variable: "VariableBase", count: int) -> jax.Array:
+    def read_guest(self, variable: "VariableLike", count: int) -> jax.Array:
         """What such a variable was after its first `count` changes."""
 
     @abc.abstractmethod
@@ -72,15 +71,15 @@ class Frame(abc.ABC):
         """A value through which no gradient goes, as what a variable holds has none."""
 
     @abc.abstractmethod
-    def create_variable(self, make: "Callable[[], VariableBase]") -> "VariableBase":
+    def create_variable(self, make: Callable[[], _V]) -> _V:
         """The Variable that the function makes next: that of the first trace, if there was one."""
 
     @abc.abstractmethod
-    def was_created(self, variable: "VariableBase") -> bool:
+    def was_created(self, variable: "VariableLike") -> bool:
         """Whether a Variable that the function makes was made by an earlier trace."""
 
     @abc.abstractmethod
-    def begin_variable(self, variable: "VariableBase", value: Any, computed: bool) -> None:
+    def begin_variable(self, variable: "VariableLike", value: Any, computed: bool) -> None:
         """Lets a Variable that the function makes begin with `value`."""
 
     @abc.abstractmethod
@@ -124,6 +123,11 @@ class Frame(abc.ABC):
     @abc.abstractmethod
     def is_equal_result(self, value: Any) -> bool:
         """Whether replicas have computed `value`, and all the same: it counts on each of them."""
+
+    @property
+    @abc.abstractmethod
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What the communication asks of the compiler, to be added to; None in a nested trace."""
 
     # Rows of the batch.
 

@@ -10,13 +10,12 @@ import contextvars
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpudist.context.frame import Frame
+    from tpudist.context.protocols import ReplicaContextLike
     from tpudist.context.strategy_base import StrategyBase
-    from tpudist.run.replica_context import ReplicaContext
-    from tpudist.strategy.strategy import Strategy
 
 
 class ContextKind(enum.Enum):
@@ -55,7 +54,7 @@ class Mode:
 
     kind: ContextKind
     strategy: "StrategyBase"
-    replica_context: "ReplicaContext | None" = None
+    replica_context: "ReplicaContextLike | None" = None
     frame: "Frame | None" = None
 
     def __post_init__(self):
@@ -127,12 +126,12 @@ def enter(mode: Mode) -> Iterator[Mode]:
         _stack.set(tuple(stack))
 
 
-def get_strategy() -> "Strategy":
+def get_strategy() -> "StrategyBase":
     """The current strategy, or the default one outside of every scope.
 
-    As `tf.distribute.get_strategy`.
+    As `tf.distribute.get_strategy`. See `strategy.current_strategy` for the class of the result.
     """
-    return cast("Strategy", current().strategy)
+    return current().strategy
 
 
 def resolve_twin(strategy: "StrategyBase") -> "StrategyBase":

@@ -16,15 +16,11 @@ from jax.sharding import PartitionSpec
 
 if TYPE_CHECKING:
     from tpudist.cluster_resolver.base import ClusterResolver
+    from tpudist.context.protocols import CrossDeviceOpsLike, StorageLike, VariableLike
+    from tpudist.context.weak_identity import WeakIdentitySet
     from tpudist.options import RunOptions
     from tpudist.reduce_op import ReduceOp
-    from tpudist.reductions.communication_options import CommunicationOptions
-    from tpudist.reductions.cross_device_ops import CrossDeviceOps
-    from tpudist.run.arguments.weak_identity import WeakIdentitySet
-    from tpudist.run.step_cache import Replicator
-    from tpudist.state.storage import Storage
-    from tpudist.state.variable_base import VariableBase
-    from tpudist.strategy.extended import StrategyExtended
+    from tpudist.xla.communication_options import CommunicationOptions
     from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -46,12 +42,10 @@ class StrategyBase(abc.ABC):
 
     Attributes:
         replica_mesh: The replicas and their devices.
-        extended: The methods for libraries that must know about replicas.
         logical_axis_rules: Pairs of a logical axis name and a mesh axis, as Flax has them.
     """
 
     replica_mesh: "ReplicaMesh"
-    extended: "StrategyExtended"
     logical_axis_rules: Sequence[Any]
 
     # Hooks, for subclasses; the others are the methods `partition`, `around_scope`, `around_run`.
@@ -60,13 +54,13 @@ class StrategyBase(abc.ABC):
     # everywhere out of `tf.distribute`, and `synchronization` says nothing.
     variables_have_components: bool = True
     # Where state lives between steps, if that is not the mesh itself.
-    storage: "Storage | None" = None
+    storage: "StorageLike | None" = None
     # The parameter servers that hold its Variables, and what those are; None without servers.
     servers: Any = None
     variable_class: type | None = None
     variable_partitioner: Callable[..., Sequence[int]] | None = None
     # How reductions communicate; None leaves it to XLA.
-    cross_device_ops: "CrossDeviceOps | None" = None
+    cross_device_ops: "CrossDeviceOpsLike | None" = None
     # The options of reductions that are given none.
     communication_options: "CommunicationOptions | None" = None
     # Options for the compiler, for all programs of this strategy.
@@ -80,7 +74,8 @@ class StrategyBase(abc.ABC):
     _twin_of: Self | None = None
     # The Variables whose arrays somebody has read: they must not be overwritten in place.
     _protected: "WeakIdentitySet"
-    _replicator: "Replicator"
+    # Its compiled functions: a `run.step_cache.Replicator`. Who uses it says so, for type checkers.
+    _replicator: Any
 
     # What some strategies have.
 
@@ -146,6 +141,20 @@ class StrategyBase(abc.ABC):
         """The placement rule: over which mesh axes a variable without an annotation is split."""
 
     @abc.abstractmethod
+    def create(self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None) -> Any:
+        """Makes a model, an optimizer or any pytree on the mesh."""
+
+    @abc.abstractmethod
+    def create_abstract(
+        self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
+    ) -> Any:
+        """What `create` would return, with `jax.ShapeDtypeStruct`s for arrays."""
+
+    @abc.abstractmethod
+    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
+        """A dataset of the rows of numpy arrays."""
+
+    @abc.abstractmethod
     def replicate(self, value: PyTree) -> PyTree:
         """`value` (host values or arrays) whole on every device of the mesh."""
 
@@ -182,19 +191,19 @@ class StrategyBase(abc.ABC):
         """As `reduce` with axis=None, of all leaves in as few collectives as they fit in."""
 
     @abc.abstractmethod
-    def _place_variable(self, variable: "VariableBase", value: Any) -> jax.Array:
+    def _place_variable(self, variable: "VariableLike", value: Any) -> jax.Array:
         """Puts a Variable's value where it lives."""
 
     @abc.abstractmethod
-    def _register_variable(self, variable: "VariableBase") -> None:
+    def _register_variable(self, variable: "VariableLike") -> None:
         """Counts `variable` among those that replica functions may read and assign."""
 
     @abc.abstractmethod
-    def _list_variables(self) -> "list[VariableBase]":
+    def _list_variables(self) -> Sequence[Any]:
         """The Variables that are still in use, in the order in which they were made."""
 
     @abc.abstractmethod
-    def _protect_from_donation(self, variable: "VariableBase") -> None:
+    def _protect_from_donation(self, variable: "VariableLike") -> None:
         """Notes that somebody holds the Variable's array."""
 
     @abc.abstractmethod

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tpudist import context, step_boundaries
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.errors import OutOfRangeError
 from tpudist.goodput import goodput
 from tpudist.input import iterator_state
@@ -12,10 +13,40 @@ from tpudist.input.iterator_state import Position
 from tpudist.input.optional import Optional
 from tpudist.input.transfer import feed_ahead
 
-if TYPE_CHECKING:
-    from tpudist.input.dataset import DistributedDataset
-
 PyTree = Any
+
+
+class RestartableDataset(Protocol):
+    """What an iterator uses of its `input.dataset.DistributedDataset`."""
+
+    @property
+    def strategy(self) -> StrategyBase | None:
+        """The strategy that the elements belong to."""
+        ...
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether all processes take part."""
+        ...
+
+    @property
+    def next_pass(self) -> Position:
+        """Where the next iterator begins."""
+        ...
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What the state of an iterator is good for."""
+        ...
+
+    @property
+    def element_spec(self) -> PyTree:
+        """Shapes, dtypes and shardings of a full element."""
+        ...
+
+    def begin_at(self, position: Position) -> feed_ahead.Elements:
+        """Returns the elements from `position` on."""
+        ...
 
 
 class DistributedIterator(Iterator[PyTree]):
@@ -25,7 +56,7 @@ class DistributedIterator(Iterator[PyTree]):
     `tf.distribute.DistributedIterator`; but it can be resumed, by `get_state` and `set_state`.
     """
 
-    def __init__(self, dataset: "DistributedDataset", elements: feed_ahead.Elements):
+    def __init__(self, dataset: RestartableDataset, elements: feed_ahead.Elements):
         """Made by `iter(dataset)`."""
         self._dataset = dataset
         self._elements = elements

@@ -15,6 +15,7 @@ from tpudist.planner import ask_compiler, input_roles, model_flops, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments
 from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress
+from tpudist.run.step_cache import Replicator
 from tpudist.xla.estimate import collective_traffic, memory, refusal, step_time, timeline
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
@@ -173,7 +174,8 @@ def lower(
         def report_lowering() -> None:
             tell("lowering", time.monotonic() - started)
 
-        step, now, program, donated, kept = twin._replicator.lower_with_inputs(
+        replicator: Replicator = twin._replicator
+        step, now, program, donated, kept = replicator.lower_with_inputs(
             fn, call.args, call.kwargs, options, traced=report_lowering
         )
     own = step.compiler_options.get("compiler_options", {})

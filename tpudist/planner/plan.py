@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tpudist.planner import as_json, saved_plan
-from tpudist.xla.estimate.collective_traffic import CollectiveUse
-from tpudist.xla.estimate.memory import MemoryReport
-from tpudist.xla.estimate.refusal import Refusal
-from tpudist.xla.estimate.step_time import TimeEstimate
-from tpudist.xla.hardware.chips import CHIPS
+from tpudist.planner.plan_figures import PlanFigures
 
 # Of the files that `to_json` writes.
 JSON_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(PlanFigures):
     """What a step needs on some devices; `Strategy.plan` makes it.
 
     Attributes:
@@ -44,25 +40,6 @@ class Plan:
         notes: What else there is to know, one sentence each.
     """
 
-    name: str
-    topology: str
-    chip: str
-    num_chips: int
-    num_devices: int
-    mesh: dict[str, int]
-    num_replicas: int
-    fits: bool
-    refusal: Refusal | None
-    memory: MemoryReport | None
-    time: TimeEstimate | None
-    collectives: tuple[CollectiveUse, ...]
-    tokens_per_step: int | None
-    model_flops: float | None
-    trace_s: float
-    compile_s: float
-    versions: dict[str, str]
-    program: str
-    notes: tuple[str, ...] = ()
     # Where `save` takes the program from.
     _source: saved_plan.Source | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -70,55 +47,8 @@ class Plan:
         # A program is of this process: a plan that is pickled or copied has none.
         return {**vars(self), "_source": None}
 
-    def __hash__(self) -> int:
-        return hash((self.name, self.topology, self.program))
-
-    # What follows.
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs per second as a share of the chips' bf16 peak; None without a time.
-
-        What is computed again (rematerialised) does not count as work.
-        """
-        if self.model_flops is None or not self._step_s or self.chip not in CHIPS:
-            return None
-        return (
-            self.model_flops / self._step_s / (self.num_chips * CHIPS[self.chip].bf16_flops_per_s)
-        )
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens per second of all chips; None without a time, or where nobody counted them."""
-        if self.tokens_per_step is None or not self._step_s:
-            return None
-        return self.tokens_per_step / self._step_s
-
-    def chip_hours(self, num_steps: int) -> float | None:
-        """Hours times chips of so many steps; None without a time."""
-        return self._step_s and self.num_chips * self._step_s * num_steps / 3600
-
-    def cost(self, num_steps: int, price_per_chip_hour: float) -> float | None:
-        """The price of so many steps, in the currency of the price; None without a time."""
-        hours = self.chip_hours(num_steps)
-        return hours and hours * price_per_chip_hour
-
-    @property
-    def ici_bytes(self) -> float:
-        """What a device sends to others of its slice in a step."""
-        return self._sum_sent_bytes("ici")
-
-    @property
-    def dcn_bytes(self) -> float:
-        """What a device sends to other slices in a step."""
-        return self._sum_sent_bytes("dcn")
-
-    def _sum_sent_bytes(self, network: str) -> float:
-        return float(sum(x.sent_bytes for x in self.collectives if x.network == network))
-
-    @property
-    def _step_s(self) -> float | None:
-        return None if self.time is None else self.time.step_s
+    # Not the one that `dataclass` makes of all fields: dicts have no hash.
+    __hash__ = PlanFigures.__hash__
 
     def save(self, path: str | Path) -> None:
         """Writes the plan and the compiled program to a folder, for `Strategy.load_plan`.

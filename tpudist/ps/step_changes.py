@@ -11,13 +11,10 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tpudist.options import RunOptions
 from tpudist.values.per_replica import PerReplica
-
-if TYPE_CHECKING:
-    from tpudist.ps.server_variable import ServerVariable
 
 MAX_COPIES = 8
 """How many functions of one definition are told apart by what they capture."""
@@ -27,11 +24,30 @@ _noted: contextvars.ContextVar[list[tuple[_Note, Any]] | None] = contextvars.Con
 )
 
 
+class ChangeableVariable(Protocol):
+    """A variable whose changes a step can note; `ps.server_variable.ServerVariable` is one."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for messages."""
+        ...
+
+    def apply_noted(self, what: str, arrays: Sequence[Any]) -> None:
+        """Applies a change that was noted in a trace."""
+        ...
+
+    def send_gradients(
+        self, optimizer: int, tx: Any, variables: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
+        """Has the servers apply gradients."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Note:
     """What is to be done with arrays that a step gives."""
 
-    variable: ServerVariable
+    variable: ChangeableVariable
     what: Any
 
     def apply(self, arrays: Sequence[Any]) -> None:
@@ -49,7 +65,7 @@ class _Note:
             self.variable.send_gradients(optimizer, tx, variables, arrays)
 
 
-def note(variable: ServerVariable, what: Any, arrays: Sequence[Any]) -> None:
+def note(variable: ChangeableVariable, what: Any, arrays: Sequence[Any]) -> None:
     """Notes a change in the trace of a replica function.
 
     Raises:

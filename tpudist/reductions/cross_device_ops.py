@@ -13,11 +13,11 @@ import jax
 from tpudist import context
 from tpudist.lowering import placement
 from tpudist.reduce_op import ReduceOp
-from tpudist.reductions import communication_options, destinations, eager_programs
-from tpudist.reductions.communication_options import CommunicationOptions
+from tpudist.reductions import destinations, eager_programs
 from tpudist.values import gathered_rows
 from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica
-from tpudist.xla import collectives, traces
+from tpudist.xla import collectives, communication_options, traces
+from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.packing import Packing
 
@@ -61,9 +61,8 @@ def all_gather(value: PyTree, axis: int, options: CommunicationOptions | None = 
 def note_compiler_options(packing: Packing | None) -> None:
     """Notes what the program that is being traced must be compiled with."""
     frame = context.current().frame
-    findings = None if frame is None else frame.root.findings
-    if packing is not None and findings is not None:
-        found = findings.compiler_options
+    found = None if frame is None else frame.root.compiler_options
+    if packing is not None and found is not None:
         for name, value in packing.compiler_options(collectives.platform()).items():
             # A program has one threshold: with the smallest, all packs stay apart.
             found[name] = min(value, found.get(name, value))

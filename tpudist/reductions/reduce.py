@@ -16,12 +16,12 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
-from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.reductions.gather import capture_in_trace, gather
 from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.values.stacked_values import stack_parts
+from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh
 
 

@@ -11,11 +11,11 @@ from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
-from tpudist.reductions import communication_options, cross_device_ops
-from tpudist.reductions.communication_options import CommunicationOptions
+from tpudist.reductions import cross_device_ops
 from tpudist.values import indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
-from tpudist.xla import collectives, random_keys, traces
+from tpudist.xla import collectives, communication_options, random_keys, traces
+from tpudist.xla.communication_options import CommunicationOptions
 
 PyTree = Any
 

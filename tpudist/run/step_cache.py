@@ -13,11 +13,11 @@ from typing import Any
 import jax
 
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import compile
 from tpudist.options import RunOptions
 from tpudist.run.arguments import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.arguments.python_numbers import TraceFailed
-from tpudist.run.arguments.weak_identity import WeakIdentityDict
 from tpudist.run.captures import Findings
 from tpudist.run.recent_steps import Form, RecentSteps
 from tpudist.run.step import ArgumentsChanged, Step

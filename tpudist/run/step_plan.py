@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from tpudist.context.weak_identity import WeakIdentitySet
 from tpudist.lowering import placement
 from tpudist.run.arguments import inputs
 from tpudist.run.arguments.call_arguments import Kinds
-from tpudist.run.arguments.weak_identity import WeakIdentitySet
 from tpudist.state import nnx_binding
 from tpudist.state.nnx_binding import Binding
 from tpudist.xla.mesh import ReplicaMesh

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from tpudist import context
 from tpudist.context.frame import Frame
+from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.captures import (
     Capture,
@@ -30,7 +31,6 @@ from tpudist.run.captures import (
 from tpudist.run.traced_rows import TracedRows
 from tpudist.run.variable_owner import check_owner, is_guest, owns
 from tpudist.run.variable_references import VariableReferences
-from tpudist.state.variable_base import VariableBase
 from tpudist.xla import traces
 from tpudist.xla.traces import is_traced, trace_state
 
@@ -132,7 +132,7 @@ class ReplicaFrame(Frame):
             return self.references.read(variable)
         return self.values[variable]
 
-    def set(self, variable: VariableBase, value: jax.Array) -> jax.Array:
+    def set(self, variable: VariableLike, value: jax.Array) -> jax.Array:
         """Makes `variable` hold `value` on this replica, and gives what it holds then.
 
         Raises:
@@ -153,7 +153,7 @@ class ReplicaFrame(Frame):
         self.written[variable] = None
         return value
 
-    def change_guest(self, variable: VariableBase, change: Callable[[jax.Array], jax.Array]) -> int:
+    def change_guest(self, variable: VariableLike, change: Callable[[jax.Array], jax.Array]) -> int:
         """Has a guest read as what `change` makes of it; how often that was so.
 
         Raises:
@@ -174,7 +174,7 @@ class ReplicaFrame(Frame):
         changes.append(change)
         return len(changes)
 
-    def read_guest(self, variable: VariableBase, count: int) -> jax.Array:
+    def read_guest(self, variable: VariableLike, count: int) -> jax.Array:
         """What a guest was after its first `count` changes."""
         value = self._value_of_guest(variable)
         for change in self._guest_changes.get(id(variable), ())[:count]:
@@ -196,7 +196,7 @@ class ReplicaFrame(Frame):
         assert findings is not None
         return findings.assigned_inside
 
-    def _find_assignment(self, variable: VariableBase) -> None:
+    def _find_assignment(self, variable: VariableLike) -> None:
         """Notes that `variable` must be a reference when the function is traced again."""
         self._assigned_inside[variable] = None
         if not self._is_apart:
@@ -308,11 +308,11 @@ class ReplicaFrame(Frame):
         root._num_created += 1
         return variable
 
-    def was_created(self, variable: VariableBase) -> bool:
+    def was_created(self, variable: VariableLike) -> bool:
         """Whether a Variable that the function makes was made by an earlier trace."""
         return variable in self.values and variable not in self.root.made
 
-    def begin_variable(self, variable: VariableBase, value: Any, computed: bool) -> None:
+    def begin_variable(self, variable: VariableLike, value: Any, computed: bool) -> None:
         """Lets a Variable that the function makes begin with `value`.
 
         Raises:
@@ -342,6 +342,11 @@ class ReplicaFrame(Frame):
     def interruption(self) -> BaseException:
         """See `Frame`."""
         return NewVariable()
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """See `Frame`."""
+        return None if self.findings is None else self.findings.compiler_options
 
     @property
     def has_partial_batch(self) -> bool:

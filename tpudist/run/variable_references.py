@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from tpudist.context.protocols import VariableLike
 from tpudist.programs import references, replica_agreement
-from tpudist.state.variable_base import VariableBase
 
 
 class VariableReferences:
@@ -42,7 +42,7 @@ class VariableReferences:
         """What a Variable holds now."""
         return self._refs[variable][...]
 
-    def write(self, variable: VariableBase, value: jax.Array) -> None:
+    def write(self, variable: VariableLike, value: jax.Array) -> None:
         """Makes a Variable hold `value`.
 
         Raises:

@@ -21,7 +21,7 @@ from tpudist.lowering import placement
 from tpudist.options import warn_if_given, warn_of_op_arguments
 from tpudist.processes import generations
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
-from tpudist.state import aggregation, colocation, variable_value
+from tpudist.state import aggregation, colocation, variable_text, variable_value
 from tpudist.state.scatter_updates import ScatterUpdates
 from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
 from tpudist.values.array_like import ReadsAsArray
@@ -409,7 +409,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         return aggregation.is_readable(self) or not self._in_cross_replica_context(mode)
 
     def __repr__(self) -> str:
-        return variable_value.describe_variable(self)
+        return variable_text.describe_variable(self)
 
     def __reduce__(self):
         raise TypeError(

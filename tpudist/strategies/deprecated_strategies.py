@@ -3,11 +3,11 @@
 from typing import Any
 
 from tpudist.options import warn_of_deprecation
-from tpudist.reductions.communication_options import (
+from tpudist.strategies import multi_worker, tpu
+from tpudist.xla.communication_options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
-from tpudist.strategies import multi_worker, tpu
 
 
 class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):

@@ -5,9 +5,9 @@ import jax
 from tpudist.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from tpudist.options import MutualTLS
 from tpudist.processes import connection
-from tpudist.reductions import communication_options as communication
-from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.strategy.strategy import Strategy
+from tpudist.xla import communication_options as communication
+from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import make_mesh
 

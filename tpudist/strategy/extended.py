@@ -6,18 +6,17 @@ As `tf.distribute.StrategyExtended`.
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.frame import Frame
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.reduce_op import ReduceOp
-from tpudist.reductions import communication_options
 from tpudist.reductions import destinations as places
-from tpudist.reductions.communication_options import CommunicationOptions
 from tpudist.run.arguments.call_arguments import is_leaf
 from tpudist.state import colocation
 from tpudist.state.variable import Variable
@@ -25,10 +24,8 @@ from tpudist.strategy import logical_devices
 from tpudist.strategy.steps_on_iterator import StepsOnIterator
 from tpudist.values.component import Component
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part
-from tpudist.xla import traces
-
-if TYPE_CHECKING:
-    from tpudist.strategy.strategy import Strategy
+from tpudist.xla import communication_options, traces
+from tpudist.xla.communication_options import CommunicationOptions
 
 PyTree = Any
 
@@ -40,7 +37,7 @@ class StrategyExtended(StepsOnIterator):
     are the mesh and the placement of variables.
     """
 
-    def __init__(self, strategy: "Strategy"):
+    def __init__(self, strategy: StrategyBase):
         """For `strategy`."""
         self._strategy = strategy
         self._updates: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

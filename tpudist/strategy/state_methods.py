@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context
+from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.context.weak_identity import WeakIdentitySet
 from tpudist.lowering import placement
 from tpudist.lowering.abstract_placement import value_on
-from tpudist.run.arguments.weak_identity import WeakIdentitySet
 from tpudist.state import nnx_creation
-from tpudist.state.variable_base import VariableBase
 from tpudist.xla import random_keys, traces
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -31,7 +31,7 @@ class StateMethods(StrategyBase):
     def __init__(self):
         """No Variables yet."""
         self._protected = WeakIdentitySet()
-        self._owned: weakref.WeakValueDictionary[int, VariableBase] = weakref.WeakValueDictionary()
+        self._owned: weakref.WeakValueDictionary[int, VariableLike] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
     def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
@@ -136,7 +136,7 @@ class StateMethods(StrategyBase):
         sharding = self._sharding_of(value, variable=variable)
         return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
-    def _place_variable(self, variable: VariableBase, value: Any) -> jax.Array:
+    def _place_variable(self, variable: VariableLike, value: Any) -> jax.Array:
         """Puts a Variable's value where it lives; its components, if it is ON_READ."""
         mesh = self.replica_mesh
         with traces.run_eagerly():
@@ -157,11 +157,11 @@ class StateMethods(StrategyBase):
             # `device_put` shares memory with `value` where it is already, may_alias or not.
             return placed.copy()
 
-    def _register_variable(self, variable: VariableBase) -> None:
+    def _register_variable(self, variable: VariableLike) -> None:
         """Counts `variable` among those that replica functions may read and assign."""
         self._owned[next(self._numbers)] = variable
 
-    def _list_variables(self) -> list[VariableBase]:
+    def _list_variables(self) -> list[VariableLike]:
         """The strategy's Variables that are still in use, in the order in which they were made."""
         if self._twin_of is not None:
             return self._twin_of._list_variables()
@@ -173,7 +173,7 @@ class StateMethods(StrategyBase):
             return variable._value
         return value_on(self.replica_mesh, variable, self._twin_of.replica_mesh)
 
-    def _protect_from_donation(self, variable: VariableBase) -> None:
+    def _protect_from_donation(self, variable: VariableLike) -> None:
         """Notes that somebody holds the Variable's array, which must not be overwritten then."""
         self._protected.add(variable)
 

@@ -23,10 +23,11 @@ from tpudist.planner.strategy_methods import PlanMethods
 from tpudist.processes import process_agreement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import gather, reduce
-from tpudist.reductions.communication_options import CommunicationOptions
+from tpudist.reductions.cross_device_ops import CrossDeviceOps
 from tpudist.run import nested_run
 from tpudist.run.eager import eager_mode, replica_run
 from tpudist.run.step_cache import Replicator
+from tpudist.state.storage import Storage
 from tpudist.state.variable import Variable
 from tpudist.strategy import logical_axes, strategy_table
 from tpudist.strategy.deprecated_methods import DeprecatedStrategyMethods
@@ -37,6 +38,7 @@ from tpudist.values import stacked_values
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, traces
+from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -47,6 +49,12 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
 
     As `tf.distribute.Strategy`.
     """
+
+    # What `StrategyBase` knows as protocols or not at all, as users see it.
+    extended: StrategyExtended
+    storage: Storage | None  # pyright: ignore[reportIncompatibleVariableOverride]
+    cross_device_ops: CrossDeviceOps | None  # pyright: ignore[reportIncompatibleVariableOverride]
+    _replicator: Replicator
 
     def __init__(self, replica_mesh: ReplicaMesh, *, logical_axis_rules: Sequence[Any] = ()):
         """A strategy on a mesh.

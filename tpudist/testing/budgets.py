@@ -12,7 +12,7 @@ collectives of the CPU's program. With one it sees those of the TPU's.
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpudist import context
 from tpudist.planner import Plan
@@ -72,7 +72,8 @@ def assert_collectives(
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
     allow = None if allow is None else _kinds(allow)
-    strategy = context.get_strategy() if strategy is None else strategy
+    if strategy is None:
+        strategy = cast("Strategy", context.get_strategy())
     with strategy.scope():
         # What a cache kept of the same program may have the lines of an older source.
         plan: Plan = strategy.plan(

@@ -1,16 +1,40 @@
 """The part of a variable that one replica holds."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
 from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.options import warn_of_op_arguments
+from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.values.array_like import ReadsAsArray
 
-if TYPE_CHECKING:
-    from tpudist.state.variable import Variable
+
+class VariableOfComponents(Protocol):
+    """What a component uses of its `state.variable.Variable`, which documents the members."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    trainable: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    strategy: StrategyBase
+    on_read: bool
+
+    def conform(self, value: Any) -> jax.Array:
+        """Returns `value` as an array of the variable's shape and dtype."""
+        ...
+
+    def component_value(self, replica: int) -> jax.Array:
+        """Returns the component of one replica."""
+        ...
+
+    def set_component(self, replica: int, value: jax.Array) -> None:
+        """Sets the component of one replica."""
+        ...
 
 
 class Component(ReadsAsArray):
@@ -26,7 +50,7 @@ class Component(ReadsAsArray):
 
     __slots__ = ("__weakref__", "replica", "variable")
 
-    def __init__(self, variable: "Variable", replica: int):
+    def __init__(self, variable: VariableOfComponents, replica: int):
         """The component of `variable` on the replica of this number."""
         self.variable, self.replica = variable, replica
 

@@ -24,10 +24,10 @@ from rich.console import Console
 import plans
 import tpudist
 from tpudist import planner
-from tpudist.planner.layouts import candidates, layout_search, search_result
+from tpudist.planner.layouts import candidates, layout_search, search_result, search_text
 from tpudist.planner.layouts.candidates import Candidate
-from tpudist.planner.layouts.search_result import Outcome, SearchResult
-from tpudist.planner.show import search_text
+from tpudist.planner.layouts.search_outcomes import Outcome
+from tpudist.planner.layouts.search_result import SearchResult
 
 
 def make_step(candidate, width=64, hidden=64):

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,54 @@ from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
     from tpudist.input.feeds.batch import Batch, Step
-    from tpudist.input.feeds.per_replica_batches import Pipelines
 
 
 _log = logging.getLogger("tpudist")
 _ROWS_ONLY = "Of one step they may differ in the number of rows only."
 
 
+class ProcessPipelines(Protocol):
+    """The pipelines of one process; see `input.feeds.per_replica_batches.Pipelines`.
+
+    Attributes:
+        first: The first batch, which all others must fit; None before there is one.
+    """
+
+    first: "Batch | None"
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What all processes must have alike."""
+        ...
+
+    @property
+    def local_plan(self) -> dict[str, Any]:
+        """What this process has."""
+        ...
+
+    @property
+    def must_differ(self) -> bool:
+        """Whether no two processes may have the same rows."""
+        ...
+
+    @property
+    def drops_incomplete_steps(self) -> bool:
+        """Whether a step in which some replica has no full batch is left out."""
+        ...
+
+    def join(self, step: "Step", rows: tuple[int, ...]) -> Parts:
+        """Puts together what the replicas of this process take in a step."""
+        ...
+
+    def state(
+        self, states: list[list[Any]], plans: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Returns the state after a step, of all processes."""
+        ...
+
+
 def parts(
-    pipelines: "Pipelines",
+    pipelines: ProcessPipelines,
     mesh: ReplicaMesh,
     steps: "Iterator[Step]",
     passes: list[Any],
@@ -58,7 +97,7 @@ def parts(
 
 
 def _parts(
-    pipelines: "Pipelines",
+    pipelines: ProcessPipelines,
     mesh: ReplicaMesh,
     steps: Iterator["Step"],
     passes: list[Any],
@@ -96,7 +135,7 @@ def _parts(
 
 
 def _agree_on_plan(
-    pipelines: "Pipelines", step: "Step", position: Position, rounds: Rounds
+    pipelines: ProcessPipelines, step: "Step", position: Position, rounds: Rounds
 ) -> list[dict[str, Any]]:
     """Sees that all processes have the same kind of data, and not the same data.
 
@@ -116,7 +155,7 @@ def _agree_on_plan(
 
 
 def _agree_on_shapes(
-    pipelines: "Pipelines", answers: list[dict[str, Any]], known: str | None, rounds: Rounds
+    pipelines: ProcessPipelines, answers: list[dict[str, Any]], known: str | None, rounds: Rounds
 ) -> str:
     """Sees that the batches of a step have one shape, of which each process has an example then.
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from tpudist.input import rows_of_replicas
-from tpudist.input.sources.indexed_pass import IndexedPass, ReadBatch
+from tpudist.input import iterator_state, rows_of_replicas
+from tpudist.input.sources.read_batch import ReadBatch
 
 PyTree = Any
 
@@ -287,7 +287,7 @@ class IndexedDataset(abc.ABC):
             start = batch * size
             yield self._numbers(min(size, self.num_examples - start), start, order)
 
-    def begin(self, pass_number: int, state: Any = None) -> IndexedPass:
+    def begin(self, pass_number: int, state: Any = None) -> "IndexedPass":
         """The batches of one pass; passes go on counting epochs where the one before ended.
 
         A pass without end has none after it, so each begins with epoch 0. Costs nothing per row:
@@ -323,6 +323,49 @@ class IndexedDataset(abc.ABC):
         dataset = copy.copy(self)
         dataset._plan = dataclasses.replace(self._plan, **changes)
         return dataset
+
+
+class IndexedPass(Iterator[Any]):
+    """The batches of one pass through an `IndexedDataset`."""
+
+    def __init__(self, dataset: IndexedDataset, pass_number: int, given: Any):
+        """After the batches that the state `given` counts."""
+        self._dataset = dataset
+        self._num_epochs = dataset._plan.num_epochs
+        self._first_epoch = pass_number * (self._num_epochs or 0)
+        self._num_given = 0 if given is None else iterator_state.read_count(given, "batches")
+        self._num_batches = dataset.cardinality
+        if 0 <= self._num_batches < self._num_given:
+            raise ValueError(
+                f"The state is one after {self._num_given} batches of a pass, which has "
+                f"{self._num_batches}."
+            )
+        self._numbers, self._num_examples = dataset.batches_of_epoch, dataset.num_examples
+        self._batch_size = dataset.global_batch_size or 1
+        self._order: tuple[int, np.ndarray | None] | None = None
+
+    def __next__(self) -> Any:
+        place = self.advance()
+        if place is None:
+            raise StopIteration
+        return self._dataset._host_batch(*place)
+
+    def advance(self) -> tuple[int, int, int, np.ndarray | None] | None:
+        """Epoch, rows, start and order of the next batch, for `_host_batch`; None at the end."""
+        if self._num_given == self._num_batches:
+            return None
+        epoch, index = divmod(self._num_given, len(self._numbers))
+        epoch += self._first_epoch
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._dataset._order(epoch))
+        start = self._numbers[index] * self._batch_size
+        num_rows = min(self._batch_size, self._num_examples - start)
+        self._num_given += 1
+        return epoch, num_rows, start, self._order[1]
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the pass is."""
+        return {"batches": self._num_given}
 
 
 # A batch of so many rows may be padding for the most part: it fits in memory.

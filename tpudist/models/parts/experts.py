@@ -18,7 +18,7 @@ Sources: GShard (arXiv 2006.16668) for capacity, Mixtral (2401.04088) for the we
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,24 @@ from jax.ad_checkpoint import checkpoint_name
 from tpudist.models.parts.activation import activate
 from tpudist.models.parts.logical import constrain
 
-if TYPE_CHECKING:
-    from tpudist.models.transformer_config import TransformerConfig
+
+class ExpertSettings(Protocol):
+    """The fields of `TransformerConfig` that this module reads; it documents them."""
+
+    @property
+    def num_experts(self) -> int:
+        """0 for a plain MLP."""
+        ...
+
+    @property
+    def experts_per_token(self) -> int:
+        """Number of experts that compute each token."""
+        ...
+
+    @property
+    def expert_capacity(self) -> float:
+        """Room of each expert, as a multiple of its equal share of a row's tokens."""
+        ...
 
 
 class Routing(NamedTuple):
@@ -49,7 +65,7 @@ class Assignment(NamedTuple):
     """`[batch, num_experts * capacity]`: its choice; the number of choices if it is empty."""
 
 
-def check(config: TransformerConfig) -> None:
+def check(config: ExpertSettings) -> None:
     """Refuses a choice of experts that cannot be made.
 
     Raises:
@@ -75,7 +91,7 @@ def check(config: TransformerConfig) -> None:
         )
 
 
-def capacity(length: int, config: TransformerConfig) -> int:
+def capacity(length: int, config: ExpertSettings) -> int:
     """Number of slots that each expert has for a row of `length` tokens."""
     share = length * config.experts_per_token / config.num_experts
     # A token chooses an expert once at most.
@@ -83,7 +99,7 @@ def capacity(length: int, config: TransformerConfig) -> int:
 
 
 def mlp(
-    x: jax.Array, weights: dict[str, jax.Array], config: TransformerConfig
+    x: jax.Array, weights: dict[str, jax.Array], config: ExpertSettings
 ) -> tuple[jax.Array, Routing]:
     """The output of the experts `[batch, length, embed]`, and how the tokens were spread.
 

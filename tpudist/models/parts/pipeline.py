@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,27 @@ from jax.sharding import PartitionSpec
 
 from tpudist.programs.rows.row_kernels import rowwise
 
-if TYPE_CHECKING:
-    from tpudist.models.transformer_config import TransformerConfig
-
 PyTree = Any
 AXIS = "stage"
+
+
+class PipelineSettings(Protocol):
+    """The fields of `TransformerConfig` that this module reads; it documents them."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the whole model."""
+        ...
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Number of stages."""
+        ...
+
+    @property
+    def pipeline_microbatches(self) -> int | None:
+        """Number of microbatches; None or 0 for as many as there are stages."""
+        ...
 
 
 def apply(
@@ -41,7 +57,7 @@ def apply(
     x: PyTree,
     weights: PyTree,
     shared: PyTree,
-    config: TransformerConfig,
+    config: PipelineSettings,
 ) -> PyTree:
     """`x` after all layers, a scan over them: computed in stages if the mesh has any.
 
@@ -92,7 +108,7 @@ def _flow_in_stages(
     return jax.tree.map(lambda a: a[:num_rows], x) if num_missing else x
 
 
-def check(config: TransformerConfig) -> None:
+def check(config: PipelineSettings) -> None:
     """Refuses stages that the layers, or the microbatches, do not fill equally.
 
     Raises:
@@ -115,7 +131,7 @@ def check(config: TransformerConfig) -> None:
         )
 
 
-def bubble(config: TransformerConfig) -> float:
+def bubble(config: PipelineSettings) -> float:
     """The share of a pipeline's time in which a stage has nothing of use to compute."""
     wasted = config.pipeline_stages - 1
     return wasted / ((config.pipeline_microbatches or config.pipeline_stages) + wasted)
@@ -175,7 +191,7 @@ def _shift(x: PyTree, pairs: list[tuple[int, int]]) -> PyTree:
     return jax.tree.map(lambda a: jax.lax.ppermute(a, AXIS, pairs), x)
 
 
-def _check_mesh(num_stages: int, config: TransformerConfig) -> None:
+def _check_mesh(num_stages: int, config: PipelineSettings) -> None:
     if num_stages != config.pipeline_stages:
         raise ValueError(
             f"The model has pipeline_stages={config.pipeline_stages}, but the mesh has "

@@ -22,7 +22,8 @@ from tpudist import context
 from tpudist.planner import user_figures
 from tpudist.planner.layouts import candidates
 from tpudist.planner.layouts.candidates import Candidate
-from tpudist.planner.layouts.search_result import Outcome, SearchResult, rank
+from tpudist.planner.layouts.search_outcomes import Outcome
+from tpudist.planner.layouts.search_result import SearchResult, rank
 from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
 from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.planner.show.words import format_error

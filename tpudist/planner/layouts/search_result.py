@@ -6,55 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpudist.planner import as_json
-from tpudist.planner.layouts.candidates import Candidate
-from tpudist.planner.plan import Plan
+from tpudist.planner.layouts.search_outcomes import Outcome, Remedy, SearchOutcomes
 from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
 
 JSON_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Remedy:
-    """The smallest change that makes a candidate fit.
-
-    Attributes:
-        candidate: The name of the one that it becomes.
-        changes: What to change, as "remat none -> full".
-    """
-
-    candidate: str
-    changes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What is known of one candidate.
-
-    Attributes:
-        candidate: Which one.
-        status: "fits", "too large", "failed" or "not reached".
-        plan: What the compiler said; None if it failed or was not reached.
-        reason: Why it failed or was not reached.
-        same_as: The name of an earlier one that makes the very same program; or None.
-        remedy: For one that is too large: the smallest change with which it fits, among all that
-            were compiled; None if there is none.
-    """
-
-    candidate: Candidate
-    status: str
-    plan: Plan | None = None
-    reason: str = ""
-    same_as: str | None = None
-    remedy: Remedy | None = None
-
-    @property
-    def step_s(self) -> float | None:
-        """Its predicted time per step; None if it does not fit, or on devices without a price."""
-        return self.plan.time.step_s if self.plan and self.plan.time else None
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchResult:
+class SearchResult(SearchOutcomes):
     """All candidates of a search, the best first.
 
     Attributes:
@@ -66,21 +25,6 @@ class SearchResult:
         seconds: How long the search took.
         time_budget_s: How long it was allowed to take.
     """
-
-    topology: str
-    num_devices: int
-    outcomes: tuple[Outcome, ...]
-    seconds: float
-    time_budget_s: float
-
-    @property
-    def best(self) -> Outcome | None:
-        """The fastest one that fits; None if none does."""
-        return next(iter(self.of(FITS)), None)
-
-    def of(self, status: str) -> tuple[Outcome, ...]:
-        """Those of one status."""
-        return tuple(one for one in self.outcomes if one.status == status)
 
     def to_json(self) -> str:
         """All of it as JSON, plans included; `from_json` reads it back."""
@@ -96,12 +40,14 @@ class SearchResult:
         return as_json.loads(cls, text, JSON_VERSION)
 
     def __rich__(self) -> Any:
-        from tpudist.planner.show import search_text, table
+        from tpudist.planner.layouts import search_text
+        from tpudist.planner.show import table
 
         return table.lay_out(search_text.describe_search(self))
 
     def _repr_html_(self) -> str:
-        from tpudist.planner.show import html, search_text
+        from tpudist.planner.layouts import search_text
+        from tpudist.planner.show import html
 
         return html.lay_out(search_text.describe_search(self))
 

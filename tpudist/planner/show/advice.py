@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from tpudist.planner.show.words import format_bytes
 
 if TYPE_CHECKING:
-    from tpudist.planner.plan import Plan
+    from tpudist.planner.plan_figures import PlanFigures
 
 
-def suggest_changes(plan: Plan) -> tuple[str, ...]:
+def suggest_changes(plan: PlanFigures) -> tuple[str, ...]:
     """Sentences, the most promising change first, for a plan that does not fit."""
     assert plan.refusal is not None
     refusal = plan.refusal
@@ -32,7 +32,7 @@ def suggest_changes(plan: Plan) -> tuple[str, ...]:
     return tuple(tries)
 
 
-def _split(plan: Plan) -> str:
+def _split(plan: PlanFigures) -> str:
     """How to split a replica over more devices; empty if it is split over all."""
     inside = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
     replicas = plan.num_devices // inside

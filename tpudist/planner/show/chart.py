@@ -13,7 +13,7 @@ from tpudist.planner.show.words import format_bytes, format_line, format_seconds
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 
 if TYPE_CHECKING:
-    from tpudist.planner.plan import Plan
+    from tpudist.planner.plan_figures import PlanFigures
 
 NUM_COLLECTIVES = 6
 # In inches; a bar with its heading and its legend, and a collective.
@@ -22,7 +22,7 @@ NAMES = 2.3
 """Room for the names of collectives, in inches."""
 
 
-def draw(plan: Plan, path: str | Path) -> None:
+def draw(plan: PlanFigures, path: str | Path) -> None:
     """Writes a picture in the format that the name of the file ends in, such as .png or .svg.
 
     Raises:

@@ -10,7 +10,7 @@ from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.words import format_line
 
 if TYPE_CHECKING:
-    from tpudist.planner.plan import Plan
+    from tpudist.planner.plan_figures import PlanFigures
 
 # The page gives text its colour; everything else is a mid-tone or half transparent. `all: revert`
 # and the long selectors keep what notebooks say of every table out of ours.
@@ -43,7 +43,7 @@ _STYLE = """
 
 
 def html(
-    plan: Plan, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
+    plan: PlanFigures, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
 ) -> str:
     """What a notebook shows of a plan: a `div` with its style.
 

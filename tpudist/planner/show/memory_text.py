@@ -34,7 +34,7 @@ from tpudist.xla.estimate.refusal import Refusal
 from tpudist.xla.hlo.buffers import Buffer
 
 if TYPE_CHECKING:
-    from tpudist.planner.plan import Plan
+    from tpudist.planner.plan_figures import PlanFigures
 
 _MEMORY_COLORS = {
     "parameters": BLUE,
@@ -46,7 +46,7 @@ _MEMORY_COLORS = {
 }
 
 
-def memory(plan: Plan) -> Iterable[Bars | Rows | Lines]:
+def memory(plan: PlanFigures) -> Iterable[Bars | Rows | Lines]:
     """What is held on a device by category, and the largest of it; or why it does not fit."""
     chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal:
@@ -87,7 +87,7 @@ def memory(plan: Plan) -> Iterable[Bars | Rows | Lines]:
         yield from _largest("Largest temporaries", report.largest, report.peak_bytes)
 
 
-def _explain_refusal(plan: Plan, refusal: Refusal) -> Iterable[Bars | Rows | Lines]:
+def _explain_refusal(plan: PlanFigures, refusal: Refusal) -> Iterable[Bars | Rows | Lines]:
     chip = device_noun(plan.num_chips, plan.num_devices)
     lines = ()
     if refusal.argument_bytes:
@@ -142,7 +142,7 @@ def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable
     yield Rows(title, columns, rows, more)
 
 
-def list_replicated(plan: Plan) -> Iterable[Lines]:
+def list_replicated(plan: PlanFigures) -> Iterable[Lines]:
     """Which parameters are not split inside a replica; nothing if all are."""
     report = plan.memory
     if report and report.replicated:

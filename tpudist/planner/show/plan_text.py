@@ -24,10 +24,12 @@ from tpudist.planner.show.words import (
 from tpudist.xla.estimate.step_time import TimeEstimate
 
 if TYPE_CHECKING:
-    from tpudist.planner.plan import Plan
+    from tpudist.planner.plan_figures import PlanFigures
 
 
-def describe_plan(plan: Plan, num_steps: int | None = None, price: float | None = None) -> Report:
+def describe_plan(
+    plan: PlanFigures, num_steps: int | None = None, price: float | None = None
+) -> Report:
     """A plan in words.
 
     Args:
@@ -43,7 +45,9 @@ def describe_plan(plan: Plan, num_steps: int | None = None, price: float | None 
     return Report(f"{plan.name} {verdict} {plan.topology}", plan.fits, facts, tuple(sections))
 
 
-def _facts(plan: Plan, num_steps: int | None, price: float | None) -> Iterable[tuple[str, str]]:
+def _facts(
+    plan: PlanFigures, num_steps: int | None, price: float | None
+) -> Iterable[tuple[str, str]]:
     chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal and not plan.refusal.needed_bytes:
         yield "memory", "too little: the compiler does not say by how much"
@@ -79,7 +83,7 @@ def _facts(plan: Plan, num_steps: int | None, price: float | None) -> Iterable[t
         yield "compiled", f"in {format_seconds(plan.trace_s + plan.compile_s)}{with_what}"
 
 
-def _run(plan: Plan, estimate: TimeEstimate, num_steps: int, price: float | None) -> str:
+def _run(plan: PlanFigures, estimate: TimeEstimate, num_steps: int, price: float | None) -> str:
     hours = plan.chip_hours(num_steps) or 0.0
     cost = "" if price is None else f", {hours * price:,.2f} at {price:g} per chip-hour"
     return f"{format_seconds(estimate.step_s * num_steps)}, {format_count(hours)} chip-hours{cost}"

@@ -31,10 +31,10 @@ from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.hardware.chips import CHIPS
 
 if TYPE_CHECKING:
-    from tpudist.planner.plan import Plan
+    from tpudist.planner.plan_figures import PlanFigures
 
 
-def time(plan: Plan) -> Iterable[Bars | Rows]:
+def time(plan: PlanFigures) -> Iterable[Bars | Rows]:
     """Where a step's time goes, and what takes longest; nothing where there is no estimate."""
     spent = plan.time
     if spent is None:
@@ -80,7 +80,7 @@ def _merge_ops(spent: TimeEstimate) -> list[tuple[tuple[str, str, str], float]]:
     return sorted(seconds.items(), key=lambda pair: -pair[1])
 
 
-def _notes_on_time(plan: Plan, spent: TimeEstimate) -> Iterable[str]:
+def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
     for network, whole, exposed in (
         ("ICI", spent.ici_s, spent.exposed_ici_s),
         ("DCN", spent.dcn_s, spent.exposed_dcn_s),
@@ -106,7 +106,7 @@ def _notes_on_time(plan: Plan, spent: TimeEstimate) -> Iterable[str]:
         yield f"Lower bounds: {'; '.join(bounds)}."
 
 
-def collectives(plan: Plan) -> Iterable[Rows]:
+def collectives(plan: PlanFigures) -> Iterable[Rows]:
     """What a step sends, what is waited for longest first; nothing if it sends nothing."""
     if not plan.collectives:
         return

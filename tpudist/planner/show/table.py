@@ -18,14 +18,14 @@ from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.words import format_line
 
 if TYPE_CHECKING:
-    from tpudist.planner.plan import Plan
+    from tpudist.planner.plan_figures import PlanFigures
 
 WIDE = 100
 """Columns of a terminal that has room for everything."""
 
 
 def table(
-    plan: Plan, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
+    plan: PlanFigures, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
 ) -> RenderableType:
     """What `rich` prints of a plan.
 

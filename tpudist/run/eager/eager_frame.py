@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.context.frame import Frame
+from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.captures import Capture, Findings, check_parts
 from tpudist.run.eager import replica_evaluation
 from tpudist.run.eager.replica_evaluation import ReplicaEvaluation
 from tpudist.run.variable_owner import check_owner, is_guest
-from tpudist.state.variable_base import VariableBase
 from tpudist.state.variable_value import computes_here
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import collectives, traces
@@ -75,7 +75,7 @@ class EagerFrame(Frame):
 
     # Variables.
 
-    def get(self, variable: VariableBase) -> jax.Array:
+    def get(self, variable: VariableLike) -> jax.Array:
         """What `variable` holds now on this replica."""
         if is_guest(variable, self.strategy):
             if changes := self._guest_changes.get(id(variable)):
@@ -86,24 +86,24 @@ class EagerFrame(Frame):
             self._read_inside.add(variable)
         return self.value_of(variable)
 
-    def value_of(self, variable: VariableBase) -> jax.Array:
+    def value_of(self, variable: VariableLike) -> jax.Array:
         """The same, where it is not the function that reads it."""
         if variable not in self._values:
             value = self._fetch_held(variable)
             self._values[variable] = self.evaluation.put(value, own=variable.on_read)
         return self._values[variable]
 
-    def fetch(self, variable: VariableBase) -> Any:
+    def fetch(self, variable: VariableLike) -> Any:
         """The same, as a host value."""
         if variable in self._values:
             return replica_evaluation.fetch(self._values[variable])
         return self._fetch_held(variable)
 
-    def _fetch_held(self, variable: VariableBase) -> Any:
+    def _fetch_held(self, variable: VariableLike) -> Any:
         held = replica_evaluation.fetch(variable._value)
         return held[self.evaluation.replica] if variable.on_read else held
 
-    def change_guest(self, variable: VariableBase, change: Callable[[jax.Array], jax.Array]) -> int:
+    def change_guest(self, variable: VariableLike, change: Callable[[jax.Array], jax.Array]) -> int:
         """Has a guest read as what `change` makes of it; how often that was so.
 
         Raises:
@@ -119,14 +119,14 @@ class EagerFrame(Frame):
         changes.append(change)
         return len(changes)
 
-    def read_guest(self, variable: VariableBase, count: int) -> jax.Array:
+    def read_guest(self, variable: VariableLike, count: int) -> jax.Array:
         """What a guest was after its first `count` changes."""
         value = self.value_of(variable)
         for change in self._guest_changes.get(id(variable), ())[:count]:
             value = change(value)
         return value
 
-    def set(self, variable: VariableBase, value: jax.Array) -> jax.Array:
+    def set(self, variable: VariableLike, value: jax.Array) -> jax.Array:
         """Makes `variable` hold `value` on this replica, and gives what it holds then.
 
         Raises:
@@ -156,7 +156,7 @@ class EagerFrame(Frame):
         self._values.clear()
         self.written.clear()
 
-    def create_variable(self, make: Callable[[], VariableBase]) -> VariableBase:
+    def create_variable(self, make: Callable[[], Any]) -> Any:
         """The Variable that the function makes next: the one that was made here first."""
         created = self._created
         if self._num_created == len(created):
@@ -165,11 +165,11 @@ class EagerFrame(Frame):
         self._num_created += 1
         return variable
 
-    def was_created(self, variable: VariableBase) -> bool:
+    def was_created(self, variable: VariableLike) -> bool:
         """Whether a Variable that the function makes was made before."""
         return getattr(variable, "_value", None) is not None
 
-    def begin_variable(self, variable: VariableBase, value: Any, computed: bool) -> None:
+    def begin_variable(self, variable: VariableLike, value: Any, computed: bool) -> None:
         """Lets a Variable that the function makes begin with `value`, the first replica's.
 
         Raises:
@@ -221,6 +221,11 @@ class EagerFrame(Frame):
     def is_equal_result(self, value: Any) -> bool:
         """Not reached, for the same reason."""
         raise AssertionError(value)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """See `Frame`."""
+        return self.findings.compiler_options
 
     # Rows of the batch.
 

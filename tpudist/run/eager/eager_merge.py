@@ -1,22 +1,20 @@
 """`merge_call` of replicas that run eagerly: once for all of them, with what all have brought."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from tpudist.run.eager import eager_results, replica_evaluation, written_state
+from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica, is_distributed
 
-if TYPE_CHECKING:
-    from tpudist.run.eager.replica_run import EagerRun
-
 
 def call_merged(
-    run: "EagerRun",
+    run: ReplicaGroup,
     replica: int,
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -41,7 +39,7 @@ class _Brought:
         self.value, self.differs = value, differs
 
     @classmethod
-    def of(cls, run: "EagerRun", frame: Any, x: Any) -> "_Brought":
+    def of(cls, run: ReplicaGroup, frame: Any, x: Any) -> "_Brought":
         """A host value of an array; `differs` if it is this replica's own, for all we know."""
         if isinstance(x, nnx_contents.OBJECT_TYPES):
             raise TypeError(
@@ -63,7 +61,7 @@ class _Taken:
         self.value, self.own = value, own
 
 
-def _call(run: "EagerRun", brought: list[Any]) -> list[Any]:
+def _call(run: ReplicaGroup, brought: list[Any]) -> list[Any]:
     fn, treedef, leaves = brought[0]
     for replica, (_, other, _) in enumerate(brought):
         if other != treedef:
@@ -82,7 +80,7 @@ def _call(run: "EagerRun", brought: list[Any]) -> list[Any]:
     return [structure.unflatten([p[i] for p in parts]) for i in range(count)]
 
 
-def _merge(run: "EagerRun", parts: list[_Brought]) -> Any:
+def _merge(run: ReplicaGroup, parts: list[_Brought]) -> Any:
     if any(x.differs for x in parts):
         hosts = [x.value if hasattr(x.value, "shape") else np.asarray(x.value) for x in parts]
         return eager_results.merge_arrays(run.mesh, hosts, True, run)
@@ -91,7 +89,7 @@ def _merge(run: "EagerRun", parts: list[_Brought]) -> Any:
     return eager_results.merge_arrays(run.mesh, [x.value for x in parts], False, run)
 
 
-def _split(run: "EagerRun", x: Any) -> list[Any]:
+def _split(run: ReplicaGroup, x: Any) -> list[Any]:
     """What each replica gets of a leaf of what the function returned."""
     count = run.mesh.num_replicas
     if isinstance(x, PerReplica):

@@ -7,7 +7,7 @@ strategy; any other is a PerReplica, without regard to its values. See
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,15 +16,13 @@ from tpudist.lowering import placement
 from tpudist.run.arguments import call_description
 from tpudist.run.arguments.containers import unpack
 from tpudist.run.eager import replica_evaluation
+from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import state_collections
 from tpudist.run.outputs.returned_state import find_returned_state
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.mesh import ReplicaMesh
-
-if TYPE_CHECKING:
-    from tpudist.run.eager.replica_run import EagerRun
 
 
 @dataclasses.dataclass
@@ -44,7 +42,7 @@ class Ended:
     entered: list[Any]
 
 
-def merge_results(run: "EagerRun", ended: Sequence[Ended]) -> Any:
+def merge_results(run: ReplicaGroup, ended: Sequence[Ended]) -> Any:
     """What the function returned, merged over the replicas.
 
     Raises:
@@ -63,7 +61,7 @@ def merge_results(run: "EagerRun", ended: Sequence[Ended]) -> Any:
     return treedef.unflatten(merged)
 
 
-def _combine_collections(run: "EagerRun", merged: list[Any], treedef: Any) -> None:
+def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: Any) -> None:
     """Makes one of state that is given back and differs, in place; see `state_collections`."""
     if run.mesh.num_replicas == 1 or not any(isinstance(x, PerReplica) for x in merged):
         return
@@ -92,7 +90,7 @@ def _form_of(x: Any) -> Any:
     return (tuple(x.shape), x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else None
 
 
-def _flatten(run: "EagerRun", ended: Ended) -> tuple[list[Any], Any]:
+def _flatten(run: ReplicaGroup, ended: Ended) -> tuple[list[Any], Any]:
     """The leaves of a result, with the caller's objects for the replica's copies of them."""
     nodes: dict[int, Any] = {}
     if run.binding is not None:
@@ -126,7 +124,7 @@ class _Given:
     own: Any
 
 
-def _merge(run: "EagerRun", parts: list[Any]) -> Any:
+def _merge(run: ReplicaGroup, parts: list[Any]) -> Any:
     first = parts[0]
     if all(isinstance(x, _Given) and x.value is first.value for x in parts):
         return first.value
@@ -137,7 +135,7 @@ def _merge(run: "EagerRun", parts: list[Any]) -> Any:
     return merge_objects(run, parts)
 
 
-def merge_objects(run: "EagerRun", parts: list[Any]) -> Any:
+def merge_objects(run: ReplicaGroup, parts: list[Any]) -> Any:
     """What is no array on some replica: the object, if it is the same on all of them."""
     first = parts[0]
     if all(x is first for x in parts):
@@ -163,7 +161,7 @@ def merge_objects(run: "EagerRun", parts: list[Any]) -> Any:
     )
 
 
-def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: "EagerRun") -> Any:
+def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: ReplicaGroup) -> Any:
     """Host values of all replicas as one array, or as a PerReplica if each has its own."""
     if mesh.num_replicas == 1 or (not own and replica_evaluation.are_equal(hosts)):
         return jax.device_put(replica_evaluation.to_array(hosts[0]), mesh.replicated)
@@ -187,7 +185,7 @@ def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: "EagerRun"
     return PerReplica(stacked, rows, dim, tuple(others))
 
 
-def _size_of_dim(run: "EagerRun", dim: int, sizes: tuple[int, ...]) -> int:
+def _size_of_dim(run: ReplicaGroup, dim: int, sizes: tuple[int, ...]) -> int:
     """The size of a dim in which replicas have so many rows: as the batch's, if it counts its."""
     if run.groups is not None:
         for size, rows in zip(run.groups.sizes, run.rows, strict=True):

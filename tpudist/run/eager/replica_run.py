@@ -21,9 +21,11 @@ from tpudist.run.arguments.row_groups import RowGroups
 from tpudist.run.eager import eager_merge, eager_results, replica_evaluation, written_state
 from tpudist.run.eager.eager_frame import EagerFrame
 from tpudist.run.eager.replica_evaluation import ReplicaEvaluation
+from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.eager.replica_turns import Turns
 from tpudist.run.replica_body import make_values_of_replica
 from tpudist.run.replica_context import ReplicaContext
+from tpudist.run.step_cache import Replicator
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, internals, traces
@@ -45,7 +47,8 @@ def run(
         RuntimeError: In several processes, or inside of a transformation of JAX.
     """
     check_possible(strategy, getattr(fn, "__name__", type(fn).__name__))
-    with strategy._replicator.one_at_a_time:
+    replicator: Replicator = strategy._replicator
+    with replicator.one_at_a_time:
         return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()
 
 
@@ -67,7 +70,7 @@ def check_possible(strategy: StrategyBase, name: str) -> None:
         )
 
 
-class EagerRun:
+class EagerRun(ReplicaGroup):
     """One call of a replica function, eagerly."""
 
     def __init__(
@@ -81,7 +84,8 @@ class EagerRun:
         """Looks at the arguments as the compiled call does, and refuses the same."""
         self.strategy, self.fn = strategy, fn
         self.mesh = strategy.replica_mesh
-        self.function = strategy._replicator.function_of(fn)
+        replicator: Replicator = strategy._replicator
+        self.function = replicator.function_of(fn)
         self.name = self.function.name
         self.num_args = len(args)
         self.args, self.kwargs, self.rules = args, kwargs, options.aggregation

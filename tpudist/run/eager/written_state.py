@@ -1,21 +1,19 @@
 """State that replicas have changed, each by itself: checked with its values, and written once."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
+from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.run.eager import eager_results, replica_evaluation
+from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import outputs
 from tpudist.state import nnx_binding
-from tpudist.state.variable_base import VariableBase
 from tpudist.xla.mesh import ReplicaMesh
-
-if TYPE_CHECKING:
-    from tpudist.run.eager.replica_run import EagerRun
 
 _SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
 
@@ -36,7 +34,7 @@ def restore(saved: list[tuple[Any, Any]]) -> None:
             holder._value = value
 
 
-def write(run: "EagerRun", ended: Sequence["eager_results.Ended"]) -> None:
+def write(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
     """Writes what the replicas have changed.
 
     Raises:
@@ -56,7 +54,7 @@ def write(run: "EagerRun", ended: Sequence["eager_results.Ended"]) -> None:
         nnx_binding.write(holders, list(leaves.values()))
 
 
-def write_variables(run: "EagerRun") -> None:
+def write_variables(run: ReplicaGroup) -> None:
     """Writes what was assigned to Variables so far, before all replicas are one for a while."""
     refused: list[tuple[str, str, str]] = []
     variables = _collect_variables(run, refused)
@@ -66,7 +64,7 @@ def write_variables(run: "EagerRun") -> None:
         _set(run.strategy, variable, value)
 
 
-def _collect_variables(run: "EagerRun", refused: list[tuple[str, str, str]]) -> dict[Any, Any]:
+def _collect_variables(run: ReplicaGroup, refused: list[tuple[str, str, str]]) -> dict[Any, Any]:
     """The new host values of the Variables that some replica has assigned."""
     frames = [run.frames[i] for i in range(run.mesh.num_replicas)]
     found = {}
@@ -84,7 +82,7 @@ def _collect_variables(run: "EagerRun", refused: list[tuple[str, str, str]]) -> 
     return found
 
 
-def _set(strategy: StrategyBase, variable: VariableBase, value: Any) -> None:
+def _set(strategy: StrategyBase, variable: VariableLike, value: Any) -> None:
     old = variable._value
     new = strategy._place_variable(variable, replica_evaluation.to_array(value))
     if strategy.storage is None and new.sharding != old.sharding:
@@ -93,7 +91,7 @@ def _set(strategy: StrategyBase, variable: VariableBase, value: Any) -> None:
 
 
 def _collect_objects(
-    run: "EagerRun", ended: Sequence["eager_results.Ended"], refused: list[tuple[str, str, str]]
+    run: ReplicaGroup, ended: Sequence["eager_results.Ended"], refused: list[tuple[str, str, str]]
 ) -> dict[int, Any]:
     """The new values of those NNX Variables that some replica has changed, by number."""
     binding = run.binding
@@ -126,7 +124,9 @@ def _collect_objects(
     return found
 
 
-def _combine(run: "EagerRun", i: int, parts: list[Any], refused: list[tuple[str, str, str]]) -> Any:
+def _combine(
+    run: ReplicaGroup, i: int, parts: list[Any], refused: list[tuple[str, str, str]]
+) -> Any:
     """What becomes of an NNX Variable's values on all replicas, by its rule."""
     binding, count = run.binding, run.mesh.num_replicas
     assert binding is not None, "it has the Variable"
@@ -145,7 +145,7 @@ def _combine(run: "EagerRun", i: int, parts: list[Any], refused: list[tuple[str,
     return (total / count).astype(parts[0].dtype) if mean else total
 
 
-def _place(run: "EagerRun", value: Any, old: Any) -> Any:
+def _place(run: ReplicaGroup, value: Any, old: Any) -> Any:
     """A new value where the old one was; on the mesh, if that was elsewhere."""
     array = replica_evaluation.to_array(value)
     storage = run.strategy.storage

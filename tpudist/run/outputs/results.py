@@ -7,7 +7,7 @@ not, without the padding of a partial batch; what was no array comes back as its
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,21 @@ from tpudist.xla import collectives
 from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
-    from tpudist.run.partial_batch import PartialBatch
     from tpudist.run.remarks import Remark
+
+
+class RowsOfResults(Protocol):
+    """What a trace knows of partial batches; see `run.partial_batch.PartialBatch`."""
+
+    def check(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Refuses numbers of rows for which the function is another one."""
+        ...
+
+    def extents(
+        self, result: int, rows: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """The dims of a result that are rows, each with how many each replica really has."""
+        ...
 
 
 @dataclasses.dataclass
@@ -107,7 +120,7 @@ class TracedStep:
     stack_outputs: list[bool]
     aggregated: dict[ReduceOp | None, list[int]]
     mesh: ReplicaMesh
-    partial: "PartialBatch | None" = None
+    partial: RowsOfResults | None = None
     remarks: tuple["Remark", ...] = ()
     returned: dict[int, int] = dataclasses.field(default_factory=dict)
     count_run: Callable[[], None] | None = None

@@ -14,7 +14,8 @@ import numpy as np
 
 from tpudist.xla.estimate import kernels
 from tpudist.xla.hlo import shapes
-from tpudist.xla.hlo.hlo_module import Instruction, Module
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Instruction
 
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")

@@ -8,7 +8,8 @@ that are an operand updated in place. Of an array that is sliced, only the slice
 import functools
 
 from tpudist.xla.hlo import shapes
-from tpudist.xla.hlo.hlo_module import Computation, Instruction, Module
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Computation, Instruction
 
 # They move nothing: they name values, or what they run is counted by itself.
 _FREE = frozenset(

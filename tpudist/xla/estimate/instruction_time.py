@@ -25,7 +25,8 @@ from collections.abc import Mapping
 
 from tpudist.xla.estimate import flops, hbm_traffic, kernels
 from tpudist.xla.hardware.chips import CHIPS, Chip
-from tpudist.xla.hlo.hlo_module import Instruction, Module
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Instruction
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ any other kernel tells it by itself, if its author gave `pl.pallas_call` a `cost
 import math
 import re
 
-from tpudist.xla.hlo.hlo_module import Instruction, Module
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Instruction
 
 # Products of [queries, head] and [keys, head], per kernel: Q K^T and P V forward; Q K^T and dP for
 # each of the two backward kernels, and dV and dK in one, dQ in the other or in the same one.

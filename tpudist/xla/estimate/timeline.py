@@ -15,7 +15,8 @@ from tpudist.xla.estimate import instruction_time, transfers
 from tpudist.xla.estimate.instruction_time import Price
 from tpudist.xla.estimate.transfers import Transfer
 from tpudist.xla.hardware.chips import Chip
-from tpudist.xla.hlo.hlo_module import Computation, Instruction, Module
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Computation, Instruction
 
 
 @dataclasses.dataclass

@@ -16,7 +16,8 @@ from tpudist.xla.estimate import hbm_traffic, instruction_time
 from tpudist.xla.hardware import links
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo import collective_ops, shapes
-from tpudist.xla.hlo.hlo_module import Computation, Instruction, Module
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Computation, Instruction
 
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 

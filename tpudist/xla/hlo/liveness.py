@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from tpudist.xla.hlo import shapes
 from tpudist.xla.hlo.buffers import Buffer
-from tpudist.xla.hlo.hlo_module import Instruction, Module
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Instruction
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(.*)$")
 _ARGUMENT = re.compile(r"\bparameter (\d+)|\bmaybe-live-out")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from tpudist.xla.hlo.hlo_module import Computation, Instruction, Module
+from tpudist.xla.hlo.instructions import Computation, Instruction
+
+Computations = Mapping[str, Computation]  # of a program, by name
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SAME_VALUE = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-done", "copy-start")
@@ -28,21 +29,21 @@ class _Value:
     offset: int
 
 
-def count_trips(module: Module) -> dict[str, int | None]:
-    """How often each `while` of `module` runs its body, by its name; None where nobody knows."""
+def count_trips(computations: Computations) -> dict[str, int | None]:
+    """How often each `while` of a program runs its body, by its name; None where nobody knows."""
     found: dict[str, int | None] = {}
-    callers = _callers(module)
-    for computation in module.computations.values():
+    callers = _callers(computations)
+    for computation in computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode == "while":
-                found[instruction.name] = _trip_count(module, callers, instruction)
+                found[instruction.name] = _trip_count(computations, callers, instruction)
     return found
 
 
-def _callers(module: Module) -> dict[str, list[Instruction]]:
+def _callers(computations: Computations) -> dict[str, list[Instruction]]:
     """By name of a computation, the loops and calls that run it."""
     callers: dict[str, list[Instruction]] = {}
-    for computation in module.computations.values():
+    for computation in computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode in ("while", "call"):
                 for role, name in instruction.called:
@@ -52,13 +53,13 @@ def _callers(module: Module) -> dict[str, list[Instruction]]:
 
 
 def _trip_count(
-    module: Module, callers: dict[str, list[Instruction]], loop: Instruction
+    computations: Computations, callers: dict[str, list[Instruction]], loop: Instruction
 ) -> int | None:
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
-    condition = module.computations.get(loop.callee("condition") or "")
-    body = module.computations.get(loop.callee("body") or "")
-    compared = _comparison(module, condition) if condition else None
+    condition = computations.get(loop.callee("condition") or "")
+    body = computations.get(loop.callee("body") or "")
+    compared = _comparison(computations, condition) if condition else None
     if body is None or compared is None:
         return None
     left, direction, right = compared
@@ -69,14 +70,14 @@ def _trip_count(
             continue
         stop = limit.offset
         if limit.element is not None:
-            if not _is_kept(module, body, limit.element):
+            if not _is_kept(computations, body, limit.element):
                 continue
-            start_of_limit = _initial(module, callers, loop, limit.element)
+            start_of_limit = _initial(computations, callers, loop, limit.element)
             if start_of_limit is None:
                 continue
             stop += start_of_limit
-        step = _step(module, body, value.element)
-        start = _initial(module, callers, loop, value.element)
+        step = _step(computations, body, value.element)
+        start = _initial(computations, callers, loop, value.element)
         if step is not None and start is not None:
             return _count(start + value.offset, stop, step, way)
     return None
@@ -99,13 +100,15 @@ def _count(start: int, stop: int, step: int, direction: str) -> int | None:
     return -(-(stop - start) // step)  # rounded up, also downwards: both have the same sign
 
 
-def _comparison(module: Module, condition: Computation) -> tuple[_Value, str, _Value] | None:
+def _comparison(
+    computations: Computations, condition: Computation
+) -> tuple[_Value, str, _Value] | None:
     """What a loop's condition compares, and how, seen through a fusion."""
-    root, scope = condition.root, _Scope(module, condition)
+    root, scope = condition.root, _Scope(computations, condition)
     while root.opcode in ("copy", "bitcast", "fusion"):
         if root.opcode == "fusion":
-            callee = module.computations[root.callee("calls") or ""]
-            root, scope = callee.root, _Scope(module, callee, root, scope)
+            callee = computations[root.callee("calls") or ""]
+            root, scope = callee.root, _Scope(computations, callee, root, scope)
         else:
             root = scope.instructions[root.operands[0]]
     if root.opcode != "compare" or (direction := root.attribute("direction")) is None:
@@ -114,32 +117,35 @@ def _comparison(module: Module, condition: Computation) -> tuple[_Value, str, _V
     return None if left is None or right is None else (left, direction, right)
 
 
-def _step(module: Module, body: Computation, element: int) -> int | None:
+def _step(computations: Computations, body: Computation, element: int) -> int | None:
     """What one run of `body` adds to an element of its state."""
-    after = _Scope(module, body).element(body.root, element)
+    after = _Scope(computations, body).element(body.root, element)
     return after.offset if after is not None and after.element == element else None
 
 
-def _is_kept(module: Module, body: Computation, element: int) -> bool:
-    return _step(module, body, element) == 0
+def _is_kept(computations: Computations, body: Computation, element: int) -> bool:
+    return _step(computations, body, element) == 0
 
 
 def _initial(
-    module: Module, callers: dict[str, list[Instruction]], loop: Instruction, element: int
+    computations: Computations,
+    callers: dict[str, list[Instruction]],
+    loop: Instruction,
+    element: int,
 ) -> int | None:
     """The value of an element of the state when `loop` starts."""
-    computation = module.computations[loop.computation]
+    computation = computations[loop.computation]
     (state,) = loop.operands
-    found = _Scope(module, computation).element(computation.instructions[state], element)
+    found = _Scope(computations, computation).element(computation.instructions[state], element)
     if found is None or found.element is None:
         return None if found is None else found.offset
     # It comes from outside: from the state of the loop around, if that keeps it as it was.
     outside = callers.get(computation.name, [])
     if len(outside) != 1 or outside[0].opcode != "while":
         return None
-    if not _is_kept(module, computation, found.element):
+    if not _is_kept(computations, computation, found.element):
         return None
-    before = _initial(module, callers, outside[0], found.element)
+    before = _initial(computations, callers, outside[0], found.element)
     return None if before is None else before + found.offset
 
 
@@ -151,12 +157,12 @@ class _Scope:
 
     def __init__(
         self,
-        module: Module,
+        computations: Computations,
         computation: Computation,
         caller: Instruction | None = None,
         around: _Scope | None = None,
     ):
-        self._module = module
+        self._computations = computations
         self._computation = computation
         self._caller = caller
         self._around = around
@@ -200,14 +206,14 @@ class _Scope:
             inside = self._inside(instruction)
             return inside.element(inside._computation.root, index)
         if opcode == "while":
-            body = self._module.computations[instruction.callee("body") or ""]
-            if _is_kept(self._module, body, index):
+            body = self._computations[instruction.callee("body") or ""]
+            if _is_kept(self._computations, body, index):
                 return self.element(self.instructions[instruction.operands[0]], index)
         return None
 
     def _inside(self, fusion: Instruction) -> _Scope:
-        callee = self._module.computations[fusion.callee("calls") or ""]
-        return _Scope(self._module, callee, fusion, self)
+        callee = self._computations[fusion.callee("calls") or ""]
+        return _Scope(self._computations, callee, fusion, self)
 
     def _sum(self, instruction: Instruction, sign: int) -> _Value | None:
         left, right = (self.value(name) for name in instruction.operands)

@@ -7,7 +7,6 @@ from tpudist.compat.v1.strategies import MirroredStrategy, OneDeviceStrategy, St
 from tpudist.context import (
     experimental_set_strategy,
     get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
@@ -21,6 +20,7 @@ from tpudist.reductions.algorithms import (
 )
 from tpudist.reductions.cross_device_ops import CrossDeviceOps
 from tpudist.run.replica_context import ReplicaContext
+from tpudist.strategy.current_strategy import get_strategy
 from tpudist.strategy.extended import StrategyExtended
 
 __all__ = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from tpudist.planner.layouts.search_outcomes import Outcome, SearchOutcomes
 from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
 from tpudist.planner.show.parts import Column, Lines, Report, Rows
 from tpudist.planner.show.words import (
@@ -17,14 +17,11 @@ from tpudist.planner.show.words import (
     plural,
 )
 
-if TYPE_CHECKING:
-    from tpudist.planner.layouts.search_result import Outcome, SearchResult
-
 # Of the buffers of one that is too large.
 _NUM_LARGEST = 2
 
 
-def describe_search(result: SearchResult) -> Report:
+def describe_search(result: SearchOutcomes) -> Report:
     """A search in words."""
     fitting, too_large = result.of(FITS), result.of(TOO_LARGE)
     num = len(result.outcomes)
@@ -46,7 +43,7 @@ def describe_search(result: SearchResult) -> Report:
     )
 
 
-def _title_without_result(result: SearchResult) -> str:
+def _title_without_result(result: SearchOutcomes) -> str:
     """The title of a search that found nothing."""
     if result.of(TOO_LARGE):
         return f"nothing that was tried fits {result.topology}"
@@ -57,7 +54,7 @@ def _title_without_result(result: SearchResult) -> str:
     )
 
 
-def _facts(result: SearchResult) -> Iterable[tuple[str, str]]:
+def _facts(result: SearchOutcomes) -> Iterable[tuple[str, str]]:
     best = result.best
     if best and best.plan:
         if best.plan.time:
