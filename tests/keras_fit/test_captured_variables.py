@@ -48,7 +48,9 @@ def join(strategy, value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_strategy", [mirrored, split, one])
+@pytest.mark.parametrize(
+    "make_strategy", [mirrored, split, pytest.param(one, marks=pytest.mark.exhaustive)]
+)
 def test_a_step_reads_what_a_model_holds_when_it_is_called(make_strategy):
     strategy = make_strategy()
     model = make_model(strategy, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5))

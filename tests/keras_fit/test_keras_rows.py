@@ -13,9 +13,7 @@ CASES = {**CALLBACKS, **FEATURES}
 # Every run trains these: the hooks of tpudist/keras treat each of them in another way.
 CORE = {
     "ModelCheckpoint, weights",
-    "BackupAndRestore, twice, by batches",
     "one's own, that reads weights in an epoch",
-    "sample_weight, weighted_metrics",
     "PyDataset",
     "several inputs and outputs, loss_weights",
     "one's own train_step, add_loss, regularizers",
