@@ -497,9 +497,9 @@ def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
     """On a machine whose environment says nothing; a pipe that closes early is no error."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     environment |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-m", "tpudist", "plan", f"{STEPS}:make_step"]
+    command = [sys.executable, "-W", "error", "-m", "tpudist"]
     done = subprocess.run(
-        [*command, "--topology", "v5e-4", "--json", "-"],
+        [*command, "plan", f"{STEPS}:make_step", "--topology", "v5e-4", "--json", "-"],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -509,7 +509,7 @@ def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert json.loads(done.stdout)["fits"]
-    shell = f"{shlex.join(command)} --topology v5e-4 | head -1; exit ${{PIPESTATUS[0]}}"
+    shell = f"{shlex.join(command)} topologies --sources | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", shell],
         env=environment,
@@ -521,6 +521,7 @@ def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.libtpu
 def test_ctrl_c_ends_the_compiler_too(tmp_path):

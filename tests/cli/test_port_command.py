@@ -152,8 +152,11 @@ def test_without_libcst_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'tpudist[port]'" in capsys.readouterr().err
 
 
-def test_libcst_is_loaded_by_this_command_only():
-    code = "import sys, tpudist, tpudist.cli; assert 'libcst' not in sys.modules"
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_libcst_and_matplotlib_are_loaded_only_when_they_are_used():
+    modules = "tpudist, tpudist.cli, tpudist.planner.plan"
+    code = f"import sys, {modules}; assert not {{'libcst', 'matplotlib'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from places import ROOT
+from tpudist import cli
 
 COMMAND = [sys.executable, "-m", "tpudist", "run"]
 PROGRAM = """
@@ -29,25 +30,26 @@ def start(tmp_path, *options, program=PROGRAM, **streams):
     return subprocess.Popen([*COMMAND, *options, str(script), "--n", "7"], env=env, **streams)
 
 
+@pytest.mark.multiprocess
 def test_the_program_has_its_arguments_streams_and_exit_code(tmp_path):
     process = start(tmp_path, stdin=subprocess.PIPE)
     assert process.communicate("said", timeout=60) == ("['--n', '7'] None None\n", "False said\n")
     assert process.returncode == 7
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_it_has_the_terminal_and_emulated_devices(tmp_path):
+    """Devices are emulated for a program that does not request them."""
     ours, its = pty.openpty()
-    process = start(tmp_path, "--emulate", "3", "--goodput", "notes", stdin=its)
+    program = f"import jax\nprint(len(jax.devices()))\n{PROGRAM}"
+    process = start(tmp_path, "--emulate", "3", "--goodput", "notes", program=program, stdin=its)
     os.write(ours, b"typed\n")
-    assert process.communicate(timeout=60) == ("['--n', '7'] 3 notes\n", "True typed\n")
+    assert process.communicate(timeout=60) == ("3\n['--n', '7'] 3 notes\n", "True typed\n")
 
 
-def test_devices_are_emulated_for_who_does_not_ask(tmp_path):
-    program = "import jax; print(jax.devices())"
-    process = start(tmp_path, "--emulate", "3", program=program)
-    assert process.communicate(timeout=60)[0].count("CpuDevice") == 3
-
-
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_signals_are_its_own(tmp_path):
     program = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
     process = start(tmp_path, program=program)
@@ -64,7 +66,6 @@ def test_signals_are_its_own(tmp_path):
         (["--emulate", "0", sys.executable], "there must be one device at least"),
     ],
 )
-def test_wrong_use(words, said):
-    ended = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert said in ended.stderr
+def test_wrong_use(words, said, capsys):
+    assert cli.main(["run", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,6 +1,8 @@
 """Keras models, optimizers and metrics that replica functions change, as on one device."""
 
 import copy
+import functools
+import itertools
 import os
 
 import jax
@@ -11,7 +13,6 @@ import pytest
 
 import tpudist
 from keras_loops import Loop, X, Y, assert_equal, batch_of, one
-from processes import run_processes
 
 
 def mirrored():
@@ -22,24 +23,54 @@ def split():
     return tpudist.TPUStrategy(replica_axes={"fsdp": 4})
 
 
-@pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
-@pytest.mark.parametrize("around", [lambda f: f, tpudist.function], ids=["run", "function"])
+METRICS = (
+    lambda: keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy"),
+    lambda: keras.metrics.BinaryCrossentropy(from_logits=True),
+    lambda: keras.metrics.AUC(from_logits=True, name="area"),
+)
+
+
+def run(step):
+    return step
+
+
+@functools.cache
+def trained(make_strategy, around=run, is_built=True):
+    """A loop after two epochs, and its losses and metrics."""
+    is_plain = (around, is_built) == (run, True)
+    loop = Loop(make_strategy(), is_built=is_built, metrics=METRICS if is_plain else METRICS[:2])
+    return loop, np.reshape(loop.train(60, num_epochs=2, around=around), (2, -1))
+
+
+# Each option once; the other combinations are exhaustive.
+COVER = [(mirrored, run, True), (split, tpudist.function, False)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "make_strategy", [mirrored, pytest.param(split, marks=pytest.mark.slow)], ids=["mirror", "fsdp"]
+    ("make_strategy", "around", "is_built"),
+    [
+        pytest.param(
+            *case,
+            id="-".join([case[0].__name__, case[1].__name__, "built" if case[2] else "unbuilt"]),
+            marks=() if case in COVER else pytest.mark.exhaustive,
+        )
+        for case in itertools.product((mirrored, split), (run, tpudist.function), (True, False))
+    ],
 )
 def test_a_loop_gives_what_one_device_gives(make_strategy, around, is_built):
     """Batches of 60, 60, 60 and 7; of the last, seven of 8 replicas have no rows."""
-    alone, loop = Loop(one()), Loop(make_strategy(), is_built=is_built)
-    wanted, found = alone.train(60, num_epochs=2), loop.train(60, num_epochs=2, around=around)
-    assert len(wanted) == 2 * (4 + 3)
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    (alone, wanted), (loop, found) = trained(one), trained(make_strategy, around, is_built)
+    assert wanted.shape == (2, 4 + 3)
+    assert found.shape[1] >= 4 + 2
+    np.testing.assert_allclose(found, wanted[:, : found.shape[1]], atol=1e-5)
     assert_equal(loop, alone, atol=1e-5)
     assert int(loop.optimizer.iterations.value) == 8
 
 
+@pytest.mark.slow
 def test_it_gives_what_fit_gives_on_one_device():
-    loop = Loop(mirrored())
-    found = loop.train(60, num_epochs=2)
+    loop, found = trained(mirrored)
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(8, "gelu"), keras.layers.Dense(1)]
@@ -47,38 +78,49 @@ def test_it_gives_what_fit_gives_on_one_device():
     model.compile(
         keras.optimizers.Adam(1e-2),
         keras.losses.BinaryCrossentropy(from_logits=True),
-        metrics=[keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")],
+        metrics=[METRICS[0](), METRICS[2]()],
     )
     history = model.fit(X, Y, batch_size=60, epochs=2, shuffle=False, verbose=0).history
-    np.testing.assert_allclose(found[4::7], history["accuracy"], atol=1e-5)
-    np.testing.assert_allclose(found[5::7], history["loss"], atol=1e-5)
+    np.testing.assert_allclose(found[:, 4], history["accuracy"], atol=1e-5)
+    np.testing.assert_allclose(found[:, 5], history["loss"], atol=1e-5)
+    np.testing.assert_allclose(found[:, 6], history["area"], atol=1e-5)
     for a, b in zip(loop.model.variables, model.variables, strict=True):
         np.testing.assert_allclose(a.value, b.value, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_fit_and_loops_of_ones_own_take_turns():
     """Each goes on with what the other has left, in the arrays that Keras holds."""
+    x, y = X[:60], Y[:60]
     found = []
     for strategy in (one(), mirrored()):
         loop = Loop(strategy)
         with strategy.scope():
             loop.model.compile(loop.optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+        batch = batch_of(strategy, x, y)
         for _ in range(2):
-            loop.train(60)
-            loop.model.fit(X, Y, batch_size=60, shuffle=False, verbose=0)
-        found.append((loop, loop.model.predict(X, verbose=0), loop.model.evaluate(X, Y, verbose=0)))
-    (alone, *wanted), (loop, *seen) = found
+            loop.run(batch)
+            loop.model.fit(x, y, batch_size=60, shuffle=False, verbose=0)
+        found.append((loop, loop.model.predict(x, batch_size=60, verbose=0)))
+    (alone, wanted), (loop, seen) = found
     assert_equal(loop, alone, atol=1e-5)
-    for a, b in zip(seen, wanted, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(seen, wanted, atol=1e-5)
 
 
-def test_statistics_of_batches_are_means_over_the_replicas():
+@pytest.mark.slow
+def test_statistics_of_batches_are_means_over_the_replicas_and_seeds_of_dropout_go_on():
     """Batches of 64, 64 and 59: the last replica has 3 rows of the third."""
-    loop = Loop(mirrored(), keras.layers.BatchNormalization)
+    norm_and_noise = (
+        keras.layers.BatchNormalization,
+        lambda: keras.layers.Dropout(0.5, seed=3),
+    )
+    loop = Loop(mirrored(), *norm_and_noise)
     loop.optimizer.learning_rate.assign(0.0)  # so that all steps see the same activations
-    loop.train(64)
-    dense, norm, _ = loop.model.layers
+    [seed] = loop.model.layers[2].variables
+    before = np.asarray(seed.value)
+    assert np.isfinite(loop.train(64)).all()
+    np.testing.assert_array_equal(seed.value, before + np.array([0, 3], before.dtype))
+    dense, norm, *_ = loop.model.layers
     activations = np.asarray(dense(X))
     mean, variance = np.zeros(8), np.ones(8)
     for start in (0, 64, 128):
@@ -88,14 +130,6 @@ def test_statistics_of_batches_are_means_over_the_replicas():
         variance = 0.99 * variance + 0.01 * np.mean([x.var(0) for x in parts], 0)
     np.testing.assert_allclose(norm.moving_mean.value, mean, atol=1e-6)
     np.testing.assert_allclose(norm.moving_variance.value, variance, atol=1e-6)
-
-
-def test_seeds_of_dropout_go_on():
-    loop = Loop(mirrored(), lambda: keras.layers.Dropout(0.5, seed=3))
-    [seed] = loop.model.non_trainable_variables
-    before = np.asarray(seed.value)
-    assert np.isfinite(loop.train(60)).all()
-    np.testing.assert_array_equal(seed.value, before + np.array([0, 4], before.dtype))
 
 
 def variable(values, **options):
@@ -296,6 +330,7 @@ def test_a_variable_with_the_attributes_of_another_is_itself():
     assert (float(state.value), float(other.value)) == (3, 7)
 
 
+@pytest.mark.slow
 def test_one_model_under_two_strategies_in_turn():
     strategies, loop = (mirrored(), split()), Loop(mirrored())
     alone = Loop(one())
@@ -344,6 +379,7 @@ def test_gradients_travel_together_and_nothing_else_does():
     assert text.count(" all-reduce(") == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_its_first_call_builds_is_built_once():
     strategy = mirrored()
     with strategy.scope():
@@ -361,6 +397,7 @@ def test_a_model_that_its_first_call_builds_is_built_once():
     )
 
 
+@pytest.mark.slow
 def test_while_fit_holds_the_values_a_step_that_changes_them_says_so():
     strategy = mirrored()
     loop = Loop(strategy)
@@ -392,7 +429,6 @@ def test_it_is_refused_by_name_where_nothing_takes_it_back():
     assert float(state.value) == 0
 
 
-@pytest.mark.slow
 def test_a_closure_of_a_coordinator_changes_no_model():
     strategy = tpudist.ParameterServerStrategy(num_workers=1)
     coordinator = tpudist.coordinator.ClusterCoordinator(strategy)
@@ -407,28 +443,3 @@ def test_a_closure_of_a_coordinator_changes_no_model():
         coordinator.join()
     assert float(state.value) == 0
     coordinator.shutdown()
-
-
-PROGRAM = """
-import numpy as np
-import tpudist
-from processes import report
-tpudist.emulate()
-strategy = tpudist.MultiWorkerMirroredStrategy()
-from keras_loops import Loop
-loop = Loop(strategy)
-found = loop.train(60, num_epochs=2)
-report((found, [np.asarray(v.value).tolist() for v in loop.variables]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_processes_of_four_devices_are_one_device():
-    alone = Loop(one())
-    wanted = alone.train(60, num_epochs=2)
-    for process in run_processes(PROGRAM):
-        found, values = process.result
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
-        for value, mine in zip(values, alone.variables, strict=True):
-            np.testing.assert_allclose(value, mine.value, atol=1e-5, err_msg=mine.path)

@@ -47,7 +47,10 @@ def join(strategy, value):
     return np.concatenate(list(map(np.asarray, strategy.experimental_local_results(value))))
 
 
-@pytest.mark.parametrize("make_strategy", [mirrored, split, one])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make_strategy", [mirrored, split, pytest.param(one, marks=pytest.mark.exhaustive)]
+)
 def test_a_step_reads_what_a_model_holds_when_it_is_called(make_strategy):
     strategy = make_strategy()
     model = make_model(strategy, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5))
@@ -59,9 +62,9 @@ def test_a_step_reads_what_a_model_holds_when_it_is_called(make_strategy):
     seen = []
     for _ in range(3):
         seen.append(join(strategy, strategy.run(infer, args=(batch,))))
-        wanted = model.predict(X[:56], verbose=0)
+        wanted = model.predict(X[:56], batch_size=56, verbose=0)
         np.testing.assert_allclose(seen[-1], wanted, atol=1e-5)
-        model.fit(X, Y, batch_size=20, verbose=0)
+        model.fit(X, Y, batch_size=61, verbose=0)
     assert np.abs(seen[1] - seen[0]).max() > 1e-4
     model.layers[-1].kernel.assign(np.zeros((8, 1)))
     model.layers[-1].bias.assign([3.0])
@@ -81,9 +84,10 @@ def test_losses_of_a_partial_batch_are_those_of_one_device():
         found = strategy.reduce("sum", strategy.run(measure, args=(batch,)), axis=None)
         wanted = np.mean((model.predict(X[:11], verbose=0) - X[:11, :1]) ** 2)
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
-        model.fit(X, Y, verbose=0)
+        model.fit(X, Y, batch_size=61, verbose=0)
 
 
+@pytest.mark.slow
 def test_it_is_read_in_nested_transformations_and_in_functions_of_all_replicas():
     strategy = mirrored()
     model = make_model(strategy)
@@ -106,7 +110,7 @@ def test_it_is_read_in_nested_transformations_and_in_functions_of_all_replicas()
             total, bias = whole()
         np.testing.assert_allclose(total, np.sum(model(X[:56])), rtol=1e-4)
         np.testing.assert_array_equal(bias, model.layers[-1].bias.value)
-        model.fit(X, Y, verbose=0)
+        model.fit(X, Y, batch_size=61, verbose=0)
 
 
 def test_it_is_cast_as_its_policy_says():
@@ -150,7 +154,7 @@ def test_gradients_by_hand_are_of_what_a_model_holds():
         found = strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0]
         wanted = jax.grad(compute)([x.value for x in model.trainable_variables], X[:56])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, wanted)
-        model.fit(X, Y, verbose=0)
+        model.fit(X, Y, batch_size=61, verbose=0)
 
 
 def test_layers_may_be_made_in_a_step_for_itself():
@@ -228,6 +232,8 @@ for value in (1.0, 2.0):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("nnx", "wanted"), [("", "2.0\n4.0\n"), ("true", "KERAS_NNX_ENABLED")], ids=["jax", "nnx"]
 )

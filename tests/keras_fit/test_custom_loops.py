@@ -15,12 +15,12 @@ Y = (X.sum(1, keepdims=True) > 0).astype(np.float32)
 class Loop:
     """A model, its optimizer and a metric, made in the scope of a strategy, and their step."""
 
-    def __init__(self, strategy, layer=keras.layers.ReLU):
+    def __init__(self, strategy, *layers):
         self.strategy = strategy
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            layers = [keras.Input((6,)), keras.layers.Dense(8), layer(), keras.layers.Dense(1)]
-            self.model = keras.Sequential(layers)
+            inner = [keras.layers.Dense(8), *(make() for make in layers)]
+            self.model = keras.Sequential([keras.Input((6,)), *inner, keras.layers.Dense(1)])
             self.optimizer = keras.optimizers.Adam(1e-2)
             self.optimizer.build(self.model.trainable_variables)
             self.accuracy = keras.metrics.BinaryAccuracy(threshold=0.0)
@@ -76,7 +76,10 @@ def one():
     return tpudist.OneDeviceStrategy(jax.devices()[0])
 
 
-@pytest.mark.parametrize("replica_axes", [None, pytest.param({"fsdp": 4}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "replica_axes", [None, pytest.param({"fsdp": 4}, marks=pytest.mark.exhaustive)]
+)
 def test_a_loop_gives_what_one_device_gives_with_partial_batches(one, replica_axes):
     """Batches of 60, 60, 60 and 7 on 8 replicas: of the last, seven of them have no rows."""
     strategy = (
@@ -84,7 +87,7 @@ def test_a_loop_gives_what_one_device_gives_with_partial_batches(one, replica_ax
         if replica_axes
         else tpudist.MirroredStrategy()
     )
-    alone, loop = Loop(one), Loop(strategy)
+    alone, loop = Loop(one, keras.layers.ReLU), Loop(strategy, keras.layers.ReLU)
     wanted, found = alone.train(60, num_epochs=2), loop.train(60, num_epochs=2)
     assert len(wanted) == 8
     assert np.mean(wanted[4:]) < np.mean(wanted[:4])
@@ -98,13 +101,19 @@ def test_a_loop_gives_what_one_device_gives_with_partial_batches(one, replica_ax
     )
 
 
-def test_statistics_of_batches_are_means_over_the_replicas():
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_statistics_of_batches_are_means_over_the_replicas_and_seeds_of_dropout_go_on():
     """Batches of 64, 64 and 59: the last replica has 3 rows of the third."""
-    loop = Loop(tpudist.MirroredStrategy(), keras.layers.BatchNormalization)
-    dense, norm, _ = loop.model.layers
+    norm_and_noise = (keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5))
+    loop = Loop(tpudist.MirroredStrategy(), *norm_and_noise)
+    dense, norm, noise, _ = loop.model.layers
+    [seed] = noise.variables
+    before = np.asarray(seed.value)
     loop.optimizer.learning_rate.assign(0.0)  # so that all steps see the same activations
     loop.state = [[x.value for x in some] for some in loop.variables]
-    loop.train(64)
+    assert np.isfinite(loop.train(64)).all()
+    np.testing.assert_array_equal(np.asarray(seed.value), before + np.array([0, 3], before.dtype))
     activations = X @ dense.kernel.value + dense.bias.value
     mean, variance = np.zeros(8), np.ones(8)
     for start in (0, 64, 128):
@@ -115,12 +124,3 @@ def test_statistics_of_batches_are_means_over_the_replicas():
         variance = 0.99 * variance + 0.01 * np.mean([x.var(0) for x in parts], 0)
     np.testing.assert_allclose(norm.moving_mean.value, mean, atol=1e-6)
     np.testing.assert_allclose(norm.moving_variance.value, variance, atol=1e-6)
-
-
-def test_seeds_of_dropout_go_on():
-    loop = Loop(tpudist.MirroredStrategy(), lambda: keras.layers.Dropout(0.5))
-    [seed] = loop.model.non_trainable_variables
-    before = np.asarray(seed.value)
-    losses = loop.train(60)
-    assert np.isfinite(losses).all()
-    np.testing.assert_array_equal(np.asarray(seed.value), before + np.array([0, 4], before.dtype))

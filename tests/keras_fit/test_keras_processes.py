@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import keras_models as km
+from keras_loops import Loop, one
 from processes import run_processes
 
 PREFIX = """
@@ -20,17 +21,18 @@ mine = strategy.cluster_resolver.task_id
 """
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_processes_of_four_devices_are_one_device(tmp_path):
-    """Of 60 rows over 8 devices, and a tail of 7; files are written by the first one.
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("keras")
 
-    And what processes would do each by itself is refused in both.
-    """
+
+@pytest.fixture(scope="module")
+def processes(folder):
+    """Returns what each of two processes of four devices has reported."""
     program = (
         PREFIX
         + f"""
-folder = {str(tmp_path)!r}
+folder = {str(folder)!r}
 kept = [
     keras.callbacks.ModelCheckpoint(f"{{folder}}/{{mine}}.weights.h5", save_weights_only=True),
     keras.callbacks.CSVLogger(f"{{folder}}/{{mine}}.csv"),
@@ -92,16 +94,29 @@ class Items(keras.utils.PyDataset):
         return x[:8], y[:8]
 
 attempt(lambda: model.fit(Items(), verbose=0))
-report([numbers(found), numbers(again), history.epoch, history.history["loss"], errors,
-        float(np.sum(model.layers[1].kernel.numpy()))])
+from keras_loops import Loop
+loop = Loop(strategy)
+losses = loop.train(60)
+
+report({{
+    "fit": [numbers(found), numbers(again), history.epoch, history.history["loss"],
+            float(np.sum(model.layers[1].kernel.numpy()))],
+    "errors": errors,
+    "loop": [losses, [np.asarray(v.value).tolist() for v in loop.variables]],
+}})
 """
     )
-    (found, again, epochs, loss, errors, total), other = [
-        process.result for process in run_processes(program, timeout_s=240)
-    ]
-    assert other[:4] == [found, again, epochs, loss]
-    assert other[5] == total
-    written = sorted(path.name for path in tmp_path.iterdir())
+    return [process.result for process in run_processes(program, timeout_s=240)]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_of_four_devices_fit_as_one_device(processes, folder):
+    """Of 60 rows over 8 devices, and a tail of 7; files are written by the first one."""
+    mine, other = [process["fit"] for process in processes]
+    assert mine == other
+    found, again, epochs, *_ = mine
+    written = sorted(path.name for path in folder.iterdir())
     assert written == ["0.csv", "0.weights.h5", "backup"]
 
     x, y = km.IMAGES[:127], km.LABELS[:127]
@@ -113,7 +128,12 @@ report([numbers(found), numbers(again), history.epoch, history.history["loss"], 
     km.assert_same(found, wanted)
     km.assert_same(again, km.train(km.make(km.mlp), x, y, 60, shuffle=False))
     assert epochs == [2]  # the others were restored
-    for told in (errors, other[4]):
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_what_processes_would_do_each_by_itself_is_refused_in_both(processes):
+    for told in (process["errors"] for process in processes):
         assert told[0].startswith("ProcessesDifferError")
         assert "a batch of Keras" in told[0]
         assert "the end of an epoch of Keras" in told[1]
@@ -121,3 +141,14 @@ report([numbers(found), numbers(again), history.epoch, history.history["loss"], 
         assert "ModelCheckpoint was given to fit in several processes" in told[3]
         assert "is split over devices" in told[3]
         assert "A PyDataset was given to several processes with shuffle=True" in told[4]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_loop_in_two_processes_of_four_devices_is_one_on_one_device(processes):
+    alone = Loop(one())
+    wanted = alone.train(60)
+    for losses, values in (process["loop"] for process in processes):
+        np.testing.assert_allclose(losses, wanted, atol=1e-5)
+        for value, mine in zip(values, alone.variables, strict=True):
+            np.testing.assert_allclose(value, mine.value, atol=1e-5, err_msg=mine.path)

@@ -35,6 +35,7 @@ def test_a_mean_over_own_rows_is_refused_where_gradients_are_summed(reduction):
         np.testing.assert_array_equal(variable.value, value)
 
 
+@pytest.mark.slow
 def test_sums_and_one_replica_are_as_they_are():
     for strategy in (tpudist.MirroredStrategy(), one()):
         loop = Loop(strategy)

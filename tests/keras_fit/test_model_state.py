@@ -31,13 +31,14 @@ def noisy(**options):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
     [
         ("mirrored", "split"),
         ("split", "no strategy"),
-        pytest.param("no strategy", "two devices", marks=pytest.mark.slow),
-        pytest.param("split", "mirrored", marks=pytest.mark.slow),
+        pytest.param("no strategy", "two devices", marks=pytest.mark.exhaustive),
+        pytest.param("split", "mirrored", marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_goes_on_elsewhere_as_it_would_have(tmp_path, source, target):

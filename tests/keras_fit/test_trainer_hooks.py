@@ -25,12 +25,13 @@ def both(strategy, build, x, y, batch_size, *, policy="float32", options=None, *
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_size", "num_rows"),
     [
         pytest.param(60, 187, id="60 on 8 devices, and a tail of 7"),
-        pytest.param(64, 192, id="batches that divide", marks=pytest.mark.slow),
-        pytest.param(64, 5, id="an epoch smaller than the replicas", marks=pytest.mark.slow),
+        pytest.param(64, 192, id="batches that divide", marks=pytest.mark.exhaustive),
+        pytest.param(64, 5, id="an epoch smaller than the replicas", marks=pytest.mark.exhaustive),
     ],
 )
 def test_all_that_a_model_can_do_is_equal(strategy, batch_size, num_rows):
@@ -45,7 +46,8 @@ def test_all_that_a_model_can_do_is_equal(strategy, batch_size, num_rows):
     assert wanted[0]["rows"].tolist() == [num_rows] * 2  # the metric that knows no weights
 
 
-@pytest.mark.parametrize("num_rows", [60, 7])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [60, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_statistics_of_batch_norm_and_masks_of_dropout_are_those_of_the_whole_batch(
     strategy, num_rows
 ):
@@ -56,13 +58,15 @@ def test_statistics_of_batch_norm_and_masks_of_dropout_are_those_of_the_whole_ba
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [km.bag, km.lstm])
 def test_embeddings_masks_and_recurrent_layers_are_equal(strategy, build):
-    found, wanted = both(strategy, build, km.TOKENS[:187], km.BITS[:187], 60)
+    found, wanted = both(strategy, build, km.TOKENS[:60], km.BITS[:60], 60)
     km.assert_same(found, wanted)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
 def test_every_reduction_of_a_loss_is_over_the_rows_there_are(strategy, reduction):
     weights = np.linspace(0.1, 2, 60).astype("float32")
@@ -103,6 +107,7 @@ def test_a_model_that_is_not_built_predicts(strategy):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_work_is_split_over_the_devices(strategy):
     """Of 60 rows each of 8 devices computes 8 at most; on one device all 60 are computed."""
     flops = []

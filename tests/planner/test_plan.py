@@ -156,6 +156,7 @@ def test_what_is_planned_is_the_program_that_runs(make):
         assert planned == run
 
 
+@pytest.mark.slow
 def test_planning_leaves_everything_as_it_is():
     strategy = sharded()
     model, optimizer = state_of(strategy)
@@ -768,6 +769,7 @@ def test_numbers_in_state_are_planned_for_a_slice_as_arrays(tpu_cache):
     assert plan.fits
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_step_that_does_not_fit_is_a_plan_that_says_so(tpu_cache):
     strategy = tpudist.OneDeviceStrategy()

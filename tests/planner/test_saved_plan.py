@@ -57,8 +57,9 @@ def saved(saved_once, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("axes", ["fsdp", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axes", ["fsdp", pytest.param("", marks=pytest.mark.exhaustive)])
 def test_another_process_runs_a_saved_step_without_compiling(tmp_path, axes):
     def run(action):
         command = [sys.executable, str(PROGRAM), action, axes, str(tmp_path / "plan")]

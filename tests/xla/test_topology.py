@@ -93,22 +93,27 @@ def test_a_slice_has_the_devices_of_a_real_one(name, num_devices, kind):
 
 
 @pytest.mark.libtpu
-@pytest.mark.parametrize("generation", ANNOUNCED)
-def test_libtpu_does_not_know_an_announced_chip_yet(generation):
+@pytest.mark.slow
+def test_libtpu_does_not_know_the_announced_chips_yet():
     """Where this fails, libtpu has learned it: make its row in `chips.py` a `Chip`."""
     asks = f"""
 import jax
 jax.config.update("jax_platforms", "cpu")
 from tpudist.xla import topology
-topology.require_libtpu("{generation}:2x2x1")
+topology.require_libtpu("tpu8")
 topology.os.environ.update(topology.NO_TPU_HERE)
-topology.topologies.get_topology_desc(platform="tpu", topology_name="{generation}:2x2x1")
+for generation in {list(ANNOUNCED)}:
+    try:
+        topology.topologies.get_topology_desc(platform="tpu", topology_name=generation + ":2x2x1")
+    except Exception as error:
+        print("Invalid TPU external name" in str(error))
+    else:
+        print(generation, "is known")
 """
     ended = subprocess.run(
-        [sys.executable, "-c", asks], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", asks], check=True, capture_output=True, text=True, timeout=120
     )
-    assert ended.returncode != 0
-    assert "Invalid TPU external name" in ended.stderr
+    assert ended.stdout.splitlines() == ["True"] * len(ANNOUNCED)
 
 
 @pytest.mark.libtpu
@@ -119,6 +124,7 @@ def test_several_slices_are_numbered():
 
 
 @pytest.mark.libtpu
+@pytest.mark.slow
 def test_nothing_is_written_about_the_tpu_that_is_missing():
     """libtpu asks the machine for one, and complains on stderr where there is none."""
     program = """
@@ -191,7 +197,7 @@ def test_a_data_parallel_step_on_tpu_is_one_all_reduce():
 def test_a_sharded_step_on_tpu_gathers_each_weight_once_and_scatters_its_gradient():
     """Some gathers are fused with matmuls and printed for each piece of one."""
     mesh = _mesh(topology.devices("v5e:2x4"), fsdp=8)
-    width, num_layers = 2048, 4
+    width, num_layers = 2048, 2
     sharded = NamedSharding(mesh, P("fsdp"))
     step = jax.jit(_sgd, out_shardings=(NamedSharding(mesh, P()), [sharded] * num_layers))
     rows = _shape(mesh, (width, width), P("fsdp"))

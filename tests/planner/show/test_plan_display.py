@@ -7,7 +7,6 @@ import json
 import math
 import pickle
 import re
-import subprocess
 import sys
 from html import unescape
 from html.parser import HTMLParser
@@ -332,13 +331,6 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path
         chart.draw(plans.fitting(), tmp_path / "plan.png")
 
 
-@pytest.mark.multiprocess
-def test_what_draws_is_loaded_only_when_it_is_used():
-    code = "import sys, tpudist.planner.plan; print('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
 def test_a_plan_shows_itself():
     plan = plans.fitting()
     assert html.html(plan) == plan._repr_html_()
@@ -348,6 +340,7 @@ def test_a_plan_shows_itself():
     assert captured.get() == shown(plan, 100)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_notebook_shows_what_is_done_while_it_is_done(tmp_path, monkeypatch):
     """Below the cell, and no longer than it takes."""

@@ -17,8 +17,11 @@ from tpudist.xla import topology
 from tpudist.xla.compiler import compiler_options, compiler_process
 from tpudist.xla.hardware.chips import CHIPS
 
+rare = pytest.mark.exhaustive
 # The smallest slices that have every collective; the last is of two slices.
 SLICES = ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+# In every run; the others are exhaustive.
+IN_EVERY_RUN = ("v6e:2x2", "tpu7x:2x2x1", "2xv5e:2x1")
 
 
 def _train(devices):
@@ -47,7 +50,10 @@ def _train(devices):
 @pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [*SLICES, "2xv5e:2x1"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in IN_EVERY_RUN else rare) for x in (*SLICES, "2xv5e:2x1")],
+)
 def test_the_compiler_takes_the_options_of_every_chip(name):
     """What libtpu refuses on a chip must not be in the table."""
     devices = topology.devices(name)
@@ -61,6 +67,7 @@ def test_the_compiler_takes_the_options_of_every_chip(name):
 @pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["v4-16", "v5e-8", "v5p-16", "v6e-8", "tpu7x-8"])
 def test_a_transformer_that_is_split_has_a_program_and_a_price_on_every_chip(name):
     """Without its options, libtpu ends with a segmentation fault on TPU7x."""

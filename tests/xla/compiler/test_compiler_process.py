@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 
@@ -14,6 +15,7 @@ from tpudist.xla.compiler import child, compiler_process, flags, jax_cache
 from tpudist.xla.compiler.compiler_process import CompilerDied, HbmExceeded
 
 pytestmark = pytest.mark.multiprocess
+WIDTH = 256
 
 
 def _step(weights, x):
@@ -24,7 +26,7 @@ def _step(weights, x):
     return (hidden**2).sum(), {"sdy.sharding?": hidden}, weights - 0.1
 
 
-def _lowered(devices, width=1024, **how):
+def _lowered(devices, width=WIDTH, **how):
     """A small program, its devices in another order than theirs, and the mesh."""
     grid = np.array(devices[::-1]).reshape(-1, 2)
     mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -73,14 +75,13 @@ def test_another_process_makes_the_same_program(name, num_devices):
 
 @pytest.mark.libtpu
 def test_the_figures_are_those_of_the_program():
-    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
-    found = compiler_process.compile_elsewhere(lowered, mesh.devices)
-    weights, x = 4 * 1024**2 // 8, 4 * 1024**2 // 4
+    _, _, found = _usual()
+    weights, x = 4 * WIDTH**2 // 8, 4 * WIDTH**2 // 4
     assert found.memory.argument_bytes == weights + x
     assert found.memory.alias_bytes == weights  # donated
     assert found.memory.peak_bytes >= weights + x
     assert found.memory.host_argument_bytes == 0
-    assert found.flops == pytest.approx(3 * 2 * 1024**3 / 8, rel=0.05)
+    assert found.flops == pytest.approx(3 * 2 * WIDTH**3 / 8, rel=0.05)
     assert found.flops > 0
     for part in ("allocation 0: size", "value: <", "HloLiveRange", "(peak):"):
         assert part in found.buffers
@@ -92,6 +93,13 @@ def test_the_options_that_jit_was_given_reach_the_other_process():
     options = {"xla_tpu_scoped_vmem_limit_kib": 20000}
     lowered, _ = _lowered(topology.devices("v5e:2x4"), compiler_options=options)
     assert internals.compiler_options_of(lowered) == options
+
+
+@functools.cache
+def _usual():
+    """A small program, its mesh, and what another process makes of it with the usual settings."""
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    return lowered, mesh, compiler_process.compile_elsewhere(lowered, mesh.devices)
 
 
 @pytest.mark.libtpu
@@ -109,8 +117,8 @@ def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
     setting, value, changes_it
 ):
     """A slice compiles with them too. None is for the other of two."""
-    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
-    usual, options = compiler_process.compile_elsewhere(lowered, mesh.devices), flags.jit_options()
+    lowered, mesh, usual = _usual()
+    options = flags.jit_options()
     if setting not in jax.config.values:
         pytest.skip(f"jax {jax.__version__} has no {setting}")
     before = jax.config.values[setting]
@@ -150,6 +158,7 @@ def test_an_option_that_the_compiler_does_not_know_is_an_error_of_the_caller():
             attempt({"xla_tpu_nonsense": True})
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
@@ -162,12 +171,27 @@ def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
 
 
 @pytest.mark.libtpu
+def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted():
+    lowered, mesh = _lowered(topology.devices("v5e:2x2"))
+    compiler_process.compile_elsewhere(lowered, mesh.devices)
+
+    def kill(_, __):
+        (waiting_for,) = used
+        os.kill(waiting_for.pid, signal.SIGKILL)
+
+    used = list(compiler_process._idle)
+    with pytest.raises(CompilerDied, match=r"SIGKILL.*\n.*\nA system that runs out of memory"):
+        compiler_process.compile_elsewhere(lowered, mesh.devices, progress=kill)
+
+
+@pytest.mark.libtpu
 def test_a_compiler_that_takes_too_long_is_ended():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     with pytest.raises(TimeoutError, match=r"did not finish a program for v5e:2x4 within 0.01 s"):
         compiler_process.compile_elsewhere(lowered, mesh.devices, timeout_s=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_one_process_compiles_program_after_program(monkeypatch):
     started = []
@@ -193,7 +217,6 @@ def test_one_process_compiles_program_after_program(monkeypatch):
 @pytest.mark.libtpu
 def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatch):
     """XLA and libtpu read them once, when their process begins."""
-    compiler_process.close_compilers()
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     lowered, mesh = _lowered(topology.devices("v5e:2x2"))
 
@@ -214,20 +237,6 @@ def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatc
     monkeypatch.delenv("LIBTPU_INIT_ARGS")
     again, waiting, _ = compiled()
     assert (again, waiting) == (text, [])
-
-
-@pytest.mark.libtpu
-def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted():
-    lowered, mesh = _lowered(topology.devices("v5e:2x2"))
-    compiler_process.compile_elsewhere(lowered, mesh.devices)
-
-    def kill(_, __):
-        (waiting_for,) = used
-        os.kill(waiting_for.pid, signal.SIGKILL)
-
-    used = list(compiler_process._idle)
-    with pytest.raises(CompilerDied, match=r"SIGKILL.*\n.*\nA system that runs out of memory"):
-        compiler_process.compile_elsewhere(lowered, mesh.devices, progress=kill)
 
 
 def test_programs_for_devices_that_are_here_are_compiled_here():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -78,17 +79,26 @@ def check_that_it_adds_up(task: str, geometry: str, slice_name: str | None) -> N
     assert report.allocated_bytes >= report.peak_bytes
 
 
+def cases(task: str, geometry: str) -> pytest.MarkDecorator:
+    """Parametrizes a test by all tasks and geometries: the given one is in every run."""
+    return pytest.mark.parametrize(
+        ("task", "geometry"),
+        [
+            pytest.param(*case, marks=() if case == (task, geometry) else pytest.mark.exhaustive)
+            for case in itertools.product(TASKS, GEOMETRIES)
+        ],
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("task", TASKS)
+@cases("mlp", "fsdp and tensor")
 def test_categories_add_up_on_emulated_devices(task, geometry):
     check_that_it_adds_up(task, geometry, None)
 
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("task", TASKS)
+@cases("transformer", "fsdp")
 def test_categories_add_up_on_a_slice(task, geometry):
     check_that_it_adds_up(task, geometry, "v5e:2x4")
 
@@ -150,14 +160,14 @@ def a_large_step():
     program = compiler_process.compile_here(step)
     module = hlo_module.parse(program.text)
     report = memory.report(program, module, inputs, CHIPS["v5e"], mesh)
-    return program, step.compile(), report
+    return program, step, report
 
 
 @pytest.mark.slow
 @pytest.mark.libtpu
 def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
-    _, executable, report = a_large_step()
-    found = executable.memory_analysis()
+    _, step, report = a_large_step()
+    found = step.compile().memory_analysis()
     assert report.peak_bytes == pytest.approx(found.peak_memory_in_bytes, rel=0.001)
     assert report.donated_bytes == found.alias_size_in_bytes == 4 * 4 * 4096 * 4096
     sizes = report.categories
@@ -181,6 +191,7 @@ def test_the_temporaries_at_the_peak_are_those_that_the_compiler_counts():
     assert named == pytest.approx(peak, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_the_largest_temporaries_come_with_the_line_that_asked_for_them():
     _, _, report = a_large_step()
@@ -193,6 +204,7 @@ def test_the_largest_temporaries_come_with_the_line_that_asked_for_them():
     assert start < int(line) < start + 8
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_cast_of_an_argument_is_told_by_the_name_of_the_argument():
     """The compiler added it, so it has neither an operation nor a line of its own."""
@@ -333,6 +345,7 @@ def test_two_devices_share_the_memory_of_a_chip():
     assert report.capacity_bytes == CHIPS["tpu7x"].compiler_hbm_bytes // 2
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_arguments_that_nobody_described_are_other_arguments():
     program, _, report = a_large_step()

@@ -195,6 +195,7 @@ def test_the_largest_temporary_is_named_with_its_line():
     assert str(found).endswith(f"{first.op_name} ({first.source}).")
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_compiler_in_another_process_says_as_much():
     function = too_large_by_little
