@@ -169,7 +169,7 @@ class Outcome(NamedTuple):
 
 
 def make_table(o: Options, max_bytes: int | None = None) -> tpudist.ps.Table:
-    optimizer = tpudist.ps.tables.rowwise_adagrad(ROW_RATE)
+    optimizer = tpudist.ps.rowwise_adagrad(ROW_RATE)
     return tpudist.ps.Table(o.dim, optimizer, capacity=o.capacity, max_bytes=max_bytes)
 
 
