@@ -36,7 +36,7 @@ def make(captured, default=None):
 def handles():
     strategy = tpudist.ParameterServerStrategy(num_workers=1, num_servers=1)
     with strategy.scope():
-        table = tpudist.ps.Table(2, tpudist.ps.tables.rowwise_adagrad(0.1))
+        table = tpudist.ps.Table(2, tpudist.ps.rowwise_adagrad(0.1))
         yield strategy, tpudist.Variable(1.0), tpudist.Optimizer(optax.sgd(0.1)), table
     strategy.shutdown()
 

@@ -76,7 +76,10 @@ def gate(tmp_path):
 # Figures.
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "seed",
+    [None, 0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 3))],
+)
 def test_figures_add_up_in_each_sample_through_deaths(start, tmp_path, seed):
     size, num_kills = 120, 12
     run = start(seed=seed, num_workers=3, log=tmp_path / "log")
@@ -240,7 +243,7 @@ def test_bytes_are_those_of_arrays(start):
     run = start(num_workers=1, num_servers=1)
     v = run.make(np.zeros((10, 5), np.float32))  # 200 bytes
     with run.strategy.scope():
-        table = tpudist.ps.Table(4, tpudist.ps.tables.rowwise_adagrad(0.1))
+        table = tpudist.ps.Table(4, tpudist.ps.rowwise_adagrad(0.1))
         optimizer = tpudist.Optimizer(optax.sgd(0.1))
     assert run.sample().servers[0].figures.bytes_in == 200
     run.schedule(lambda: v.read_value() + 1).fetch()
