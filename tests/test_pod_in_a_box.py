@@ -124,6 +124,7 @@ def test_processes_are_stopped_resumed_and_killed_from_outside(tpudist_pod, ligh
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_program_and_one_that_never_starts(tpudist_pod, program, tmp_path):
     other = tmp_path / "other.py"
     other.write_text(PROGRAM.replace('"sum", x', '"sum", 2 * x'))
@@ -163,10 +164,10 @@ def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(
 
 @pytest.mark.slow
 def test_what_takes_too_long_is_ended_and_shown(light):
-    with Pod(light, "4000", devices_per_process=1, timeout_s=10) as pod:
+    with Pod(light, "4000", devices_per_process=1, timeout_s=7) as pod:
         with pytest.raises(PodError, match=r"step \d+ 2.0"):
             pod.wait_for_line(1, "never printed")
-        with pytest.raises(PodError, match="All were killed after 10 s"):
+        with pytest.raises(PodError, match="All were killed after 7 s"):
             pod.wait(60)
     with Pod(light, "4000", devices_per_process=1) as pod:
         with pytest.raises(PodError, match="did not end within 1 s"):
@@ -174,6 +175,7 @@ def test_what_takes_too_long_is_ended_and_shown(light):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
     file = tmp_path / "survivor.py"
     body = PROGRAM.partition("strategy = ")
@@ -198,6 +200,8 @@ def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
 def test_hosts_that_are_cut_off_say_so(tpudist_pod, program):
     if why := isolated_hosts.why_not():
         pytest.skip(why)
+    soon = "from tpudist.processes import process_lines\nprocess_lines.LINK_S = 6.0\n"
+    program.write_text(soon + PROGRAM)
     with tpudist_pod(program, "4000", devices_per_process=1, separate_hosts=True) as pod:
         pod.wait_for_line(1, "step 5")
         pod.unplug()

@@ -131,6 +131,7 @@ def start(hosts, folder, *options):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_hosts, tmp_path):
     first, second = start(two_hosts, tmp_path, "--restarts", "1")
     with first, second:

@@ -71,6 +71,7 @@ def test_the_others_go_on_in_the_same_processes_when_one_is_killed(calm, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_new_process_joins_between_two_steps(calm, tmp_path):
     env = {"ALONE_PAUSE_S": "0.5"}  # until the new one has come
     with Run(tmp_path, *TWO, "--restarts", "1", env=env) as run:
@@ -149,6 +150,7 @@ def test_sigterm_of_one_process_takes_it_out_between_two_steps(calm, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_of_all_saves_the_step_and_a_new_run_goes_on_from_it(calm, tmp_path):
     env = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
     with Run(tmp_path / "first", *TWO, env=env) as run:
@@ -190,6 +192,7 @@ def test_sys_exit_in_one_process_is_named_by_the_others(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_death_of_the_supervisor_ends_its_processes(tmp_path):
     with Run(tmp_path, *TWO) as run:
         run.wait_for_step(10, of_all=True)
@@ -202,6 +205,7 @@ def test_the_death_of_the_supervisor_ends_its_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_too_few_processes_give_up_with_a_reason(tmp_path):
     env = {"PAUSE_S": "0.1"}
     with Run(tmp_path, *TWO, env=env) as run:
@@ -228,6 +232,7 @@ def test_a_fault_of_a_seed_is_survived_or_named(in_process, seed, calm, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_who_does_not_come_is_named_and_not_waited_for_longer(tmp_path):
     file = tmp_path / "late.py"
     file.write_text(
@@ -245,6 +250,7 @@ def test_who_does_not_come_is_named_and_not_waited_for_longer(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_wait_that_is_no_number_is_wrong_use(tmp_path):
     with Run(tmp_path, *FOUR, env={"TPUDIST_HANG_TIMEOUT_S": "soon"}) as run:
         seen = run.wait()
