@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from places import PROGRAMS, PYTHONPATH
 from process_trees import are_gone, descendants
 from server_faults import wait_until
 
-PROGRAM = Path(__file__).parents[1] / "child_programs" / "server_storm.py"
+PROGRAM = PROGRAMS / "server_storm.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -33,7 +33,8 @@ def begin(folder, engine, num_closures, num_kills, seed):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={x: value for x, value in os.environ.items() if not x.startswith("RAY_")},
+        env={x: value for x, value in os.environ.items() if not x.startswith("RAY_")}
+        | {"PYTHONPATH": PYTHONPATH},
     )
 
 
@@ -49,7 +50,7 @@ def test_a_program_that_is_killed_in_a_storm_goes_on_when_it_is_started_again(tm
 
     Nothing is left of the program that was killed.
     """
-    size, num_kills = 200, 6
+    size, num_kills = 300, 6
     folder = tmp_path / "log"
     program = begin(folder, engine, size, 2, 1)
     with program:
