@@ -194,7 +194,7 @@ else:
 
 
 QUICK = ("another order",)
-ALWAYS = ("fewer steps, process 1", "an exception in process 1", "SIGKILL of process 0")
+ALWAYS = ("fewer steps, process 1",)
 MARKS = dict.fromkeys(QUICK, ()) | dict.fromkeys(ALWAYS, pytest.mark.slow)
 SOMETIMES = (pytest.mark.slow, pytest.mark.exhaustive)
 

@@ -71,14 +71,9 @@ NAMED = {
 }
 
 
-ALWAYS = "slow"  # of the others one, in turn; tests/goodput/test_diagnosis.py has each of them
-
-
+@pytest.mark.exhaustive  # tests/goodput/test_diagnosis.py has each of them, from notes
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DOCTOR_RUNS", "1"))))
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(x, marks=() if x == ALWAYS else pytest.mark.exhaustive) for x in NAMED],
-)
+@pytest.mark.parametrize("fault", NAMED)
 def test_the_fault_is_named_first(fault, seed, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
