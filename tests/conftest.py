@@ -19,6 +19,9 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
 
+# Tests start hundreds of Python processes. Without bytecode on disk, each compiles tpudist anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Keras asks at its import, and is imported by a scope's program only.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 

@@ -30,6 +30,7 @@ def load(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_learners_that_die_lose_no_outer_update(load, capsys):
     """Each round of H steps is merged once, and less is waited for than in step."""
     diloco = load("decoupled_diloco")
@@ -43,6 +44,7 @@ def test_learners_that_die_lose_no_outer_update(load, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_learners_of_several_devices_learn_what_those_of_one_do(load):
     diloco = load("decoupled_diloco")
     calm = diloco.Scenario("calm", 2, (1.0, 1.0))
@@ -57,6 +59,7 @@ def test_learners_of_several_devices_learn_what_those_of_one_do(load):
     np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_no_trajectory_is_learned_from_that_is_too_old_or_counted_twice(load, tmp_path):
     """Actors and servers die, at moments that a seed decides."""
     program = load("actor_learner")
@@ -72,6 +75,7 @@ def test_no_trajectory_is_learned_from_that_is_too_old_or_counted_twice(load, tm
     assert outcome.is_served
 
 
+@pytest.mark.slow
 def test_a_learner_waits_for_no_actor_while_it_has_something_to_learn_from(load, tmp_path):
     program = load("actor_learner")
     options = program.Options(num_environments=4, num_versions=20, steps_per_version=4, seed=0)
@@ -81,6 +85,7 @@ def test_a_learner_waits_for_no_actor_while_it_has_something_to_learn_from(load,
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_actors_and_a_learner_balance_the_pole(load, capsys):
     outcome = load("actor_learner").main()
     assert np.mean(outcome.scores[:10]) < 60
@@ -88,6 +93,7 @@ def test_actors_and_a_learner_balance_the_pole(load, capsys):
     assert "at most 4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_servers_in_order_learn_what_one_process_does(load, tmp_path):
     program = load("recommender")
     options = program.Options(

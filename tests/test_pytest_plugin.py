@@ -46,6 +46,7 @@ def test_the_setting_gives_every_test_that_many_devices(tmp_path):
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_the_option_wins_over_the_setting(tmp_path):
     args = ["--tpudist-devices", "2"]
     code, output = run_pytest(
@@ -54,17 +55,20 @@ def test_the_option_wins_over_the_setting(tmp_path):
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_without_a_number_the_devices_are_the_real_ones_and_tpudist_is_not_started(tmp_path):
     code, output = run_pytest(tmp_path, COUNTS.format(count=1))
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_the_fixture_without_a_number_says_how_to_give_one(tmp_path):
     code, output = run_pytest(tmp_path, ASKS_FOR_THE_FIXTURE)
     assert code == 1
     assert "set tpudist_devices = 8 under [tool.pytest.ini_options]" in output
 
 
+@pytest.mark.slow
 def test_devices_asked_for_too_late_are_refused_before_any_test_runs(tmp_path):
     code, output = run_pytest(
         tmp_path,
@@ -79,7 +83,10 @@ def test_devices_asked_for_too_late_are_refused_before_any_test_runs(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "complaint"),
-    [("0", "asks for 0 devices"), ("many", "tpudist_devices = many: not a number of devices")],
+    [
+        pytest.param("0", "asks for 0 devices", marks=pytest.mark.slow),
+        ("many", "tpudist_devices = many: not a number of devices"),
+    ],
 )
 def test_a_number_that_is_none_is_refused(tmp_path, number, complaint):
     code, output = run_pytest(tmp_path, "", setting=f"tpudist_devices = {number}")

@@ -1,6 +1,5 @@
 """Between two steps: which elements begin one, and who is told."""
 
-import gc
 import threading
 
 import numpy as np
@@ -124,7 +123,6 @@ def test_an_object_that_is_forgotten_is_told_no_more():
     step_boundaries.register(listener.hear)
     step_boundaries.poll()
     del listener
-    gc.collect()
     step_boundaries.poll()
     assert calls == [1]
 

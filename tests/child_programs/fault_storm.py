@@ -1,7 +1,8 @@
 """Runs with the faults of many seeds, one after the other, and a table of what became of them.
 
-`python fault_storm.py FOLDER FIRST LAST [restart]`, in this folder; with `restart` the programs
-start again in their processes. The exit code is 1 if one fault was neither survived nor named.
+`python fault_storm.py FOLDER FIRST LAST [restart]`, in this folder, with PYTHONPATH=../shared;
+with `restart` the programs start again in their processes. The exit code is 1 if one fault was
+neither survived nor named.
 """
 
 import os

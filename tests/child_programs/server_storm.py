@@ -1,9 +1,10 @@
 """Closures that each count once, while workers and servers are killed; prints what became of them.
 
 `python server_storm.py FOLDER ENGINE CLOSURES KILLS SEED [WORKERS] [--speculate] [--stop]
-[--tensorflow=PYTHON]`, in tests/child_programs; there are 3 workers unless it says otherwise, and 2
-servers. With `--speculate` one closure in 50 takes 3 s, and a worker with nothing else to do
-begins it as well; with `--stop` as many take 10 s, after 5 s of which their worker is given up, and
+[--tensorflow=PYTHON]`, in tests/child_programs, with PYTHONPATH=../shared; there are 3 workers
+unless it says otherwise, and 2 servers. With `--speculate` one closure in 50 takes
+3 s, and a worker with nothing else to do begins it as well; with `--stop` as many take 10 s, after
+5 s of which their worker is given up, and
 every fourth kill of processes of Ray stops one (SIGSTOP), be it a worker or a server. Closure i
 adds 1 to row i of two variables on two servers, and gives an optimizer the gradient -1 of row i of
 a third one: all rows must be 1 at the end. It goes on where an earlier program with this folder has

@@ -65,7 +65,18 @@ class Run:
         wait_until(lambda: self.coordinator._queue._error is not None, "an error")
 
 
-@pytest.fixture(scope="module", params=["threads", pytest.param("ray", marks=pytest.mark.slow)])
+# Processes of Ray take seconds to start. What concerns processes is always tried on them as well,
+# of all other tests a share.
+SOMETIMES_RAY = pytest.param("ray", marks=(pytest.mark.slow, pytest.mark.exhaustive))
+on_both_engines = pytest.mark.parametrize(
+    "engine",
+    ["threads", pytest.param("ray", marks=pytest.mark.slow)],
+    indirect=True,
+    scope="module",
+)
+
+
+@pytest.fixture(scope="module", params=["threads", SOMETIMES_RAY])
 def engine(request):
     if request.param == "ray":
         request.getfixturevalue("running_ray")
@@ -149,6 +160,7 @@ def test_worker_preemption_between_functions(run):
     model.join(4)
 
 
+@on_both_engines
 def test_worker_preemption_midst_function(run):
     """WorkerPreemptionMidstFunction.
 
@@ -339,10 +351,13 @@ def test_server_failure_while_recovering_from_worker_failure(run):
     model.join(10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ray"], indirect=True, scope="module")
 def test_a_server_that_hangs_is_replaced(run, monkeypatch):
-    """Whoever waits for it: workers, and the program itself; also one that has just begun."""
-    if not run.cluster.is_ray:
-        pytest.skip("a thread cannot be stopped; test_server_watch has what follows")
+    """Whoever waits for it: workers, and the program itself; also one that has just begun.
+
+    A thread cannot be stopped; test_server_watch has what follows.
+    """
     model = Model(run)
     assert run.kill("ps", 0)
     model.schedule(2)
@@ -559,6 +574,7 @@ def test_an_error_that_is_raised_again_is_no_longer_for_it(run):
 # What cannot be sent.
 
 
+@on_both_engines
 def test_what_cannot_be_sent_is_an_error_that_names_it(run):
     lock, v = threading.Lock(), run.make(0)
     if not run.cluster.is_ray:
@@ -622,8 +638,10 @@ def count_iterators():
     return sum(type(x) is WorkerIterator for x in gc.get_objects())
 
 
-def test_iterators_that_nobody_uses_are_forgotten(run):
+def test_iterators_that_nobody_uses_are_forgotten(run, request):
     """testRepeatedIteratorCreation: no live iterators are left of those that came before."""
+    gc.freeze()  # all that other tests have left in this process need not be looked through
+    request.addfinalizer(gc.unfreeze)
     dataset = run.coordinator.create_per_worker_dataset(lambda: range(1000))
 
     def use(iterator):
@@ -703,6 +721,7 @@ def test_there_is_one_coordinator(run):
 # Workers that hang, come and go.
 
 
+@on_both_engines
 def test_a_worker_that_hangs_is_given_up_if_there_is_a_limit(run, monkeypatch):
     """Without one `join` says that it has waited long enough; TensorFlow's never returns."""
     model, gate = Model(run), run.gate()
@@ -802,8 +821,11 @@ def use_and_forget(engine):
     return started
 
 
-def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
+@on_both_engines
+def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine, request):
     """ClusterCoordinatorDestroyed, also after errors, and functions that hold it."""
+    gc.freeze()  # as above
+    request.addfinalizer(gc.unfreeze)
     threads = set(threading.enumerate())
     started = use_and_forget(engine)
 
@@ -819,6 +841,7 @@ def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
 # Progress, which is ours.
 
 
+@on_both_engines
 def test_progress_adds_up_through_the_deaths_of_a_worker_and_a_server(run, tmp_path, caplog):
     """A server dies while it is asked, and the one in its place counts from 0."""
     lines, v = tmp_path / "lines", run.make(np.zeros(1000, np.float32))

@@ -14,8 +14,11 @@ ENGINES = {
     "threads of a seed": lambda: ThreadEngine(seed=3),
     "ray": lambda: RayEngine(),  # of the fixture `running_ray`
 }
-MARKS = {"ray": pytest.mark.slow}  # an actor is a process that imports JAX
-ALL = [pytest.param(x, marks=MARKS.get(x, ())) for x in ENGINES]
+# An actor of Ray is a process that imports JAX. What the death of one means is always tried on it,
+# of all else a share.
+SLOW, SOMETIMES = pytest.mark.slow, (pytest.mark.slow, pytest.mark.exhaustive)
+EACH = [pytest.param(x, marks=SLOW if x == "ray" else ()) for x in ENGINES]
+ALL = [pytest.param(x, marks=SOMETIMES if x == "ray" else ()) for x in ENGINES]
 WITH_REAL_THREADS = [x for x in ALL if x.values != ("threads of a seed",)]
 
 
@@ -57,6 +60,7 @@ def spawn(engine, role, index, start=0, kind=Counter):
     return engine.spawn(role, index, kind, start, engine.concurrency.sleep)
 
 
+@pytest.mark.parametrize("engine", EACH, indirect=True)
 def test_calls_of_one_caller_come_in_their_order_and_once(engine):
     actor = spawn(engine, "ps", 1, -1)
     assert (actor.role, actor.index, actor.incarnation) == ("ps", 1, 0)
@@ -123,6 +127,7 @@ def test_an_actor_says_that_it_is_there_in_the_midst_of_a_call(engine):
         engine.result(engine.ping(actor))
 
 
+@pytest.mark.parametrize("engine", EACH, indirect=True)
 def test_who_waits_for_a_dead_actor_is_told(engine):
     first, second = (spawn(engine, "worker", i) for i in range(2))
     asked = engine.call(first, "ask", engine, second, "nap", 0.3)
@@ -144,6 +149,7 @@ class Late(Counter):
             return "swallowed"
 
 
+@pytest.mark.parametrize("engine", EACH, indirect=True)
 def test_what_a_killed_actor_does_has_no_effect(engine):
     shard, worker = spawn(engine, "ps", 0), spawn(engine, "worker", 0, kind=Late)
     asked = engine.call(worker, "work", engine, shard)

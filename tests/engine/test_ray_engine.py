@@ -22,7 +22,7 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture
-def engine(running_ray):
+def engine(running_ray, strangers):
     engine = RayEngine()
     yield engine
     engine.shutdown()
@@ -372,36 +372,53 @@ if __name__ == "__main__":
 """
 
 
+def start(folder, *command, **variables):
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    )
+
+
+@pytest.fixture(scope="module")
+def strangers(running_ray, tmp_path_factory):
+    """Programs without the token. Ray has them try for 20 s, during which other tests run."""
+    import ray
+
+    folder = tmp_path_factory.mktemp("strangers")
+    (folder / "join.py").write_text(JOIN)
+    address = ray.get_runtime_context().gcs_address
+    no_token = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "", "HOME": str(folder)}
+    programs = [
+        start(folder, "join.py", address, RAY_AUTH_TOKEN="0" * 64),
+        start(folder, "-c", f"import ray; ray.init({address!r}); print('joined')", **no_token),
+    ]
+    yield programs
+    for program in programs:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+        program.stderr.close()
+
+
 @slow
-def test_a_program_joins_with_the_token_only_and_leaves_ray_as_it_is(engine, tmp_path):
+def test_a_program_joins_with_the_token_only_and_leaves_ray_as_it_is(engine, strangers, tmp_path):
     import ray
 
     (tmp_path / "join.py").write_text(JOIN)
     address = ray.get_runtime_context().gcs_address
     worker, pid = spawn(engine, "worker")
-
-    def run(*command, **variables):
-        return subprocess.Popen(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | variables,
-        )
-
-    # Ray tries for 20 s, so all at once.
-    no_token = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
-    programs = [
-        run("join.py", address),
-        run("join.py", address, RAY_AUTH_TOKEN="0" * 64),
-        run("-c", f"import ray; ray.init({address!r}); print('joined')", **no_token),
-    ]
-    (out, error), *strangers = [x.communicate(timeout=100) for x in programs]
-    assert [x.returncode for x in programs] == [0, 1, 1], error
+    program = start(tmp_path, "join.py", address)
+    out, error = program.communicate(timeout=100)
+    assert program.returncode == 0, error
     assert not os.path.exists(f"/proc/{out.strip()}")
-    assert [out for out, _ in strangers] == ["", ""]
-    assert f"Ray at {address} cannot be joined: it does not answer, or has" in strangers[0][1]
+    told = [x.communicate(timeout=100) for x in strangers]
+    assert [x.returncode for x in strangers] == [1, 1]
+    assert [out for out, _ in told] == ["", ""]
+    assert f"Ray at {address} cannot be joined: it does not answer, or has" in told[0][1]
     assert engine.result(engine.call(worker, "pid")) == pid
 
 
@@ -433,6 +450,7 @@ if __name__ == "__main__":
 
 
 @slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("needs_ray")
 @pytest.mark.parametrize("ray", ["imports ray", "imports no ray"])
 @pytest.mark.parametrize("end", ["shutdown", "SIGKILL", "SIGTERM"])

@@ -25,7 +25,7 @@ tpudist.record_goodput(sys.argv[1])  # nothing more
 
 def examples():
     for _ in range(4):
-        time.sleep(0.3)
+        time.sleep(0.5)
         yield np.ones((4, 3), np.float32)
 
 def step(x):
@@ -42,9 +42,9 @@ manager.save(1 + len(sys.argv[2:]))
 manager.wait()
 strategy.run(lambda: 1.0)
 if sys.argv[2:]:
-    time.sleep(3)
+    time.sleep(2)
     os.kill(os.getpid(), 9)
-time.sleep(1.5)
+time.sleep(1)
 """
 
 
@@ -62,36 +62,42 @@ def run(folder, *args):
     return wall_s, read_run(folder)
 
 
+@pytest.fixture(scope="module")
+def two_starts(tmp_path_factory):
+    """In one folder: of each, the wall time, and what is noted after it."""
+    folder = tmp_path_factory.mktemp("run")
+    return run(folder, "killed"), run(folder)
+
+
 @pytest.mark.slow
-def test_phases_add_up_to_the_time_of_the_process(tmp_path):
+def test_phases_add_up_to_the_time_of_the_process(two_starts):
     """But for the interpreter's own end, which nobody can note."""
-    wall_s, runs = run(tmp_path)
-    ((start,),) = (x.values() for x in runs)
+    wall_s, runs = two_starts[1]
+    (start,) = runs[1].values()
     assert start.ended_well
     noted_s = sum(start.seconds.values())
     assert abs(noted_s - (start.ended - start.began)) < 0.01 * noted_s
     assert wall_s - 3 < noted_s < wall_s + 0.1  # its end takes a second on a busy machine
-    assert 0.4 < start.seconds["input"] < 2.5  # of 1.2, some while the loop does other things
+    assert 0.7 < start.seconds["input"] < 4.0  # of 2.0, some while the loop does other things
     assert start.seconds["checkpoint"] > 0
     assert start.seconds["compile"] > 0
-    assert start.seconds["step"] > 1.8
+    assert start.seconds["step"] > 1.3
     kinds = [x["kind"] for x in start.lines]
     assert kinds[0] == "start"
     assert kinds[-1] == "end"
     assert start.of_kind("save")[0]["calls"] == 4
     assert [x["call"] for x in start.of_kind("call")] == [0, 1, 2, 3, 4]
     assert start.of_kind("compile")[0]["function"] == "step"
-    assert diagnose(runs).causes[0].text == "process 0 waited for its input"
+    assert diagnose(runs[1:]).causes[0].text == "process 0 waited for its input"
 
 
 @pytest.mark.slow
-def test_of_a_killed_process_a_second_is_missing_at_most(tmp_path):
-    wall_s, runs = run(tmp_path, "killed")
+def test_of_a_killed_process_a_second_is_missing_at_most(two_starts):
+    (wall_s, runs), (_, both) = two_starts
     ((start,),) = (x.values() for x in runs)
     assert not start.ended_well
     assert wall_s - 2.5 < sum(start.seconds.values()) <= wall_s
-    _, runs = run(tmp_path)  # and again: another file
-    assert [x[0].ended_well for x in runs] == [False, True]
+    assert [x[0].ended_well for x in both] == [False, True]
 
 
 def test_a_part_of_a_line_is_left_out(tmp_path):

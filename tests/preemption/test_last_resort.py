@@ -15,6 +15,8 @@ from tpudist.preemption.notice import Notice
 
 PROGRAM = """
 import sys, time, tpudist
+from tpudist.preemption import last_resort
+last_resort.WITHOUT_STEPS_S = 3.0
 manager = tpudist.checkpoint.CheckpointManager(tpudist.TrainState(), sys.argv[1])
 handler = tpudist.experimental.PreemptionCheckpointHandler(None, manager)
 print("ready", flush=True)
@@ -37,7 +39,7 @@ def test_a_program_without_boundaries_ends_by_sigterm(tmp_path):
             start = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 143
-            assert 9 < time.monotonic() - start < 30
+            assert 2 < time.monotonic() - start < 25
         finally:
             process.kill()
         assert "has come to no boundary between steps" in process.stderr.read()
@@ -45,7 +47,7 @@ def test_a_program_without_boundaries_ends_by_sigterm(tmp_path):
 
 def test_a_program_with_slow_steps_is_given_time():
     pace = Pace()
-    assert pace.limit_s == last_resort.WITHOUT_STEPS_S
+    assert pace.limit_s == last_resort.WITHOUT_STEPS_S == 10
     pace._last_s -= 100  # it has begun so long ago
     pace.reach_boundary()
     assert pace.limit_s == last_resort.PATIENCE_S
@@ -54,22 +56,22 @@ def test_a_program_with_slow_steps_is_given_time():
     assert 200 <= pace.limit_s < 210
 
 
-@pytest.mark.parametrize("does", ["come", "save", "close", "nothing"])
-def test_it_ends_only_who_comes_to_no_boundary(does, monkeypatch):
+def test_it_ends_only_who_comes_to_no_boundary(monkeypatch):
     ended = []
     monkeypatch.setattr(last_resort, "_POLL_S", 0.01)
     monkeypatch.setattr(last_resort, "WITHOUT_STEPS_S", 0.2)
-    monkeypatch.setattr(LastResort, "_end", lambda self, waited_s: ended.append(waited_s))
-    notice, pace = Notice("some"), Pace()
-    last = LastResort(notice, pace)
+    monkeypatch.setattr(LastResort, "_end", lambda self, waited_s: ended.append(self))
+    notices = {does: Notice(does) for does in ("come", "save", "close", "nothing")}
+    paces = {does: Pace() for does in notices}
+    last = {does: LastResort(notices[does], paces[does]) for does in notices}
     time.sleep(0.4)
     assert not ended  # nobody has asked
-    notice.give("SIGTERM")
-    if does == "come":
-        pace.reach_boundary()
-    pace.is_saving = does == "save"
-    if does == "close":
-        last.close()
+    for notice in notices.values():
+        notice.give("SIGTERM")
+    paces["come"].reach_boundary()
+    paces["save"].is_saving = True
+    last["close"].close()
     time.sleep(0.6)
-    last.close()
-    assert bool(ended) == (does == "nothing")
+    for one in last.values():
+        one.close()
+    assert set(ended) == {last["nothing"]}

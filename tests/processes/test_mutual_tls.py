@@ -60,9 +60,10 @@ def test_processes_with_certificates_train_together_and_a_stranger_is_refused(ce
                 return False
 
         report([float(total), answered(True), answered(False)])
-        """
+        """,
+        devices_per_process=1,
     )
-    assert first.result == second.result == [8, True, False]
+    assert first.result == second.result == [2, True, False]
 
 
 @pytest.mark.skipif(HAS_IT, reason=f"jax {jax.__version__} has mutual TLS")

@@ -1,4 +1,7 @@
-"""Two hosts of which the network between them fails, for a while or for good."""
+"""Two hosts of which the network between them fails for a while.
+
+For good: `test_hosts_that_are_cut_off_say_so` of tests/test_pod_in_a_box.py.
+"""
 
 import time
 
@@ -16,7 +19,7 @@ PROGRAM = """
     from worker_setup import me, strategy, total
 
     ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(3, np.float32))
-    for i in range(900):
+    for i in range(200):
         result = np.asarray(strategy.run(total, (ones,)).addressable_data(0))
         assert (result == 4).all()
         time.sleep(0.02)
@@ -38,22 +41,10 @@ def test_a_network_that_comes_back_is_waited_for(two_hosts):
     with start_processes(PROGRAM, devices_per_process=2, hosts=two_hosts.hosts) as running:
         running.wait_until_said(1, "training")
         two_hosts.unplug()
-        time.sleep(6)
+        stderr, deadline = running.workers[0].folder / "stderr", time.monotonic() + 12
+        while "has told nothing for" not in stderr.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
         two_hosts.plug_in()
         finished = running.wait(120)
-    assert [x.result for x in finished] == [899, 899]
+    assert [x.result for x in finished] == [199, 199]
     assert "has told nothing for" in finished[0].stderr
-
-
-def test_a_network_that_is_lost_ends_both_and_both_say_why(two_hosts):
-    with start_processes(PROGRAM, devices_per_process=2, hosts=two_hosts.hosts) as running:
-        running.wait_until_said(1, "training")
-        two_hosts.unplug()
-        start = time.monotonic()
-        finished = running.wait(120, exit_codes=(75,))
-        assert time.monotonic() - start < 40
-    for index, one in enumerate(finished):
-        assert f"tpudist, process {index}: Process {1 - index}" in one.stderr
-        assert "Start all processes again" in one.stderr
-    # The first to notice ends; both kernels are one here, and it says so to the other.
-    assert any("or its host or network has failed" in one.stderr for one in finished)

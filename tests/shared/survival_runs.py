@@ -17,6 +17,7 @@ from places import PROGRAMS, ROOT
 
 COMMAND = [sys.executable, "-m", "tpudist", "launch"]
 LIMIT_S = 150
+STEPS = 40
 
 
 def is_running(pid: int) -> bool:
@@ -44,7 +45,8 @@ class Run:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.output_file = folder / output
-        more = {"OUT": str(folder), "PYTHONPATH": str(ROOT), "STEPS": "60", **(env or {})}
+        more = {"OUT": str(folder), "PYTHONPATH": str(ROOT), "STEPS": str(STEPS)}
+        more |= env or {}
         with self.output_file.open("wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, *COMMAND, *options, str(program)],
@@ -244,7 +246,7 @@ def require_same_numbers(seen: Seen, calm: Seen) -> None:
     assert {step for step in found if found[step] != expected[step]} == set()
     examples, all_examples = seen.examples(), calm.examples()
     known = [step for step in examples if step % 4]  # the others are padded, by number of devices
-    assert len(known) > 35
+    assert len(known) > 23  # of 30
     assert all(examples[step] == all_examples[step] for step in known)
 
 

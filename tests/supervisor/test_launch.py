@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from places import ROOT
+from tpudist import cli
 from tpudist.cli import launch_command
 from tpudist.supervisor import launch
 
@@ -30,10 +31,19 @@ def start(tmp_path, program, *options, args=()):
     )
 
 
-def run(tmp_path, program, *options, args=()):
-    process = start(tmp_path, program, *options, args=args)
-    stdout, stderr = process.communicate(timeout=60)
-    return process.returncode, stdout.splitlines(), stderr
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process, which spares the start of another one."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PLACE", str(tmp_path))
+
+    def run(program, *options, args=()):
+        script = tmp_path / "program.py"
+        script.write_text(program)
+        code = cli.main(["launch", *options, str(script), *args])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
 
 
 def is_running(number):
@@ -51,14 +61,12 @@ def wait_until(condition, timeout_s=20):
         time.sleep(0.01)
 
 
-def test_each_process_has_its_place_and_its_label(tmp_path):
+def test_each_process_has_its_place_and_its_label(run):
     program = (
         "import os, sys\n"
         "print(os.environ['TF_CONFIG'], os.environ['TPUDIST_EMULATE'], sys.argv[1:])"
     )
-    code, lines, _ = run(
-        tmp_path, program, "-n", "3", "--devices-per-process", "2", args=["--n", "7", "-x"]
-    )
+    code, lines = run(program, "-n", "3", "--devices-per-process", "2", args=["--n", "7", "-x"])
     assert code == 0
     assert sorted(x[:4] for x in lines) == ["[0] ", "[1] ", "[2] "]
     for line in lines:
@@ -68,11 +76,11 @@ def test_each_process_has_its_place_and_its_label(tmp_path):
         assert line[4 + end :] == " 2 ['--n', '7', '-x']"
 
 
-def test_an_error_of_the_program_is_not_tried_again(tmp_path):
+def test_an_error_of_the_program_is_not_tried_again(run):
     program = (
         "import json, os, sys, time\nif '\"index\": 1' in os.environ['TF_CONFIG']: sys.exit(3)"
     )
-    code, lines, _ = run(tmp_path, program, "-n", "2", "--restarts", "5")
+    code, lines = run(program, "-n", "2", "--restarts", "5")
     assert code == 3
     assert lines == [
         "[tpudist] process 1 has ended with exit code 3: an error of the program, which would come "
@@ -95,8 +103,8 @@ print("well")
 
 
 @pytest.mark.parametrize("code", ["75", "-9", "143"])
-def test_what_was_lost_or_killed_starts_again(tmp_path, code):
-    found, lines, _ = run(tmp_path, FLAKY, "-n", "2", "--restarts", "2", args=[code])
+def test_what_was_lost_or_killed_starts_again(run, code):
+    found, lines = run(FLAKY, "-n", "2", "--restarts", "2", args=[code])
     assert found == 0
     assert [x for x in lines if "tpudist" in x] == [
         f"[tpudist] process 1 has ended with exit code {code}: all start again ({k} restart(s) "
@@ -106,14 +114,14 @@ def test_what_was_lost_or_killed_starts_again(tmp_path, code):
     assert lines[-2:] == ["[0] well", "[1] well"] or lines[-2:] == ["[1] well", "[0] well"]
 
 
-def test_the_budget_has_an_end(tmp_path):
-    code, lines, _ = run(tmp_path, FLAKY, "-n", "2", "--restarts", "1", args=["75"])
+def test_the_budget_has_an_end(run, tmp_path):
+    code, lines = run(FLAKY, "-n", "2", "--restarts", "1", args=["75"])
     assert code == launch.EXIT_GAVE_UP
     assert lines[-1] == "[tpudist] process 1 has ended with exit code 75: given up."
     (tmp_path / "times").unlink()
-    assert run(tmp_path, FLAKY, "-n", "2", args=["75"])[0] == 75
+    assert run(FLAKY, "-n", "2", args=["75"])[0] == 75
     (tmp_path / "times").unlink()
-    assert run(tmp_path, FLAKY, "-n", "2", args=["-9"])[0] == 128 + 9
+    assert run(FLAKY, "-n", "2", args=["-9"])[0] == 128 + 9
 
 
 # Starts a child of its own, and says the numbers of both.
@@ -134,7 +142,9 @@ def numbers_in(tmp_path):
     return [int(x) for file in files for x in file.read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_reaches_all_and_nothing_is_left(tmp_path, number):
     process = start(tmp_path, PARENTS, "-n", "2")
     wait_until(lambda: len(numbers_in(tmp_path)) == 4)
@@ -144,6 +154,7 @@ def test_a_signal_reaches_all_and_nothing_is_left(tmp_path, number):
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_who_does_not_hear(tmp_path):
     process = start(tmp_path, PARENTS, "-n", "2", args=["deaf"])
     wait_until(lambda: len(numbers_in(tmp_path)) == 4)
@@ -162,12 +173,13 @@ def test_who_does_not_end_after_another_has_failed_is_killed(tmp_path, monkeypat
     script, lines = tmp_path / "program.py", []
     script.write_text(PARENTS)
     command = [sys.executable, str(script), "fail"]
-    run = launch.Launch(command, 2, None, 0, lambda index, line: lines.append(line))
-    assert run.run() == 1
+    launched = launch.Launch(command, 2, None, 0, lambda index, line: lines.append(line))
+    assert launched.run() == 1
     assert lines[0] == "process 1 does not end, and is killed."
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
 
 
+@pytest.mark.slow
 def test_the_processes_die_with_their_supervisor(tmp_path):
     process = start(tmp_path, PARENTS, "-n", "2")
     wait_until(lambda: len(numbers_in(tmp_path)) == 4)
@@ -192,16 +204,9 @@ def test_the_processes_die_with_their_supervisor(tmp_path):
         (["--emulate=2", "--", "x.py"], "launch has no option --emulate. Options of the program"),
     ],
 )
-def test_wrong_use_is_said_in_a_line(args, said):
-    done = subprocess.run(
-        [*COMMAND, *args],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert said in done.stderr
+def test_wrong_use_is_said_in_a_line(args, said, capsys):
+    assert cli.main(["launch", *args]) == 2
+    assert said in capsys.readouterr().err
 
 
 PROGRAM = """
@@ -224,11 +229,11 @@ print("sum", float(np.asarray(total.addressable_data(0))[0]))
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", ["0", "1"])
-def test_a_run_whose_process_is_killed_ends_well(tmp_path, killed):
-    code, lines, _ = run(
-        tmp_path, PROGRAM, "-n", "2", "--devices-per-process", "2", "--restarts", "1", args=[killed]
-    )
+def test_a_run_whose_process_is_killed_ends_well(run, killed):
+    options = ("-n", "2", "--devices-per-process", "2", "--restarts", "1")
+    code, lines = run(PROGRAM, *options, args=[killed])
     assert code == 0, lines
     assert f"Process {killed} has ended without a word" in "\n".join(lines)
     assert {"[0] sum 4.0", "[1] sum 4.0"} <= set(lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import networks
-from survival_runs import Run
+from survival_runs import STEPS, Run
 from tpudist import cli
 from tpudist.cli import launch_hosts
 from tpudist.cli.errors import WrongUse
@@ -131,6 +131,7 @@ def start(hosts, folder, *options):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_hosts, tmp_path):
     first, second = start(two_hosts, tmp_path, "--restarts", "1")
     with first, second:
@@ -142,7 +143,7 @@ def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_h
     assert "process 1 was killed (SIGKILL): the others go on, and process 3 is started" in (
         other.output
     )
-    assert sorted(seen.losses()) == list(range(1, 61))
+    assert sorted(seen.losses()) == list(range(1, STEPS + 1))
     assert {x["processes"] for x in seen.lines} == {1, 2}
     assert "Traceback" not in seen.output + other.output
 
@@ -157,6 +158,6 @@ def test_a_host_whose_network_is_lost_is_done_without(two_hosts, tmp_path):
         seen = first.wait()
         other = second.wait()
     assert seen.code == 0, seen.output
-    assert sorted(seen.losses()) == list(range(1, 61))
+    assert sorted(seen.losses()) == list(range(1, STEPS + 1))
     assert other.code in (70, 75), other.output
     assert "the supervisor of this run has gone, or cannot be reached" in other.output

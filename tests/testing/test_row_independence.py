@@ -12,11 +12,11 @@ WEIGHT = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), jnp.float32)
 
 
 def test_functions_of_each_row_pass():
-    assert_rowwise(jnp.sin, X)
-    assert_rowwise(jnp.dot, X, WEIGHT, in_dims=(0, None))
-    assert_rowwise(lambda x: (x.sum(0), x.argmax(0)), X.T, in_dims=1, out_dims=(0, 0))
+    few = X[:3]
+    assert_rowwise(jnp.dot, few, WEIGHT, in_dims=(0, None))
+    assert_rowwise(lambda x: (x.sum(0), x.argmax(0)), few.T, in_dims=1, out_dims=(0, 0))
     assert_rowwise(lambda i: i + 1, jnp.arange(3))
-    assert_rowwise(jnp.sin, X.astype(jnp.bfloat16))
+    assert_rowwise(jnp.sin, few.astype(jnp.bfloat16))
 
 
 @jax.custom_vjp

@@ -76,7 +76,10 @@ def gate(tmp_path):
 # Figures.
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "seed",
+    [None, 0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 3))],
+)
 def test_figures_add_up_in_each_sample_through_deaths(start, tmp_path, seed):
     size, num_kills = 120, 12
     run = start(seed=seed, num_workers=3, log=tmp_path / "log")

@@ -66,7 +66,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(CALLS, st.sampled_from([None, 7, 9]), st.sampled_from(Eviction), st.integers(0, 3))
 def test_it_is_a_dict_of_rows_and_its_changes_give_another_one(calls, max_rows, eviction, every):
     options = dataclasses.replace(OPTIONS, max_rows=max_rows, eviction=eviction)
@@ -267,6 +267,7 @@ def test_a_restored_table_keeps_its_bound_and_the_rows_that_go_last():
     assert bound.clock == 6
 
 
+@pytest.mark.slow
 def test_a_shard_takes_no_more_memory_than_it_may():
     options = TableOptions(dim=2, optimizer=ADAM, capacity=16, max_bytes=20_000)
     shard, room, ids = TableShard(options), options.room, some_ids(1000)

@@ -15,7 +15,7 @@ import pytest
 from places import ROOT
 from tpudist import cli
 from tpudist.supervisor.doctor import device_check, device_program, examination, tpu_check
-from tpudist.supervisor.doctor.checks import Answer, Verdict
+from tpudist.supervisor.doctor.checks import Verdict
 from tpudist.xla import emulation, versions
 
 processes = pytest.mark.multiprocess
@@ -60,22 +60,6 @@ def test_the_sum_over_devices_is_what_it_must_be(count):
 
 
 # Devices.
-
-
-@pytest.mark.slow
-@processes
-def test_emulated_devices_start_and_sum():
-    devices, total = device_check.look_at_devices(3, timeout_s=60)
-    assert devices == Answer("devices", "3 x cpu (cpu), emulated")
-    assert total == Answer("all-reduce", "the sum over 3 device(s) is exact")
-
-
-@pytest.mark.slow
-@processes
-def test_local_processes_meet_and_sum():
-    (answer,) = device_check.meet_locally(3, 2, timeout_s=60)
-    expected = Answer("3 processes of 2", "the sum over 6 device(s) is exact")
-    assert answer == expected, answer.details
 
 
 # As a plugin of a vendor would: JAX loads it when it starts devices.
@@ -349,6 +333,7 @@ def test_the_doctor_without_a_folder_checks_this_machine(capsys):
     found = json.loads(capsys.readouterr().out)
     rows = {x["asked"]: x for x in found["checks"]}
     assert rows["devices"]["found"] == "2 x cpu (cpu), emulated"
+    assert rows["all-reduce"]["found"] == "the sum over 2 device(s) is exact"
     assert rows["2 processes of 2"]["found"] == "the sum over 4 device(s) is exact"
     assert set(rows) >= {"versions", "libtpu", "clock", "memory", "proxies", "working folder"}
     assert found["ok"] is all(x["verdict"] != "fail" for x in found["checks"])

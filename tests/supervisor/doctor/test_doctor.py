@@ -45,7 +45,7 @@ def make():
     return step
 
 step, steps = make(), iter(strategy.experimental_distribute_dataset(examples))
-while state.step < 80:
+while state.step < 50:
     i = state.step
     if i == start and me == 1 and is_new:
         if fault == "stall":
@@ -53,7 +53,7 @@ while state.step < 80:
         if fault == "death":
             os.kill(os.getpid(), 9)
     if fault == "slow" and me == 1:
-        time.sleep(0.03)
+        time.sleep(0.05)
     if fault == "recompile" and i >= start:
         step = make()
     float(strategy.run(step, (next(steps),)))
@@ -71,6 +71,7 @@ NAMED = {
 }
 
 
+@pytest.mark.exhaustive  # tests/goodput/test_diagnosis.py has each of them, from notes
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DOCTOR_RUNS", "1"))))
 @pytest.mark.parametrize("fault", NAMED)
 def test_the_fault_is_named_first(fault, seed, tmp_path):
