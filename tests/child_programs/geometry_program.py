@@ -1,7 +1,7 @@
 """Trains the reference transformer for a few steps: one program for all geometries."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -89,18 +89,26 @@ def train(
     strategy, num_steps: int = 20, setup: Setup | None = None
 ) -> tuple[list[float], dict[str, np.ndarray]]:
     """The loss of each step, and the final weights (whole) by path."""
-    setup = setup or Setup()
+    steps = list(train_stepwise(strategy, num_steps, setup or Setup()))
+    return [float(loss) for loss, _ in steps], weights_of(strategy, steps[-1][1])
+
+
+def train_stepwise(
+    strategy, num_steps: int, setup: Setup
+) -> Iterator[tuple[jax.Array, nnx.Module]]:
+    """The loss of each step, and the model after it."""
     model, optimizer = make_state(strategy, setup)
     step = train_step(setup)
-    losses = [
-        strategy.run(step, args=(model, optimizer, batch))
-        for batch in strategy.experimental_distribute_dataset(batches(num_steps))
-    ]
-    weights = {
-        ".".join(map(str, path)): np.asarray(strategy.replicate(value.get_raw_value()))
+    for batch in strategy.experimental_distribute_dataset(batches(num_steps)):
+        yield strategy.run(step, args=(model, optimizer, batch)), model
+
+
+def weights_of(strategy, model) -> dict[str, np.ndarray]:
+    """A copy of each parameter as a whole array, by path."""
+    return {
+        ".".join(map(str, path)): np.array(strategy.replicate(value.get_raw_value()))
         for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
-    return [float(x) for x in losses], weights
 
 
 def abstract_args(strategy, setup: Setup):

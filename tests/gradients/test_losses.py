@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ def step(weights, batch):
     return replica.all_reduce("sum", (loss, gradients))
 
 
+@jax.jit
 def whole(weights, batch):
     """The same on one device that has the whole batch."""
 
@@ -60,7 +62,7 @@ GLOBAL_BATCH = 8
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     num_replicas=st.sampled_from([1, 2, 4, 8]),
     rows=st.integers(1, 2 * GLOBAL_BATCH),
@@ -74,7 +76,8 @@ def test_summed_losses_and_gradients_are_those_of_one_device(num_replicas, rows,
     strategy = strategy_of(num_replicas)
     rng = np.random.default_rng(seed)
     data = examples(rng, rows, weighted)
-    weights = rng.normal(size=3).astype(np.float32)
+    # Where tanh is close to one, float32 knows its slope to a few digits only.
+    weights = 0.3 * rng.normal(size=3).astype(np.float32)
     dataset = strategy.experimental_make_numpy_dataset(data).batch(min(GLOBAL_BATCH, rows))
     batches = strategy.experimental_distribute_dataset(dataset)
     seen = 0
@@ -89,9 +92,17 @@ def test_summed_losses_and_gradients_are_those_of_one_device(num_replicas, rows,
     assert seen == rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
-@pytest.mark.parametrize("global_batch", [1, 3, 8, 16])
+@pytest.mark.parametrize(
+    ("global_batch", "num_replicas"),
+    [
+        (3, 2),
+        *(
+            pytest.param(*sizes, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for sizes in itertools.product([1, 3, 8, 16], [1, 2, 4, 8])
+            if sizes != (3, 2)
+        ),
+    ],
+)
 def test_every_batch_size_gives_the_numbers_of_one_device(num_replicas, global_batch):
     strategy = strategy_of(num_replicas)
     rng = np.random.default_rng(0)

@@ -76,6 +76,7 @@ def parameters(model):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_in_microbatches_is_training_on_whole_batches(name):
     """With a partial batch: its rows are counted over all microbatches of all replicas."""

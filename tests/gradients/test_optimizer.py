@@ -428,6 +428,7 @@ def test_gradients_that_are_not_reduced_have_no_dtype_to_travel_in():
 
 @pytest.mark.libtpu
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
 def test_on_tpu_narrow_gradients_are_half_the_bytes(axes):
     """Between replicas; the loss goes with them, in float32."""

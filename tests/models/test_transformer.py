@@ -42,8 +42,19 @@ RULES = (
 )
 
 
+@functools.cache
+def model_of(config: TransformerConfig) -> Transformer:
+    return Transformer(config, rngs=nnx.Rngs(0))
+
+
 def make(config: TransformerConfig = SMALL, **changes) -> Transformer:
-    return Transformer(dataclasses.replace(config, **changes), rngs=nnx.Rngs(0))
+    """A model of its own: making one takes a second, and copying it nothing."""
+    return nnx.clone(model_of(dataclasses.replace(config, **changes)))
+
+
+def make_here(**changes) -> Transformer:
+    """A model that is split by the mesh and the rules of the place."""
+    return Transformer(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
 
 
 def tokens(batch: int = 4, length: int = 16) -> jax.Array:
@@ -95,6 +106,7 @@ def test_queries_that_share_keys_compute_what_equal_keys_of_their_own_would():
     assert_same(next_token_nats(shared, tokens()), next_token_nats(own, tokens()))
 
 
+@pytest.mark.slow
 def test_heads_may_be_wider_than_their_share():
     model = make(head_width=10)
     assert model.blocks.query_in.shape == (2, 16, 4, 10)
@@ -102,6 +114,7 @@ def test_heads_may_be_wider_than_their_share():
     assert jnp.isfinite(next_token_nats(model, tokens())).all()
 
 
+@pytest.mark.slow
 def test_a_tied_model_predicts_by_its_embedding():
     model = make(tied=True)
     assert not hasattr(model, "unembedding")
@@ -110,6 +123,7 @@ def test_a_tied_model_predicts_by_its_embedding():
     assert jnp.abs(gradients["embedding"]).sum(axis=1).min() > 0  # also of tokens never read
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_cross_entropy_and_so_is_its_gradient():
     def by_optax(model, tokens):
         logits = model(tokens[:, :-1])
@@ -118,7 +132,8 @@ def test_the_loss_is_the_cross_entropy_and_so_is_its_gradient():
     assert_same(plain(), trained(make(), by_optax))
 
 
-@pytest.mark.parametrize("chunk", [4, 100])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [4, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_a_loss_in_chunks_is_the_same_loss(chunk):
     assert_same(trained(make(loss_chunk=chunk)), plain())
 
@@ -134,6 +149,7 @@ def test_a_loss_in_chunks_is_as_much_work():
     assert flops(make(loss_chunk=4)) == flops(make())
 
 
+@pytest.mark.slow
 def test_its_annotations_mean_nothing_outside_of_all_scopes():
     """Where one device holds everything."""
     strategy = tpudist.get_strategy()
@@ -147,6 +163,7 @@ def test_its_annotations_mean_nothing_outside_of_all_scopes():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):
     """Its weight is gathered once, and its gradients are summed over devices once."""
@@ -173,7 +190,8 @@ def test_chunks_that_do_not_fill_the_sequence_are_refused():
 @pytest.mark.slow
 def test_a_loss_holds_the_logits_of_one_chunk_alone():
     def temporary_bytes(**changes):
-        graph, state = nnx.split(make(vocabulary=32_768, num_layers=1, **changes))
+        model = nnx.eval_shape(lambda: make_here(vocabulary=32_768, num_layers=1, **changes))
+        graph, state = nnx.split(model)
 
         def loss(state):
             return next_token_nats(nnx.merge(graph, state), tokens(4, 256)).mean()
@@ -184,6 +202,7 @@ def test_a_loss_holds_the_logits_of_one_chunk_alone():
     assert temporary_bytes() - temporary_bytes(loss_chunk=32) > 1.5 * logits
 
 
+@pytest.mark.slow
 def test_experts_are_asked_to_share_their_work_in_training_alone():
     assert_same(next_token_loss(make(), tokens()), next_token_nats(make(), tokens()))
     model = make(num_experts=4, mlp_dim=8)
@@ -193,6 +212,7 @@ def test_experts_are_asked_to_share_their_work_in_training_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("inner", "changes"),
     [
@@ -215,7 +235,7 @@ def test_a_model_split_inside_a_replica_computes_what_the_whole_one_does(inner, 
     few = {"kv_heads"} if inner.get("tensor", 1) > 2 else set()
     rules = [(name, axis) for name, axis in RULES if axis in inner and name not in few]
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
-        graph, state = nnx.split(make(**changes))
+        graph, state = nnx.split(make_here(**changes))
 
         def replica(state):
             return trained(nnx.merge(graph, state))
@@ -267,17 +287,19 @@ FAMILY = dataclasses.replace(  # all that pretrained models bring
 )
 
 
+@functools.cache
+def plain_family():
+    return trained(make(FAMILY))
+
+
 @pytest.mark.slow
 def test_logits_in_chunks_are_capped_as_whole_ones():
     """Its gradient is written by hand."""
-    got, want = (
-        trained(Transformer(config, rngs=nnx.Rngs(0)))
-        for config in (dataclasses.replace(FAMILY, loss_chunk=4), FAMILY)
-    )
-    assert_same(got, want)
+    assert_same(trained(make(FAMILY, loss_chunk=4)), plain_family())
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
@@ -287,7 +309,7 @@ def test_logits_in_chunks_are_capped_as_whole_ones():
     ids=str,
 )
 def test_what_pretrained_models_bring_is_the_same_on_a_mesh(axes, changes):
-    want, of_mean = trained(Transformer(FAMILY, rngs=nnx.Rngs(0)))
+    want, of_mean = plain_family()
     config = dataclasses.replace(FAMILY, **changes)
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:4])
     model = strategy.create(lambda: Transformer(config, rngs=nnx.Rngs(0)))

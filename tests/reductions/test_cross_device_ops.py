@@ -1,5 +1,6 @@
 """How replicas communicate is a choice: the program is another, the numbers are the same."""
 
+import functools
 import warnings
 
 import jax
@@ -69,7 +70,20 @@ CHOICES = {
 }
 
 
-@pytest.fixture(params=CHOICES)
+VARIATIONS = {
+    "a named device, by a function",
+    "groups, in two packs",
+    "groups, one by one",
+    "a subclass",
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in VARIATIONS else name
+        for name in CHOICES
+    ]
+)
 def choice(request):
     return CHOICES[request.param]
 
@@ -95,51 +109,60 @@ def kinds(strategy, fn, args=()):
 # The numbers.
 
 
-@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"], ["cpu:1"], jax.devices()[:6]])
+def results_of_reductions(strategy):
+    """What all ways to reduce give, in a step and after it."""
+    with strategy.scope():
+        summed = tpudist.Variable(0.0, aggregation=Aggregation.SUM)
+        mean = tpudist.Variable(
+            0.0, synchronization=Synchronization.ON_READ, aggregation=Aggregation.MEAN
+        )
+
+    def merged(strategy, x):
+        first = strategy.reduce("sum", x, axis=None)
+        second = strategy.reduce("mean", x, axis=0)
+        third = strategy.extended.reduce_to("mean", x, x)
+        return [first, second, third, *strategy.extended.batch_reduce_to("sum", [(x, x)] * 2)]
+
+    def step(x):
+        mine = x + me()
+        tree = {
+            "float": mine,
+            "half": mine.astype(jnp.bfloat16),
+            "int": me() * jnp.arange(3),
+            "equal": 2.0,
+        }
+        summed.assign_add(mine.sum())
+        mean.assign_add(mine.sum())
+        return (
+            replica().all_reduce("sum", tree),
+            replica().all_reduce("mean", tree["float"]),
+            replica().merge_call(merged, args=(mine,)),
+            mine,
+        )
+
+    *reduced, mine = strategy.run(step, (jnp.arange(4.0),))
+    after = [strategy.reduce(op, mine, axis) for op in ("sum", "mean") for axis in (None, 0)]
+    found = reduced, after, float(summed), float(mean)
+    return jax.tree.map(lambda x: np.asarray(x, float), found)
+
+
+@functools.cache
+def plain_results(devices):
+    return results_of_reductions(tpudist.MirroredStrategy(devices))
+
+
+OTHER_DEVICES = [("cpu:0", "cpu:1"), ("cpu:1",), tuple(f"cpu:{i}" for i in range(6))]
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [None, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OTHER_DEVICES)],
+    ids=str,
+)
 def test_every_reduction_gives_the_same_numbers(choice, devices):
-    ops = choice()
-    strategy = tpudist.MirroredStrategy(devices or None, cross_device_ops=ops)
-    plain = tpudist.MirroredStrategy(devices or None)
-
-    def results(strategy):
-        with strategy.scope():
-            summed = tpudist.Variable(0.0, aggregation=Aggregation.SUM)
-            mean = tpudist.Variable(
-                0.0, synchronization=Synchronization.ON_READ, aggregation=Aggregation.MEAN
-            )
-
-        def merged(strategy, x):
-            first = strategy.reduce("sum", x, axis=None)
-            second = strategy.reduce("mean", x, axis=0)
-            third = strategy.extended.reduce_to("mean", x, x)
-            return [first, second, third, *strategy.extended.batch_reduce_to("sum", [(x, x)] * 2)]
-
-        def step(x):
-            mine = x + me()
-            tree = {
-                "float": mine,
-                "half": mine.astype(jnp.bfloat16),
-                "int": me() * jnp.arange(3),
-                "equal": 2.0,
-            }
-            summed.assign_add(mine.sum())
-            mean.assign_add(mine.sum())
-            return (
-                replica().all_reduce("sum", tree),
-                replica().all_reduce("mean", tree["float"]),
-                replica().merge_call(merged, args=(mine,)),
-                mine,
-            )
-
-        *reduced, mine = strategy.run(step, (jnp.arange(4.0),))
-        after = [strategy.reduce(op, mine, axis) for op in ("sum", "mean") for axis in (None, 0)]
-        return reduced, after, float(summed), float(mean)
-
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(np.asarray(x, float), np.asarray(y, float)),
-        results(strategy),
-        results(plain),
-    )
+    strategy = tpudist.MirroredStrategy(devices, cross_device_ops=choice())
+    found, wanted = results_of_reductions(strategy), plain_results(devices)
+    jax.tree.map(np.testing.assert_allclose, found, wanted)
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
@@ -198,25 +221,31 @@ def test_a_gradient_through_a_reduction_is_known_to_be_equal_on_all_replicas(nam
     assert float(gradient) == 3.5
 
 
-def test_training_gives_the_same_weights(choice):
-    def train(strategy):
-        rng = np.random.default_rng(0)
-        model = strategy.create(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
-        optimizer = strategy.create(lambda m: tpudist.Optimizer(optax.sgd(0.1), m), model)
+def trained_weights(strategy):
+    rng = np.random.default_rng(0)
+    model = strategy.create(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+    optimizer = strategy.create(lambda m: tpudist.Optimizer(optax.sgd(0.1), m), model)
 
-        def step(model, optimizer, x):
-            def loss_of(model):
-                return tpudist.compute_average_loss((model(x) ** 2).mean(-1))
+    def step(model, optimizer, x):
+        def loss_of(model):
+            return tpudist.compute_average_loss((model(x) ** 2).mean(-1))
 
-            optimizer.update(model, nnx.grad(loss_of)(model))
+        optimizer.update(model, nnx.grad(loss_of)(model))
 
-        data = [rng.normal(size=(16, 8)).astype(np.float32) for _ in range(3)]
-        for x in strategy.experimental_distribute_dataset(data):
-            strategy.run(step, (model, optimizer, x))
-        return np.asarray(model.kernel[...])
+    data = [rng.normal(size=(16, 8)).astype(np.float32) for _ in range(3)]
+    for x in strategy.experimental_distribute_dataset(data):
+        strategy.run(step, (model, optimizer, x))
+    return np.asarray(model.kernel[...])
 
-    chosen = train(tpudist.MirroredStrategy(cross_device_ops=choice()))
-    np.testing.assert_allclose(chosen, train(tpudist.MirroredStrategy()), rtol=1e-5, atol=1e-7)
+
+@pytest.fixture(scope="module")
+def plain_weights():
+    return trained_weights(tpudist.MirroredStrategy())
+
+
+def test_training_gives_the_same_weights(choice, plain_weights):
+    chosen = trained_weights(tpudist.MirroredStrategy(cross_device_ops=choice()))
+    np.testing.assert_allclose(chosen, plain_weights, rtol=1e-5, atol=1e-7)
 
 
 def test_statistics_of_a_model_are_combined_as_chosen():
@@ -544,16 +573,35 @@ def places_of_options(options):
     }
 
 
-@pytest.mark.parametrize("place", places_of_options(None))
+PLACES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_to",
+    "batch_reduce_to",
+    "reduce",
+    "batch_reduce",
+    "MultiWorkerMirroredStrategy",
+)
+
+
+def test_the_places_of_options_are_all_tried():
+    assert tuple(places_of_options(None)) == PLACES
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_options_of_another_type_are_refused(place):
     with pytest.raises(ValueError, match="must be a tpudist.experimental.CommunicationOptions"):
         places_of_options("ring")[place]()
 
 
-@pytest.mark.parametrize("place", places_of_options(None))
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "asked",
-    [{"timeout_seconds": 61.5}, {"implementation": "RING"}, {"implementation": "NCCL"}],
+    [
+        {"timeout_seconds": 61.5},
+        {"implementation": "RING"},
+        pytest.param({"implementation": "NCCL"}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_has_no_effect_is_a_warning_once_for_each_place(monkeypatch, place, asked):
     monkeypatch.setattr("tpudist.xla.communication_options._warned", set())

@@ -12,6 +12,7 @@ import pytest
 
 import tpudist
 from compiles import NewCompiles
+from garbage import only_new_objects
 from tpudist import PerReplica, VariableAggregation, VariableSynchronization
 
 NONE, SUM, MEAN, FIRST = (
@@ -31,7 +32,14 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+# Replicas of one device, and no scope at all: the others are variations of the first.
+PARAMS = [
+    name if name in ("mirrored", "default") else pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in STRATEGIES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def strategy(request):
     return STRATEGIES[request.param]()
 
@@ -745,31 +753,39 @@ def test_a_deep_copy_is_a_variable_of_its_own(strategy):
 # As an array.
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.truediv,
-        operator.floordiv,
-        operator.mod,
-        operator.pow,
-        operator.lt,
-        operator.le,
-        operator.gt,
-        operator.ge,
-        operator.eq,
-        operator.ne,
-        operator.matmul,
-    ],
+OPERATORS = (
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    operator.pow,
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+    operator.eq,
+    operator.ne,
+    operator.matmul,
 )
-def test_arithmetic_is_that_of_the_value(mirrored, op):
+
+
+@pytest.fixture(scope="module")
+def in_replicas(mirrored):
+    """What each operator gives in a replica function."""
+    v, w = make(mirrored), make(mirrored, value=[3.0, 4.0])
+    results = mirrored.run(lambda: [op(v, w) for op in OPERATORS])
+    return dict(zip(OPERATORS, results, strict=True))
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_arithmetic_is_that_of_the_value(mirrored, in_replicas, op):
     v, w = make(mirrored), make(mirrored, value=[3.0, 4.0])
     x, y = jnp.asarray(START), jnp.asarray([3.0, 4.0])
     for left, right in ((v, w), (v, y), (x, w)):
         assert op(left, right).tolist() == op(x, y).tolist()
-    assert mirrored.run(lambda: op(v, w)).tolist() == op(x, y).tolist()
+    assert in_replicas[op].tolist() == op(x, y).tolist()
     if op is not operator.matmul:
         assert op(v, 2).tolist() == op(x, 2).tolist()
         assert op(2, v).tolist() == op(2, x).tolist()
@@ -881,6 +897,7 @@ def test_a_variable_made_after_the_step_can_be_used_by_its_next_trace(strategy):
     assert [v.numpy().tolist() for v in variables] == [[3, 4], [2, 3]]
 
 
+@only_new_objects()
 def test_other_variables_come_and_go_without_a_compile(strategy):
     v = make(strategy, MEAN)
 
@@ -982,6 +999,7 @@ def test_a_component_is_not_for_replica_functions(mirrored):
             mirrored.run(lambda step=step: step() and None)
 
 
+@only_new_objects()
 def test_a_component_stays_the_same_object_as_long_as_it_is_held(mirrored):
     v = make(mirrored)
     component = v.values[1]

@@ -20,7 +20,13 @@ def places(array):
     return device, kind
 
 
-@pytest.fixture(params=["on a compute device", "on another device", "in host memory"])
+@pytest.fixture(
+    params=[
+        "on a compute device",
+        pytest.param("on another device", marks=pytest.mark.exhaustive),
+        "in host memory",
+    ]
+)
 def strategy(request):
     return {
         "on a compute device": CentralStorageStrategy,
@@ -76,6 +82,7 @@ def test_a_variable_is_in_one_place_before_and_after_steps(strategy):
     np.testing.assert_array_equal(v.numpy(), np.full((4, 4), expected, np.float32))
 
 
+@pytest.mark.slow
 def test_nnx_objects_are_in_one_place_however_they_were_made(strategy):
     def step(model, optimizer, x):
         optimizer.update(model, nnx.grad(lambda m: m(x).sum())(model))
@@ -92,14 +99,18 @@ def test_nnx_objects_are_in_one_place_however_they_were_made(strategy):
 
     with strategy.scope():
         in_scope = made()
-    x = np.ones((2, 3), np.float32)
-    for objects in (created(), in_scope, made()):
-        for _ in range(2):
-            strategy.run(step, (*objects, x))
+
+    def assert_in_one_place(objects):
         for array in jax.tree.leaves(nnx.state(objects)):
             assert places(jax.random.key_data(array) if is_key(array) else array) == home(strategy)
-    for array in jax.tree.leaves(nnx.state(created())):
-        assert places(jax.random.key_data(array) if is_key(array) else array) == home(strategy)
+
+    x = np.ones((2, 3), np.float32)
+    by_create = created()
+    assert_in_one_place(by_create)
+    for objects in (by_create, in_scope, made()):
+        for _ in range(2):
+            strategy.run(step, (*objects, x))
+        assert_in_one_place(objects)
 
 
 def is_key(x):
@@ -236,7 +247,7 @@ def test_a_variable_made_in_a_replica_function_lives_in_the_same_place(strategy)
 def train(strategy):
     """Losses and weights of an NNX model and a Variable, with partial batches and statistics."""
     rng = np.random.default_rng(0)
-    data = [rng.normal(size=(rows, 8)).astype(np.float32) for rows in (16, 16, 15, 16, 15)] * 4
+    data = [rng.normal(size=(rows, 8)).astype(np.float32) for rows in (16, 16, 15, 16, 15)] * 2
     model = strategy.create(
         lambda: nnx.Sequential(
             nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
@@ -268,7 +279,10 @@ def train(strategy):
     return losses, [*weights, scale.numpy()]
 
 
-@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1"]])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "devices", [pytest.param(None, marks=pytest.mark.exhaustive), ["cpu:0", "cpu:1"]]
+)
 def test_training_gives_what_mirrored_variables_give(devices):
     """To the last bit: the replicas run the same program."""
     central, mirrored = CentralStorageStrategy(devices), tpudist.MirroredStrategy(devices)

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import tpudist
+from garbage import only_new_objects
 from tpudist import IndexedSlices
 from tpudist.checkpoint import Checkpoint, CheckpointManager
 from tpudist.cluster_resolver import ClusterSpec, SimpleClusterResolver
@@ -641,7 +642,9 @@ def test_a_checkpoint_is_restored_on_other_servers(start, tmp_path):
 # Servers and workers that die.
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [None, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (0, 1, 2))]
+)
 def test_each_row_is_counted_once_through_deaths(start, tmp_path, seed):
     """Closure i adds 1 to row i of two variables; workers and servers die at any moment."""
     size, num_kills = 200, 20
@@ -888,6 +891,7 @@ def test_what_belongs_in_closures_is_refused_outside(start):
 
 
 @pytest.mark.parametrize("has_log", [False, True])
+@only_new_objects()
 def test_a_coordinator_in_the_place_of_one_that_nobody_held_has_effect(start, has_log, tmp_path):
     """It numbered its functions as the one before had, and servers took them for done."""
     run = start(log=tmp_path if has_log else None)
@@ -907,6 +911,7 @@ def test_numbers_are_fetched_as_numpy_has_them(start):
     assert (type(found[0]), type(found[1])) == (np.float32, np.ndarray)
 
 
+@only_new_objects()
 def test_nothing_is_left_when_it_is_forgotten(threads_left):
     run = Run()
     v = run.make(0.0)

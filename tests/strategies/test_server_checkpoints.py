@@ -75,6 +75,7 @@ class Model:
         CheckpointManager(self.objects(), folder).restore()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tx", "of_rows"), [(ADAM, True), (CHAIN, False)], ids=["adam", "chain"])
 def test_an_optimizer_goes_on_with_other_servers_and_parts(start, tmp_path, tx, of_rows):
     first = Model(start(2, 3), tx)
@@ -90,6 +91,7 @@ def test_an_optimizer_goes_on_with_other_servers_and_parts(start, tmp_path, tx, 
         np.testing.assert_allclose(other.values(), first.values(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_optimizer_goes_to_strategies_in_step_and_back(start, tmp_path):
     def run(model):
         if model.strategy.servers is not None:
@@ -246,6 +248,7 @@ def assert_same(found, expected):
 IDS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=40)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(IDS, max_size=3), st.sampled_from([optax.adam(0.1), rowwise_adagrad(0.1)]))
 def test_a_table_is_saved_from_8_servers_to_5_and_back_and_loses_nothing(

@@ -439,25 +439,63 @@ def test_training_with_an_assignment_gives_the_numbers_of_one_device():
     np.testing.assert_allclose(w, expected_w, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.multiprocess
-def test_it_joins_the_workers_that_tf_config_names():
-    """Also after a resolver as programs for TPU have one; not where this host alone is meant."""
+@pytest.fixture(scope="module")
+def in_two_processes():
+    """What each of two processes of four devices has found."""
     finished = run_processes("""
-        import sys
-
         import jax
+        import jax.numpy as jnp
+        import numpy as np
         import tpudist
         from processes import report
+        from tpudist.experimental import DeviceAssignment, Topology
 
         tpudist.emulate()
         resolver = tpudist.cluster_resolver.TPUClusterResolver(tpu="")
-        strategy = tpudist.TPUStrategy(resolver, replica_axes={"fsdp": 2})
+        strategy = tpudist.TPUStrategy(resolver, replica_axes={"fsdp": 2})  # connects
         alone = tpudist.TPUStrategy(devices=jax.local_devices())
-        report([jax.process_count(), strategy.num_replicas_in_sync, alone.num_replicas_in_sync])
+        counts = [jax.process_count(), strategy.num_replicas_in_sync, alone.num_replicas_in_sync]
+
+        topology = Topology.of(jax.devices())
+        found = [topology.num_tasks, topology.mesh_shape.tolist()]
+        for shape in ([2, 1, 1, 2], [1, 2, 1, 2]):
+            assignment = DeviceAssignment.build(topology, shape, num_replicas=2)
+            strategy = tpudist.TPUStrategy(None, assignment)
+            with strategy.scope():
+                w = tpudist.Variable(np.ones(4, np.float32))
+
+            def step(x):
+                x = strategy.experimental_split_to_logical_devices(x, [2, 2])
+
+                def loss(w):
+                    return tpudist.compute_average_loss(jnp.sin(x @ w))
+
+                gradient = jax.grad(loss)(w.read_value())
+                gradient = tpudist.get_replica_context().all_reduce("sum", gradient)
+                w.assign_sub(gradient)
+                return strategy.experimental_replicate_to_logical_devices(x).sum()
+
+            batch = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
+            for rows in strategy.experimental_distribute_dataset([batch, batch]):
+                sums = strategy.run(step, args=(rows,))
+            total = float(strategy.reduce("sum", sums, axis=None))
+            extended = strategy.extended
+            hosts = [extended.num_hosts, extended.num_replicas_per_host]
+            found.append([len(strategy.replica_mesh.local_replicas), hosts, total,
+                          np.asarray(w.read_value()).tolist()])
+        report({"counts": counts, "replicas": found})
     """)
-    assert [worker.result for worker in finished] == [[2, 4, 4]] * 2
+    return [process.result for process in finished]
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_it_joins_the_workers_that_tf_config_names(in_two_processes):
+    """Also after a resolver as programs for TPU have one; not where this host alone is meant."""
+    assert [found["counts"] for found in in_two_processes] == [[2, 4, 4]] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_devices_that_have_started_alone_are_an_error():
     with pytest.raises(AssertionError, match="Make the strategy before the first array"):
@@ -483,53 +521,14 @@ def test_it_joins_no_cluster_in_which_it_does_not_train_alike(monkeypatch, task,
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_replicas_may_lie_in_a_process_or_across_two():
+def test_replicas_may_lie_in_a_process_or_across_two(in_two_processes):
     """Of two processes with four devices each: the numbers are those of one process with eight."""
-    finished = run_processes("""
-        import jax
-        import jax.numpy as jnp
-        import numpy as np
-        import tpudist
-        from processes import report
-        from tpudist.experimental import DeviceAssignment, Topology
-
-        tpudist.emulate()
-        tpudist.MultiWorkerMirroredStrategy()  # connects
-        topology = Topology.of(jax.devices())
-        found = [topology.num_tasks, topology.mesh_shape.tolist()]
-        for shape in ([2, 1, 1, 2], [1, 2, 1, 2]):
-            assignment = DeviceAssignment.build(topology, shape, num_replicas=2)
-            strategy = tpudist.TPUStrategy(None, assignment)
-            with strategy.scope():
-                w = tpudist.Variable(np.ones(4, np.float32))
-
-            def step(x):
-                x = strategy.experimental_split_to_logical_devices(x, [2, 2])
-
-                def loss(w):
-                    return tpudist.compute_average_loss(jnp.sin(x @ w))
-
-                gradient = jax.grad(loss)(w.read_value())
-                gradient = tpudist.get_replica_context().all_reduce("sum", gradient)
-                w.assign_sub(gradient)
-                return strategy.experimental_replicate_to_logical_devices(x).sum()
-
-            batch = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
-            for rows in strategy.experimental_distribute_dataset([batch, batch]):
-                sums = strategy.run(step, args=(rows,))
-            total = float(strategy.reduce("sum", sums, axis=None))
-            extended = strategy.extended
-            counts = [extended.num_hosts, extended.num_replicas_per_host]
-            found.append([len(strategy.replica_mesh.local_replicas), counts, total,
-                          np.asarray(w.read_value()).tolist()])
-        report(found)
-    """)
     batch = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
     w = np.ones(4)
     for _ in range(2):
         w = w - (np.cos(batch @ w)[:, None] * batch).mean(0)
-    for process in finished:
-        tasks, mesh_shape, within, across = process.result
+    for found in in_two_processes:
+        tasks, mesh_shape, within, across = found["replicas"]
         assert (tasks, mesh_shape) == (2, [2, 2, 1, 2])
         assert (within[:2], across[:2]) == ([1, [2, 1]], [2, [2, 2]])
         for *_, total, weights in (within, across):

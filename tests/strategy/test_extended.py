@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 import tpudist
 from compiles import NewCompiles
+from garbage import only_new_objects
 from tpudist import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from tpudist.xla.hlo import collective_ops
 
@@ -28,7 +29,14 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+# Replicas of one device, and no scope at all: the others are variations of the first.
+PARAMS = [
+    name if name in ("mirrored 8", "default") else pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in STRATEGIES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def strategy(request):
     return STRATEGIES[request.param]()
 
@@ -312,6 +320,7 @@ def test_an_on_read_variable_cannot_be_read_in_the_update_of_another(mirrored):
     assert [x.tolist() for x in local.values] == [[2, 3]] * 8
 
 
+@only_new_objects()
 def test_an_update_of_an_on_read_variable_is_compiled_once(mirrored):
     v = make(mirrored, synchronization=ON_READ, aggregation=SUM)
 
@@ -597,24 +606,41 @@ def scattered(what, indices, values):
     return pytest.approx(table.tolist())
 
 
-@pytest.mark.parametrize("what", REFERENCE)
 @pytest.mark.parametrize("where", ["eager", "update", "merge_call", "replica"])
-def test_a_scatter_changes_rows_in_each_context(strategy, what, where):
-    v = make(strategy, TABLE)
+def test_each_scatter_changes_rows_in_each_context(strategy, where):
+    variables = {what: make(strategy, TABLE) for what in REFERENCE}
     slices = IndexedSlices(jnp.array([2.0, 3.0]), jnp.array([0, 3]))
-    scatter = lambda c, x: getattr(c, f"scatter_{what}")(x)  # noqa: E731
+
+    def scatter_all():
+        return {what: getattr(v, f"scatter_{what}")(slices) for what, v in variables.items()}
+
     if where == "eager":
-        new = scatter(v, slices)
+        new = scatter_all()
     elif where == "update":
-        new = strategy.extended.update(v, scatter, args=(slices,))
+        new = {
+            what: strategy.extended.update(
+                v, lambda c, x, what=what: getattr(c, f"scatter_{what}")(x), args=(slices,)
+            )
+            for what, v in variables.items()
+        }
     elif where == "replica":
-        new = strategy.run(lambda: scatter(v, slices))
+        new = strategy.run(scatter_all)
     else:
-        new = in_merge_call(strategy, lambda s: scatter(v, slices))
-    assert new.tolist() == v.tolist() == scattered(what, [0, 3], [2, 3])
+        new = in_merge_call(strategy, lambda s: scatter_all())
+    assert new.keys() == REFERENCE.keys()
+    for what, v in variables.items():
+        assert new[what].tolist() == v.tolist() == scattered(what, [0, 3], [2, 3]), what
 
 
-@pytest.mark.parametrize("what", ["add", "sub", "mul", "div", "min", "max"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "add",
+        "min",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("sub", "mul", "div", "max")),
+    ],
+)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.5, 1, 2, 3])), max_size=6))
 def test_all_slices_of_a_row_count(mirrored, what, slices):
     v = make(mirrored, TABLE)

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 import tpudist
-from geometry_program import Setup, abstract_args, train, train_step
+from geometry_program import (
+    Setup,
+    abstract_args,
+    train,
+    train_step,
+    train_stepwise,
+    weights_of,
+)
 from places import DATA
 from processes import run_processes
 from tpudist.state.partitioners import MinSizePartitioner
@@ -24,6 +31,7 @@ LEDGERS = {
 LEDGER = next(file for version, file in LEDGERS.items() if jax.__version_info__ >= version)
 # float32 sums in another order differ in the last bits, and steps of Adam add to it.
 RELATIVE = 1e-4
+FEW_STEPS, MANY_STEPS = 6, 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Geometry:
 
     make: object
     setup: Setup = Setup()
-    num_steps: int = 6
+    num_steps: int = FEW_STEPS
 
 
 def mirrored(num_devices=8, **setup):
@@ -69,7 +77,7 @@ GEOMETRIES = {
         changes={"remat": "full"}, memory_kind="pinned_host"
     ),
     # Batches and parameters are split.
-    "2 replicas of fsdp=4": dataclasses.replace(tpu(fsdp=4), num_steps=20),
+    "2 replicas of fsdp=4": dataclasses.replace(tpu(fsdp=4), num_steps=MANY_STEPS),
     "1 replica of fsdp=8, remat dots": tpu(changed(remat="dots"), fsdp=8),
     "1 replica of data=8": tpu(data=8),
     "2 replicas of data=2, fsdp=2": tpu(data=2, fsdp=2),
@@ -108,12 +116,19 @@ GEOMETRIES = {
 
 
 @functools.cache
-def on_one_device(num_steps: int, experts: bool = False):
-    return train(tpudist.OneDeviceStrategy(), num_steps, Setup(experts=experts))
+def on_one_device(experts: bool = False):
+    """The losses of many steps, and the weights after a few of them and after all."""
+    strategy, losses, weights = tpudist.OneDeviceStrategy(), [], {}
+    for loss, model in train_stepwise(strategy, MANY_STEPS, Setup(experts=experts)):
+        losses.append(float(loss))
+        if len(losses) in (FEW_STEPS, MANY_STEPS):
+            weights[len(losses)] = weights_of(strategy, model)
+    return losses, weights
 
 
 def assert_same(trained, num_steps: int, experts: bool = False):
-    losses, weights = on_one_device(num_steps, experts)
+    losses, weights = on_one_device(experts)
+    losses, weights = losses[:num_steps], weights[num_steps]
     np.testing.assert_allclose(trained[0], losses, rtol=RELATIVE)
     assert trained[1].keys() == weights.keys()
     for name, weight in weights.items():
@@ -123,14 +138,16 @@ def assert_same(trained, num_steps: int, experts: bool = False):
         )
 
 
-@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_one_device_learns(experts):
     """Otherwise equal losses would say nothing."""
-    losses, _ = on_one_device(20, experts)
+    losses, _ = on_one_device(experts)
     assert losses[-1] < 0.6 * losses[0]
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_transformer_trains_alike_on_every_geometry(name):
     """With a partial batch among the steps: every loss, and the weights at the end."""
@@ -140,6 +157,7 @@ def test_a_transformer_trains_alike_on_every_geometry(name):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_geometry_communicates_what_its_ledger_says(name):
     """Which collectives, along which axes, of how many bytes, how often, and who asks for them."""
@@ -177,6 +195,7 @@ def test_compilers_of_all_versions_send_the_same():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_two_processes_of_four_devices_train_as_one_device_does():
     """The gradients cross a process boundary, and each process reads its own rows."""
@@ -186,11 +205,11 @@ def test_two_processes_of_four_devices_train_as_one_device_does():
         tpudist.emulate()
         strategy = tpudist.MultiWorkerMirroredStrategy()
         from geometry_program import train
-        losses, weights = train(strategy)
+        losses, weights = train(strategy, num_steps=6)
         assert strategy.num_replicas_in_sync == 8
         report([losses, {name: weight.tolist() for name, weight in weights.items()}])
     """)
     for process in finished:
         losses, weights = process.result
         weights = {name: np.asarray(w, np.float32) for name, w in weights.items()}
-        assert_same((losses, weights), 20)
+        assert_same((losses, weights), FEW_STEPS)

@@ -67,7 +67,14 @@ def kinds(optimizer):
 
 
 @needs_host_memory
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "2 replicas of fsdp=4" else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in STRATEGIES
+    ],
+)
 def test_optimizer_state_in_host_memory_trains_to_the_same_numbers(name):
     """And is found there after each step, so that later steps find the program they compiled."""
     strategy = STRATEGIES[name]()
@@ -152,6 +159,7 @@ def test_a_strategy_that_stores_state_itself_does_not_store_it_elsewhere():
 
 @pytest.mark.libtpu
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {}])
 def test_on_tpu_the_state_takes_host_memory_and_none_of_the_devices(axes):
     """It comes to the device and goes back in copies that other work may overlap."""

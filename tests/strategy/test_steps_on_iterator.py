@@ -14,7 +14,15 @@ from tpudist.strategies.central_storage import CentralStorageStrategy
 
 
 @pytest.fixture(
-    scope="module", params=["mirrored", "fsdp", "one device", "central storage", "default"]
+    scope="module",
+    params=[
+        "mirrored",
+        "fsdp",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("one device", "central storage", "default")
+        ),
+    ],
 )
 def strategy(request):
     return {
@@ -52,39 +60,48 @@ def replica_step(model, optimizer, metric, batch):
     return {"loss": loss, "y": batch["y"], "step": "done"}
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 8])
-def test_the_results_are_those_of_single_steps(strategy, num_steps):
+def train(strategy, num_steps=None):
+    """Losses, rows, weights and a metric of 70 rows, by `run_steps`, or step by step for None."""
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(70, 4)).astype(np.float32), "y": np.arange(70, dtype=np.float32)}
+    with strategy.scope():
+        model = Model(nnx.Rngs(0))
+        optimizer = tpudist.Optimizer(optax.adam(1e-2), model)
+        metric = nnx.metrics.Average()
+    dataset = strategy.experimental_make_numpy_dataset(data).batch(16)
+    state = (model, optimizer, metric)
+    results = []
+    if num_steps is None:
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            results.append(strategy.run(replica_step, (*state, batch)))
+    else:
+        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        for _ in range(-(-5 // num_steps)):
+            results += strategy.run_steps(replica_step, iterator, num_steps, args=state)
+        with pytest.raises(StopIteration):
+            strategy.run_steps(replica_step, iterator, num_steps, args=state)
+    losses = [float(strategy.reduce("sum", r["loss"], axis=None)) for r in results]
+    rows = [strategy.gather(r["y"], axis=0).tolist() for r in results]
+    assert {r["step"] for r in results} == {"done"}
+    weights = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    return losses, rows, weights, float(metric.compute())
 
-    def train(num_steps):
-        with strategy.scope():
-            model = Model(nnx.Rngs(0))
-            optimizer = tpudist.Optimizer(optax.adam(1e-2), model)
-            metric = nnx.metrics.Average()
-        dataset = strategy.experimental_make_numpy_dataset(data).batch(16)
-        state = (model, optimizer, metric)
-        results = []
-        if num_steps is None:
-            for batch in strategy.experimental_distribute_dataset(dataset):
-                results.append(strategy.run(replica_step, (*state, batch)))
-        else:
-            iterator = iter(strategy.experimental_distribute_dataset(dataset))
-            for _ in range(-(-5 // num_steps)):
-                results += strategy.run_steps(replica_step, iterator, num_steps, args=state)
-            with pytest.raises(StopIteration):
-                strategy.run_steps(replica_step, iterator, num_steps, args=state)
-        losses = [float(strategy.reduce("sum", r["loss"], axis=None)) for r in results]
-        rows = [strategy.gather(r["y"], axis=0).tolist() for r in results]
-        assert {r["step"] for r in results} == {"done"}
-        weights = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-        return losses, rows, weights, float(metric.compute())
 
-    losses, rows, weights, metric = train(num_steps)
-    expected_losses, expected_rows, expected_weights, expected_metric = train(None)
+@pytest.fixture(scope="module")
+def single_steps(strategy):
+    return train(strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_steps", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 8))]
+)
+def test_the_results_are_those_of_single_steps(strategy, single_steps, num_steps):
+    losses, rows, weights, metric = train(strategy, num_steps)
+    expected_losses, expected_rows, expected_weights, expected_metric = single_steps
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert rows == expected_rows
-    assert sum(rows, []) == data["y"].tolist()
+    assert sum(rows, []) == list(range(70))
     assert metric == pytest.approx(expected_metric)
     for x, y in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

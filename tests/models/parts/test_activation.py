@@ -39,7 +39,9 @@ def gradients(function, branches, weight):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_branches", [1, 2])
-@pytest.mark.parametrize("length", [1, 16, 131, 150, 384])
+@pytest.mark.parametrize(
+    "length", [150, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 16, 131, 384))]
+)
 def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_branches):
     """For lengths of one piece, of several, and those that nothing divides.
 
@@ -47,7 +49,8 @@ def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_
     """
     args = arguments(length, num_branches, dtype)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
-    found, want = gradients(activation_product, *args), gradients(plain, *wide)
+    run = jax.jit(gradients, static_argnums=0)
+    found, want = run(activation_product, *args), run(plain, *wide)
     for a, b in zip(found, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, dtype)
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
@@ -81,6 +84,7 @@ def of_blocks(product, x, weights):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
+@pytest.mark.exhaustive
 def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     devices = topology.devices("v5e:2x2")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)

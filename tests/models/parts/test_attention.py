@@ -79,7 +79,7 @@ def assert_same(got, want, tolerance=1e-5):
     group=st.integers(1, 3),
     tile=st.sampled_from([2, 3, 512]),
 )
-@hypothesis.settings(max_examples=5)
+@hypothesis.settings(max_examples=3)
 def test_ring_attention_is_attention_on_any_number_of_devices(devices, part, kv_heads, group, tile):
     """To the last bits of float32, and so are its gradients."""
     inputs = query_key_value(1, devices * part, kv_heads * group, kv_heads)
@@ -134,20 +134,22 @@ def test_what_goes_around_the_ring_does_so_while_something_else_is_folded():
     assert num_permutes
 
 
+@pytest.mark.slow
 def test_the_memory_of_ring_attention_grows_with_the_length_and_not_its_square():
     short, long = (ring_on(length).memory_analysis().temp_size_in_bytes for length in (8192, 16384))
     assert long < 2.2 * short
 
 
-@pytest.mark.parametrize("length", [128, 200])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [pytest.param(128, marks=pytest.mark.exhaustive), 200])
 def test_splash_attention_is_attention_at_lengths_that_do_not_fill_its_tiles(length):
     inputs = query_key_value(1, length, 4, 2)
     got, want = (jax.jit(with_gradients(way))(*inputs) for way in ("splash", "dot_product"))
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("method", ["splash", "ring", "auto"])
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("method", [pytest.param("splash", marks=pytest.mark.slow), "ring", "auto"])
+@pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.exhaustive), 1])
 def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devices(
     method, kv_heads
 ):
@@ -159,6 +161,7 @@ def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devic
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["splash", "ring"])
 def test_half_precision_is_summed_in_float32(method):
     inputs = query_key_value(dtype=jnp.bfloat16)
@@ -207,7 +210,15 @@ def lowered_for_a_tpu(way: str, axes: tuple[tuple[str, int], ...]) -> str:
 
 
 @pytest.mark.libtpu
-@pytest.mark.parametrize("axes", [(), (("fsdp", 4), ("tensor", 1)), (("fsdp", 2), ("tensor", 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (),
+        pytest.param((("fsdp", 4), ("tensor", 1)), marks=pytest.mark.exhaustive),
+        (("fsdp", 2), ("tensor", 2)),
+    ],
+)
 def test_a_program_for_a_tpu_that_is_not_here_takes_the_kernel_by_itself(axes):
     """This machine's own platform says nothing about it."""
     assert lowered_for_a_tpu("auto", axes).count("tpu_custom_call") >= 2  # there and back
@@ -237,6 +248,7 @@ TAILS = [
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("axes", "changes"), TAILS)
 def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, changes):
     """Also where a device holds some of a replica's rows, and does not for all numbers of them."""
@@ -267,6 +279,7 @@ def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, c
 
 @pytest.mark.slow
 @pytest.mark.libtpu
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [None, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
 def test_a_partial_batch_compiles_for_a_tpu_with_the_kernel(axes):
     for real in (None, lambda replicas: rows_of_a_tail(replicas, 4)):
@@ -332,6 +345,7 @@ def test_scores_have_a_scale_a_cap_and_a_window(scale, cap, window, has_window):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("has_window", [None, True, False])
 def test_splash_attention_has_the_same_scores(has_window):
     inputs = query_key_value(1, 200, 2, 1)

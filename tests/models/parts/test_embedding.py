@@ -73,6 +73,7 @@ def test_a_cpu_holds_no_row_for_each_token_and_entry(num_devices):
     assert "one_hot" not in program.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_tpu_whose_rows_are_split_gathers_none_of_them():
     program = compiled(topology.devices("v5e:2x2"))
@@ -83,13 +84,19 @@ def test_a_tpu_whose_rows_are_split_gathers_none_of_them():
     assert program.memory_analysis().temp_size_in_bytes < BATCH * LENGTH * VOCABULARY / 10
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_one_tpu_scatters():
     assert "in_place_of_scatter" not in compiled(topology.devices("v5e:1x1")).as_text()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4), (1, 4, 2)])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 2, 2), *(pytest.param(x, marks=pytest.mark.exhaustive) for x in [(1, 2, 4), (1, 4, 2)])],
+)
 def test_a_table_whose_rows_are_split_gives_the_rows_of_the_whole_one(shape, dtype):
     """Left to XLA's partitioner, it ends the process (jaxlib 0.12)."""
     mesh = jax.make_mesh(shape, ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)

@@ -16,7 +16,9 @@ def heads(length=9, width=8, dtype=jnp.float32, seed=0):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("width", [2, 8, 128])
+@pytest.mark.parametrize(
+    "width", [8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 128))]
+)
 def test_the_product_is_the_rotation_of_halves_and_so_is_its_gradient(dtype, width):
     x, out = heads(width=width, dtype=dtype), heads(width=width, dtype=dtype, seed=1)
     rotation = rotary.rotation(x.shape[1], width, 10_000.0)
