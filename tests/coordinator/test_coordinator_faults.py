@@ -638,10 +638,8 @@ def count_iterators():
     return sum(type(x) is WorkerIterator for x in gc.get_objects())
 
 
-def test_iterators_that_nobody_uses_are_forgotten(run, request):
+def test_iterators_that_nobody_uses_are_forgotten(run):
     """testRepeatedIteratorCreation: no live iterators are left of those that came before."""
-    gc.freeze()  # all that other tests have left in this process need not be looked through
-    request.addfinalizer(gc.unfreeze)
     dataset = run.coordinator.create_per_worker_dataset(lambda: range(1000))
 
     def use(iterator):
@@ -822,10 +820,8 @@ def use_and_forget(engine):
 
 
 @on_both_engines
-def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine, request):
+def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
     """ClusterCoordinatorDestroyed, also after errors, and functions that hold it."""
-    gc.freeze()  # as above
-    request.addfinalizer(gc.unfreeze)
     threads = set(threading.enumerate())
     started = use_and_forget(engine)
 

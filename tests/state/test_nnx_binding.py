@@ -11,7 +11,6 @@ from flax import nnx
 
 import tpudist
 from compiles import NewCompiles
-from garbage import only_new_objects
 from tpudist import PerReplica
 from tpudist.state import nnx_binding
 
@@ -83,7 +82,6 @@ class Table:
     """Something large that a model has beside its Variables."""
 
 
-@only_new_objects()
 def test_nothing_of_a_model_outlives_its_strategy():
     class Model(nnx.Module):
         def __init__(self):

@@ -12,7 +12,6 @@ import pytest
 
 import tpudist
 from compiles import NewCompiles
-from garbage import only_new_objects
 from tpudist import PerReplica, VariableAggregation, VariableSynchronization
 
 NONE, SUM, MEAN, FIRST = (
@@ -897,7 +896,6 @@ def test_a_variable_made_after_the_step_can_be_used_by_its_next_trace(strategy):
     assert [v.numpy().tolist() for v in variables] == [[3, 4], [2, 3]]
 
 
-@only_new_objects()
 def test_other_variables_come_and_go_without_a_compile(strategy):
     v = make(strategy, MEAN)
 
@@ -999,7 +997,6 @@ def test_a_component_is_not_for_replica_functions(mirrored):
             mirrored.run(lambda step=step: step() and None)
 
 
-@only_new_objects()
 def test_a_component_stays_the_same_object_as_long_as_it_is_held(mirrored):
     v = make(mirrored)
     component = v.values[1]

@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 import tpudist
-from garbage import only_new_objects
 from tpudist import IndexedSlices
 from tpudist.checkpoint import Checkpoint, CheckpointManager
 from tpudist.cluster_resolver import ClusterSpec, SimpleClusterResolver
@@ -891,7 +890,6 @@ def test_what_belongs_in_closures_is_refused_outside(start):
 
 
 @pytest.mark.parametrize("has_log", [False, True])
-@only_new_objects()
 def test_a_coordinator_in_the_place_of_one_that_nobody_held_has_effect(start, has_log, tmp_path):
     """It numbered its functions as the one before had, and servers took them for done."""
     run = start(log=tmp_path if has_log else None)
@@ -911,7 +909,6 @@ def test_numbers_are_fetched_as_numpy_has_them(start):
     assert (type(found[0]), type(found[1])) == (np.float32, np.ndarray)
 
 
-@only_new_objects()
 def test_nothing_is_left_when_it_is_forgotten(threads_left):
     run = Run()
     v = run.make(0.0)

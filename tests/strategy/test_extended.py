@@ -13,7 +13,6 @@ from hypothesis import given, settings
 
 import tpudist
 from compiles import NewCompiles
-from garbage import only_new_objects
 from tpudist import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from tpudist.xla.hlo import collective_ops
 
@@ -320,7 +319,6 @@ def test_an_on_read_variable_cannot_be_read_in_the_update_of_another(mirrored):
     assert [x.tolist() for x in local.values] == [[2, 3]] * 8
 
 
-@only_new_objects()
 def test_an_update_of_an_on_read_variable_is_compiled_once(mirrored):
     v = make(mirrored, synchronization=ON_READ, aggregation=SUM)
 
