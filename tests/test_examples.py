@@ -36,7 +36,8 @@ RANDOM = {
     "diffusion_equinox": "noise, and times that are spread over the rows of a replica",
 }
 TAILS = {"mnist_jax": "1797 digits are 14 batches of 128 and one of 5"}
-SLOW = {"diffusion_equinox", "gpt_nnx", "lm1b_linen", "resnet_linen", "rnn_haiku"}
+# Each run has these two, and a share of the others.
+CORE = {"mnist_linen", "vae_nnx"}
 PACKAGES = {"haiku": "haiku", "equinox": "equinox"}
 
 
@@ -61,8 +62,9 @@ def test_a_distributed_program_changes_few_lines(name):
     assert 0 < num_changed_lines(name) <= MOST_CHANGED_LINES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in NAMES]
+    "name", [pytest.param(x, marks=[] if x in CORE else [pytest.mark.exhaustive]) for x in NAMES]
 )
 def test_an_example_gives_the_losses_of_one_device_in_one_program(name, monkeypatch):
     if name == "vae_nnx":  # its noise is drawn anew for the rows of each replica
@@ -81,7 +83,13 @@ def test_an_example_gives_the_losses_of_one_device_in_one_program(name, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("lm1b_linen", {"num_steps": 20, "width": 16, "dropout_rate": 0.1}), ("vae_nnx", {})],
+    [
+        pytest.param(
+            *("lm1b_linen", {"num_steps": 20, "width": 16, "dropout_rate": 0.1}),
+            marks=pytest.mark.exhaustive,
+        ),
+        ("vae_nnx", {}),
+    ],
 )
 def test_losses_with_random_numbers_of_each_replica_fall_alike(name, options):
     plain, distributed, compiles = run_both(name, **options)

@@ -56,8 +56,23 @@ def saved(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("there", ["one device", "8 replicas", "fsdp 2 x tensor 4"])
-@pytest.mark.parametrize("here", list(STRATEGIES))
+# Each run restores these, and a share of the other pairs.
+MARKS_OF_PAIRS = {
+    ("8 replicas", "one device"): (),
+    ("fsdp 2 x tensor 4", "8 replicas"): pytest.mark.slow,
+    ("2 replicas of fsdp 4", "fsdp 2 x tensor 4"): pytest.mark.slow,
+}
+OTHER_PAIRS = [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        pytest.param(here, there, marks=MARKS_OF_PAIRS.get((here, there), OTHER_PAIRS))
+        for here in STRATEGIES
+        for there in ("one device", "8 replicas", "fsdp 2 x tensor 4")
+    ],
+)
 def test_a_state_comes_back_bit_by_bit_on_any_mesh(states, saved, there, here):
     state, (folder, step, expected) = states(here), saved(there)
     shardings = [x.sharding for x in jax.tree.leaves(nnx.state(state.model))]
@@ -70,6 +85,7 @@ def test_a_state_comes_back_bit_by_bit_on_any_mesh(states, saved, there, here):
     assert [x.sharding for x in jax.tree.leaves(nnx.state(state.model))] == shardings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["8 replicas", "fsdp 2 x tensor 4"])
 def test_a_restored_state_trains_as_the_saved_one_does(saved, name):
     folder, seed, _ = saved(name)
@@ -120,6 +136,7 @@ def test_variables_in_central_storage_are_restored_to_it(tmp_path):
     assert v.numpy().tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @hypothesis.given(
     some.dictionaries(
         some.text(some.characters(codec="utf-8"), max_size=6),
@@ -130,7 +147,7 @@ def test_variables_in_central_storage_are_restored_to_it(tmp_path):
         max_size=5,
     )
 )
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=8)
 def test_any_names_and_arrays_round_trip(tmp_path_factory, tree):
     target = Checkpoint(tree={name: np.zeros_like(x) for name, x in tree.items()})
     folder = tmp_path_factory.mktemp("any")

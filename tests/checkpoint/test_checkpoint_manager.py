@@ -344,6 +344,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_is_told_at_the_next_step(tmp
     _check_full_disk(tmp_path / "run", 1_000_000)
 
 
+@pytest.mark.slow
 def test_a_really_full_disk_does_so_too(tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -370,6 +371,7 @@ SAVES_FOR_EVER = """
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_killed_in_the_middle_is_never_picked_up(tmp_path):
     """Each run is killed while it writes; the next one has the newest that was complete."""
     env = os.environ | {"PYTHONPATH": PYTHONPATH}
@@ -434,6 +436,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path):
     assert manager.verify(2) == []
 
 
+@pytest.mark.slow
 def test_an_error_in_the_block_is_not_hidden_by_that_of_the_save(tmp_path):
     program = """
         import resource, signal, sys

@@ -9,7 +9,7 @@ from checkpoint_program import digest, make_state
 from processes import run_processes
 from tpudist.checkpoint import CheckpointManager
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROGRAM = """
     import resource, signal, sys, time, warnings
@@ -93,7 +93,6 @@ def finished(tmp_path_factory):
     return folder, saved, [x.result for x in run_processes(PROGRAM, args=names)]
 
 
-@pytest.mark.slow
 def test_two_processes_restore_what_one_has_saved(finished):
     folder, saved, results = finished
     for result in results:
@@ -109,7 +108,6 @@ def test_all_processes_are_told_of_a_damaged_file(finished):
         assert "The checkpoint of step 3 is used instead" in warned
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [tpudist.OneDeviceStrategy, tpudist.MirroredStrategy])
 def test_one_process_restores_what_two_have_saved(finished, make):
     folder, _, results = finished

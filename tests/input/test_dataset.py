@@ -541,6 +541,7 @@ def test_iterating_in_a_replica_function_is_refused():
     next(iterator)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_each_process_feeds_its_own_replicas():
     program = """

@@ -1,5 +1,7 @@
 """Data in several processes: who reads what, that they agree, and that nobody waits for ever."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -8,9 +10,9 @@ import tpudist
 from processes import run_processes
 from tpudist import NumpyDataset
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-COMMON = """
+PROGRAM = """
     import json, sys, warnings
     import jax, numpy as np
     import tpudist
@@ -39,6 +41,181 @@ COMMON = """
     def generator():
         for i in range(6):
             yield np.arange(16 - 2 * (i == 5)) + 16 * i
+
+    def share_out():
+        found = {}
+        mine = np.arange(20) + 100 * me
+
+        parts = distribute(NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF)
+        iterator = iter(parts)
+        found["off"] = [ids(next(iterator))]
+        state = iterator.get_state()
+        found["off"] += [ids(x) for x in iterator]
+        again = iter(distribute([mine[:8], mine[8:16], mine[16:]],
+                                auto_shard_policy=AutoShardPolicy.OFF))
+        found["off of a list"] = [ids(x) for x in again]
+        again = iter(distribute(NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF))
+        again.set_state(state)
+        found["off resumed"] = [ids(x) for x in again]
+        off, file = AutoShardPolicy.OFF, AutoShardPolicy.FILE
+        found["off dropped"] = [ids(x) for x in distribute(
+            NumpyDataset(mine).batch(8), auto_shard_policy=off, partial_batch="drop")]
+
+        marked = NumpyDataset(np.arange(20)).shard(SHARD_HINT, SHARD_HINT)
+        hint = AutoShardPolicy.HINT
+        found["hint"] = [ids(x) for x in distribute(marked.batch(8), auto_shard_policy=hint)]
+        marked = NumpyDataset(np.arange(20)).shuffle(0).batch(8).shard(SHARD_HINT, SHARD_HINT)
+        found["hint of batches"] = [ids(x) for x in distribute(marked, auto_shard_policy=hint)]
+
+        rows = NumpyDataset(np.arange(20)).batch(8)
+        data = distribute(rows, auto_shard_policy=AutoShardPolicy.DATA)
+        found["data"] = [ids(x) for x in data]
+        found["table"] = str(explain(data))
+        found["table of iterable"] = str(explain(distribute(lambda: iter([np.zeros(8)]))))
+        found["table of function"] = str(
+            explain(strategy.distribute_datasets_from_function(lambda _: [np.zeros(2)])))
+
+        class Folder(NumpyDataset):
+            num_files = 1
+
+            def with_order_by_files(self):
+                return self.__class__(np.arange(20)[::-1]).batch(8)
+
+            def num_files_of(self, numbers):
+                return 1
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            by_files = distribute(Folder(np.arange(20)).batch(8), auto_shard_policy=file)
+        first = ids(next(iter(by_files)))
+        found["by files"] = [first, str(caught[0].message), str(explain(by_files))]
+        found["mistakes"] = [
+            failure(lambda: distribute(rows, auto_shard_policy=off)),
+            failure(lambda: distribute(rows, auto_shard_policy=hint)),
+            failure(lambda: distribute([np.zeros(8)], auto_shard_policy=hint)),
+            failure(lambda: distribute(rows, auto_shard_policy=file)),
+            failure(lambda: distribute(rows, auto_shard_policy=off, partial_batch="shrink")),
+            failure(lambda: distribute(marked)),
+        ]
+        return found
+
+
+    def go_on(states):
+        found = []
+        for make, state in ((indexed, states[0]), (lambda: generator, states[1])):
+            iterator = iter(distribute(make()))
+            iterator.set_state(state)
+            taken = [ids(next(iterator)) for _ in range(2)]
+            found.append([taken, iterator.get_state()])
+        return found
+
+
+    def make_by_functions():
+        def dataset_fn(context):
+            size = 21 if context.input_pipeline_id else 9
+            return NumpyDataset({"x": np.arange(1, size) + 100 * me, "y": (np.ones((size - 1, 2)),)}
+                                ).batch(2)
+
+        def make(prefetch=1):
+            options = InputOptions(experimental_per_replica_buffer_size=prefetch)
+            return strategy.distribute_datasets_from_function(dataset_fn, options)
+
+        whole = [ids(element["x"]) for element in make()]
+        found = []
+        for step in range(len(whole) + 1):
+            iterator = iter(make(step % 2))
+            for _ in range(step):
+                next(iterator)
+            state = iterator.get_state()
+            iterator.close()
+            resumed = iter(make())
+            resumed.set_state(state)
+            found.append([ids(element["x"]) for element in resumed])
+
+        def nothing_here(context):
+            some = [{"x": (np.full((2, 3), i + 1.0), None)} for i in range(5)]
+            return some if me else []
+
+        dry = [[x["x"][0].rows, ids(x["x"][0])]
+               for x in strategy.distribute_datasets_from_function(nothing_here)]
+        padding = [np.asarray(s.data).min().item()
+                   for x in strategy.distribute_datasets_from_function(nothing_here)
+                   for s in x["x"][0].array.addressable_shards]
+        differ = failure(lambda: strategy.distribute_datasets_from_function(
+            lambda _: [np.zeros((2, 3 + me))] * 4))
+
+        def shuffled(seed):
+            return strategy.distribute_datasets_from_function(
+                lambda context: NumpyDataset(np.arange(20) + 100 * me).shuffle(seed + me).batch(2))
+
+        iterator = iter(shuffled(0))
+        next(iterator)
+        given, iterator = iterator.get_state(), iter(shuffled(7))
+        other = failure(lambda: [iterator.set_state(given)])
+        return [whole, found, state, dry, padding, differ, other]
+
+
+    def read_alike():
+        def ends_early():
+            yield from [np.zeros(8)] * (2 if me else 4)
+
+        def has_other_rows():
+            yield np.zeros(8)
+            yield np.zeros(6 if me else 8)
+
+        def fails():
+            yield np.zeros(8)
+            if me:
+                raise OSError("disk on fire")
+            yield from [np.zeros(8)] * 3
+
+        def changes():
+            yield np.zeros(8)
+            yield np.zeros(8, np.int32 if me else np.float32)
+
+        def open_fails():
+            if me:
+                raise PermissionError("not yours")
+            return [np.zeros(8)]
+
+        mistakes = [failure(lambda: distribute(make))
+                    for make in (ends_early, has_other_rows, fails, changes)]
+        mistakes.append(failure(lambda: distribute(open_fails)))
+        rows = NumpyDataset(np.arange(32))
+        mistakes.append(failure(lambda: distribute(rows.shuffle(me).batch(8 + 8 * me))))
+        mistakes.append(failure(lambda: distribute(rows.batch(8) if me else [np.zeros(8)])))
+
+        dataset = distribute(indexed())
+        if me:
+            iter(dataset)
+        mistakes.append(failure(lambda: dataset))
+
+        # One process alone leaves a loop: the other is told, at once.
+        alone = None
+        try:
+            for i, _ in enumerate(distribute(lambda: (np.zeros(8) for _ in range(1000)))):
+                if me and i == 1:
+                    break
+        except RuntimeError as error:
+            alone = str(error)
+
+        # A pass that is left in the middle leaves nobody waiting, and the next one is whole.
+        dataset = distribute(generator)
+        for _ in dataset:
+            break
+        iterator = iter(dataset)
+        next(iterator), next(iterator)
+        iterator.close()
+        whole = [ids(x) for x in dataset]
+        return [mistakes, whole, alone]
+
+
+    report({
+        "shared out": share_out(),
+        "resumed": go_on(json.loads(sys.argv[1])),
+        "of functions": make_by_functions(),
+        "read alike": read_alike(),
+    })
 """
 
 
@@ -55,36 +232,39 @@ def _generator():
         yield np.arange(16 - 2 * (i == 5)) + 16 * i
 
 
-@pytest.mark.slow
-def test_a_run_of_two_processes_goes_on_in_one_and_back_again():
-    """The ids are those of a run without any stop: none is missing, none comes twice."""
-    program = (
-        COMMON
-        + """
-    states = json.loads(sys.argv[1])
-    found = []
-    for make, state in ((indexed, states[0]), (lambda: generator, states[1])):
-        iterator = iter(distribute(make()))
-        iterator.set_state(state)
-        taken = [ids(next(iterator)) for _ in range(2)]
-        found.append([taken, iterator.get_state()])
-    report(found)
-    """
-    )
-    import json
+MAKES = (_indexed, lambda: _generator)
 
+
+@pytest.fixture(scope="module")
+def references():
+    """What passes without a stop give, and their states after two steps: of one process."""
     strategy = tpudist.MirroredStrategy()
-    makes, states, references = (_indexed, lambda: _generator), [], []
-    for make in makes:
+    states, found = [], []
+    for make in MAKES:
         dataset = strategy.experimental_distribute_dataset(make())
-        references.append([_ids(strategy, x) for x in dataset])
+        found.append([_ids(strategy, x) for x in dataset])
         iterator = iter(strategy.experimental_distribute_dataset(make()))
         for _ in range(2):
             next(iterator)
         states.append(iterator.get_state())
-    one, two = (p.result for p in run_processes(program, args=[json.dumps(states)]))
+    return found, states
+
+
+@pytest.fixture(scope="module")
+def processes(references):
+    """Two processes that have run all of `PROGRAM`."""
+    return run_processes(PROGRAM, args=[json.dumps(references[1])])
+
+
+def _results(processes, name):
+    return [process.result[name] for process in processes]
+
+
+def test_a_run_of_two_processes_goes_on_in_one_and_back_again(references, processes):
+    """The ids are those of a run without any stop: none is missing, none comes twice."""
+    one, two = _results(processes, "resumed")
     assert one == two
-    for make, reference, (taken, state) in zip(makes, references, one, strict=True):
+    for make, reference, (taken, state) in zip(MAKES, references[0], one, strict=True):
         assert taken == reference[2:4]
         for num_replicas in (1, 2, 8):
             here = tpudist.MirroredStrategy(jax.devices()[:num_replicas])
@@ -93,67 +273,9 @@ def test_a_run_of_two_processes_goes_on_in_one_and_back_again():
             assert [_ids(here, x) for x in iterator] == reference[4:]
 
 
-@pytest.mark.slow
-def test_processes_that_read_alike_agree_at_every_step():
+def test_processes_that_read_alike_agree_at_every_step(processes):
     """Each mistake is an error in both processes at the same step, and none waits for the other."""
-    program = (
-        COMMON
-        + """
-    def ends_early():
-        yield from [np.zeros(8)] * (2 if me else 4)
-
-    def has_other_rows():
-        yield np.zeros(8)
-        yield np.zeros(6 if me else 8)
-
-    def fails():
-        yield np.zeros(8)
-        if me:
-            raise OSError("disk on fire")
-        yield from [np.zeros(8)] * 3
-
-    def changes():
-        yield np.zeros(8)
-        yield np.zeros(8, np.int32 if me else np.float32)
-
-    def open_fails():
-        if me:
-            raise PermissionError("not yours")
-        return [np.zeros(8)]
-
-    mistakes = [failure(lambda: distribute(make))
-                for make in (ends_early, has_other_rows, fails, changes)]
-    mistakes.append(failure(lambda: distribute(open_fails)))
-    rows = NumpyDataset(np.arange(32))
-    mistakes.append(failure(lambda: distribute(rows.shuffle(me).batch(8 + 8 * me))))
-    mistakes.append(failure(lambda: distribute(rows.batch(8) if me else [np.zeros(8)])))
-
-    dataset = distribute(indexed())
-    if me:
-        iter(dataset)
-    mistakes.append(failure(lambda: dataset))
-
-    # One process alone leaves a loop: the other is told, at once.
-    alone = None
-    try:
-        for i, _ in enumerate(distribute(lambda: (np.zeros(8) for _ in range(1000)))):
-            if me and i == 1:
-                break
-    except RuntimeError as error:
-        alone = str(error)
-
-    # A pass that is left in the middle leaves nobody waiting, and the next one is whole.
-    dataset = distribute(generator)
-    for _ in dataset:
-        break
-    iterator = iter(dataset)
-    next(iterator), next(iterator)
-    iterator.close()
-    whole = [ids(x) for x in dataset]
-    report([mistakes, whole, alone])
-    """
-    )
-    results = [p.result for p in run_processes(program)]
+    results = _results(processes, "read alike")
     assert "process 1 has left and comes to no more rounds" in results[0][2]
     assert results[1][2] is None
     for mistakes, whole, _ in results:
@@ -187,69 +309,8 @@ def test_processes_that_read_alike_agree_at_every_step():
         assert told in text
 
 
-@pytest.mark.slow
-def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how():
-    program = (
-        COMMON
-        + """
-    found = {}
-    mine = np.arange(20) + 100 * me
-
-    parts = distribute(NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF)
-    iterator = iter(parts)
-    found["off"] = [ids(next(iterator))]
-    state = iterator.get_state()
-    found["off"] += [ids(x) for x in iterator]
-    again = iter(distribute([mine[:8], mine[8:16], mine[16:]],
-                            auto_shard_policy=AutoShardPolicy.OFF))
-    found["off of a list"] = [ids(x) for x in again]
-    again = iter(distribute(NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF))
-    again.set_state(state)
-    found["off resumed"] = [ids(x) for x in again]
-    found["off dropped"] = [ids(x) for x in distribute(
-        NumpyDataset(mine).batch(8), auto_shard_policy=AutoShardPolicy.OFF, partial_batch="drop")]
-
-    marked = NumpyDataset(np.arange(20)).shard(SHARD_HINT, SHARD_HINT)
-    hint = AutoShardPolicy.HINT
-    found["hint"] = [ids(x) for x in distribute(marked.batch(8), auto_shard_policy=hint)]
-    marked = NumpyDataset(np.arange(20)).shuffle(0).batch(8).shard(SHARD_HINT, SHARD_HINT)
-    found["hint of batches"] = [ids(x) for x in distribute(marked, auto_shard_policy=hint)]
-
-    rows = NumpyDataset(np.arange(20)).batch(8)
-    data = distribute(rows, auto_shard_policy=AutoShardPolicy.DATA)
-    found["data"] = [ids(x) for x in data]
-    found["table"] = str(explain(data))
-    found["table of iterable"] = str(explain(distribute(lambda: iter([np.zeros(8)]))))
-    found["table of function"] = str(
-        explain(strategy.distribute_datasets_from_function(lambda _: [np.zeros(2)])))
-    off, file = AutoShardPolicy.OFF, AutoShardPolicy.FILE
-
-    class Folder(NumpyDataset):
-        num_files = 1
-
-        def with_order_by_files(self):
-            return self.__class__(np.arange(20)[::-1]).batch(8)
-
-        def num_files_of(self, numbers):
-            return 1
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        by_files = distribute(Folder(np.arange(20)).batch(8), auto_shard_policy=file)
-    found["by files"] = [ids(next(iter(by_files))), str(caught[0].message), str(explain(by_files))]
-    found["mistakes"] = [
-        failure(lambda: distribute(rows, auto_shard_policy=off)),
-        failure(lambda: distribute(rows, auto_shard_policy=hint)),
-        failure(lambda: distribute([np.zeros(8)], auto_shard_policy=hint)),
-        failure(lambda: distribute(rows, auto_shard_policy=file)),
-        failure(lambda: distribute(rows, auto_shard_policy=off, partial_batch="shrink")),
-        failure(lambda: distribute(marked)),
-    ]
-    report(found)
-    """
-    )
-    processes = run_processes(program)
-    here, there = (p.result for p in processes)
+def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
+    here, there = _results(processes, "shared out")
     assert here == there
     a, b = np.arange(20), np.arange(20) + 100
     steps = [
@@ -299,56 +360,8 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how():
     assert "process 0 has replicas 0-3, 4 examples of each step, 12 of an epoch; process" in line
 
 
-@pytest.mark.slow
-def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes():
-    program = (
-        COMMON
-        + """
-    def dataset_fn(context):
-        size = 21 if context.input_pipeline_id else 9
-        return NumpyDataset({"x": np.arange(1, size) + 100 * me, "y": (np.ones((size - 1, 2)),)}
-                            ).batch(2)
-
-    def make(prefetch=1):
-        options = InputOptions(experimental_per_replica_buffer_size=prefetch)
-        return strategy.distribute_datasets_from_function(dataset_fn, options)
-
-    whole = [ids(element["x"]) for element in make()]
-    found = []
-    for step in range(len(whole) + 1):
-        iterator = iter(make(step % 2))
-        for _ in range(step):
-            next(iterator)
-        state = iterator.get_state()
-        iterator.close()
-        resumed = iter(make())
-        resumed.set_state(state)
-        found.append([ids(element["x"]) for element in resumed])
-
-    def nothing_here(context):
-        some = [{"x": (np.full((2, 3), i + 1.0), None)} for i in range(5)]
-        return some if me else []
-
-    dry = [[x["x"][0].rows, ids(x["x"][0])]
-           for x in strategy.distribute_datasets_from_function(nothing_here)]
-    padding = [np.asarray(s.data).min().item()
-               for x in strategy.distribute_datasets_from_function(nothing_here)
-               for s in x["x"][0].array.addressable_shards]
-    differ = failure(lambda: strategy.distribute_datasets_from_function(
-        lambda _: [np.zeros((2, 3 + me))] * 4))
-
-    def shuffled(seed):
-        return strategy.distribute_datasets_from_function(
-            lambda context: NumpyDataset(np.arange(20) + 100 * me).shuffle(seed + me).batch(2))
-
-    iterator = iter(shuffled(0))
-    next(iterator)
-    given, iterator = iterator.get_state(), iter(shuffled(7))
-    other = failure(lambda: [iterator.set_state(given)])
-    report([whole, found, state, dry, padding, differ, other])
-    """
-    )
-    here, there = (p.result for p in run_processes(program))
+def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes(processes):
+    here, there = _results(processes, "of functions")
     whole, found, state, dry, padding, differ, other = here
     assert found == [whole[step:] for step in range(len(whole) + 1)]
     assert state == there[2]

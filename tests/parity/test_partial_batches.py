@@ -23,10 +23,10 @@ def _dataset(strategy, arrays, batch):
 
 
 @functools.cache
-def _results(name, num_replicas):
+def _results(name, num_replicas, batch):
     devices = jax.devices()[:num_replicas]
     strategy = tpudist.MirroredStrategy([f"cpu:{d.id}" for d in devices])
-    return runs.results(name, "tpudist", strategy, _dataset, num_replicas)
+    return runs.results_of_batch(name, "tpudist", strategy, _dataset, num_replicas, batch)
 
 
 @functools.cache
@@ -34,55 +34,82 @@ def _recorded():
     return tails.recorded()
 
 
-QUICK = {"weighted_loss", "mean_loss", "metrics", "semi_supervised", "moved_rows"}
+# Each run has these programs on two replicas, and a share of the other cases.
+CORE = {"weighted_loss", "mean_loss", "metrics", "moved_rows"}
+
+
+def _marks(name, num_replicas):
+    if num_replicas == 2 and name in CORE:
+        return () if name == "weighted_loss" else (pytest.mark.slow,)
+    return (pytest.mark.slow, pytest.mark.exhaustive)
+
+
 PARAMETERS = [
-    pytest.param(
-        name,
-        *split,
-        id=f"{name}: {runs.key(*split)}",
-        marks=() if name in QUICK else pytest.mark.slow,
-    )
-    for name in runs.PROGRAMS
-    if name != "no_rows"
-    for split in runs.SPLITS
+    pytest.param(n, replicas, batch, id=f"{n}: of {batch} on {replicas}", marks=_marks(n, replicas))
+    for n in runs.PROGRAMS
+    if n != "no_rows"
+    for replicas, batch in sorted({split[:2] for split in runs.SPLITS})
+    if replicas > 1  # one replica gets plain arrays, without padding
 ]
-# Of the operations of `no_rows`: those that need a row.
-RAISE = {"argmax", "argmin", "first row", "last row", "top 1 of rows"}
 
 
-@pytest.mark.parametrize(("name", "num_replicas", "batch", "tail"), PARAMETERS)
-def test_a_program_without_masks_gives_what_tensorflow_gives(name, num_replicas, batch, tail):
-    key = runs.key(num_replicas, batch, tail)
-    expected = _recorded()[name][key]
-    found = _results(name, num_replicas)[key]
-    if "error" in expected:
-        pytest.skip("TensorFlow raises an error, since a replica has no rows")
-    if name == "batch_norm" and tail <= (num_replicas - 1) * (batch // num_replicas):
-        pytest.skip("of no rows JAX's gradient of nnx.BatchNorm's scale is NaN, TensorFlow's is 0")
-    assert different(found, expected) == []
+def _compared(name, num_replicas, batch):
+    """The keys of the results that are compared."""
+    for split in runs.SPLITS:
+        if split[:2] != (num_replicas, batch):
+            continue
+        if "error" in _recorded()[name][runs.key(*split)]:  # since a replica has no rows
+            continue
+        if name == "batch_norm" and split[2] <= (num_replicas - 1) * (batch // num_replicas):
+            continue  # without rows JAX's gradient of nnx.BatchNorm's scale is NaN, TensorFlow's 0
+        yield runs.key(*split)
 
 
-@pytest.mark.parametrize("name", ["weighted_loss", pytest.param("speech", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("split", [s for s in runs.SPLITS if s[0] > 1 and s[1] == 8])
-def test_losses_over_the_global_batch_train_the_same_on_any_number_of_replicas(name, split):
+@pytest.mark.parametrize(("name", "num_replicas", "batch"), PARAMETERS)
+def test_a_program_without_masks_gives_what_tensorflow_gives(name, num_replicas, batch):
+    keys = list(_compared(name, num_replicas, batch))
+    if not keys:
+        pytest.skip(
+            "a replica has no rows in any of these batches, which TensorFlow or JAX rejects"
+        )
+    found = _results(name, num_replicas, batch)
+    assert different({k: found[k] for k in keys}, {k: _recorded()[name][k] for k in keys}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "num_replicas"),
+    [
+        ("weighted_loss", 2),  # the test above has computed its results
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for case in (("weighted_loss", 4), ("speech", 2), ("speech", 4))
+        ),
+    ],
+)
+def test_losses_over_the_global_batch_train_the_same_on_any_number_of_replicas(name, num_replicas):
     """Also where TensorFlow raises, as its CTC loss does on a replica without rows."""
-    num_replicas, batch, tail = split
-    found = _results(name, num_replicas)[runs.key(*split)] | {"losses": None}
-    expected = _recorded()[name][runs.key(1, batch, tail)] | {"losses": None}
-    assert different(found, expected) == []
+    found = _results(name, num_replicas, 8)
+    assert len(found) == 7
+    for tail in range(1, 8):
+        ours = found[runs.key(num_replicas, 8, tail)] | {"losses": None}
+        expected = _recorded()[name][runs.key(1, 8, tail)] | {"losses": None}
+        assert different(ours, expected) == []
 
 
-@pytest.mark.parametrize("operation", sorted(no_rows_tpudist.OPERATIONS.keys() - RAISE))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "operation", sorted(no_rows_tpudist.OPERATIONS.keys() - no_rows_tpudist.RAISE)
+)
 def test_an_operation_gives_what_tensorflow_gives_where_a_replica_has_no_rows(operation):
     [split] = runs.SPLITS_OF["no_rows"]
     key = runs.key(*split)
-    found = _results("no_rows", 2)[key][operation]
+    found = _results("no_rows", *split[:2])[key][operation]
     assert different(found, _recorded()["no_rows"][key][operation]) == []
 
 
 def test_only_what_needs_a_row_raises_in_tensorflow():
     [by_operation] = _recorded()["no_rows"].values()
-    assert {k for k, found in by_operation.items() if "error" in found} == RAISE
+    assert {k for k, found in by_operation.items() if "error" in found} == no_rows_tpudist.RAISE
     assert by_operation.keys() == no_rows_tpudist.OPERATIONS.keys()
 
 

@@ -44,6 +44,7 @@ def run(guide: str, folder: Path, section: str | None = None) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_path):
     (tmp_path / "notes.txt").write_text("".join(f"line {i}\n" for i in range(9)))
@@ -54,6 +55,7 @@ def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_snippets_about_the_training_loop_run_one_after_the_other(tmp_path):
     printed = run("training_loop.md", tmp_path)
@@ -63,6 +65,7 @@ def test_the_snippets_about_the_training_loop_run_one_after_the_other(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_program_that_fine_tunes_learns(tmp_path):
     printed = run("finetuning.md", tmp_path)
@@ -73,6 +76,7 @@ def test_the_program_that_fine_tunes_learns(tmp_path):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
     printed = run("planning.md", tmp_path)
@@ -82,6 +86,7 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "guide",
@@ -104,6 +109,7 @@ def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("section", "package"), [("Linen", "flax"), ("Haiku", "haiku"), ("Equinox", "equinox")]
@@ -127,8 +133,10 @@ os.environ |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
-def test_the_program_for_gpus_gives_the_same_losses_however_it_is_started():
+@pytest.mark.parametrize("how", ["by TF_CONFIG", "by Slurm"])
+def test_the_program_for_gpus_gives_the_losses_of_one_process_however_it_is_started(how):
     """On emulated devices: no GPU has run it."""
     program = snippets("gpus.md")
     for_slurm = program.replace(
@@ -138,8 +146,7 @@ def test_the_program_for_gpus_gives_the_same_losses_however_it_is_started():
     found = []
     for source, num_processes in (
         (ALONE + program, 1),
-        (program, 2),
-        (AS_TASKS_OF_SLURM + for_slurm, 2),
+        (program if how == "by TF_CONFIG" else AS_TASKS_OF_SLURM + for_slurm, 2),
     ):
         first, *others = run_processes(
             source,
@@ -149,9 +156,9 @@ def test_the_program_for_gpus_gives_the_same_losses_however_it_is_started():
         )
         assert not any("losses" in other.stdout for other in others)
         found.append(json.loads(first.stdout.splitlines()[-1]))
-    assert [x["replicas"] for x in found] == [8, 8, 8]
-    for x in found[1:]:
-        np.testing.assert_allclose(x["losses"], found[0]["losses"], rtol=1e-5)
+    alone, together = found
+    assert alone["replicas"] == together["replicas"] == 8
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-5)
 
 
 def test_the_files_that_the_architecture_names_exist():
@@ -169,6 +176,7 @@ def test_the_architecture_has_every_context_and_every_home_of_variables():
         assert re.findall(r"^\| `(\w+)` \|", table, re.M)[1:] == [x.name for x in kind]
 
 
+@pytest.mark.slow
 def test_the_strategy_that_the_architecture_shows_works(tmp_path):
     printed = run("architecture.md", tmp_path)
     assert printed == "PairStrategy(replica=4, pair=2 on cpu) ('pair',) 128.0\n"

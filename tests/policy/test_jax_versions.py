@@ -295,6 +295,7 @@ def defined(tree: ast.AST):
                 yield node.attr
 
 
+@pytest.mark.slow
 def test_private_names_of_others_are_said_in_one_place_each():
     trees = {
         str(file.relative_to(PACKAGE)): ast.parse(file.read_text())

@@ -23,12 +23,7 @@ PRINTED = {
         "weight 3.00, loss 0.0000",
     ],
 }
-MARKS = {
-    "02_plan_before_you_rent": [
-        pytest.mark.slow,
-        pytest.mark.libtpu,
-    ]
-}
+MARKS = {"02_plan_before_you_rent": [pytest.mark.libtpu]}
 
 every_notebook = pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 
@@ -40,6 +35,7 @@ def read(file: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.notebook
 @pytest.mark.parametrize(

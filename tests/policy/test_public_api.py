@@ -260,6 +260,7 @@ def test_importing_tpudist_loads_no_other_library():
     assert others(modules_after("import tpudist")) - others(alone) == set()
 
 
+@pytest.mark.slow
 def test_all_public_names_together_load_jax_flax_and_optax_alone(modules_after_use):
     """Nothing for the terminal, for data, checkpoints or processes, before they are used.
 

@@ -42,6 +42,7 @@ def test_a_public_path_is_there(path):
     assert [name for name in PATHS[path] if not hasattr(module, name)] == []
 
 
+@pytest.mark.slow
 def test_python_runs_the_package():
     command = [sys.executable, "-m", "tpudist", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,11 +6,13 @@ allows.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -125,13 +127,19 @@ def run_to_the_end(folder: Path, mesh: str, dropout: str) -> None:
         running.wait(TIMEOUT_S)
 
 
-def uninterrupted(folder: Path, dropout: str) -> dict[int, dict]:
-    """The same run in one go, on 8 devices, in this process."""
-    folder.mkdir()
-    resume_program.run(folder, "8", dropout=dropout, num_steps=NUM_STEPS, save_every=NUM_STEPS)
-    (session,) = read_log(folder)
-    assert session.ended
-    return {line["step"]: line for line in session.steps}
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Callable[[str], dict[int, dict]]:
+    """The steps of the same run in one go, on 8 devices, in this process; by its dropout."""
+
+    @functools.cache
+    def run(dropout: str) -> dict[int, dict]:
+        folder = tmp_path_factory.mktemp("whole")
+        resume_program.run(folder, "8", dropout=dropout, num_steps=NUM_STEPS, save_every=NUM_STEPS)
+        (session,) = read_log(folder)
+        assert session.ended
+        return {line["step"]: line for line in session.steps}
+
+    return run
 
 
 def check(sessions: list[Session], reference: dict[int, dict]) -> None:
@@ -186,9 +194,10 @@ def killed_run(folder: Path, dropout: str, rng: random.Random, kills: list[tuple
     return num_killed
 
 
-def test_the_reference_reads_each_example_once_in_an_epoch(tmp_path):
+@pytest.mark.slow
+def test_the_reference_reads_each_example_once_in_an_epoch(uninterrupted):
     """What the other tests compare with is no check of its own data."""
-    steps = uninterrupted(tmp_path / "run", "example")
+    steps = uninterrupted("example")
     read = [number for step in range(1, NUM_STEPS + 1) for number in steps[step]["numbers"]]
     size = resume_program.NUM_EXAMPLES
     for start in range(0, len(read) - size + 1, size):
@@ -199,35 +208,36 @@ def test_the_reference_reads_each_example_once_in_an_epoch(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path):
+def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path, uninterrupted):
+    """On one mesh: bit by bit."""
     rng = random_source()
     kills = [("8", "step"), ("8", "writing")]
-    reference = uninterrupted(tmp_path / "whole", "replica")
+    reference = uninterrupted("replica")
     assert killed_run(tmp_path / "killed", "replica", rng, kills) == len(kills)
     run_to_the_end(tmp_path / "killed", "8", "replica")
     check(read_log(tmp_path / "killed"), reference)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
-def test_a_run_killed_again_and_again_on_one_mesh_is_bit_equal_to_one_that_was_not(tmp_path):
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        ("2 x 4", "fsdp 4", "2"),
+        ("fsdp 4", "fsdp 4", "2 x 4"),  # what is done again on a mesh has the same bits
+        ("2", "2 x 4", "2 x 4"),
+        ("8", "2", "fsdp 4"),
+        ("2", "2", "8"),
+        ("2 x 4", "8", "8"),
+    ],
+    ids=", ".join,
+)
+def test_a_run_killed_at_random_may_go_on_on_another_mesh_each_time(
+    tmp_path, uninterrupted, meshes
+):
     rng = random_source()
-    kills = [("8", rng.choice(MOMENTS)) for _ in range(9)]
-    reference = uninterrupted(tmp_path / "whole", "replica")
-    assert killed_run(tmp_path / "killed", "replica", rng, kills) == len(kills)
-    run_to_the_end(tmp_path / "killed", "8", "replica")
-    check(read_log(tmp_path / "killed"), reference)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_run_killed_again_and_again_may_go_on_on_another_mesh_each_time(tmp_path):
-    rng = random_source()
-    # Each mesh three times, two of them in a row: what is done again there has the same bits.
-    turns = [[mesh] * number for mesh in PROCESSES for number in (1, 2)]
-    rng.shuffle(turns)
-    kills = [(mesh, rng.choice(MOMENTS)) for turn in turns for mesh in turn]
-    reference = uninterrupted(tmp_path / "whole", "example")
+    kills = [(mesh, rng.choice(MOMENTS)) for mesh in meshes[:-1]]
     assert killed_run(tmp_path / "killed", "example", rng, kills) == len(kills)
-    run_to_the_end(tmp_path / "killed", rng.choice(list(PROCESSES)), "example")
-    check(read_log(tmp_path / "killed"), reference)
+    run_to_the_end(tmp_path / "killed", meshes[-1], "example")
+    check(read_log(tmp_path / "killed"), uninterrupted("example"))

@@ -55,12 +55,29 @@ def text(tmp_path):
     return folder
 
 
+ADAPTERS = ("--lora", "2", "--replica-axes", "fsdp=2", "--sample-tokens", "0", "--steps", "4")
+ADAPTERS += ("--evaluations", "1")
+
+
+@pytest.fixture(scope="module")
+def adapted(finetune, model, tmp_path_factory):
+    """A run that trains adapters: what it is called with, and its folder."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(f"this is file number {i} of the text. " * 60)
+    text, out = [str(folder / f"{i}.txt") for i in range(3)], folder / "out"
+    args = ["--model", str(model), "--text", *text, *SMALL, *ADAPTERS]
+    assert finetune.main([*args, "--out", str(out)]) == 0
+    return args, out
+
+
 def weights_of(folder) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_all_weights_are_trained_and_written_with_the_tokenizer(
     finetune, model, text, tmp_path, capsys
 ):
@@ -103,27 +120,24 @@ def test_all_weights_are_trained_and_written_with_the_tokenizer(
 
 @pytest.mark.slow
 def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
-    finetune, model, text, tmp_path, capsys
+    finetune, model, adapted, tmp_path, capsys
 ):
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    args = ["--model", str(model), "--text", str(text), *SMALL, "--lora", "2", "--steps", "8"]
-    args += ["--replica-axes", "fsdp=2", "--sample-tokens", "0"]
-    assert finetune.main([*args, "--out", str(whole)]) == 0
-    assert "adapters of rank 2, " in capsys.readouterr().out
+    args, whole = adapted
+    out = tmp_path / "out"
     original = finetune.train
 
     def train(*args, **kwargs):
-        asked = iter([False] * 5)
+        asked = iter([False] * 2)
         return original(*args, should_stop=lambda: next(asked, True), **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finetune, "train", train)
         assert finetune.main([*args, "--out", str(out)]) == 130
     assert not (out / "model").exists()
-    capsys.readouterr()
+    assert "adapters of rank 2, " in capsys.readouterr().out
     assert finetune.main([*args, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "Goes on after step 5 of 8, from " in shown
+    assert "Goes on after step 2 of 4, from " in shown
     assert "before: " not in shown
     assert losses_of(out) == losses_of(whole)
     for name, array in weights_of(whole / "model").items():
@@ -135,22 +149,16 @@ def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
     ]
     assert changed
     assert all(name.split(".")[-2].endswith("_proj") for name in changed)
-    saved = (out / "checkpoints" / "8").rglob("*")
+    saved = (out / "checkpoints" / "4").rglob("*")
     assert sum(file.stat().st_size for file in saved if file.is_file()) < 400_000
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "options", [[], ["--lora", "2", "--replica-axes", "fsdp=2"]], ids=["all weights", "adapters"]
-)
-def test_two_processes_learn_what_one_does_and_the_first_writes(
-    finetune, model, text, tmp_path, options
-):
-    two, one = tmp_path / "two", tmp_path / "one"
-    args = ["--model", str(model), "--text", str(text), *SMALL, *options, "--steps", "4"]
-    assert finetune.main([*args, "--out", str(one)]) == 0
-    first, second = run_processes(SCRIPT, args=[*args, "--out", str(two)])
+def test_two_processes_learn_what_one_does_and_the_first_writes(adapted, tmp_path):
+    args, one = adapted
+    two = tmp_path / "two"
+    first, second = run_processes(SCRIPT, devices_per_process=2, args=[*args, "--out", str(two)])
     assert "Finished after 4 steps" in first.stdout
     assert "step" not in second.stdout
     for (step, found), (_, expected) in zip(losses_of(two), losses_of(one), strict=True):
@@ -161,6 +169,7 @@ def test_two_processes_learn_what_one_does_and_the_first_writes(
     assert load_tokenizer(two / "model").encode("this").ids
 
 
+@pytest.mark.slow
 def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, capsys, monkeypatch):
     made = []
 

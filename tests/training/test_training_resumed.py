@@ -210,6 +210,7 @@ def test_metrics_of_another_run_without_checkpoints_are_kept_too(tmp_path):
     assert (tmp_path / "earlier-1" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(tmp_path):
     program = f"""
 from pathlib import Path

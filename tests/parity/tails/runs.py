@@ -45,14 +45,22 @@ def results(name: str, library: str, strategy: Any, dataset: Any, num_replicas: 
     Args:
         dataset: `dataset(strategy, arrays, batch)`.
     """
-    module = importlib.import_module(f".{name}_{library}", __package__)
     found = {}
-    programs: dict[int, Any] = {}
-    for n, batch, tail in SPLITS_OF.get(name, SPLITS):
-        if n != num_replicas:
+    for batch in sorted({b for n, b, _ in SPLITS_OF.get(name, SPLITS) if n == num_replicas}):
+        found |= results_of_batch(name, library, strategy, dataset, num_replicas, batch)
+    return found
+
+
+def results_of_batch(
+    name: str, library: str, strategy: Any, dataset: Any, num_replicas: int, batch: int
+) -> dict:
+    """`results` of the splits of batches of this size, by one program."""
+    program = importlib.import_module(f".{name}_{library}", __package__).program(strategy, batch)
+    found = {}
+    for split in SPLITS_OF.get(name, SPLITS):
+        if split[:2] != (num_replicas, batch):
             continue
-        if batch not in programs:
-            programs[batch] = module.program(strategy, batch)
+        tail = split[2]
         datasets = [
             dataset(
                 strategy, tuple(a[: batch + (tail if partial else batch)] for a in arrays), batch
@@ -60,10 +68,10 @@ def results(name: str, library: str, strategy: Any, dataset: Any, num_replicas: 
             for arrays, partial in PROGRAMS[name]
         ]
         try:
-            found[key(n, batch, tail)] = plain.plain(programs[batch](*datasets))
+            found[key(*split)] = plain.plain(program(*datasets))
         except Exception as exception:
             message = f"{type(exception).__name__}: {exception}"
-            found[key(n, batch, tail)] = plain.error(exception) | {"message": message}
+            found[key(*split)] = plain.error(exception) | {"message": message}
     return found
 
 
