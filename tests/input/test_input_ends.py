@@ -25,14 +25,6 @@ def two():
     return MirroredStrategy(jax.devices()[:2])
 
 
-@pytest.fixture(autouse=True)
-def only_new_objects():
-    """Collections look at the objects of this test only: those of a whole run take seconds."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 _of_others = set()
 
 
