@@ -46,8 +46,10 @@ def run(function, x, inner_axes):
     "dtype",
     [
         jnp.float32,
-        jnp.complex64,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.bfloat16, jnp.float16, jnp.int32)),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in (jnp.bfloat16, jnp.float16, jnp.complex64, jnp.int32)
+        ),
     ],
 )
 @pytest.mark.parametrize(
