@@ -1,9 +1,9 @@
 """Trains, is interrupted at random moments, and looks each time at what is left.
 
-    python interrupted_program.py NUM_INTERRUPTIONS NUM_DEVICES run|run_steps
+    python interrupted_program.py NUM_INTERRUPTIONS NUM_DEVICES:run|run_steps...
 
-On one device most come while the program runs, on several while the host waits for an earlier one.
-Prints how many interruptions came, and how many left something that is lost.
+On one device most come while the program runs, on two while the host waits for an earlier one.
+Prints for each way how many interruptions came, and how many lost state.
 """
 
 import os
@@ -20,50 +20,10 @@ from flax import nnx
 
 import tpudist
 
-NUM, NUM_DEVICES, WAY = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-tpudist.emulate(NUM_DEVICES)
+NUM, WAYS = int(sys.argv[1]), sys.argv[2:]
+tpudist.emulate(2)
 # A shell's background jobs ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-strategy = tpudist.MirroredStrategy()
-model = strategy.create(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
-optimizer = strategy.create(lambda: tpudist.Optimizer(optax.adam(1e-3), model))
-with strategy.scope():
-    counter = tpudist.Variable(0)
-    total = tpudist.Variable(
-        0.0,
-        synchronization=tpudist.VariableSynchronization.ON_READ,
-        aggregation=tpudist.VariableAggregation.SUM,
-    )
-batch = np.ones((256, 256), np.float32)
-
-
-def step(model, optimizer, x):
-    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-    optimizer.update(model, grads)
-    counter.assign_add(1)
-    total.assign_add(1.0)
-    return loss
-
-
-def train():
-    if WAY == "run":
-        strategy.run(step, args=(model, optimizer, batch))
-    else:
-        strategy.run_steps(step, iter([batch, batch]), 2, args=(model, optimizer))
-
-
-def is_whole() -> bool:
-    """Whether all state is there, and of the same step."""
-    leaves = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
-    if any(x.is_deleted() for x in (*leaves, counter._value, total._value)):
-        return False
-    return (
-        int(counter)
-        == int(optimizer.step.get_value())
-        == int(total) // strategy.num_replicas_in_sync
-    )
-
 
 wanted, arrived = threading.Semaphore(0), threading.Event()
 rng = random.Random(0)
@@ -77,26 +37,68 @@ def interrupt():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-train()
-seconds = time.perf_counter()
-threading.Thread(target=interrupt, daemon=True).start()
-num_interrupted = num_lost = 0
-for _ in range(NUM):
-    try:
-        arrived.clear()
-        wanted.release()
-        while True:
-            train()
-    except KeyboardInterrupt:
-        arrived.set()
-        num_interrupted += 1
-    while True:
+def interrupt_training(num_devices: int, way: str) -> tuple[int, int]:
+    """Returns the number of interruptions, and the number of those that lost state."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:num_devices])
+    model = strategy.create(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
+    optimizer = strategy.create(lambda: tpudist.Optimizer(optax.adam(1e-3), model))
+    with strategy.scope():
+        counter = tpudist.Variable(0)
+        total = tpudist.Variable(
+            0.0,
+            synchronization=tpudist.VariableSynchronization.ON_READ,
+            aggregation=tpudist.VariableAggregation.SUM,
+        )
+    batch = np.ones((256, 256), np.float32)
+
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        counter.assign_add(1)
+        total.assign_add(1.0)
+        return loss
+
+    def train():
+        if way == "run":
+            strategy.run(step, args=(model, optimizer, batch))
+        else:
+            strategy.run_steps(step, iter([batch, batch]), 2, args=(model, optimizer))
+
+    def is_whole() -> bool:
+        """Whether all state is there, and of the same step."""
+        leaves = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
+        if any(x.is_deleted() for x in (*leaves, counter._value, total._value)):
+            return False
+        return (
+            int(counter)
+            == int(optimizer.step.get_value())
+            == int(total) // strategy.num_replicas_in_sync
+        )
+
+    train()
+    num_interrupted = num_lost = 0
+    for _ in range(NUM):
         try:
-            whole = is_whole()
+            arrived.clear()
+            wanted.release()
+            while True:
+                train()
+        except KeyboardInterrupt:
+            arrived.set()
+            num_interrupted += 1
+        while True:
+            try:
+                whole = is_whole()
+                break
+            except KeyboardInterrupt:  # a second signal, sent when the first was slow to arrive
+                pass
+        if not whole:
+            num_lost += 1
             break
-        except KeyboardInterrupt:  # a second signal, sent when the first was slow to arrive
-            pass
-    if not whole:
-        num_lost += 1
-        break
-print(num_interrupted, num_lost)
+    return num_interrupted, num_lost
+
+
+threading.Thread(target=interrupt, daemon=True).start()
+for each in WAYS:
+    num_devices, way = each.split(":")
+    print(each, *interrupt_training(int(num_devices), way))

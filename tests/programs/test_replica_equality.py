@@ -161,7 +161,7 @@ programs = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(program=programs, stacked=st.tuples(st.booleans(), st.booleans()))
 # What differs must go around the loop until nothing more does.
 @example([("scan", 0, 1, [("add", 0, 1, [])])], (True, False))
@@ -176,7 +176,7 @@ def test_what_is_proven_equal_is_what_vmap_leaves_unbatched(program, stacked):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=300)
 @given(program=programs, stacked=st.tuples(st.booleans(), st.booleans()))
 def test_many_programs_are_proven_as_vmap_batches_them(program, stacked):
     closed = traced(lambda *values: execute(program, values), stacked)

@@ -19,7 +19,10 @@ MEAN, SUM, FIRST = Aggregation.MEAN, Aggregation.SUM, Aggregation.ONLY_FIRST_REP
 ON_READ = Synchronization.ON_READ
 
 
-@pytest.fixture(scope="module", params=[1, 4])
+@pytest.fixture(
+    scope="module",
+    params=[4, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.slow])],
+)
 def strategy(request):
     return tpudist.MirroredStrategy(jax.devices()[: request.param])
 

@@ -48,29 +48,28 @@ PROGRAM = """
         return tpudist.get_replica_context().all_reduce("sum", loss), loss
 
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(116, 16)).astype(np.float32)
-    y = rng.normal(size=(116, 4)).astype(np.float32)
-    words, rows = [], 0
-    for epoch in range(2):
-        data = tpudist.NumpyDataset((x, y)).batch(40)  # 36 at the end: the last replica has 1
-        for batch in strategy.experimental_distribute_dataset(data):
-            loss, own = strategy.run(step, args=(model, optimizer, batch))
-            words.append(np.asarray(loss).tobytes())
-            words.append(np.asarray(strategy.reduce("sum", own, axis=None)).tobytes())
-            rows += 1
+    x = rng.normal(size=(36, 16)).astype(np.float32)
+    y = rng.normal(size=(36, 4)).astype(np.float32)
+    words, num_steps = [], 0
+    data = tpudist.NumpyDataset((x, y)).batch(40).repeat(2)  # the last replica has 1 row
+    for batch in strategy.experimental_distribute_dataset(data):
+        loss, own = strategy.run(step, args=(model, optimizer, batch))
+        words.append(np.asarray(loss).tobytes())
+        words.append(np.asarray(strategy.reduce("sum", own, axis=None)).tobytes())
+        num_steps += 1
     for leaf in jax.tree.leaves(nnx.state(model, (nnx.Param, nnx.BatchStat))):
         words.append(np.asarray(leaf.addressable_shards[0].data).tobytes())
     words.append(np.asarray(seen.numpy()).tobytes())
-    report([hashlib.sha256(b"".join(words)).hexdigest(), rows, float(loss)])
+    report([hashlib.sha256(b"".join(words)).hexdigest(), num_steps, float(loss)])
 """
 
 
 def test_processes_and_devices_do_not_change_a_bit():
     found = {}
-    for processes, devices in ((1, 8), (2, 4), (2, 1), (4, 1)):
+    for processes, devices in ((1, 8), (2, 4), (2, 1)):
         results = run_processes(PROGRAM, num_processes=processes, devices_per_process=devices)
         found[processes, devices] = [x.result for x in results]
     first = found[1, 8][0]
-    assert first[1] == 6
+    assert first[1] == 2
     assert 0 < first[2] < 10
     assert found == {key: [first] * key[0] for key in found}

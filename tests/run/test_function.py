@@ -18,7 +18,14 @@ from tpudist import ReduceOp, VariableAggregation, VariableSynchronization
 SUM, MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
 
 
-@pytest.fixture(scope="module", params=["mirrored", "fsdp", "one device"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "fsdp",
+        pytest.param("mirrored", marks=[pytest.mark.exhaustive, pytest.mark.slow]),
+        pytest.param("one device", marks=[pytest.mark.exhaustive, pytest.mark.slow]),
+    ],
+)
 def strategy(request):
     if request.param == "one device":
         return tpudist.OneDeviceStrategy("cpu:1")
@@ -233,6 +240,7 @@ def test_a_loop_of_steps_equals_single_ones(strategy):
     assert w == pytest.approx(expected_w, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_nnx_objects_are_changed_as_by_run(strategy):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -324,12 +332,14 @@ def test_a_function_does_not_keep_the_models_that_it_was_given(mirrored):
     def step(model, x):
         return mirrored.run(lambda model, x: model(x), (model, x))
 
+    gc.freeze()  # what is there already need not be searched
     with mirrored.scope():
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         step(model, jnp.ones((1, 2)))
     gone = weakref.ref(model)
     del model
     gc.collect()
+    gc.unfreeze()
     assert gone() is None
 
 

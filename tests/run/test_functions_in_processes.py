@@ -4,12 +4,13 @@ import pytest
 
 from processes import run_processes
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROGRAM = """
     import jax.numpy as jnp
     import numpy as np
     import tpudist
+    from flax import nnx
     from processes import report
     from tpudist import VariableAggregation, VariableSynchronization
 
@@ -43,46 +44,40 @@ PROGRAM = """
     first = float(train(iterator))
     second = float(train(iterator))
     rest = [float(x) for x in strategy.run_steps(step, iterator, 4)]
-    report([first, second, rest, w.numpy().tolist(), float(seen)])
-"""
+    numbers = [first, second, rest, w.numpy().tolist(), float(seen)]
 
-
-def test_two_processes_give_the_same_numbers_as_arithmetic():
-    totals = [sum(range(32 * i, 32 * (i + 1))) * 1.0 for i in range(3)]
-    # Each of 6 steps adds the mean over 8 replicas of their two rows' sums, and 5.
-    mean = [2 * sum(range(column, 96, 2)) / 8 + 6 * 5 for column in (0, 1)]
-    expected = [totals[0] + 28, totals[1] + 28, [totals[2], *totals], mean, 96.0]
-    results = [finished.result for finished in run_processes(PROGRAM, devices_per_process=4)]
-    assert results == [expected, expected]
-
-
-OUTSIDE_OF_THE_SCOPE = """
-    import numpy as np
-    import tpudist
-    from flax import nnx
-    from processes import report
-
-    tpudist.emulate()
-    strategy = tpudist.MultiWorkerMirroredStrategy()
+    # A model that is an argument, outside of the scope.
     with strategy.scope():
         model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
 
-    def step(model, x):
+    def step_of_model(model, x):
         model.bias[...] += 1
         return tpudist.get_replica_context().all_reduce("sum", x.sum())
 
     @tpudist.function
-    def train(model, iterator):
-        return strategy.run(step, (model, next(iterator)))
+    def train_model(model, iterator):
+        return strategy.run(step_of_model, (model, next(iterator)))
 
     data = strategy.experimental_make_numpy_dataset(np.ones((16, 2), np.float32)).batch(8)
     iterator = iter(strategy.experimental_distribute_dataset(data))
-    report([float(train(model, iterator)), float(train(model, iterator)), float(model.bias[0])])
+    sums = [float(train_model(model, iterator)) for _ in range(2)]
+    report({"numbers": numbers, "model": [*sums, float(model.bias[0])]})
 """
 
 
-@pytest.mark.slow
-def test_a_model_is_not_moved_while_the_strategy_of_a_function_is_looked_for():
+@pytest.fixture(scope="module")
+def reports():
+    return [finished.result for finished in run_processes(PROGRAM, devices_per_process=4)]
+
+
+def test_two_processes_give_the_same_numbers_as_arithmetic(reports):
+    totals = [sum(range(32 * i, 32 * (i + 1))) * 1.0 for i in range(3)]
+    # Each of 6 steps adds the mean over 8 replicas of their two rows' sums, and 5.
+    mean = [2 * sum(range(column, 96, 2)) / 8 + 6 * 5 for column in (0, 1)]
+    expected = [totals[0] + 28, totals[1] + 28, [totals[2], *totals], mean, 96.0]
+    assert [x["numbers"] for x in reports] == [expected, expected]
+
+
+def test_a_model_is_not_moved_while_the_strategy_of_a_function_is_looked_for(reports):
     """No process can reach all of it."""
-    results = [finished.result for finished in run_processes(OUTSIDE_OF_THE_SCOPE)]
-    assert results == [[16.0, 16.0, 2.0]] * 2
+    assert [x["model"] for x in reports] == [[16.0, 16.0, 2.0]] * 2

@@ -91,24 +91,27 @@ def test_a_function_that_is_traced_is_interrupted_at_once():
     assert after == []
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("number", "num_devices", "way"),
-    [
-        (50, 1, "run"),
-        (50, 2, "run_steps"),
-        pytest.param(1000, 1, "run", marks=pytest.mark.slow),
-        pytest.param(1000, 2, "run", marks=pytest.mark.slow),
-        pytest.param(1000, 1, "run_steps", marks=pytest.mark.slow),
-    ],
-)
-def test_an_interrupt_loses_no_state(number, num_devices, way):
-    """Model, optimizer and Variables are there, all of the same step, whenever it comes."""
+WAYS = ("1:run", "2:run", "1:run_steps", "2:run_steps")
+
+
+def check_interruptions(number, ways):
     program = str(PROGRAMS / "interrupted_program.py")
     done = subprocess.run(
-        [sys.executable, program, str(number), str(num_devices), way],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, program, str(number), *ways], capture_output=True, text=True, check=False
     )
-    assert done.stdout == f"{number} 0\n", done.stderr
+    assert done.stdout == "".join(f"{way} {number} 0\n" for way in ways), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_an_interrupt_loses_no_state():
+    """Model, optimizer and Variables are there, all of the same step, whenever it comes."""
+    check_interruptions(50, WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", WAYS)
+def test_none_of_many_interrupts_loses_state(way):
+    check_interruptions(400, [way])

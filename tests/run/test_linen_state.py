@@ -321,6 +321,7 @@ def test_the_debug_mode_combines_and_refuses_the_same():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), stepped, compiled)
 
 
+@pytest.mark.slow
 def test_state_in_a_function_of_all_replicas_is_treated_alike():
     strategy = tpudist.MirroredStrategy()
     data = strategy.experimental_make_numpy_dataset(X[:16]).batch(16)

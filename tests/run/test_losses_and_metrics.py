@@ -57,7 +57,10 @@ def _outcome(strategy, case, counts) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=c.name) for c in CASES[:: 1 if row_examples.ALL_CASES else 4]],
+    [
+        pytest.param(c, id=c.name, marks=() if row_examples.ALL_CASES else pytest.mark.exhaustive)
+        for c in CASES
+    ],
 )
 def test_a_public_loss_or_metric_is_exact_where_every_replica_has_rows(case):
     strategy = tpudist.MirroredStrategy(jax.devices()[:3])

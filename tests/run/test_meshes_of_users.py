@@ -1,5 +1,7 @@
 """Arrays and models of a mesh of the user's own, with Auto or Explicit axes (JAX's default)."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,11 +24,19 @@ STRATEGIES = {
     "four": lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2}),
 }
 
-pytestmark = [
-    pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name),
-    pytest.mark.parametrize("shape", SHAPES),
-    pytest.mark.parametrize("name", STRATEGIES),
-]
+# Each run has both kinds, with replicas of one device and of several, and a share of the others.
+CORE = [("four", "4x2", AxisType.Explicit), ("one device per replica", "8", AxisType.Auto)]
+
+
+def _in_sweep(name, shape, kind):
+    marks = () if (name, shape, kind) in CORE else [pytest.mark.exhaustive, pytest.mark.slow]
+    return pytest.param(name, shape, kind, marks=marks, id=f"{kind.name}-{shape}-{name}")
+
+
+pytestmark = pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [_in_sweep(*each) for each in itertools.product(STRATEGIES, SHAPES, KINDS)],
+)
 
 
 def mesh_of(shape, kind):

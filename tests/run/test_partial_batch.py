@@ -16,7 +16,14 @@ DATA = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
 TAIL = DATA[BATCH:]
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8])
+# Of 4 replicas one has no rows of the tail, one has one, and two are full.
+@pytest.fixture(
+    scope="module",
+    params=[
+        4,
+        *(pytest.param(n, marks=[pytest.mark.exhaustive, pytest.mark.slow]) for n in (2, 8)),
+    ],
+)
 def strategy(request):
     return tpudist.MirroredStrategy(jax.devices()[: request.param])
 
@@ -74,6 +81,7 @@ def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
         np.testing.assert_allclose(gathered, rows + 1, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mean_over_rows_or_one_is_exact_where_replicas_have_none(strategy):
     """The most common idiom of real losses, which is no polynomial of the number of rows."""
     w = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
@@ -99,6 +107,7 @@ def test_a_mean_over_rows_or_one_is_exact_where_replicas_have_none(strategy):
         assert [int(x) for x in counts] == [max(len(x), 1) for x in parts(strategy, DATA[:rows])]
 
 
+@pytest.mark.slow
 def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
     """Each row against those of all replicas, as in contrastive learning."""
     w = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)
@@ -145,6 +154,7 @@ def test_what_has_no_common_shape_is_refused_in_words(combine):
         strategy.reduce("sum", own, axis=0)
 
 
+@pytest.mark.slow
 def test_a_search_in_sorted_numbers_is_followed_in_the_mesh_of_the_replicas(strategy):
     """JAX writes it as a primitive of its own, whose program is expanded out of the trace."""
     borders = jnp.asarray([-0.5, 0.0, 0.5])
@@ -226,6 +236,7 @@ def test_several_steps_in_one_program_check_the_rows_of_each(strategy):
     np.testing.assert_allclose([float(x) for x in found], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_associative_scan_over_the_rows_of_a_tail_is_exact(strategy):
     """Its operations are others for each number of rows."""
 
@@ -347,6 +358,7 @@ def test_replicas_without_rows_are_told_of_once(caplog):
     assert "2, 3" in told[0]
 
 
+@pytest.mark.slow
 def test_gradients_of_activations_are_those_of_the_real_rows(strategy):
     """What JAX makes of a derivative differs from version to version, as of the exact GELU."""
     activations = (

@@ -8,12 +8,14 @@ pytestmark = pytest.mark.multiprocess
 
 # Each is tried in both processes, of which `me` is the number; what it says is the test's to judge.
 PROGRAM = """
+    import os
     import time
     import jax
     import jax.numpy as jnp
     import numpy as np
     import tpudist
     from flax import nnx
+    from jax.sharding import NamedSharding, PartitionSpec
     from processes import report
     from worker_setup import double, me, strategy, total
 
@@ -82,6 +84,26 @@ PROGRAM = """
     results = [strategy.run(double, (ones,)) for _ in range(3)]
     told["after"] = [float(results[-1][0]), start.numpy().tolist()]
     told["after"] += [unnamed.numpy().tolist(), float(large.numpy().max())]
+
+    def call_four_times():
+        def step(x):
+            return x * 2
+
+        seen = []
+        for call in range(4):
+            x = np.arange(4.0, dtype=np.float32) + (me if call == 2 else 0)
+            sharding = NamedSharding(strategy.mesh, PartitionSpec())  # so they say
+            x = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+            try:
+                seen.append(float(strategy.run(step, (x,)).addressable_data(0)[0]))
+            except tpudist.errors.ProcessesDifferError as error:
+                seen.append(str(error))
+        return seen
+
+    told["later"] = {}
+    for checked in ("0", "1"):
+        os.environ["TPUDIST_CHECK_VALUES"] = checked
+        told["later"][checked] = call_four_times()
     report(told)
 """
 
@@ -134,7 +156,7 @@ def test_what_differs_is_an_error_of_all_processes_that_names_it(told, name):
 
 
 def test_all_cases_are_named(told):
-    assert {*told[0]} - {"after"} == {*NAMED}
+    assert {*told[0]} - {"after", "later"} == {*NAMED}
 
 
 def test_after_an_error_the_processes_go_on_together(told):
@@ -142,35 +164,9 @@ def test_after_an_error_the_processes_go_on_together(told):
     assert [x["after"] for x in told] == [[2.0 * 4, [0.0, 1.0, 2.0], [1.0, 1.0], 1.0]] * 2
 
 
-LATER = """
-    import jax
-    import numpy as np
-    import tpudist
-    from jax.sharding import NamedSharding, PartitionSpec
-    from processes import report
-    from worker_setup import me, strategy
-
-    def step(x):
-        return x * 2
-
-    seen = []
-    for call in range(4):
-        x = np.arange(4.0, dtype=np.float32) + (me if call == 2 else 0)
-        sharding = NamedSharding(strategy.mesh, PartitionSpec())  # so they say
-        x = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-        try:
-            seen.append(float(strategy.run(step, (x,)).addressable_data(0)[0]))
-        except tpudist.errors.ProcessesDifferError as error:
-            seen.append(str(error))
-    report(seen)
-"""
-
-
 @pytest.mark.parametrize("checked", ["0", "1"])
-def test_values_of_later_calls_are_compared_where_it_is_asked_for(checked, monkeypatch):
-    monkeypatch.setenv("TPUDIST_CHECK_VALUES", checked)
-    ended = run_processes(LATER, devices_per_process=2, timeout_s=100)
-    for me, seen in enumerate(x.result for x in ended):
+def test_values_of_later_calls_are_compared_where_it_is_asked_for(told, checked):
+    for me, seen in enumerate(x["later"][checked] for x in told):
         assert (seen[0], seen[1], seen[3]) == (0.0, 0.0, 0.0)
         if checked == "0":
             assert seen[2] == 2.0 * me  # which is what the check is for

@@ -28,6 +28,7 @@ def told(caplog):
     return lambda: [r.message for r in caplog.records if "Python number" in r.message]
 
 
+@pytest.mark.slow
 def test_a_thousand_learning_rates_are_one_program(mirrored, compiles):
     """Each took 1.6 MB for ever, and a compile."""
 

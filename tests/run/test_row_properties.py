@@ -24,7 +24,9 @@ from spoilt_rows import stack_spoilt
 from tpudist.values.per_replica import PerReplica
 
 TOLERANCE = 2e-3  # of chains of steps in float32, each of which XLA may sum in another order
-MOST_REFUSED = 0.25
+# Of 192 examples, drawn with 4 seeds, 2 % were refused (8 % with one of the seeds), none was
+# ambiguous, and 74 % were exact (67 % with one). The others have no reference.
+MOST_REFUSED = 0.25  # of those that have a reference
 MOST_AMBIGUOUS = 0.02
 AT_ONCE = 8  # functions in one program: most of the time goes by compiling
 
@@ -302,7 +304,6 @@ def _check_many(num_examples: int) -> collections.Counter:
     @settings(
         max_examples=-(-num_examples // (2 * AT_ONCE)),
         phases=[Phase.generate],
-        derandomize=True,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
@@ -319,7 +320,7 @@ def _check_many(num_examples: int) -> collections.Counter:
 def _assert_mostly_exact(counts: collections.Counter) -> None:
     total = counts.total()
     print(f"of {total} examples: {dict(counts)}")
-    assert counts["refused"] <= MOST_REFUSED * total, counts
+    assert counts["refused"] <= MOST_REFUSED * (total - counts["no reference"]), counts
     assert counts["ambiguous"] <= max(1, MOST_AMBIGUOUS * total), counts
     assert counts["exact"] >= total / 2, counts
 

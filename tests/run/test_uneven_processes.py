@@ -40,9 +40,10 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_four_uneven_processes_are_as_one():
-    uneven = run_processes(PROGRAM.format(devices=(4, 2, 1, 1)), num_processes=4)
+def test_uneven_processes_are_as_one():
+    uneven = run_processes(PROGRAM.format(devices=(5, 2, 1)), num_processes=3)
     (one,) = run_processes(PROGRAM.format(devices=(8,)), num_processes=1)
     count, losses, total = one.result
     assert (count, len(losses), total) == (8, 4, 28.0)

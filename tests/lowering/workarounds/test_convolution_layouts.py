@@ -54,8 +54,18 @@ def arrays_of(kind):
     return [jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes]
 
 
-@pytest.mark.parametrize("kind", GROUPS)
-@pytest.mark.parametrize("of_x", SPLITS)
+# Each run has these, and a share of the others.
+CORE = [("depthwise", "rows and channels"), ("grouped", "channels"), ("ungrouped", "rows")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "of_x"),
+    [
+        pytest.param(*each, marks=() if each in CORE else pytest.mark.exhaustive)
+        for each in itertools.product(GROUPS, SPLITS)
+    ],
+)
 def test_results_and_gradients_are_those_of_one_device(kind, of_x):
     x, kernel = arrays_of(kind)
 

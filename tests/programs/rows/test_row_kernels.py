@@ -54,7 +54,7 @@ FACTOR = jnp.asarray(RNG.normal(size=6), jnp.float32)
 
 def outcomes(function, *args, groups=None, counts=(1, 3)):
     padded = Padded(function, args, groups or [0] + [None] * (len(args) - 1))
-    return {padded.outcome(n) for n in counts}
+    return set(padded.outcomes(counts))
 
 
 def loss(x, factor):
@@ -93,7 +93,7 @@ FUNCTIONS = {
 }
 
 
-SLOW = ("gradient", "gradient under remat", "gradient of a gradient", "gradient of each row")
+SLOW = [name for name in FUNCTIONS if name.startswith("gradient")]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def attention_of_a_user(query, key, value):
     ids=["ours", "a user's"],
 )
 def test_splash_attention_is_followed_over_rows(attend):
-    inputs = attention_inputs(3)
+    inputs = attention_inputs(2)
     assert_rowwise(attend, *inputs)
 
     def step(query, key, value):
@@ -165,7 +165,7 @@ def test_splash_attention_is_followed_over_rows(attend):
 
         return jax.value_and_grad(nats, argnums=(0, 1, 2))(query, key, value)
 
-    assert outcomes(step, *inputs, groups=[0, 0, 0], counts=range(1, 4)) == {"exact"}
+    assert outcomes(step, *inputs, groups=[0, 0, 0], counts=(1, 2)) == {"exact"}
 
 
 def test_a_kernel_of_which_nothing_is_known_is_refused_by_name_with_its_line_and_the_remedy():

@@ -4,17 +4,20 @@ Padding is NaN, or a number that no index survives: nothing may depend on it. A 
 for a number of rows, or refused for it; it is never wrong.
 """
 
+import collections
 import functools
 import itertools
+import random
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import replica_functions
+import row_examples
 from row_steps import ENDS, STEPS
 from tpudist.programs import jaxprs
 from tpudist.programs.rows.errors import RowsError
@@ -22,6 +25,8 @@ from tpudist.programs.rows.row_program import RowProgram
 from tpudist.programs.rows.row_sizes import size_at
 
 FULL = 6
+# Numbers of rows: none, one, and more. Where a batch is full, nothing is padding.
+COUNTS = (0, 1, 2, 3, 5)
 RNG = np.random.default_rng(0)
 
 
@@ -75,21 +80,57 @@ class Padded:
 
     def outcome(self, *counts, tolerance=2e-5):
         """ "exact", "refused" or "no reference"; raises if a number is wrong."""
-        at = dict(zip(self.batches, counts, strict=True))
-        flat = jax.tree.leaves(self.each(at, spoil))
-        found = self.run([jnp.int32(n) for n in counts], *flat)
+        return self.outcomes([counts], tolerance)[0]
+
+    def outcomes(self, points, tolerance=2e-5):
+        """The outcome for each number of rows, or for each tuple of them if there are batches."""
+        points = [p if isinstance(p, tuple) else (p,) for p in points]
+        found = {p: self._run(p) for p in points}
+        followed = [p for p in points if self._is_followed(p)]
+        expected = dict(zip(followed, self._references(followed), strict=True))
+        for p in followed:
+            if expected[p] is not None:
+                self._compare(p, found[p], expected[p], tolerance)
+        without = ("refused", "no reference")
+        return ["exact" if expected.get(p) is not None else without[p in expected] for p in points]
+
+    def _at(self, point):
+        return dict(zip(self.batches, point, strict=True))
+
+    def _run(self, point):
+        flat = jax.tree.leaves(self.each(self._at(point), spoil))
+        return self.run([jnp.int32(n) for n in point], *flat)
+
+    def _is_followed(self, point):
         try:
-            self.program.check([counts])
+            self.program.check([point])
         except RowsError:
-            return "refused"
-        try:
-            expected = jax.tree.leaves(self.function(*self.each(at, lambda a, n: a[:n])))
-        except Exception:
-            return "no reference"
+            return False
+        return True
+
+    def _references(self, points):
+        """The leaves that the function returns for the real rows alone; None where it raises.
+
+        All are one compiled program: operation by operation takes several times as long.
+        """
+
+        def call_all(each):
+            found = []
+            for args in each:
+                try:
+                    found.append(jax.tree.leaves(self.function(*args)))
+                except Exception:
+                    found.append(None)
+            return found
+
+        return jax.jit(call_all)([self.each(self._at(p), lambda a, n: a[:n]) for p in points])
+
+    def _compare(self, point, found, expected, tolerance):
         for value, wanted, dims in zip(found, expected, self.program.out_dims, strict=True):
-            part = np.asarray(value)[tuple(slice(0, size_at(d, counts)) for d in dims)]
-            np.testing.assert_allclose(part, np.asarray(wanted), tolerance, tolerance)
-        return "exact"
+            part = np.asarray(value)[tuple(slice(0, size_at(d, point)) for d in dims)]
+            np.testing.assert_allclose(
+                part, np.asarray(wanted), tolerance, tolerance, err_msg=f"{point} rows"
+            )
 
 
 def case_named(name):
@@ -100,25 +141,36 @@ def case_named(name):
 
 # What is refused as a whole, each for a reason that the message says.
 REFUSED = {"ranking"}
-QUICK = {"npairs", "confusion", "einsums"}
+# Cheap functions that differ much from each other: each run has them, and a share of the others.
+CORE = {
+    "conditional_update",
+    "confusion",
+    "deep_coral",
+    "einsums",
+    "kmeans_step",
+    "ndcg",
+    "nonzero_selection",
+    "npairs",
+    "online_sgd_over_rows",
+    "welford_fori",
+}
+QUICK = CORE - {"conditional_update", "einsums"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(c.name, marks=() if c.name in QUICK else pytest.mark.slow)
-        for c in replica_functions.CASES
-    ],
-)
+def _in_sweep(name):
+    marks = [] if name in QUICK else [pytest.mark.slow]
+    return pytest.param(name, marks=marks if name in CORE else [*marks, pytest.mark.exhaustive])
+
+
+@pytest.mark.parametrize("name", [_in_sweep(c.name) for c in replica_functions.CASES])
 def test_a_function_of_somebody_elses_is_exact_or_refused(name):
     if name in REFUSED:
         with pytest.raises(RowsError):
             case_named(name).outcome(FULL)
         return
-    padded = case_named(name)
-    outcomes = [padded.outcome(n) for n in range(FULL, -1, -1)]
-    least = 3 if name in ("optax_ntxent",) else 2
-    assert outcomes[: FULL - least + 1] == ["exact"] * (FULL - least + 1), outcomes
+    found = dict(zip(COUNTS, case_named(name).outcomes(COUNTS), strict=True))
+    least = 3 if name == "optax_ntxent" else 2
+    assert {found[n] for n in COUNTS if n >= least} == {"exact"}, found
 
 
 X = jnp.asarray(RNG.normal(size=(FULL, 3)), jnp.float32)
@@ -182,7 +234,7 @@ def column_of_few(x, column):
 def test_a_branch_on_the_number_of_rows_is_refused_where_it_is_taken(function, refused):
     try:
         padded = follow(function)
-        outcomes = {n: padded.outcome(n) for n in range(FULL + 1)}
+        outcomes = dict(enumerate(padded.outcomes(range(FULL + 1))))
     except RowsError:
         assert refused  # the branch was met among the first traces
         return
@@ -214,8 +266,7 @@ Y = jnp.arange(FULL) % 3
     ],
 )
 def test_a_number_may_be_another_one_for_one_row_and_for_none(function):
-    padded = follow(function, X, Y)
-    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+    assert follow(function, X, Y).outcomes(COUNTS) == ["exact"] * len(COUNTS)
 
 
 def test_numbers_of_two_batches_are_others_where_either_is_small():
@@ -228,8 +279,8 @@ def test_numbers_of_two_batches_are_others_where_either_is_small():
         X + 1,
         groups=[0, 1],
     )
-    for counts in itertools.product((0, 1, 2, FULL), (0, 1, 3)):
-        assert padded.outcome(*counts) == "exact", counts
+    points = [*itertools.product((0, 1, 2, FULL), (0, 1, 3))]
+    assert padded.outcomes(points) == ["exact"] * len(points)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +296,7 @@ def test_numbers_of_two_batches_are_others_where_either_is_small():
 )
 def test_a_number_computed_of_the_number_of_rows_is_exact(number):
     padded = follow(lambda x: x.sum() * number(x.shape[0]) + x)
-    assert [padded.outcome(n) for n in range(FULL, 1, -1)] == ["exact"] * (FULL - 1)
+    assert padded.outcomes(range(2, FULL + 1)) == ["exact"] * (FULL - 1)
 
 
 def test_a_number_of_each_of_two_batches_is_exact():
@@ -255,7 +306,7 @@ def test_a_number_of_each_of_two_batches_is_exact():
         X + 1,
         groups=[0, 1],
     )
-    assert {padded.outcome(*at) for at in [(6, 6), (6, 2), (3, 5), (2, 3)]} == {"exact"}
+    assert padded.outcomes([(6, 6), (6, 2), (3, 5), (2, 3)]) == ["exact"] * 4
 
 
 def test_two_batches_of_one_shape_are_told_apart():
@@ -265,9 +316,9 @@ def test_two_batches_of_one_shape_are_told_apart():
         X + 1,
         groups=[0, 1],
     )
-    for counts in [(6, 6), (6, 2), (3, 5), (1, 4), (0, 3)]:
-        assert padded.outcome(*counts) in ("exact", "refused")
-    assert padded.outcome(3, 5) == "exact"
+    outcomes = padded.outcomes([(6, 6), (6, 2), (3, 5), (1, 4), (0, 3)])
+    assert set(outcomes) <= {"exact", "refused"}
+    assert outcomes[2] == "exact"
 
 
 def test_a_users_code_may_lie_in_a_folder_of_any_name(tmp_path):
@@ -286,52 +337,56 @@ def test_a_users_code_may_lie_in_a_folder_of_any_name(tmp_path):
     scope: dict = {}
     exec(compile(file.read_text(), str(file), "exec"), scope)
     padded = follow(scope["step"])
-    assert [padded.outcome(n) for n in (FULL, 2, 1)] == ["exact", "exact", "refused"]
+    assert padded.outcomes([FULL, 2, 1]) == ["exact", "exact", "refused"]
 
 
-def check_random_function(names, end, real):
+def outcome_of_random_function(rng):
+    """The outcome of a random chain of steps for a random number of rows.
+
+    Hypothesis would draw the parts of a chain again that it has drawn before, so it draws the seed.
+    """
+    names = [rng.choice(sorted(STEPS)) for _ in range(rng.randint(1, 4))]
+    end, real = rng.choice(sorted(ENDS)), rng.randint(0, FULL)
+    hypothesis.note(f"{real} rows: {' > '.join([*names, end])}")
+
     def function(x):
         for name in names:
             x = STEPS[name](x)
         return ENDS[end](x)
 
     try:
-        padded = follow(function)
+        return follow(function).outcome(real, tolerance=2e-3)
     except RowsError:
-        return
-    try:
-        padded.outcome(real, tolerance=2e-3)
-    except RowsError:
-        return
+        return "refused"
 
 
-random_functions = given(
-    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
-    end=st.sampled_from(sorted(ENDS)),
-    real=st.integers(0, FULL),
-)
-_quiet = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
-
-
-@random_functions
-@settings(max_examples=20, **_quiet)
-def test_random_functions_are_exact_or_refused(names, end, real):
-    check_random_function(names, end, real)
+# Of 400 functions, drawn with 4 seeds, 1.8 % were refused, all for one row or none; of the 100 of
+# one seed 4 %. With a share of 1.8 %, more than 15 % of 60 are refused in less than one of a
+# million runs.
+MOST_REFUSED = 0.15
 
 
 @pytest.mark.slow
-@random_functions
-@settings(max_examples=300, **_quiet)
-def test_many_random_functions_are_exact_or_refused(names, end, real):
-    check_random_function(names, end, real)
+def test_random_functions_are_exact_or_seldom_refused():
+    """They differ from run to run; a failure says the function and its rows."""
+    counts = collections.Counter()
+    number = max(60, row_examples.NUM_EXAMPLES)
+
+    @hypothesis.given(st.integers(0, 2**32 - 1))
+    @hypothesis.settings(max_examples=number, phases=[hypothesis.Phase.generate])
+    def check(seed):
+        counts[outcome_of_random_function(random.Random(seed))] += 1
+
+    check()
+    assert counts["refused"] <= MOST_REFUSED * number, counts
+    assert counts["exact"] >= number / 2, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_each_step_of_them_is_exact_for_two_rows_and_more(name):
-    padded = follow(STEPS[name])
-    assert [padded.outcome(n) for n in (FULL, 4, 2)] == ["exact"] * 3
-    for n in (1, 0):
-        padded.outcome(n)
+    """For one row or none it may be refused, but it is not wrong."""
+    assert follow(STEPS[name]).outcomes([5, 2, 1, 0])[:2] == ["exact"] * 2
 
 
 TWO = jnp.array([0, 2])
@@ -369,9 +424,8 @@ TWO = jnp.array([0, 2])
     ],
 )
 def test_a_part_that_is_as_large_as_there_are_rows_is_read_and_written(function):
-    padded = follow(function)
-    outcomes = [padded.outcome(n) for n in range(FULL + 1)]
-    assert outcomes[4:] == ["exact"] * 3, outcomes
+    outcomes = follow(function).outcomes([0, 1, 2, 4, 5])
+    assert outcomes[3:] == ["exact"] * 2, outcomes
 
 
 def near(x):
@@ -379,57 +433,69 @@ def near(x):
     return jnp.exp(-jnp.square(x[:, None] - x[None]).sum(-1)) + 0.1 * jnp.eye(len(x))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: jnp.linalg.cholesky(near(x)),
-        lambda x: jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(near(x)), True), x),
-        lambda x: jax.scipy.linalg.solve_triangular(near(x), x, trans=1),
-        lambda x: jnp.linalg.solve(near(x) + x[:, 0], x),
-        lambda x: jnp.linalg.inv(near(x)),
-        lambda x: jnp.linalg.slogdet(near(x)),
-        lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T),
-        lambda x: jnp.linalg.qr(x),
-        lambda x: jnp.linalg.svd(x, compute_uv=False),
-        lambda x: jnp.linalg.matrix_rank(x),
-        jax.grad(lambda x: jnp.sum(jnp.linalg.qr(x)[0] ** 3)),
-        jax.grad(lambda x: x[:, 0] @ jnp.linalg.solve(near(x), x[:, 1])),
-        jax.grad(lambda x: jnp.linalg.slogdet(near(x))[1]),
-        jax.grad(lambda x: jnp.linalg.cholesky(near(x)).sum()),
-    ],
-)
+MATRICES = [
+    lambda x: jnp.linalg.cholesky(near(x)),
+    lambda x: jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(near(x)), True), x),
+    lambda x: jax.scipy.linalg.solve_triangular(near(x), x, trans=1),
+    lambda x: jnp.linalg.solve(near(x) + x[:, 0], x),
+    lambda x: jnp.linalg.inv(near(x)),
+    lambda x: jnp.linalg.slogdet(near(x)),
+    lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T),
+    lambda x: jnp.linalg.qr(x),
+    lambda x: jnp.linalg.svd(x, compute_uv=False),
+    lambda x: jnp.linalg.matrix_rank(x),
+    jax.grad(lambda x: jnp.sum(jnp.linalg.qr(x)[0] ** 3)),
+    jax.grad(lambda x: x[:, 0] @ jnp.linalg.solve(near(x), x[:, 1])),
+    jax.grad(lambda x: jnp.linalg.slogdet(near(x))[1]),
+    jax.grad(lambda x: jnp.linalg.cholesky(near(x)).sum()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", MATRICES)
 def test_matrices_of_rows_are_decomposed_and_solved(function):
-    padded = follow(function)
-    outcomes = [padded.outcome(n, tolerance=1e-3) for n in range(FULL + 1)]
-    assert outcomes[3:] == ["exact"] * 4, outcomes
+    outcomes = follow(function).outcomes(COUNTS, tolerance=1e-3)
+    assert outcomes[3:] == ["exact"] * 2, outcomes
 
 
 def affine(a, b):
     return a[0] * b[0], b[0] * a[1] + b[1]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: jax.lax.associative_scan(jnp.add, x),
-        lambda x: jax.lax.associative_scan(jnp.multiply, x, reverse=True),
-        lambda x: jax.lax.associative_scan(jnp.matmul, x[:, :, None] * x[:, None]),
-        lambda x: jax.lax.associative_scan(jnp.add, x.T, axis=1),
-        lambda x: jax.vmap(lambda c: jax.lax.associative_scan(jnp.add, c))(x.T),
-        lambda x: (
-            jax.lax.associative_scan(jnp.add, x, axis=-1),
-            jax.lax.associative_scan(affine, (jnp.tanh(x), x))[1].mean() / max(len(x), 1),
-        ),
-        jax.grad(
-            lambda x: jnp.square(
-                jax.lax.associative_scan(affine, (jnp.tanh(x), x), reverse=True)[1]
-            ).sum()
-        ),
-    ],
-)
+SCANS = [
+    lambda x: jax.lax.associative_scan(jnp.add, x),
+    lambda x: jax.lax.associative_scan(jnp.multiply, x, reverse=True),
+    lambda x: jax.lax.associative_scan(jnp.matmul, x[:, :, None] * x[:, None]),
+    lambda x: jax.lax.associative_scan(jnp.add, x.T, axis=1),
+    lambda x: jax.vmap(lambda c: jax.lax.associative_scan(jnp.add, c))(x.T),
+    lambda x: (
+        jax.lax.associative_scan(jnp.add, x, axis=-1),
+        jax.lax.associative_scan(affine, (jnp.tanh(x), x))[1].mean() / max(len(x), 1),
+    ),
+    jax.grad(
+        lambda x: jnp.square(
+            jax.lax.associative_scan(affine, (jnp.tanh(x), x), reverse=True)[1]
+        ).sum()
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", SCANS)
 def test_an_associative_scan_over_rows_is_one_in_their_order(function):
+    assert follow(function).outcomes(COUNTS) == ["exact"] * len(COUNTS)
+
+
+@pytest.mark.parametrize(
+    "function", [*(pytest.param(STEPS[name], id=name) for name in sorted(STEPS)), *MATRICES, *SCANS]
+)
+def test_they_are_followed_for_some_rows(function):
+    """Without compiling anything. That their numbers are exact, slower tests say."""
     padded = follow(function)
-    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+    shapes = jax.eval_shape(padded.run, [jnp.int32(3)], *padded.args)
+    padded.program.check([(FULL,), (5,), (3,)])
+    expected = jax.tree.leaves(jax.eval_shape(function, *padded.args))
+    assert [x.shape for x in shapes] == [x.shape for x in expected]
 
 
 # As a library's: not the user's own instructions, so both sums are of the one that calls it.
@@ -448,7 +514,7 @@ def test_a_broadcast_of_one_row_may_be_undone_in_another_way():
 
     x, scale = RNG.normal(size=(FULL, 5, 5)), RNG.normal(size=5)
     padded = Padded(function, [x.astype(np.float32), scale.astype(np.float32)], [0, None])
-    assert {padded.outcome(real) for real in range(1, FULL + 1)} == {"exact"}
+    assert padded.outcomes([1, 2, 5]) == ["exact"] * 3
 
 
 OTHER_FOR_ONE_ROW = {
@@ -468,7 +534,7 @@ OTHER_FOR_ONE_ROW = {
 def test_another_shaping_for_one_row_is_refused(name):
     x = RNG.normal(size=(FULL, 5, 5)).astype(np.float32)
     padded = Padded(OTHER_FOR_ONE_ROW[name], [x], [0])
-    assert [padded.outcome(real) for real in (1, 2)] == ["refused", "exact"]
+    assert padded.outcomes([1, 2]) == ["refused", "exact"]
 
 
 def _choose(rows, x, one, more):
@@ -506,7 +572,7 @@ def test_another_value_for_few_rows_is_refused(name, rows):
     v, w = RNG.normal(size=(2, 5)).astype(np.float32)
     function = functools.partial(OTHER_VALUES[name], rows)
     padded = Padded(function, [x, y, v, w], [0, 0, None, None])
-    assert [padded.outcome(real) for real in (rows, 2)] == ["refused", "exact"]
+    assert padded.outcomes([rows, 2]) == ["refused", "exact"]
 
 
 def test_what_contractions_sum_over_rows_is_masked_where_it_is_computed():
@@ -522,7 +588,7 @@ def test_what_contractions_sum_over_rows_is_masked_where_it_is_computed():
         )
 
     padded = follow(step, X, jnp.ones((3, 3)), groups=[0, None])
-    assert [padded.outcome(n) for n in range(FULL + 1)] == ["exact"] * (FULL + 1)
+    assert padded.outcomes(COUNTS) == ["exact"] * len(COUNTS)
     counts = [jnp.int32(FULL)]
     traced = jax.make_jaxpr(lambda x, w: padded.run(counts, x, w))(X, jnp.ones((3, 3)))
     masks = [eqn for eqn in jaxprs.walk(traced.jaxpr) if eqn.primitive.name == "select_n"]
