@@ -99,10 +99,13 @@ def _read_commit(root: Path) -> str:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Workers for the whole suite: one per core. A few files or tests run in this process."""
+    """Workers for the whole suite: one more than cores, since many tests wait for processes.
+
+    A few files or tests run in this process.
+    """
     if any("::" in x or x.endswith(".py") for x in config.args):
         return 0
-    return min(os.cpu_count() or 1, _MOST_WORKERS)
+    return min((os.cpu_count() or 1) + 1, _MOST_WORKERS)
 
 
 def _in_groups(items: list[pytest.Item]) -> None:

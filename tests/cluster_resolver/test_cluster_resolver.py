@@ -23,7 +23,7 @@ from tpudist.cluster_resolver import (
     UnionResolver,
 )
 from tpudist.cluster_resolver import slurm as slurm_module
-from tpudist.processes import runtime
+from tpudist.processes import connection
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "ps": ["d:4"]}
 
@@ -790,7 +790,7 @@ def test_the_hosts_of_a_slice_are_its_tasks(tpu_hosts):
 
 def test_connecting_joins_the_hosts_of_a_slice(tpu_hosts, monkeypatch):
     joined = []
-    monkeypatch.setattr(runtime, "connect", lambda *args: joined.append(args))
+    monkeypatch.setattr(connection, "connect", lambda *args: joined.append(args))
     assert isinstance(TPUClusterResolver.connect(), TPUClusterResolver)
     assert joined == []
     tpu_hosts("t-0,t-1", "1")

@@ -829,8 +829,9 @@ def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
         gc.collect()  # also of what threads have held that have ended since
         return not {x for x in threading.enumerate() if x.name.startswith("tpudist")} - threads
 
-    wait_until(is_over, "the end of all threads", within_s=5)
-    assert are_gone(started, within_s=5)
+    # Processes of Ray take seconds to end on a busy machine.
+    wait_until(is_over, "the end of all threads", within_s=20)
+    assert are_gone(started, within_s=20)
     assert len(started) == (engine == "ray")
 
 

@@ -93,6 +93,7 @@ def test_training_in_microbatches_is_training_on_whole_batches(name):
     assert losses[-2] < losses[0]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), st.integers(1, 24))
 @settings(max_examples=5)
 def test_any_number_of_microbatches_gives_the_loss_of_the_real_rows(num_microbatches, num_real):

@@ -37,6 +37,7 @@ def test_what_is_known_is_compiled_here_alone(log):
     assert messages(log) == []
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_compiled_elsewhere_too(log, monkeypatch):
     monkeypatch.setattr(known_operations, "KNOWN", known_operations.KNOWN - {"sort"})
 

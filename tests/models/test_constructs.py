@@ -35,6 +35,7 @@ def what_became_of(names, geometries, slice_name=""):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_lookups_in_replicas_of_several_axes_are_those_of_one_device():
     names = ("nnx.Embed", "cross-entropy by index", "experts, by index")

@@ -65,7 +65,8 @@ def test_ci_installs_and_tests_as_readme_says():
 def test_ci_trains_and_has_the_quick_tests_as_readme_and_contributing_say():
     train, test, _ = (without_folder(commands) for commands in standing_alone())
     assert train[-1] in CI
-    assert f'{test[-1]} -m "not slow or notebook"' in CI
+    assert f'{test[-1]} -m "not slow"' in CI
+    assert f"{test[-1]} -m notebook --share all" in CI
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert '`python -m pytest -m "not slow"`' in contributing
 
@@ -107,6 +108,7 @@ def names_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"::(\S+)", done.stdout)
 
 
+@pytest.mark.slow
 def test_shares_have_all_exhaustive_tests_together_and_each_has_some(tmp_path):
     everything = names_of(collect(tmp_path, "-m", ""))
     assert len(everything) == 13 + 2 + 1 + 1

@@ -95,6 +95,7 @@ def printed(tmp_path_factory):
     return lines, done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRINTED))

@@ -157,6 +157,7 @@ def test_a_model_of_one_layer_is_trained_alike(mirrored):
     run_both_ways(mirrored, program)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [one_by_one, in_one_program, in_a_function])
 def test_training_gives_the_same_numbers(loop):

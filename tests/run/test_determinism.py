@@ -270,6 +270,7 @@ def numbers(strategy, results):
 QUICK = (train_mlp,)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program",
     [

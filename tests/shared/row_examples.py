@@ -6,5 +6,5 @@ are tried, and not a share of them.
 
 import os
 
-NUM_EXAMPLES = int(os.environ.get("ROW_EXAMPLES", "48"))
+NUM_EXAMPLES = int(os.environ.get("ROW_EXAMPLES", "32"))
 ALL_CASES = "ROW_EXAMPLES" in os.environ

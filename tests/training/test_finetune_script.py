@@ -153,6 +153,7 @@ def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
     assert sum(file.stat().st_size for file in saved if file.is_file()) < 400_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_learn_what_one_does_and_the_first_writes(adapted, tmp_path):

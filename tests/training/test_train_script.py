@@ -351,6 +351,7 @@ def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
     assert len([line for line in lines_of(out) if line["split"] == "train"]) == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_interrupt_of_one_process_ends_all(text, tmp_path):

@@ -107,6 +107,7 @@ def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
         load_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_others_cannot_compute_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No family .*nearest is 'llama', .* output_scale.*Train"):
         save_pretrained(make(tied=True), tmp_path)

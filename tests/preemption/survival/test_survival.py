@@ -107,6 +107,7 @@ def test_programs_start_again_in_their_processes_where_jax_cannot(spares, calm, 
     assert "go on from commit" in seen.output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_time_of_programs_that_started_again_is_explained(tmp_path):
     env = {"IN_PROCESS": "0", "TPUDIST_GOODPUT": str(tmp_path)}
