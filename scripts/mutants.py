@@ -254,7 +254,7 @@ def reached(out: Path) -> dict[int, set[str]]:
 
 
 def durations_s(out: Path) -> dict[str, float]:
-    """How long each test took in the traced run, its fixtures included."""
+    """Returns the seconds that each test took in the traced run, its fixtures included."""
     found: dict[str, float] = collections.defaultdict(float)
     for line in (out / "traces" / "durations").read_text().splitlines():
         test, duration_s = json.loads(line)

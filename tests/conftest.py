@@ -20,7 +20,7 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
 
-# Tests start hundreds of Python processes. Without bytecode on disk, each compiles tpudist anew.
+# Tests start hundreds of Python processes. Without bytecode on disk, each compiles tpudist again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Keras asks at its import, and is imported by a scope's program only.

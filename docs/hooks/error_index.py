@@ -89,7 +89,7 @@ def find_classes(package: Path) -> list[ErrorClass]:
 
 
 def find_messages(package: Path) -> dict[str, list[Message]]:
-    """What is raised and warned of in each package, each message once, in the order of the files.
+    """Returns the errors and warnings of each package, each message once, in the order of files.
 
     Only messages that are written where they are raised; a few are put together elsewhere.
     """

@@ -127,7 +127,7 @@ class Frame(abc.ABC):
     @property
     @abc.abstractmethod
     def compiler_options(self) -> dict[str, Any] | None:
-        """What the communication asks of the compiler, to be added to; None in a nested trace."""
+        """Compiler options of the communication, a dict to extend; None in a nested trace."""
 
     # Rows of the batch.
 

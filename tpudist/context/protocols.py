@@ -1,4 +1,4 @@
-"""What `context` asks of objects that higher layers make, as protocols.
+"""Protocols for the objects of higher layers that `context` uses.
 
 The classes that implement them are `state.variable.Variable`, `state.storage.Storage`,
 `run.replica_context.ReplicaContext` and `reductions.cross_device_ops.CrossDeviceOps`. They do not
@@ -27,7 +27,7 @@ class VariableLike(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name, for messages."""
+        """The name, for messages."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class VariableLike(Protocol):
 
     @property
     def spec(self) -> PartitionSpec | None:
-        """Over which axes inside a replica it is split; None if the strategy decides."""
+        """The axes inside a replica that split the value; None if the strategy decides."""
         ...
 
 
@@ -91,7 +91,7 @@ class ReplicaContextLike(Protocol):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run the function together."""
+        """The number of replicas that run the function together."""
         ...
 
     def all_reduce(
@@ -105,7 +105,7 @@ class ReplicaContextLike(Protocol):
 
 
 class CrossDeviceOpsLike(Protocol):
-    """How reductions communicate; see `reductions.cross_device_ops.CrossDeviceOps`."""
+    """The communication of reductions; see `reductions.cross_device_ops.CrossDeviceOps`."""
 
     def reduce(
         self,

@@ -74,7 +74,7 @@ class StrategyBase(abc.ABC):
     _twin_of: Self | None = None
     # The Variables whose arrays somebody has read: they must not be overwritten in place.
     _protected: "WeakIdentitySet"
-    # Its compiled functions: a `run.step_cache.Replicator`. Who uses it says so, for type checkers.
+    # The compiled functions, a `run.step_cache.Replicator`; its callers annotate it.
     _replicator: Any
 
     # What some strategies have.
@@ -148,7 +148,7 @@ class StrategyBase(abc.ABC):
     def create_abstract(
         self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None
     ) -> Any:
-        """What `create` would return, with `jax.ShapeDtypeStruct`s for arrays."""
+        """Returns the result of `create` with `jax.ShapeDtypeStruct`s for arrays."""
 
     @abc.abstractmethod
     def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:

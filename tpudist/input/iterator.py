@@ -17,7 +17,7 @@ PyTree = Any
 
 
 class RestartableDataset(Protocol):
-    """What an iterator uses of its `input.dataset.DistributedDataset`."""
+    """An `input.dataset.DistributedDataset`, as its iterators use it."""
 
     @property
     def strategy(self) -> StrategyBase | None:
@@ -31,12 +31,12 @@ class RestartableDataset(Protocol):
 
     @property
     def next_pass(self) -> Position:
-        """Where the next iterator begins."""
+        """The position at which the next iterator begins."""
         ...
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the state of an iterator is good for."""
+        """The properties of the data that the state of an iterator depends on."""
         ...
 
     @property

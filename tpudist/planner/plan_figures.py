@@ -14,7 +14,7 @@ from tpudist.xla.hardware.chips import CHIPS
 
 @dataclasses.dataclass(frozen=True)
 class PlanFigures:
-    """What the functions that show a plan read of it; `plan.Plan` documents the fields."""
+    """The figures of a plan, for functions that show it; `plan.Plan` documents the fields."""
 
     name: str
     topology: str

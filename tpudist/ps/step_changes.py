@@ -29,7 +29,7 @@ class ChangeableVariable(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name, for messages."""
+        """The name, for messages."""
         ...
 
     def apply_noted(self, what: str, arrays: Sequence[Any]) -> None:
@@ -39,7 +39,7 @@ class ChangeableVariable(Protocol):
     def send_gradients(
         self, optimizer: int, tx: Any, variables: Sequence[Any], gradients: Sequence[Any]
     ) -> None:
-        """Has the servers apply gradients."""
+        """Sends gradients to the servers, which apply them."""
         ...
 
 

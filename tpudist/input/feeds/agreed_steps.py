@@ -41,12 +41,12 @@ class ProcessPipelines(Protocol):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What all processes must have alike."""
+        """The part of the plan that must be equal in all processes."""
         ...
 
     @property
     def local_plan(self) -> dict[str, Any]:
-        """What this process has."""
+        """The part of the plan that this process has for itself."""
         ...
 
     @property

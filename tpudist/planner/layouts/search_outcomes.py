@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class SearchOutcomes:
-    """What `search_text` reads of a search; `search_result.SearchResult` documents the fields."""
+    """The outcomes of a search; `search_result.SearchResult` documents the fields."""
 
     topology: str
     num_devices: int
