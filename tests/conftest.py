@@ -35,7 +35,7 @@ _MOST_WORKERS = 4
 # Tests that watch the clock, or whose processes do: beside each other they would be late.
 _WATCH_THE_CLOCK = (
     "test_child test_coordination test_coordinator_faults test_device_check test_engine_contract "
-    "test_exact_resume "
+    "test_exact_resume test_forgotten_coordinator "
     "test_input_ends test_input_processes test_launch_hosts test_pod_in_a_box test_preemption "
     "test_preemption_processes test_prefetch test_process_guard test_processes test_ray_engine "
     "test_server test_server_storm test_survival test_train_script"

@@ -1,0 +1,72 @@
+"""A coordinator that nobody holds any more leaves no thread and no process.
+
+In a file of its own: a cluster of other tests that is still there may start threads meanwhile.
+"""
+
+import gc
+import os
+import threading
+
+import pytest
+
+import tpudist
+from process_trees import are_gone, descendants
+from server_faults import Cluster, wait_until
+
+
+@pytest.fixture(params=["threads", pytest.param("ray", marks=pytest.mark.slow)])
+def engine(request):
+    if request.param == "ray":
+        request.getfixturevalue("running_ray")
+    return request.param
+
+
+def fail(message):
+    raise KeyError(message)
+
+
+def use_and_forget(engine):
+    """The process of a worker of a coordinator that nobody holds any more."""
+    cluster = Cluster(engine, num_workers=1, num_servers=1)
+    coordinator, strategy = cluster.coordinator, cluster.strategy
+    with strategy.scope():
+        v = tpudist.Variable(0.0)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
+
+    def step(iterator):
+        strategy.run(lambda: v.assign_add(1.0) is None)
+        return next(iterator)
+
+    assert coordinator.schedule(step, (iterator,)).fetch() == 0
+    output = coordinator.schedule(fail, ("x",))
+    with pytest.raises(KeyError):
+        coordinator.join()
+    with pytest.raises(KeyError):
+        output.fetch()
+    if engine == "threads":  # such a function cannot be sent
+        assert coordinator.schedule(lambda: coordinator.workers).fetch() == [0]
+
+        def fail_with_all_of_it():
+            raise KeyError(coordinator.workers)
+
+        coordinator.schedule(fail_with_all_of_it)
+        with pytest.raises(KeyError):
+            coordinator.join()
+    pid = cluster.pid(cluster.actor("worker", 0)) if cluster.is_ray else None
+    started = {x for x in descendants(os.getpid()) if x.pid == pid}
+    assert [x for x in threading.enumerate() if x.name.startswith("tpudist closures of worker")]
+    return started
+
+
+def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
+    """ClusterCoordinatorDestroyed, also after errors, and functions that hold it."""
+    threads = set(threading.enumerate())
+    started = use_and_forget(engine)
+
+    def is_over():
+        gc.collect()  # also of what threads have held that have ended since
+        return not {x for x in threading.enumerate() if x.name.startswith("tpudist")} - threads
+
+    wait_until(is_over, "the end of all threads", within_s=5)
+    assert are_gone(started, within_s=5)
+    assert len(started) == (engine == "ray")
