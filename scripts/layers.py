@@ -6,9 +6,9 @@ FOLDER holds a package `tpudist`; by default the repository of this file. `--dra
 layers: the picture of docs/architecture.md, which a test compares with the imports.
 
 A *package* here is a module or a folder at the top of `tpudist/`. An *import* is a package that
-imports another one, however often; imports inside functions count. The *layer* of a package is one
-above the highest that it imports. A *cycle* is a group of modules, or of packages, that import each
-other; for cycles, imports under `if TYPE_CHECKING` count too.
+imports another one, however often; imports inside functions and under `if TYPE_CHECKING` count. The
+*layer* of a package is one above the highest that it imports. A *cycle* is a group of modules, or
+of packages, that import each other.
 """
 
 import argparse
@@ -208,9 +208,8 @@ def figures(folder: Path) -> dict[str, object]:
     """All figures of the package in a folder."""
     package = folder / "tpudist"
     modules = modules_of(package)
-    imports = imports_of(modules, package.name)
+    imports = imports_of(modules, package.name, types=True)
     packages = packages_of(imports)
-    with_types = imports_of(modules, package.name, types=True)
     sizes = {
         str(file.relative_to(package)): len(file.read_text().splitlines())
         for file in package.rglob("*.py")
@@ -220,8 +219,8 @@ def figures(folder: Path) -> dict[str, object]:
         "packages (entries at the top)": len(packages),
         "layers": max(layers_of(packages).values()),
         "imports between packages": sum(map(len, packages.values())),
-        "cycles of packages": cycles_of(packages_of(with_types)),
-        "cycles of modules": cycles_of(with_types),
+        "cycles of packages": cycles_of(packages),
+        "cycles of modules": cycles_of(imports),
         "files in the largest folder": _largest_folder(sizes),
         "modules": len(modules),
         "median module, in lines": statistics.median(sizes.values()),
@@ -251,7 +250,7 @@ def _shown(package: str) -> str:
 def draw(folder: Path) -> str:
     """The layers as SVG: the packages of each, and the first line of their docstrings."""
     modules = modules_of(folder / "tpudist")
-    layers = layers_of(packages_of(imports_of(modules, "tpudist")))
+    layers = layers_of(packages_of(imports_of(modules, "tpudist", types=True)))
     top = max(layers.values())
     parts = []
     for layer in range(top, 0, -1):
@@ -264,8 +263,11 @@ def draw(folder: Path) -> str:
             parts.append(
                 f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{_HEIGHT}" rx="6"/>'
             )
+            name = _shown(package)
+            size = min(17, 1.6 * (width - 20) / len(name))  # in px: a letter is 0.6 wide
             parts.append(
-                f'<text class="name" x="{x + 12:.0f}" y="{y + 24}">{_shown(package)}</text>'
+                f'<text class="name" style="font-size: {size:.0f}px" x="{x + 12:.0f}" '
+                f'y="{y + 24}">{name}</text>'
             )
             tree = modules.get(package) or modules[f"{package}.__init__"]
             said = (ast.get_docstring(tree) or "").split("\n\n")[0]
