@@ -29,9 +29,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 300  # for the tests of one mutant, by the durations that `trace` has recorded
@@ -219,6 +222,15 @@ def pytest_runtest_logreport(report):
             f.write(json.dumps([report.nodeid, report.duration]) + "\\n")
 """
 
+# A plugin of pytest that notes which tests failed.
+_FAILURES = """
+import os
+def pytest_runtest_logreport(report):
+    if report.failed:
+        with open(os.environ["MUTANT_FAILURES"], "a") as f:
+            f.write(report.nodeid + "\\n")
+"""
+
 
 def trace(out: Path, root: Path, arguments: list[str]) -> int:
     """Runs the tests once: writes which tests reach which mutant, and how long each takes."""
@@ -284,7 +296,10 @@ def chosen_tests(
 
 
 def run_one(mutant: Mutant, tests: list[str], root: Path) -> str:
-    """Runs tests against a mutant in a copy: "caught", "survived" or "not reached"."""
+    """Runs tests against a mutant in a copy: "caught", "survived" or "not reached".
+
+    A test that fails without the mutant as well shows nothing: that is "invalid".
+    """
     if not tests:
         return "not reached"
     with tempfile.TemporaryDirectory() as folder:
@@ -292,29 +307,43 @@ def run_one(mutant: Mutant, tests: list[str], root: Path) -> str:
         ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "site", "runs")
         shutil.copytree(root, tree, ignore=ignored)
         file = tree / mutant.file
-        lines = file.read_text().splitlines()
-        at = lines.index(mutant.before, mutant.first_line - 1)
-        lines[at] = mutant.after
+        source = file.read_text()
+        lines = source.splitlines()
+        lines[lines.index(mutant.before, mutant.first_line - 1)] = mutant.after
         file.write_text("\n".join(lines) + "\n")
-        (Path(folder) / "tests.txt").write_text("\n".join(tests))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-        command += [*ALL_TESTS, f"@{folder}/tests.txt"]
-        environment = os.environ | {"PYTHONPATH": str(tree)}
-        with subprocess.Popen(
-            command,
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
-            try:
-                code = process.wait(TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                code = 1
-            with contextlib.suppress(ProcessLookupError):  # what the tests have started
-                os.killpg(process.pid, signal.SIGKILL)
-    return {0: "survived", 5: "survived"}.get(code, "caught")
+        code, failed = _run_tests(tree, tests, Path(folder))
+        if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return "survived"
+        file.write_text(source)
+        # Python tells versions of a file by size and whole seconds: bytecode of the mutant is old.
+        os.utime(file, (time.time() + 10, time.time() + 10))
+        return "caught" if _run_tests(tree, failed or tests, Path(folder))[0] == 0 else "invalid"
+
+
+def _run_tests(tree: Path, tests: list[str], folder: Path) -> tuple[int, list[str]]:
+    """Runs tests up to the first failure: the exit code, and the tests that failed."""
+    (folder / "tests.txt").write_text("\n".join(tests))
+    (folder / "mutant_failures.py").write_text(_FAILURES)
+    failures = folder / "failures"
+    failures.write_text("")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-p", "mutant_failures", *ALL_TESTS, f"@{folder / 'tests.txt'}"]
+    paths = {"PYTHONPATH": f"{tree}{os.pathsep}{folder}", "MUTANT_FAILURES": str(failures)}
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env=os.environ | paths,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            code = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = pytest.ExitCode.TESTS_FAILED
+        with contextlib.suppress(ProcessLookupError):  # processes that the tests have started
+            os.killpg(process.pid, signal.SIGKILL)
+    return code, failures.read_text().splitlines()
 
 
 def run(out: Path, root: Path, jobs: int) -> None:

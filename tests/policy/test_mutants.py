@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import mutants
 
 SOURCE = """
@@ -65,3 +67,27 @@ def test_a_mutant_is_run_against_the_tests_of_its_package_that_reach_it():
         "tests/keras_fit/test_a.py::test_fast",
         "tests/keras_fit/test_a.py::test_slow",
     ]
+
+
+PASSES = "from counter import is_small\ndef test_it():\n    assert is_small(3)\n"
+FAILS = "def test_it():\n    assert False\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("after", "test", "outcome"),
+    [
+        ("    return number > 5", PASSES, "caught"),
+        ("    return number <= 5", PASSES, "survived"),
+        ("    return number > 5", FAILS, "invalid"),
+    ],
+)
+def test_a_mutant_is_caught_by_a_test_that_passes_without_it(tmp_path, after, test, outcome):
+    """A test that fails anyway would count every mutant as caught."""
+    before = "    return number < 5"
+    (tmp_path / "counter.py").write_text(f"def is_small(number):\n{before}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_counter.py").write_text(test)
+    mutant = mutants.Mutant("counter.py", "is_small", 2, 2, before, after)
+    assert mutants.run_one(mutant, ["tests/test_counter.py::test_it"], tmp_path) == outcome

@@ -288,9 +288,9 @@ class Model(nnx.Module):
         return jnp.einsum("bse,de->bsd", x, self.up.kernel[...], out_sharding=self.features)
 
 
-def train(strategy, *, split):
-    """The losses of two steps on 5 of 8 rows."""
-    tokens = np.random.default_rng(0).integers(0, 10, (5, 3))
+def train(strategy, rows, *, split):
+    """Returns the losses of two steps on batches of 8, of which `rows` are real."""
+    tokens = np.random.default_rng(0).integers(0, 10, (rows, 3))
     examples = tpudist.NumpyDataset(tokens.astype(np.int32)).batch(8).repeat(2)
     model = strategy.create(lambda: Model(nnx.Rngs(0), split=split))
     optimizer = strategy.create(lambda m: tpudist.Optimizer(optax.adam(1e-2), m), model)
@@ -308,10 +308,11 @@ def train(strategy, *, split):
 
 
 @pytest.mark.slow
-def test_a_model_that_says_where_activations_lie_trains_as_on_one_device(strategy):
-    alone = train(tpudist.OneDeviceStrategy(), split=False)
+@pytest.mark.parametrize("rows", [8, 5])
+def test_a_model_that_says_where_activations_lie_trains_as_on_one_device(strategy, rows):
+    alone = train(tpudist.OneDeviceStrategy(), rows, split=False)
     assert len(alone) == 2
-    np.testing.assert_allclose(train(strategy, split=True), alone, rtol=1e-4)
+    np.testing.assert_allclose(train(strategy, rows, split=True), alone, rtol=1e-4)
 
 
 def test_it_is_honoured_in_replica_functions_that_run_eagerly(strategy):
