@@ -295,10 +295,11 @@ def chosen_tests(
     return chosen
 
 
-def run_one(mutant: Mutant, tests: list[str], root: Path) -> str:
+def run_one(mutant: Mutant, tests: list[str], root: Path, cache: Path) -> str:
     """Runs tests against a mutant in a copy: "caught", "survived" or "not reached".
 
-    A test that fails without the mutant as well shows nothing: that is "invalid".
+    A test that fails without the mutant as well shows nothing: that is "invalid". Compiled programs
+    are in `cache`, which all mutants share: most of them change none.
     """
     if not tests:
         return "not reached"
@@ -311,22 +312,24 @@ def run_one(mutant: Mutant, tests: list[str], root: Path) -> str:
         lines = source.splitlines()
         lines[lines.index(mutant.before, mutant.first_line - 1)] = mutant.after
         file.write_text("\n".join(lines) + "\n")
-        code, failed = _run_tests(tree, tests, Path(folder))
+        code, failed = _run_tests(tree, tests, Path(folder), cache)
         if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return "survived"
         file.write_text(source)
         # Python tells versions of a file by size and whole seconds: bytecode of the mutant is old.
         os.utime(file, (time.time() + 10, time.time() + 10))
-        return "caught" if _run_tests(tree, failed or tests, Path(folder))[0] == 0 else "invalid"
+        code, _ = _run_tests(tree, failed or tests, Path(folder), cache)
+        return "caught" if code == 0 else "invalid"
 
 
-def _run_tests(tree: Path, tests: list[str], folder: Path) -> tuple[int, list[str]]:
+def _run_tests(tree: Path, tests: list[str], folder: Path, cache: Path) -> tuple[int, list[str]]:
     """Runs tests up to the first failure: the exit code, and the tests that failed."""
     (folder / "tests.txt").write_text("\n".join(tests))
     (folder / "mutant_failures.py").write_text(_FAILURES)
     failures = folder / "failures"
     failures.write_text("")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0"]
+    command += ["-o", f"cache_dir={cache}"]
     command += ["-p", "mutant_failures", *ALL_TESTS, f"@{folder / 'tests.txt'}"]
     paths = {"PYTHONPATH": f"{tree}{os.pathsep}{folder}", "MUTANT_FAILURES": str(failures)}
     with subprocess.Popen(
@@ -350,12 +353,14 @@ def run(out: Path, root: Path, jobs: int) -> None:
     """Runs all mutants and writes `results.json`; prints each, and the share that is caught."""
     mutants, tests, took_s = read(out), reached(out), durations_s(out)
     folders = [x.name for x in (root / "tests").iterdir()]
+    chosen = [
+        chosen_tests(x, tests.get(number, set()), took_s, folders)
+        for number, x in enumerate(mutants)
+    ]
     results: dict[int, str] = {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         waiting = {
-            pool.submit(
-                run_one, x, chosen_tests(x, tests.get(number, set()), took_s, folders), root
-            ): number
+            pool.submit(run_one, x, chosen[number], root, out / "cache"): number
             for number, x in enumerate(mutants)
         }
         for done in concurrent.futures.as_completed(waiting):

@@ -1,17 +1,23 @@
 """What all tests share. The devices are emulated by tpudist's own plugin (see pyproject.toml)."""
 
 import collections
+import contextlib
 import gc
 import importlib.util
 import itertools
 import os
+import shutil
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
+
+import kept_programs
+from tpudist.xla.compiler import jax_cache
 
 # Tests compile much and compute little: without LLVM's optimizations XLA:CPU compiles in half the
 # time. Collectives and what libtpu makes of a program stay as they are. The variable is for the
@@ -20,11 +26,16 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
 
-# Tests start hundreds of Python processes. Without bytecode on disk, each compiles tpudist again.
+# Tests start hundreds of Python processes. Without bytecode on disk, each compiles tpudist again,
+# and pytest rewrites each file of tests in each run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Keras asks at its import, and is imported by a scope's program only.
 os.environ.setdefault("KERAS_BACKEND", "jax")
+
+# More files than this in the folder of compiled programs are deleted at the start of a run.
+_MOST_PROGRAMS = 40_000
 
 # No deadline: the first example of a property compiles a program.
 hypothesis.settings.register_profile("tpudist", deadline=None)
@@ -44,7 +55,7 @@ _WATCH_THE_CLOCK = (
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
 
-# Tests marked `exhaustive` look for rare cases among many: each run has one share of them.
+# A run of the whole suite has one share of the tests that are marked `slow` or `exhaustive`.
 _NUM_SHARES = 6
 
 
@@ -53,14 +64,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share",
         metavar="N",
-        help=f"which of {_NUM_SHARES} shares of the exhaustive tests runs, from 0, or 'all'; by "
-        f"default the commit chooses one, and -m '' or the name of a single test runs all",
+        help=f"which of {_NUM_SHARES} shares of the slow and exhaustive tests runs, from 0, or "
+        f"'all'; by default the commit chooses one, and -m '' or the name of a file runs all",
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist sends the options to workers
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the share of the exhaustive tests, and the seed of random examples."""
+    """Chooses the share of the slow and exhaustive tests, and the seed of random examples."""
     commit = _read_commit(config.rootpath)
     if config.option.share is None:
         share = "all" if _asks_for_all(config) else str(int(commit, 16) % _NUM_SHARES)
@@ -73,18 +84,40 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = int(commit[:8], 16)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Lets the workers, and later runs, share what they compile; --cache-clear deletes it."""
+    config = session.config
+    if not config.pluginmanager.has_plugin("cacheprovider"):
+        return
+    folder = config.cache.mkdir("programs")
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and len(os.listdir(folder)) > _MOST_PROGRAMS:
+        shutil.rmtree(folder)
+    kept_programs.keep_programs(folder)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # fixtures of modules included
+def pytest_runtest_protocol(item: pytest.Item):
+    """Compiles anew for TPUs that are not there: JAX keeps such programs but cannot load them."""
+    without_cache = item.get_closest_marker("libtpu") is not None
+    with jax_cache.bypass() if without_cache else contextlib.nullcontext():
+        return (yield)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     """Reports what differs between runs, and how to repeat it."""
     share, seed = config.option.share, config.option.hypothesis_seed
     which = "all" if share == "all" else f"share {share} of 0 to {_NUM_SHARES - 1}"
-    return f"exhaustive tests: {which}; repeat with --share={share} --hypothesis-seed={seed}"
+    return (
+        f"slow and exhaustive tests: {which}; repeat with --share={share} --hypothesis-seed={seed}"
+    )
 
 
 def _asks_for_all(config: pytest.Config) -> bool:
-    """Whether the command line has `-m ""`, or names single tests."""
+    """Whether the command line has `-m ""`, or names tests, files or folders."""
     arguments = [str(x) for x in config.invocation_params.args]
     empty_expression = ("-m", "") in itertools.pairwise(arguments) or "-m=" in arguments
-    return empty_expression or any("::" in x for x in arguments)
+    return empty_expression or config.args_source is pytest.Config.ArgsSource.ARGS
 
 
 def _read_commit(root: Path) -> str:
@@ -131,20 +164,17 @@ def _skip_without_libtpu(items: list[pytest.Item]) -> None:
 
 
 def _choose_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
-    """All tests but those of other shares. A test with several parameters has one in each share."""
+    """All tests but those of other shares. The cases of one function are in different shares."""
     functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     chosen = set()
     for item in items:
-        if item.get_closest_marker("exhaustive") is None:
-            chosen.add(item)
-        else:
+        if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive"):
             functions[item.nodeid.partition("[")[0]].append(item)
+        else:
+            chosen.add(item)
     for name, cases in functions.items():
-        if len(cases) == 1:
-            cases = [*cases, *[None] * (_NUM_SHARES - 1)]
-        step = min(len(cases), _NUM_SHARES)
-        first = (share + zlib.crc32(name.encode())) % step  # functions differ in where they begin
-        chosen |= {item for item in cases[first::step] if item is not None}
+        first = (share + zlib.crc32(name.encode())) % _NUM_SHARES  # functions begin anywhere
+        chosen |= set(cases[first::_NUM_SHARES])
     return chosen
 
 

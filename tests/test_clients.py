@@ -30,7 +30,6 @@ def load(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_learners_that_die_lose_no_outer_update(load, capsys):
     """Each round of H steps is merged once, and less is waited for than in step."""
     diloco = load("decoupled_diloco")
@@ -44,7 +43,6 @@ def test_learners_that_die_lose_no_outer_update(load, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_learners_of_several_devices_learn_what_those_of_one_do(load):
     diloco = load("decoupled_diloco")
     calm = diloco.Scenario("calm", 2, (1.0, 1.0))
@@ -85,7 +83,6 @@ def test_a_learner_waits_for_no_actor_while_it_has_something_to_learn_from(load,
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_actors_and_a_learner_balance_the_pole(load, capsys):
     outcome = load("actor_learner").main()
     assert np.mean(outcome.scores[:10]) < 60

@@ -124,7 +124,6 @@ def test_processes_are_stopped_resumed_and_killed_from_outside(tpudist_pod, ligh
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_another_program_and_one_that_never_starts(tpudist_pod, program, tmp_path):
     other = tmp_path / "other.py"
     other.write_text(PROGRAM.replace('"sum", x', '"sum", 2 * x'))
@@ -138,6 +137,7 @@ def test_another_program_and_one_that_never_starts(tpudist_pod, program, tmp_pat
         assert pod.wait(60)[1].exit_code is None
 
 
+@pytest.mark.slow
 def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(
     light, tmp_path, monkeypatch
 ):
@@ -175,7 +175,6 @@ def test_what_takes_too_long_is_ended_and_shown(light):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
     file = tmp_path / "survivor.py"
     body = PROGRAM.partition("strategy = ")

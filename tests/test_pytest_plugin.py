@@ -40,6 +40,7 @@ def run_pytest(folder: Path, source: str, *args: str, setting: str = "", conftes
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_setting_gives_every_test_that_many_devices(tmp_path):
     source = COUNTS.format(count=3) + ASKS_FOR_THE_FIXTURE
     code, output = run_pytest(tmp_path, source, setting="tpudist_devices = 3")

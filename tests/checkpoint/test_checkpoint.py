@@ -65,6 +65,7 @@ MARKS_OF_PAIRS = {
 OTHER_PAIRS = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "there"),
     [
@@ -166,6 +167,7 @@ def test_different_paths_have_different_names(paths):
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 def test_variables_with_components_are_saved_aggregated_and_shared_out_again(
     tmp_path, num_replicas
@@ -348,6 +350,7 @@ def net_folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_part_is_restored_by_name_or_by_type(net_folder):
     state = make_state(tpudist.OneDeviceStrategy(), 5)
     before, there = digest(state), digest(make_state(tpudist.OneDeviceStrategy(), 3))
@@ -366,6 +369,7 @@ def test_a_part_is_restored_by_name_or_by_type(net_folder):
     assert str(report).startswith(f"Restored {len(report.restored)} values of step 3 from ")
 
 
+@pytest.mark.slow
 def test_parameters_alone_are_restored_by_their_type(net_folder):
     state = tpudist.TrainState(make_state(tpudist.OneDeviceStrategy(), 5).model)
     report = CheckpointManager(state, net_folder).restore(only=[nnx.Param])

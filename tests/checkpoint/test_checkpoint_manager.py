@@ -127,6 +127,7 @@ def test_an_interval_is_heeded_unless_forced(tmp_path):
 # Going on in the background.
 
 
+@pytest.mark.slow
 def test_a_state_may_be_overwritten_as_soon_as_save_returns(tmp_path):
     strategy = tpudist.MirroredStrategy()
     split = NamedSharding(strategy.mesh, PartitionSpec("replica"))
@@ -164,6 +165,7 @@ def test_a_save_that_blocks_is_there_when_it_returns(tmp_path):
     assert manager.latest_step == 3
 
 
+@pytest.mark.slow
 def test_a_save_waits_for_the_one_before_and_for_that_of_another_manager(tmp_path):
     big = Checkpoint(x=jnp.arange(1 << 22))
     first, second = (CheckpointManager(big, tmp_path) for _ in range(2))
@@ -518,6 +520,7 @@ def test_what_ctrl_c_has_broken_off_is_in_nobodys_way(tmp_path, monkeypatch):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_another_program_may_remove_what_is_being_read(tmp_path):
     """As one that trains does to one that evaluates: the newer one is taken, in silence."""
     checkpoint = Checkpoint(step=0, x=np.zeros(1000))

@@ -93,6 +93,7 @@ def finished(tmp_path_factory):
     return folder, saved, [x.result for x in run_processes(PROGRAM, args=names)]
 
 
+@pytest.mark.exhaustive
 def test_two_processes_restore_what_one_has_saved(finished):
     folder, saved, results = finished
     for result in results:
@@ -100,6 +101,7 @@ def test_two_processes_restore_what_one_has_saved(finished):
         assert result["restored"] == saved[3]
 
 
+@pytest.mark.exhaustive
 def test_all_processes_are_told_of_a_damaged_file(finished):
     _, _, results = finished
     for result in results:

@@ -221,6 +221,7 @@ def test_what_cannot_be_read_is_wrong_use(args, capsys):
 # Answers.
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path):
     code = plan(
@@ -257,6 +258,7 @@ def test_a_step_that_does_not_fit_says_why_with_exit_code_1(capsys):
     assert not Path("program").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_program_is_kept_for_the_slice(capsys):
     assert plan("--save", "program") == 0

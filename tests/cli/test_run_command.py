@@ -30,6 +30,7 @@ def start(tmp_path, *options, program=PROGRAM, **streams):
     return subprocess.Popen([*COMMAND, *options, str(script), "--n", "7"], env=env, **streams)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_program_has_its_arguments_streams_and_exit_code(tmp_path):
     process = start(tmp_path, stdin=subprocess.PIPE)

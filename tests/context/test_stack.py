@@ -358,6 +358,7 @@ def test_reductions_of_the_default_context_are_identities():
     assert replica.random_key(0) == jax.random.fold_in(jax.random.key(0), 0)
 
 
+@pytest.mark.slow
 def test_each_replica_has_a_random_key_of_its_own(mirrored):
     def step(key):
         return jax.random.bits(tpudist.get_replica_context().random_key(key))

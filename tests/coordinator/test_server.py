@@ -228,7 +228,6 @@ def free_addresses(count):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("needs_ray")
 def test_one_program_on_all_machines_goes_on_when_one_is_killed(tmp_path):
     """And nothing is left of it, on any of them."""

@@ -76,7 +76,6 @@ def parameters(model):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_in_microbatches_is_training_on_whole_batches(name):
     """With a partial batch: its rows are counted over all microbatches of all replicas."""
@@ -153,6 +152,7 @@ def test_weight_decay_counts_once_however_many_microbatches_there_are():
     assert (float(loss), float(grad)) == (9.0, 6.0)
 
 
+@pytest.mark.slow
 def test_state_goes_from_one_microbatch_to_the_next():
     """Statistics are updated by each, and each draws its own random numbers."""
     model = Model(nnx.Rngs(0))
@@ -176,6 +176,7 @@ def test_state_goes_from_one_microbatch_to_the_next():
     assert len(seen) < 4
 
 
+@pytest.mark.slow
 def test_results_for_each_example_come_back_in_the_order_of_the_batch():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
@@ -212,6 +213,7 @@ def test_gradients_have_the_dtype_of_their_parameter_and_are_added_in_float32():
         assert float(grad) == wanted
 
 
+@pytest.mark.slow
 def test_only_what_is_asked_for_is_trained():
     model = Model(nnx.Rngs(0))
     batch = jnp.ones((4, WIDTH))
@@ -263,6 +265,7 @@ def lowered(strategy, num_microbatches):
     return strategy.lower(step, args=(model, optimizer, distributed))
 
 
+@pytest.mark.slow
 def test_gradients_cross_the_mesh_once_after_the_loop():
     """In the loop, an all-reduce would move them as often as there are microbatches."""
     text = lowered(tpudist.MirroredStrategy(), 4).compile().as_text()
@@ -275,6 +278,7 @@ def test_gradients_cross_the_mesh_once_after_the_loop():
     assert entry.count(" all-reduce(") == text.count(" all-reduce(")
 
 
+@pytest.mark.slow
 def test_the_replicas_are_asked_once_where_a_replica_is_several_devices():
     """Within a replica each microbatch is reduced to where its part is kept: no whole gradients."""
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 4})
@@ -339,6 +343,7 @@ def test_a_model_has_something_to_train():
         )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 6))
 @settings(max_examples=10)
 def test_rows_are_dealt_out_and_collected_again(num_parts, rows):

@@ -82,6 +82,7 @@ def layer_step(model, optimizer, x):
 # Like plain Optax.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_training_an_nnx_model_is_that_of_plain_optax(mirrored, name):
     """Clipping sees the reduced gradient, schedules and accumulation count steps, not replicas."""
@@ -95,6 +96,7 @@ def test_training_an_nnx_model_is_that_of_plain_optax(mirrored, name):
     assert int(optimizer.step[...]) == len(DATA)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_training_variables_is_that_of_plain_optax(mirrored, name):
     expected = plain_optax(TRANSFORMATIONS[name]())
@@ -113,6 +115,7 @@ def test_training_variables_is_that_of_plain_optax(mirrored, name):
         np.testing.assert_allclose(v.numpy(), expected[k], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_strategy_trains_to_the_same_weights(strategy):
     expected = plain_optax(optax.adam(0.1))
     model = strategy.create(Layer)
@@ -428,7 +431,6 @@ def test_gradients_that_are_not_reduced_have_no_dtype_to_travel_in():
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
 def test_on_tpu_narrow_gradients_are_half_the_bytes(axes):
     """Between replicas; the loss goes with them, in float32."""

@@ -62,6 +62,7 @@ def _require_exact(strategy, size, options=None):
     np.testing.assert_array_equal(gathered, PREDICTED[:size])
 
 
+@pytest.mark.slow
 def test_with_padding_every_size_is_exact_and_two_programs_are_compiled(strategy):
     """For all sizes together: a tail of 1 to 7 rows, a dataset smaller than its batch."""
     new = NewCompiles()
@@ -71,6 +72,7 @@ def test_with_padding_every_size_is_exact_and_two_programs_are_compiled(strategy
     assert len([record for record in new() if "evaluate" in record.function]) == 2
 
 
+@pytest.mark.slow
 def test_without_options_one_replica_is_given_plain_arrays_of_any_size():
     """As TensorFlow gives them; each size is a shape of its own."""
     strategy = tpudist.OneDeviceStrategy()

@@ -80,6 +80,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
@@ -101,6 +102,7 @@ def test_wherever_a_pass_is_left_a_new_iterator_goes_on_from_there(make, prefetc
             next(resumed)
 
 
+@pytest.mark.slow
 @given(
     num_rows=st.integers(1, 60),
     global_batch=st.integers(1, 20),

@@ -260,6 +260,7 @@ def test_nested_transformations_change_it(update, count):
     assert float(mean.count.value) == 4 * count
 
 
+@pytest.mark.slow
 def test_what_would_happen_again_or_for_each_example_is_refused():
     strategy = mirrored()
     loop = Loop(strategy, keras.layers.BatchNormalization)
@@ -279,6 +280,7 @@ def test_what_would_happen_again_or_for_each_example_is_refused():
     loop.model.predict(X, verbose=0)
 
 
+@pytest.mark.slow
 def test_arrays_that_somebody_has_stay_as_they_were():
     """A step overwrites arrays; those that were read, or are another variable's, are copied."""
     strategy = mirrored()
@@ -302,6 +304,7 @@ def test_arrays_that_somebody_has_stay_as_they_were():
         assert np.abs(np.asarray(loop.model.layers[0].kernel.value) - held[-1][1]).max() > 0
 
 
+@pytest.mark.slow
 def test_what_a_layer_around_batch_norm_assigns_follows_its_own_rule():
     """Only the statistics of the batch are averaged: another variable differs, and is refused."""
 
@@ -353,6 +356,7 @@ def test_arrays_are_overwritten_in_place():
     assert kept == [loop.optimizer.learning_rate.path]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_traced_again_leaves_other_variables_alone():
     """A metric that is not its own was reset, and lies on one device, as JAX traces the step."""
     loop = Loop(mirrored())
@@ -366,6 +370,7 @@ def test_a_step_that_is_traced_again_leaves_other_variables_alone():
         assert not isinstance(other.total._value, jax.core.Tracer)
 
 
+@pytest.mark.slow
 def test_gradients_travel_together_and_nothing_else_does():
     loop = Loop(mirrored())
     batch = batch_of(loop.strategy, X[:56], Y[:56])

@@ -71,6 +71,7 @@ def test_a_step_reads_what_a_model_holds_when_it_is_called(make_strategy):
     np.testing.assert_array_equal(join(strategy, strategy.run(infer, args=(batch,))), 3.0)
 
 
+@pytest.mark.slow
 def test_losses_of_a_partial_batch_are_those_of_one_device():
     strategy = mirrored()
     model = make_model(strategy)
@@ -113,6 +114,7 @@ def test_it_is_read_in_nested_transformations_and_in_functions_of_all_replicas()
         model.fit(X, Y, batch_size=61, verbose=0)
 
 
+@pytest.mark.slow
 def test_it_is_cast_as_its_policy_says():
     strategy = mirrored()
     before = keras.mixed_precision.dtype_policy()
@@ -137,6 +139,7 @@ def test_out_of_all_scopes_too():
             np.testing.assert_allclose(found, value * X[:1].sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_by_hand_are_of_what_a_model_holds():
     strategy = mirrored()
     model = make_model(strategy)
@@ -157,6 +160,7 @@ def test_gradients_by_hand_are_of_what_a_model_holds():
         model.fit(X, Y, batch_size=61, verbose=0)
 
 
+@pytest.mark.slow
 def test_layers_may_be_made_in_a_step_for_itself():
     strategy = mirrored()
 
@@ -188,6 +192,7 @@ def test_a_value_of_one_trace_is_refused_in_another():
         assert "keras.Input(shape)" in str(error.value)
 
 
+@pytest.mark.slow
 def test_while_fit_holds_the_values_a_step_says_so():
     strategy = mirrored()
     model = make_model(strategy)

@@ -102,7 +102,6 @@ def test_a_loop_gives_what_one_device_gives_with_partial_batches(one, replica_ax
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_statistics_of_batches_are_means_over_the_replicas_and_seeds_of_dropout_go_on():
     """Batches of 64, 64 and 59: the last replica has 3 rows of the third."""
     norm_and_noise = (keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5))

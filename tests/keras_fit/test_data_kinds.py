@@ -22,6 +22,7 @@ def check(data, wanted):
     km.assert_same(km.train(model, data, None, None, shuffle=False), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of what has no known length
 def test_grain(wanted):
     import grain
@@ -30,6 +31,7 @@ def test_grain(wanted):
     check(dataset, wanted)
 
 
+@pytest.mark.slow
 def test_tf_data(wanted):
     tf = pytest.importorskip("tensorflow", exc_type=ImportError)
     check(tf.data.Dataset.from_tensor_slices((X, Y)).batch(13), wanted)
@@ -42,6 +44,7 @@ def test_a_torch_data_loader(wanted):
     check(torch.utils.data.DataLoader(dataset, batch_size=13), wanted)
 
 
+@pytest.mark.slow
 def test_arrays_of_jax(wanted):
     import jax.numpy as jnp
 

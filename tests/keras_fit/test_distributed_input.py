@@ -49,6 +49,7 @@ def test_batches_that_replicas_make_themselves_are_one(strategy):
     km.assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_the_first_epoch_is_the_first_pass(strategy):
     """The model is built by the dataset's spec, not by an element."""
     passes = []
@@ -91,6 +92,7 @@ def test_datasets_where_they_cannot_be_are_refused(strategy):
         model.evaluate(dataset)
 
 
+@pytest.mark.slow
 def test_shuffling_that_has_no_effect_is_told(strategy):
     dataset = strategy.experimental_distribute_dataset(batches())
     model = km.make(km.mlp, strategy)

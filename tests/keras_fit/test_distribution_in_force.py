@@ -54,6 +54,7 @@ def test_a_distribution_of_keras_and_a_scope_do_not_meet(strategy):
         model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
 
 
+@pytest.mark.slow
 def test_a_distribution_of_keras_works_as_ever_out_of_scopes():
     with keras.distribution.DataParallel().scope():
         assert distribution_in_force.current() is None
@@ -80,6 +81,7 @@ def test_two_strategies_on_one_mesh_are_not_taken_for_each_other(strategy):
         assert distribution_in_force.of_model(model).strategy is strategy
 
 
+@pytest.mark.slow
 def test_a_model_knows_its_strategy_before_it_is_compiled():
     """Whatever other strategy is made on the same mesh, and though nobody holds its own."""
 

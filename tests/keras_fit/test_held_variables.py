@@ -23,6 +23,7 @@ def gradients_of(loop, variables, **options):
     return loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choose",
     [
@@ -57,6 +58,7 @@ def test_it_is_jax_own_gradient(loop, choose):
         np.testing.assert_allclose(found, of[id(weight)], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_may_be_nested_and_are_cast_as_the_policy_says():
     before = keras.mixed_precision.dtype_policy()
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
@@ -79,6 +81,7 @@ def test_gradients_may_be_nested_and_are_cast_as_the_policy_says():
     assert all(np.abs(x).max() > 0 for x in loop.strategy.experimental_local_results(found))
 
 
+@pytest.mark.slow
 def test_what_a_stateless_call_is_given_counts(loop):
     zeros = [np.zeros(x.shape, np.float32) for x in loop.model.trainable_variables]
 

@@ -46,6 +46,7 @@ def train(strategy, model, rows=64, batch_size=8):
         model.fit(x, np.ones((rows, 8)), batch_size=batch_size, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_data_parallel_model_has_its_weights_on_every_device_and_trains():
     strategy = tpudist.MirroredStrategy()
     with strategy.scope():
@@ -55,6 +56,7 @@ def test_a_data_parallel_model_has_its_weights_on_every_device_and_trains():
     assert all(w.value.sharding.is_fully_replicated for w in model.weights)
 
 
+@pytest.mark.slow
 def test_a_model_parallel_model_is_split_as_its_layout_map_says_and_stays_so(split):
     with split.scope():
         model = network()
@@ -86,6 +88,7 @@ def test_no_layer_is_told_how_its_outputs_are_split(split):
     assert found.get_tensor_layout("dense/output") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [64, 60])
 def test_activations_are_split_over_the_devices(rows):
     """Of rows that divide, and of such that do not."""

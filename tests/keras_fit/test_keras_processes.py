@@ -143,7 +143,6 @@ def test_what_processes_would_do_each_by_itself_is_refused_in_both(processes):
         assert "A PyDataset was given to several processes with shuffle=True" in told[4]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_loop_in_two_processes_of_four_devices_is_one_on_one_device(processes):

@@ -47,6 +47,7 @@ def test_strategies_under_which_keras_cannot_train_are_refused(make, match):
         model.predict(km.IMAGES[:8], verbose=0)
 
 
+@pytest.mark.slow
 def test_one_device_holds_all_and_is_the_one_that_was_named():
     strategy = tpudist.OneDeviceStrategy("cpu:3")
     x, y = km.IMAGES[:8], km.LABELS[:8]

@@ -58,7 +58,6 @@ def test_statistics_of_batch_norm_and_masks_of_dropout_are_those_of_the_whole_ba
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [km.bag, km.lstm])
 def test_embeddings_masks_and_recurrent_layers_are_equal(strategy, build):
     found, wanted = both(strategy, build, km.TOKENS[:60], km.BITS[:60], 60)
@@ -66,7 +65,6 @@ def test_embeddings_masks_and_recurrent_layers_are_equal(strategy, build):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
 def test_every_reduction_of_a_loss_is_over_the_rows_there_are(strategy, reduction):
     weights = np.linspace(0.1, 2, 60).astype("float32")
@@ -93,6 +91,7 @@ def test_steps_that_are_not_compiled_are_equal_and_said_to_be_computed_whole(str
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_built_predicts(strategy):
     """Keras builds it by calling it on a batch, outside of every program."""
 
@@ -135,6 +134,7 @@ def _state(model):
     )
 
 
+@pytest.mark.slow
 def test_fit_outside_of_the_scope_is_in_it(strategy):
     """As in TensorFlow's guides; and a model that was only made in it, and is compiled outside."""
     model = km.make(km.mlp, strategy)

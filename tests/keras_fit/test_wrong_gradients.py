@@ -21,6 +21,7 @@ def loss(table, ids, targets):
     return ((table[ids].mean(1) @ OUT - targets) ** 2).mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [7, 15])
 @pytest.mark.parametrize(
     ("shape", "table_spec"),

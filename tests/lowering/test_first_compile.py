@@ -50,6 +50,7 @@ def test_what_is_not_known_is_compiled_elsewhere_too(log, monkeypatch):
     assert re.search(r"'step' .* sort \(at \S*test_first_compile.py:\d+\) was not tried", said)
 
 
+@pytest.mark.slow
 def test_the_other_process_has_as_many_devices_as_the_program(log, monkeypatch):
     """Also where XLA's own flag says otherwise, as in one of several processes."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -65,6 +66,7 @@ def test_nothing_is_asked_where_a_replica_is_one_device(log, monkeypatch, axes):
     assert messages(log) == []
 
 
+@pytest.mark.slow
 def test_another_jaxlib_is_a_doubt_of_its_own(log, monkeypatch):
     monkeypatch.setattr(known_operations, "JAXLIBS", ("0.1",))
     strategy = make(fsdp=2)
@@ -78,6 +80,7 @@ def sine(x):
     return jnp.sin(x)
 
 
+@pytest.mark.slow
 def test_what_ends_the_process_is_an_error_with_its_line(monkeypatch):
     """The lookup is as XLA ends the process over it, here and there."""
     monkeypatch.setattr(lookup_layouts, "lay_out_lookups", lambda closed, stacked: closed)

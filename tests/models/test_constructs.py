@@ -35,7 +35,6 @@ def what_became_of(names, geometries, slice_name=""):
     return found
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_lookups_in_replicas_of_several_axes_are_those_of_one_device():
     names = ("nnx.Embed", "cross-entropy by index", "experts, by index")
@@ -58,7 +57,6 @@ def test_each_construct_is_tried_somewhere():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_the_page_of_constructs_says_what_becomes_of_them(geometry):
     """Of each construct on two geometries or three; all cells take constructs_page.py minutes."""
@@ -101,7 +99,6 @@ def test_the_known_operations_are_those_of_the_constructs(monkeypatch):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("geometry", SEVERAL_AXES)
 def test_the_tpu_compiler_takes_what_is_at_risk(geometry):
     found = what_became_of(AT_RISK, [geometry], "v5e:2x4")

@@ -105,6 +105,7 @@ def test_each_adapter_is_at_its_matrix(kv_heads):
     assert abs(logits_of(make(num_kv_heads=kv_heads)) - want).max() > 0.1
 
 
+@pytest.mark.slow
 def test_mlps_without_a_gate_have_adapters_too():
     model = lora.add(make(gated=False), targets=["up_proj"])
     model.blocks.up_proj_lora_b[...] += 0.1
@@ -112,6 +113,7 @@ def test_mlps_without_a_gate_have_adapters_too():
     np.testing.assert_allclose(logits_of(lora.merge(model)), want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_first_values_are_drawn_from_the_stream_that_is_given():
     first, second, again = (
         lora.add(make(), rngs=nnx.Rngs(seed)).blocks.q_proj_lora_a[...] for seed in (1, 2, 1)
@@ -121,6 +123,7 @@ def test_first_values_are_drawn_from_the_stream_that_is_given():
     assert jnp.abs(first).max() <= 16**-0.5
 
 
+@pytest.mark.slow
 def test_what_has_no_adapter_is_refused():
     with pytest.raises(ValueError, match="adapters of lm_head. The matrices of this .* q_proj, "):
         lora.add(make(), targets=["lm_head"])

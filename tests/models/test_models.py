@@ -58,6 +58,7 @@ def inner_mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
+@pytest.mark.slow
 def test_a_transformer_predicts_every_byte_from_those_before_it_alone():
     """A model that sees what it is to predict has a fine loss and learns nothing."""
     model = make()
@@ -69,12 +70,14 @@ def test_a_transformer_predicts_every_byte_from_those_before_it_alone():
     assert (before[:, 7:] != after[:, 7:]).all()
 
 
+@pytest.mark.slow
 def test_a_fresh_transformer_is_about_as_good_as_guessing():
     nats = of_tokens(make(), jnp.asarray(tokens()))
     assert nats.shape == (4, 11)
     assert abs(nats.mean() - np.log(256)) < 1
 
 
+@pytest.mark.slow
 def test_attention_knows_positions():
     """Without rotary positions the order of the bytes before the last would not matter."""
     model = make()
@@ -94,6 +97,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_parameters():
     np.testing.assert_allclose(loss(model, tokens()), exact, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_a_plain_mlp_has_one_matrix_less():
     model = make(gated=False)
     assert model.blocks.mlp_in.shape == (3, 1, 16, 24)
@@ -131,6 +135,7 @@ def test_sizes_that_make_no_model_are_refused(change, words):
         dataclasses.replace(SMALL, **change)
 
 
+@pytest.mark.slow
 def test_every_dim_of_every_parameter_has_a_name():
     for model in (make(), MLP((3, 4, 2), rngs=nnx.Rngs(0))):
         for path, param in nnx.iter_graph(model):
@@ -164,6 +169,7 @@ def test_a_constraint_leaves_alone_what_it_cannot_split():
     assert "tensor" in text
 
 
+@pytest.mark.slow
 def test_a_convnet_remembers_statistics_of_training_and_uses_them_in_judging():
     model = ConvNet(ConvNetConfig(channels=4), rngs=nnx.Rngs(0))
     judge = nnx.jit(lambda model, x: model(x, training=False))
@@ -176,6 +182,7 @@ def test_a_convnet_remembers_statistics_of_training_and_uses_them_in_judging():
     assert (model.norm1.mean[...] != before).any()
 
 
+@pytest.mark.slow
 def test_padding_does_not_count_in_the_statistics_of_a_convnet():
     images = jax.random.normal(jax.random.key(0), (6, 8, 8, 1))
     padded = jnp.concatenate([images, 100 * jnp.ones((2, 8, 8, 1))])
@@ -187,6 +194,7 @@ def test_padding_does_not_count_in_the_statistics_of_a_convnet():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_mlp_needs_two_dims():
     assert MLP((3, 5, 2), rngs=nnx.Rngs(0))(jnp.ones((7, 3))).shape == (7, 2)
     with pytest.raises(ValueError, match=r"input and output at least; got dims=\(3,\)"):

@@ -138,6 +138,7 @@ def test_a_loss_in_chunks_is_the_same_loss(chunk):
     assert_same(trained(make(loss_chunk=chunk)), plain())
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_is_as_much_work():
     """What its backward pass computes again is none."""
 
@@ -163,7 +164,6 @@ def test_its_annotations_mean_nothing_outside_of_all_scopes():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):
     """Its weight is gathered once, and its gradients are summed over devices once."""
@@ -182,6 +182,7 @@ def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):
     assert 0 < sent[4] <= sent[None]
 
 
+@pytest.mark.slow
 def test_chunks_that_do_not_fill_the_sequence_are_refused():
     with pytest.raises(ValueError, match="loss_chunk=5 does not cut a sequence of 16 positions"):
         next_token_nats(make(loss_chunk=5), tokens())
@@ -212,7 +213,6 @@ def test_experts_are_asked_to_share_their_work_in_training_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("inner", "changes"),
     [
@@ -299,7 +299,6 @@ def test_logits_in_chunks_are_capped_as_whole_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [

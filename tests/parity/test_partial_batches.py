@@ -65,6 +65,7 @@ def _compared(name, num_replicas, batch):
         yield runs.key(*split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_replicas", "batch"), PARAMETERS)
 def test_a_program_without_masks_gives_what_tensorflow_gives(name, num_replicas, batch):
     keys = list(_compared(name, num_replicas, batch))

@@ -16,7 +16,6 @@ NAMES = sorted(porting.NUM_PROCESSES)
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ported_program_prints_the_numbers_of_the_original(name, monkeypatch):
@@ -33,7 +32,6 @@ def test_the_guide_shows_the_program_that_is_run(name, side):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_snippets_of_the_guide_run_one_after_the_other():
     programs = {path.read_text() for path in porting.PROGRAMS.glob("*.py")}

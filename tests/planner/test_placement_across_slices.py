@@ -53,7 +53,6 @@ def test_a_replica_that_would_span_slices_is_refused(num_slices, axes):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}])
 def test_between_slices_only_the_devices_share_of_the_gradients_moves(axes):
     """Once, after they have been split inside the slice."""

@@ -94,6 +94,7 @@ def lowered(strategy, fn, args):
 # The plan of one's own devices.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tpudist.MirroredStrategy, sharded])
 def test_a_plan_says_what_the_compiled_step_holds_and_sends(make):
     strategy = make()
@@ -116,6 +117,7 @@ def test_a_plan_says_what_the_compiled_step_holds_and_sends(make):
     assert plan.dcn_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_plan_as_json_is_the_same_plan():
     strategy = sharded()
     plan = strategy.plan(make_step(), (*state_of(strategy), BATCH), tokens_per_step=ROWS)
@@ -137,6 +139,7 @@ def test_json_that_is_no_plan_is_refused(text, message):
         Plan.from_json(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tpudist.MirroredStrategy, sharded])
 def test_what_is_planned_is_the_program_that_runs(make):
     strategy = make()
@@ -341,6 +344,7 @@ def test_a_function_is_planned_for_the_replicas_of_the_slice(monkeypatch):
     assert plan.notes == (f"x: {ROWS} rows in all, {ROWS // 2} on each of 2 replicas.",)
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_slice_is_that_of_a_strategy_made_there(monkeypatch):
     """State, batch and Variables are placed as they would be by a strategy of those devices."""
     here = on_four(sharded(), monkeypatch)
@@ -350,6 +354,7 @@ def test_a_plan_for_a_slice_is_that_of_a_strategy_made_there(monkeypatch):
     assert ours.program == theirs.program
 
 
+@pytest.mark.slow
 def test_each_replica_keeps_its_part_of_a_batch_on_a_slice(monkeypatch):
     strategy = on_four(sharded(), monkeypatch)
     (batch,) = batches(strategy, 1)
@@ -361,6 +366,7 @@ def test_each_replica_keeps_its_part_of_a_batch_on_a_slice(monkeypatch):
     assert again.program == plan.program
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_replica_is_split_only_if_asked_for(monkeypatch):
     monkeypatch.setattr(topology, "devices", lambda name: jax.devices()[:4])
     strategy = tpudist.MirroredStrategy(jax.devices()[:1])
@@ -439,6 +445,7 @@ def test_an_array_that_does_not_divide_is_refused(monkeypatch):
         strategy.plan(lambda x: x, (x,), topology="half")
 
 
+@pytest.mark.slow
 def test_variables_that_a_function_makes_are_made_once(monkeypatch):
     strategy = on_four(tpudist.MirroredStrategy(), monkeypatch)
     with strategy.scope():
@@ -610,6 +617,7 @@ def kept_note(plan):
     return any("was not asked again" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_what_the_compiler_said_is_kept_by_program_and_options(tmp_path):
     strategy = sharded()
     args = (*state_of(strategy), BATCH)

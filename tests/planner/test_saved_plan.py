@@ -250,6 +250,7 @@ def test_a_plan_from_json_cannot_be_saved(tmp_path):
         plan.save(tmp_path / "plan")
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path):
     ours = strategy()
@@ -263,6 +264,7 @@ def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path
         described.load_plan(tmp_path / "plan", double, (X,))
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_what_does_not_fit_cannot_be_saved(tmp_path):
     x = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)

@@ -280,13 +280,13 @@ def problems_of(strategy, entry, names):
     return {name: repr(error)[:200] for name, error in found.items() if error is not None}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_odd_values_work_or_are_errors_that_a_caller_expects(strategy, entry):
     assert problems_of(strategy, entry, FEW) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_all_odd_values_work_or_are_errors_that_a_caller_expects(strategy, entry):
     assert problems_of(strategy, entry, ODD) == {}

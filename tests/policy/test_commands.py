@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from places import ROOT
+from places import PYTHONPATH, ROOT
 
 
 def blocks(document: str, language: str = "bash") -> list[list[str]]:
@@ -62,10 +62,10 @@ def test_ci_installs_and_tests_as_readme_says():
     assert run == CI[-1]
 
 
-def test_ci_trains_and_has_the_quick_tests_as_readme_and_contributing_say():
+def test_ci_trains_and_has_two_shares_of_the_tests_as_readme_and_contributing_say():
     train, test, _ = (without_folder(commands) for commands in standing_alone())
     assert train[-1] in CI
-    assert f'{test[-1]} -m "not slow"' in CI
+    assert f'{test[-1]} --share "$share"' in CI
     assert f"{test[-1]} -m notebook --share all" in CI
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert '`python -m pytest -m "not slow"`' in contributing
@@ -82,7 +82,7 @@ def test_many(x): pass
 @pytest.mark.parametrize("x", range(2))
 def test_two(x): pass
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one(): pass
 
 def test_always(): pass
@@ -93,11 +93,11 @@ def collect(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """What is collected of `SAMPLED`, with the options and hooks of tests/conftest.py."""
     (folder / "test_sampled.py").write_text(SAMPLED)
     command = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(folder), "-n", "0"]
-    command += ["--collect-only", "-q", *options, "test_sampled.py"]
+    command += ["--collect-only", "-q", *options]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *command],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         check=False,
@@ -109,16 +109,17 @@ def names_of(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_shares_have_all_exhaustive_tests_together_and_each_has_some(tmp_path):
+def test_cases_are_dealt_out_to_shares_and_named_files_have_them_all(tmp_path):
     everything = names_of(collect(tmp_path, "-m", ""))
     assert len(everything) == 13 + 2 + 1 + 1
+    assert names_of(collect(tmp_path, "test_sampled.py")) == everything
     found = {everything.index(name) for name in names_of(collect(tmp_path, "--share", "0"))}
     other = {everything.index(name) for name in names_of(collect(tmp_path, "--share", "1"))}
     assert {(x + 1) % 6 for x in found if x < 12} == {x % 6 for x in other if x < 12}
     for numbers in (found, other):
         assert sum(x < 13 for x in numbers) in (2, 3)
-        assert sum(x in (13, 14) for x in numbers) == 1
         assert 16 in numbers
+    assert not found & other & set(range(16))
 
 
 def test_a_share_that_does_not_exist_is_refused(tmp_path):

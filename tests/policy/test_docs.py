@@ -44,7 +44,6 @@ def run(guide: str, folder: Path, section: str | None = None) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_path):
     (tmp_path / "notes.txt").write_text("".join(f"line {i}\n" for i in range(9)))
@@ -55,7 +54,6 @@ def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_snippets_about_the_training_loop_run_one_after_the_other(tmp_path):
     printed = run("training_loop.md", tmp_path)
@@ -65,7 +63,6 @@ def test_the_snippets_about_the_training_loop_run_one_after_the_other(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_program_that_fine_tunes_learns(tmp_path):
     printed = run("finetuning.md", tmp_path)
@@ -76,7 +73,6 @@ def test_the_program_that_fine_tunes_learns(tmp_path):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
     printed = run("planning.md", tmp_path)
@@ -86,7 +82,6 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "guide",
@@ -109,7 +104,6 @@ def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("section", "package"), [("Linen", "flax"), ("Haiku", "haiku"), ("Equinox", "equinox")]
@@ -133,7 +127,6 @@ os.environ |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": 
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", ["by TF_CONFIG", "by Slurm"])
 def test_the_program_for_gpus_gives_the_losses_of_one_process_however_it_is_started(how):

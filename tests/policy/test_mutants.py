@@ -90,4 +90,7 @@ def test_a_mutant_is_caught_by_a_test_that_passes_without_it(tmp_path, after, te
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_counter.py").write_text(test)
     mutant = mutants.Mutant("counter.py", "is_small", 2, 2, before, after)
-    assert mutants.run_one(mutant, ["tests/test_counter.py::test_it"], tmp_path) == outcome
+    assert (
+        mutants.run_one(mutant, ["tests/test_counter.py::test_it"], tmp_path, tmp_path / "cache")
+        == outcome
+    )

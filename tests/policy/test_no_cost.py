@@ -145,7 +145,6 @@ def test_every_signature_of_a_function_is_dispatched_in_compiled_code(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_the_benchmark_writes_every_figure_with_its_baseline(tmp_path, capsys, monkeypatch):
     file = tmp_path / "figures.json"
     monkeypatch.setenv("COLUMNS", "200")  # so that no cell wraps
@@ -182,7 +181,6 @@ def test_the_benchmark_of_the_training_loop_compares_it_with_one_by_hand(tmp_pat
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, monkeypatch):
     """Of a slice of 8 chips, of a small run, and of one that does not fit."""
     file = tmp_path / "figures.json"
@@ -214,7 +212,6 @@ def print_missed_on_tpu(task: str, geometry: str) -> None:
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("geometry", pairs.GEOMETRIES)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_step_compiled_for_a_tpu_slice_is_the_hand_written_one(task, geometry):

@@ -38,7 +38,6 @@ def read(file: Path) -> nbformat.NotebookNode:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.notebook
-@pytest.mark.exhaustive  # CI runs all of them
 @pytest.mark.parametrize(
     "file",
     [pytest.param(file, marks=MARKS.get(file.stem, ())) for file in NOTEBOOKS],

@@ -68,6 +68,7 @@ def test_the_loss_alone():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "result", "target"),
     [
@@ -104,6 +105,7 @@ def test_gradients_by_another_models_variables():
     assert ported.leftovers == ()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "step",
     [

@@ -39,6 +39,7 @@ def ported_before(name):
     return port_program(program(name, "before"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_becomes_what_is_recorded(name):
     """`tpudist port PROGRAM_before.py --output PROGRAM_after.py` records it again."""
@@ -47,6 +48,7 @@ def test_a_program_becomes_what_is_recorded(name):
     assert len(ported.leftovers) == LEFT[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_that_was_ported_is_not_changed(name):
     ported = ported_before(name)
@@ -95,7 +97,6 @@ def printed(tmp_path_factory):
     return lines, done.stderr
 
 
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRINTED))
@@ -107,6 +108,7 @@ def test_a_program_with_nothing_left_runs_without_tensorflow(name, printed):
     assert [line for line in lines[name] if line in PRINTED[name]] == PRINTED[name]
 
 
+@pytest.mark.slow
 def test_leftovers_name_sections_that_are_there():
     ported = ported_before("tape")
     lines = ported.source.splitlines()
@@ -204,6 +206,7 @@ def test_the_callback_that_writes_summaries_is_named_and_not_left():
     assert ported.stays == ("keras.callbacks.TensorBoard",)
 
 
+@pytest.mark.slow
 def test_marks_of_an_earlier_port_go_when_hands_are_done():
     source = program("tape", "after").replace(
         "        return tf.reduce_mean(loss)", "        return loss"

@@ -157,7 +157,6 @@ def test_one_device_needs_no_waiting():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_devices", [8, 16])
 def test_thousands_of_steps_that_nobody_waits_for_neither_hang_nor_slow_down(num_devices):

@@ -37,6 +37,7 @@ def two_hosts():
         yield made
 
 
+@pytest.mark.exhaustive
 def test_a_network_that_comes_back_is_waited_for(two_hosts):
     with start_processes(PROGRAM, devices_per_process=2, hosts=two_hosts.hosts) as running:
         running.wait_until_said(1, "training")

@@ -107,7 +107,6 @@ def wait_until_ready(running):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_that_is_stopped_is_named_and_all_others_end(index):
     """As its kernel says so, after `STOPPED_S`; of another host it would take longer."""
@@ -140,7 +139,6 @@ def test_a_process_that_is_stopped_for_a_while_goes_on():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_that_does_not_come_is_named_with_its_stack(index):
     with start_loop(AHEAD.format(index), env={"TPUDIST_HANG_TIMEOUT_S": "6"}) as running:
@@ -157,7 +155,6 @@ def test_a_process_that_does_not_come_is_named_with_its_stack(index):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", [0, 1])
 def test_sigterm_ends_a_program_that_does_not_ask_for_it(index):
     """JAX's own handler would only take note of it."""

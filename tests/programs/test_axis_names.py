@@ -87,6 +87,7 @@ def test_a_twin_on_other_devices_has_the_name():
     assert twin.run(lambda: jax.lax.axis_size("batch")) == 4
 
 
+@pytest.mark.slow
 def test_batch_norm_over_replicas_is_that_of_the_whole_batch():
     class Model(nn.Module):
         axis: str | None = None

@@ -162,6 +162,7 @@ def results(mesh):
     return {n: (errors.get(n), x, expected[n]) for n, x in zip(names, found, strict=True)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_a_value_is_split_as_it_is_asked_for(name, results):
     if name not in results:
@@ -204,6 +205,7 @@ def test_a_spec_without_axes_asks_for_nothing(mesh):
     assert "sharding_constraint" not in str(program.closed)
 
 
+@pytest.mark.slow
 def test_gradients_go_through_a_constraint(mesh):
     def loss(x, w, spec=None):
         hidden = jnp.tanh(jnp.einsum("bd,de->be", x, w, out_sharding=spec))

@@ -161,6 +161,7 @@ programs = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(program=programs, stacked=st.tuples(st.booleans(), st.booleans()))
 # What differs must go around the loop until nothing more does.

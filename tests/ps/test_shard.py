@@ -125,6 +125,7 @@ def test_dense_gradients_are_those_of_optax_in_one_place(name):
     np.testing.assert_allclose(value(shard, 3), parameters["3"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=4), st.booleans())
 def test_rows_that_have_no_gradient_stay_as_they_are(batches, viewed):
@@ -165,6 +166,7 @@ def run_closures(shard, first, last):
         shard.push(i, max(first, i - 2), changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long", [False, True])
 def test_a_server_goes_on_where_its_log_ends(tmp_path, monkeypatch, long):
     if long:  # the log begins anew with a base, several times

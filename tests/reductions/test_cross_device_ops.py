@@ -175,6 +175,7 @@ def test_the_smallest_and_the_largest_can_be_chosen_too(ops, op):
     assert [float(x) for x in result] == ([0, 0, 0] if op == "min" else [7, 1, 10.5])
 
 
+@pytest.mark.exhaustive
 def test_partial_batches_stay_exact(choice):
     strategy = tpudist.MirroredStrategy(cross_device_ops=choice())
     (batch,) = strategy.experimental_distribute_dataset([np.arange(11.0, dtype=np.float32)])
@@ -187,6 +188,7 @@ def test_partial_batches_stay_exact(choice):
     assert float(in_trace) == 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(
     "name", ["XLA's", "one device", "groups", "groups, in two packs", "a sum in Python"]
@@ -243,6 +245,7 @@ def plain_weights():
     return trained_weights(tpudist.MirroredStrategy())
 
 
+@pytest.mark.exhaustive
 def test_training_gives_the_same_weights(choice, plain_weights):
     chosen = trained_weights(tpudist.MirroredStrategy(cross_device_ops=choice()))
     np.testing.assert_allclose(chosen, plain_weights, rtol=1e-5, atol=1e-7)
@@ -321,6 +324,7 @@ def test_replicas_without_groups_combine_at_once():
     assert collectives(strategy, fn) == [("all-reduce", 1, 4)]
 
 
+@pytest.mark.slow
 def test_packs_are_collectives():
     """One per pack in each of the three phases, of the number that was asked for."""
     for num_packs, number in ((1, 1), (2, 2), (3, 3), (0, 6), (9, 6)):

@@ -266,6 +266,7 @@ PAIRS = [(name, "run") for name in CASES]
 PAIRS += [(name, place) for name in ("grad", "scan", "cond", "jit") for place in PLACES]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "place"), PAIRS)
 def test_a_variable_is_assigned_as_in_a_loop_of_python(strategy, name, place):
     variable = make(strategy, 10.0)
@@ -295,6 +296,7 @@ def replica_numbers(strategy, start=1.0):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", ["grad", "scan", "cond", "jit", "while"])
 @pytest.mark.parametrize(
     ("aggregation", "expected"), [(MEAN, 2.5), (SUM, 10.0), (FIRST, 1.0)], ids=lambda x: str(x)
@@ -321,6 +323,7 @@ def test_what_replicas_assign_is_aggregated(four, transform, aggregation, expect
     assert float(held) == float(variable.numpy()) == expected
 
 
+@pytest.mark.slow
 def test_batch_normalization_updates_its_moments_in_the_loss_function(strategy):
     """The first thing that a port meets."""
     n = strategy.num_replicas_in_sync

@@ -362,6 +362,7 @@ def _make_cond(branch):
     return lambda x: jax.lax.cond(x[0] < 1e9, branch, jnp.negative, x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_function_of_a_module_reads_what_it_captures_in_each_program(mirrored, kind):
     """It would read that of the first program that JAX has traced it for, or one replica's part."""

@@ -136,6 +136,7 @@ def in_a_function(strategy, step, args, iterator):
     return two_steps(*args)
 
 
+@pytest.mark.slow
 def test_a_model_of_one_layer_is_trained_alike(mirrored):
     x, _ = examples(16)
 
@@ -157,7 +158,6 @@ def test_a_model_of_one_layer_is_trained_alike(mirrored):
     run_both_ways(mirrored, program)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [one_by_one, in_one_program, in_a_function])
 def test_training_gives_the_same_numbers(loop):
@@ -172,6 +172,7 @@ def test_training_with_a_partial_batch_gives_the_same_numbers():
     run_both_ways(strategy, lambda: train(strategy, 13, one_by_one))
 
 
+@pytest.mark.slow
 def test_each_replica_sees_its_real_rows_and_no_others(mirrored):
     seen = []
 
@@ -201,6 +202,7 @@ def test_each_replica_sees_its_real_rows_and_no_others(mirrored):
     np.testing.assert_array_equal(eager[2], rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", [x for x in VariableAggregation if x.name != "NONE"])
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
 def test_variables_of_all_kinds_are_read_and_assigned_alike(mirrored, aggregation, synchronization):
@@ -225,6 +227,7 @@ def test_variables_of_all_kinds_are_read_and_assigned_alike(mirrored, aggregatio
     run_both_ways(mirrored, program)
 
 
+@pytest.mark.slow
 def test_variables_in_branches_loops_and_gradients_are_alike(mirrored):
     x = ids(mirrored)
 
@@ -285,6 +288,7 @@ def test_collectives_and_their_gradients_are_alike(mirrored):
     run_both_ways(mirrored, program)
 
 
+@pytest.mark.slow
 def test_what_jax_traces_for_itself_sees_each_replicas_variables_and_the_others(mirrored):
     """JAX keeps the traces of such functions: one of another replica or step would be wrong."""
     with mirrored.scope():
@@ -310,6 +314,7 @@ def test_what_jax_traces_for_itself_sees_each_replicas_variables_and_the_others(
     run_both_ways(mirrored, program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ops", [tpudist.HierarchicalCopyAllReduce(), tpudist.ReductionToOneDevice()]
 )
@@ -319,6 +324,7 @@ def test_reductions_that_were_chosen_are_alike(ops):
     run_both_ways(strategy, lambda: strategy.run(lambda x: context().all_reduce("mean", x), (x,)))
 
 
+@pytest.mark.slow
 def test_merge_call_is_called_once_with_the_values_of_all(mirrored):
     x, calls = ids(mirrored), []
 
@@ -349,6 +355,7 @@ def test_merge_call_is_called_once_with_the_values_of_all(mirrored):
     assert len(calls) == 1 + 1
 
 
+@pytest.mark.slow
 def test_optimizers_of_variables_are_alike(mirrored):
     x = ids(mirrored)
 
@@ -432,6 +439,7 @@ def test_what_is_returned_comes_back_as_it_would(mirrored):
     assert_same(mirrored, eager, compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -59,6 +59,7 @@ def test_a_forgotten_all_reduce_names_parameter_cause_and_remedy(strategy, batch
     np.testing.assert_array_equal(model.inner.kernel[...], before)
 
 
+@pytest.mark.slow
 def test_with_the_all_reduce_the_same_step_trains(strategy, batch):
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
     optimizer = strategy.create(lambda m: nnx.Optimizer(m, optax.adam(0.1), wrt=nnx.Param), model)

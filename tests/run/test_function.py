@@ -210,6 +210,7 @@ def test_what_only_the_replica_function_reads_is_read(strategy):
     assert float(step()) == 8 * n + n * (n - 1) / 2
 
 
+@pytest.mark.slow
 def test_a_loop_of_steps_equals_single_ones(strategy):
     """An epoch in one function, as TensorFlow's guides have it, without the loop over its data."""
 
@@ -376,6 +377,7 @@ def test_elements_that_do_not_make_a_call_are_given_back(mirrored):
     assert float(mirrored.reduce("sum", next(iterator), axis=0)) == 156.0
 
 
+@pytest.mark.slow
 def test_two_elements_of_different_real_rows_are_counted_apart(mirrored):
     data = np.arange(20.0, dtype=np.float32)
     dataset = mirrored.experimental_distribute_dataset(

@@ -20,6 +20,7 @@ def handled():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_a_signal_waits_for_the_end_of_the_block(handled):
     handler = signal.getsignal(signal.SIGINT)
     with InterruptHold():
@@ -110,7 +111,6 @@ def test_an_interrupt_loses_no_state():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", WAYS)
 def test_none_of_many_interrupts_loses_state(way):

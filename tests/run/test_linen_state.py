@@ -74,6 +74,7 @@ def train(strategy, state, step, options=None):
     return state, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_created", [True, False])
 def test_a_train_state_compiles_once(is_created):
     strategy = tpudist.MirroredStrategy()
@@ -109,6 +110,7 @@ def test_other_numbers_beside_arrays_are_the_same_program():
     assert len(compiles()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", [LOGICAL, BY_AXIS], ids=["logical", "by_axis"])
 def test_boxes_of_linen_say_how_state_is_split(init):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
@@ -136,6 +138,7 @@ def test_boxes_of_linen_say_how_state_is_split(init):
     np.testing.assert_allclose(losses, plain, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_logical_names_that_no_axis_has_mirror_the_parameter():
     strategy = tpudist.MirroredStrategy()
     state = strategy.create(lambda: make_state(Model(LOGICAL)))
@@ -143,6 +146,7 @@ def test_logical_names_that_no_axis_has_mirror_the_parameter():
     train(strategy, state, make_step())
 
 
+@pytest.mark.slow
 def test_a_box_in_a_checkpoint_comes_back_as_it_was(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
     state = strategy.create(lambda: make_state(Model(LOGICAL)))
@@ -177,6 +181,7 @@ def test_state_given_back_lies_where_it_lay():
     assert len(compiles()) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.bool_])
 def test_numpy_state_is_one_program(axes, dtype):
@@ -213,6 +218,7 @@ def test_numpy_state_stays_the_callers():
     np.testing.assert_array_equal(out, 1)
 
 
+@pytest.mark.slow
 def test_batch_stats_are_averaged():
     strategy = tpudist.MirroredStrategy()
     state, _ = train(strategy, make_state(Model(norm=True)), make_step())
@@ -241,6 +247,7 @@ def test_a_rule_of_the_users_is_taken():
     assert isinstance(out["other"], tpudist.PerReplica)
 
 
+@pytest.mark.slow
 def test_updates_that_are_returned_by_themselves_are_averaged():
     strategy = tpudist.MirroredStrategy()
     model = Model(norm=True)
@@ -262,6 +269,7 @@ def test_updates_that_are_returned_by_themselves_are_averaged():
     assert isinstance(parts["batch_stats"]["BatchNorm_0"]["mean"], tpudist.PerReplica)
 
 
+@pytest.mark.slow
 def test_parameters_that_would_differ_are_refused_by_name():
     strategy = tpudist.MirroredStrategy()
     match = (
@@ -293,6 +301,7 @@ def test_gradients_are_no_parameters():
         )
 
 
+@pytest.mark.slow
 def test_the_debug_mode_combines_and_refuses_the_same():
     strategy = tpudist.MirroredStrategy()
 

@@ -39,6 +39,7 @@ def parts(strategy, tail=TAIL):
     return [tail[i * each : (i + 1) * each] for i in range(strategy.num_replicas_in_sync)]
 
 
+@pytest.mark.slow
 def test_sums_counts_and_moved_rows_are_those_of_the_real_rows(strategy):
     def step(x):
         return x.sum() / BATCH, x.shape[0], x[::-1] * 2, jnp.concatenate([x, x]), x.reshape(-1)
@@ -62,6 +63,7 @@ def test_sums_counts_and_moved_rows_are_those_of_the_real_rows(strategy):
         np.testing.assert_allclose(gathered, np.concatenate(expected), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
     @tpudist.function
     def step(x):
@@ -168,6 +170,7 @@ def test_a_search_in_sorted_numbers_is_followed_in_the_mesh_of_the_replicas(stra
         np.testing.assert_array_equal(strategy.gather(each, axis=0), expected)
 
 
+@pytest.mark.slow
 def test_batches_that_have_as_many_rows_by_chance_are_told_apart_in_the_next_call():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
@@ -338,6 +341,7 @@ def _against_all(z):
     return (z @ tpudist.get_replica_context().all_gather(z, 0).T).sum()
 
 
+@pytest.mark.slow
 def test_a_jitted_function_of_a_module_gathers_real_rows_in_every_program(strategy):
     for batch, rows in [*zip(batches(strategy), (DATA[:BATCH], TAIL), strict=True)] * 2:
         found = strategy.run(

@@ -236,6 +236,7 @@ def test_the_gradient_is_as_many_times_too_large_as_the_warning_says():
     np.testing.assert_allclose(program.w.numpy(), before - first - second, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_replica_has_all_rows():
     program = Program(tpudist.OneDeviceStrategy("cpu:0"))
     assert not program.warnings_of(mean_loss, by_optimizer())
@@ -295,6 +296,7 @@ def nnx_step(model, optimizer, batch):
     return loss
 
 
+@pytest.mark.slow
 def test_it_is_found_in_a_function(nnx_program):
     strategy, model, optimizer = nnx_program
 
@@ -339,6 +341,7 @@ def test_each_is_switched_off_by_its_name(nnx_program):
         strategy.run(nnx_step, args=(model, optimizer, (X, Y)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("in_function", [False, True])
 def test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call(
@@ -451,6 +454,7 @@ def test_scalars_and_single_rows_are_no_batch():
     strategy.run(lambda x, y: all_reduce((x + y).sum()), args=(np.float32(2), np.ones((1, 4))))
 
 
+@pytest.mark.slow
 def test_as_errors_they_leave_the_program_as_it_was(nnx_program):
     """Who has warnings as errors sees the exception, and may run the function all the same."""
     strategy, model, optimizer = nnx_program

@@ -58,6 +58,7 @@ NESTED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nested", NESTED)
 def test_merge_call_works_in_nested_transformations(strategy, nested):
     n = strategy.num_replicas_in_sync

@@ -341,6 +341,7 @@ def total(x):
     return sum((jnp.sum(jnp.asarray(leaf)) for leaf in leaves), jnp.float32(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["positional", "keyword", "second"])
 def test_an_argument_may_be_of_any_kind_in_any_call(mirrored, where):
     """The fast path learns which arguments are plain pytrees of arrays, and must unlearn it."""
@@ -807,6 +808,7 @@ def in_threads(work, num_threads=4):
         return list(pool.map(call, range(num_threads)))
 
 
+@pytest.mark.slow
 def test_threads_may_run_one_function_at_once(mirrored, impatient_threads):
     """An evaluation thread beside the training loop: both start with the first call."""
     for offset in range(10):
@@ -848,6 +850,7 @@ def test_threads_may_run_functions_of_different_strategies(mirrored):
     assert in_threads(work) == [8, 1, 8, 1]
 
 
+@pytest.mark.slow
 def test_a_compile_names_what_changed_in_an_nnx_object(mirrored, compiles):
     """`model.eval()` compiles the step anew, and the log says which switch did it."""
 
@@ -916,6 +919,7 @@ def test_containers_that_jax_does_not_know_are_merged(mirrored):
         mirrored.run(lambda m: m["mine"], (Metrics(mine=jnp.ones(2)),))
 
 
+@pytest.mark.slow
 def test_a_small_numpy_array_may_be_changed_after_the_call(mirrored):
     """The program may not have begun: it computed with what was written afterwards."""
 

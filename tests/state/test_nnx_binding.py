@@ -47,6 +47,7 @@ class Box(nnx.Module):
 # How NNX holds a raw value: the test that fails when Flax changes it.
 
 
+@pytest.mark.slow
 def test_a_raw_value_is_where_nnx_state_reads_and_writes_it():
     """`nnx_binding` goes past Flax's checks, for speed."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -314,6 +315,7 @@ class Net(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
+@pytest.mark.slow
 def test_switching_between_training_and_evaluation_is_a_program_each(mirrored, compiles):
     model = mirrored.create(lambda: Net(nnx.Rngs(0)))
     (x,) = batches(mirrored, np.ones((8, 2), np.float32))
@@ -557,6 +559,7 @@ def test_graph_and_state_split_in_the_step_work(mirrored):
     np.testing.assert_allclose(model.bias[...], [-1, -1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_nnx_transforms_work_in_the_step(mirrored):
     class Stack(nnx.Module):
         def __init__(self, rngs):

@@ -150,6 +150,7 @@ class Scanned(nnx.Module):
         return forward(self.blocks, x)
 
 
+@pytest.mark.slow
 def test_scanned_layers_drop_other_units_on_each_replica(strategy):
     model = strategy.create(lambda: Scanned(nnx.Rngs(0)))
     x = np.ones((64, 4), np.float32)
@@ -170,6 +171,7 @@ def apply_without_dropout(model, x):
     return x
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
 def test_typed_keys_may_be_one_for_each_replica(shape, axes):

@@ -778,6 +778,7 @@ def in_replicas(mirrored):
     return dict(zip(OPERATORS, results, strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", OPERATORS)
 def test_arithmetic_is_that_of_the_value(mirrored, in_replicas, op):
     v, w = make(mirrored), make(mirrored, value=[3.0, 4.0])
@@ -790,6 +791,7 @@ def test_arithmetic_is_that_of_the_value(mirrored, in_replicas, op):
         assert op(2, v).tolist() == op(2, x).tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "op",
     [operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift, divmod],
@@ -924,6 +926,7 @@ def test_a_replicas_result_of_an_on_read_variable_is_per_replica(mirrored):
 # Components.
 
 
+@pytest.mark.slow
 def test_a_component_reads_as_what_its_replica_holds(mirrored):
     v, local = make(mirrored, name="w"), on_read(mirrored, SUM, name="seen")
     mirrored.run(lambda: local.assign(my_number()))

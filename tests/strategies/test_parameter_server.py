@@ -297,6 +297,7 @@ def test_nothing_is_read_ahead_where_closures_run_in_turn(start, monkeypatch, ma
 # Replica functions.
 
 
+@pytest.mark.slow
 def test_training_on_one_worker_is_that_of_one_device(start):
     run = start(num_workers=1)
     rng = np.random.default_rng(0)
@@ -582,6 +583,7 @@ def test_lookups_ask_for_the_wanted_rows_only(start, monkeypatch):
         embedding_lookup(table, [20])
 
 
+@pytest.mark.slow
 def test_gradients_of_rows_change_those_rows_alone(start):
     run = start(num_servers=2, variable_partitioner=partitioners.MinSizePartitioner(8, 2))
     table, bias = run.make(jnp.ones((6, 2)), name="table"), run.make(0.0, name="bias")

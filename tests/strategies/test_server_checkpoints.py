@@ -114,6 +114,7 @@ def test_an_optimizer_goes_to_strategies_in_step_and_back(start, tmp_path):
     np.testing.assert_allclose(back.values(), first.values(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_not_used_is_saved_as_it_begins(start, tmp_path):
     Model(start()).save(tmp_path / "nothing")  # for no Variables, as in strategies in step
     Model(start()).restore(tmp_path / "nothing")
@@ -129,6 +130,7 @@ def test_an_optimizer_that_was_not_used_is_saved_as_it_begins(start, tmp_path):
         Model(start()).restore(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_a_part_of_the_state_may_be_restored(start, tmp_path):
     first = Model(start(2, 3))
     first.train(of_rows=False)
@@ -146,6 +148,7 @@ def test_a_part_of_the_state_may_be_restored(start, tmp_path):
     assert not np.array_equal(state[0].mu["0000 v"].numpy(), 0.1 * np.sin(np.arange(14.0)))
 
 
+@pytest.mark.slow
 def test_state_that_was_restored_outlives_its_server(start, tmp_path):
     first = Model(start(2, 3))
     first.train(of_rows=False)
@@ -268,6 +271,7 @@ def test_a_table_is_saved_from_8_servers_to_5_and_back_and_loses_nothing(
         assert_same(table.state(), expected)
 
 
+@pytest.mark.slow
 def test_a_table_of_another_kind_is_refused_and_stays(start, tmp_path):
     table = make(start(2), optax.adam(0.1))
     table.apply_gradients(np.arange(4), np.ones((4, 3)))

@@ -176,6 +176,7 @@ class TestContract:
             strategy.run(step)
         assert (float(mean), int(counter)) == (3, 2 * strategy.num_replicas_in_sync)
 
+    @pytest.mark.slow
     def test_it_trains_a_model_to_the_weights_that_one_device_gives(
         self, strategy, trained_by_optax
     ):

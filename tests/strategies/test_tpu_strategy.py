@@ -379,6 +379,7 @@ def test_the_parts_of_a_value_are_on_devices_in_order():
         ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "counts"),
     [

@@ -529,6 +529,7 @@ def my_slices(**kwargs):
     return IndexedSlices(jnp.full((1, 2), mine + 1.0), jnp.array([mine]), **kwargs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("how", ["all_reduce", "merge_call", "reduce", "reduce_to"])
 def test_slices_of_all_replicas_are_put_behind_each_other(strategy, op, how):
@@ -604,6 +605,7 @@ def scattered(what, indices, values):
     return pytest.approx(table.tolist())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["eager", "update", "merge_call", "replica"])
 def test_each_scatter_changes_rows_in_each_context(strategy, where):
     variables = {what: make(strategy, TABLE) for what in REFERENCE}
@@ -647,6 +649,7 @@ def test_all_slices_of_a_row_count(mirrored, what, slices):
     assert new.tolist() == scattered(what, indices, values)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["add", "sub", "mul", "div"])
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
 def test_what_replicas_scatter_is_aggregated(what, aggregation):
@@ -738,6 +741,7 @@ def test_a_scalar_has_no_rows_to_scatter_to(mirrored):
         make(mirrored, 1.0).scatter_add(IndexedSlices(1.0, [0]))
 
 
+@pytest.mark.slow
 def test_rows_may_be_numbers_lists_and_of_any_rank(mirrored):
     v = make(mirrored, np.zeros((3, 2)))
     assert v.scatter_add(IndexedSlices(1.0, [[0, 2]])).tolist() == [[1, 1], [0, 0], [1, 1]]

@@ -147,7 +147,6 @@ def test_one_device_learns(experts):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_transformer_trains_alike_on_every_geometry(name):
     """With a partial batch among the steps: every loss, and the weights at the end."""
@@ -157,7 +156,6 @@ def test_a_transformer_trains_alike_on_every_geometry(name):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_geometry_communicates_what_its_ledger_says(name):
     """Which collectives, along which axes, of how many bytes, how often, and who asks for them."""
@@ -195,7 +193,6 @@ def test_compilers_of_all_versions_send_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_two_processes_of_four_devices_train_as_one_device_does():
     """The gradients cross a process boundary, and each process reads its own rows."""

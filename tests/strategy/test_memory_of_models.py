@@ -59,6 +59,7 @@ def strategy() -> tpudist.Strategy:
     return tpudist.TPUStrategy(replica_axes={"fsdp": NUM_PARTS})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_program_that_makes_a_model_makes_an_eighth_on_each_device(strategy, name):
     """Random bits included, from which the parameters are drawn: nothing is larger."""
@@ -83,6 +84,7 @@ def test_the_program_that_makes_an_optimizer_makes_an_eighth_on_each_device(stra
     assert figures.temp_bytes <= 0.03 * num_bytes(optimizer) / NUM_PARTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_and_its_optimizer_hold_an_eighth_on_each_device(strategy, name):
     model = strategy.create(MODELS[name])

@@ -98,6 +98,7 @@ def test_optimizer_state_in_host_memory_trains_to_the_same_numbers(name):
     np.testing.assert_array_equal(model.first.kernel[...], weights)
 
 
+@pytest.mark.slow
 @needs_host_memory
 def test_several_steps_in_one_program_leave_state_in_host_memory():
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 4})
@@ -114,6 +115,7 @@ def test_several_steps_in_one_program_leave_state_in_host_memory():
     assert {x.sharding.memory_kind for x in large} == {"pinned_host"}
 
 
+@pytest.mark.slow
 @needs_host_memory
 def test_state_that_has_moved_since_the_first_step_is_taken_as_it_is():
     """As a checkpoint may put it on the devices."""
@@ -126,6 +128,7 @@ def test_state_that_has_moved_since_the_first_step_is_taken_as_it_is():
     assert np.isfinite(strategy.run(step, args=(model, optimizer, distributed[1])))
 
 
+@pytest.mark.slow
 @needs_host_memory
 def test_a_checkpoint_is_restored_to_where_its_state_lives(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 4})
@@ -159,7 +162,6 @@ def test_a_strategy_that_stores_state_itself_does_not_store_it_elsewhere():
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {}])
 def test_on_tpu_the_state_takes_host_memory_and_none_of_the_devices(axes):
     """It comes to the device and goes back in copies that other work may overlap."""

@@ -191,6 +191,7 @@ def test_what_is_no_partitioner_is_refused():
         make(8, fsdp=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"tensor": 8}])
 def test_a_partitioned_model_computes_what_a_whole_one_does(axes):
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)

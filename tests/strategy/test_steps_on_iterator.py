@@ -146,6 +146,7 @@ def test_variables_are_made_and_parts_captured(mirrored):
     assert [float(x) for x in mirrored.run_steps(step, elements, 2)] == [28.0, 84.0]
 
 
+@pytest.mark.slow
 def test_random_keys_go_from_step_to_step(mirrored):
     def train(at_once):
         with mirrored.scope():

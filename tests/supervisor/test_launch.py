@@ -229,7 +229,6 @@ print("sum", float(np.asarray(total.addressable_data(0))[0]))
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", ["0", "1"])
 def test_a_run_whose_process_is_killed_ends_well(run, killed):
     options = ("-n", "2", "--devices-per-process", "2", "--restarts", "1")

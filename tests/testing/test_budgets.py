@@ -322,6 +322,7 @@ def matmul_of_a_whole_matrix(w, x):
     return jnp.tanh(x @ w)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_on_a_slice_an_added_all_gather_fails_with_its_source_line(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"tensor": 8})
@@ -346,6 +347,7 @@ def test_on_a_slice_an_added_all_gather_fails_with_its_source_line(tmp_path):
     assert any(asks in row or uses in row for row in added)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_between_slices_bytes_count_as_dcn():
     strategy = tpudist.MirroredStrategy()
@@ -356,6 +358,7 @@ def test_between_slices_bytes_count_as_dcn():
     assert line_of(reduces, "all_reduce(") in message
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_step_that_does_not_fit_fails_with_the_reason():
     strategy = tpudist.TPUStrategy()

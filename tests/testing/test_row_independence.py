@@ -11,6 +11,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
 WEIGHT = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), jnp.float32)
 
 
+@pytest.mark.slow
 def test_functions_of_each_row_pass():
     few = X[:3]
     assert_rowwise(jnp.dot, few, WEIGHT, in_dims=(0, None))

@@ -219,7 +219,6 @@ def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path, uninterr
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "meshes",

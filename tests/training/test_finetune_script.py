@@ -153,7 +153,6 @@ def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
     assert sum(file.stat().st_size for file in saved if file.is_file()) < 400_000
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_learn_what_one_does_and_the_first_writes(adapted, tmp_path):
@@ -189,6 +188,7 @@ def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, caps
     assert "This run has finished" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -220,6 +220,7 @@ def test_a_bad_option_is_refused_before_work_begins(
     assert re.search(words, caught.err)
 
 
+@pytest.mark.slow
 def test_a_model_of_other_weights_is_another_one(finetune, model, tmp_path):
     """Of the same sizes: adapters that were trained beside the first must not go on beside it."""
     other = shutil.copytree(model, tmp_path / "other")

@@ -79,6 +79,7 @@ def test_text_goes_on_from_the_last_byte_of_the_prompt(strategy, prompt):
     assert written == b"bcdefghijk"
 
 
+@pytest.mark.slow
 def test_another_seed_writes_another_text(strategy):
     model = strategy.create(Successor)
 

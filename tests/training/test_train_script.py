@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -99,7 +97,6 @@ def test_what_is_not_installed_is_left_out_and_named(train, tmp_path, capsys, mo
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_a_model_split_inside_replicas_is_told_by_axes(train, text, tmp_path, capsys):
     args = [*SMALL, "--data", text, "--steps", "2", "--out", str(tmp_path / "out")]
     axes = ["--replica-axes", "fsdp=2,tensor=2", "--emulate", "8", "--remat", "full"]
@@ -164,7 +161,6 @@ def test_an_unknown_strategy_is_refused_with_those_there_are(train, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_ctrl_c_ends_a_run_cleanly_with_what_there_is(text, tmp_path):
     """Exit code 130, no traceback, and checkpoint, metrics, curves and summary of the steps."""
     out = tmp_path / "out"
@@ -182,7 +178,6 @@ def test_ctrl_c_ends_a_run_cleanly_with_what_there_is(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_a_run_ended_by_sigterm_and_then_killed_is_the_run_that_was_not(
     train, text, tmp_path, capsys
 ):
@@ -339,7 +334,6 @@ def test_sigterm_of_one_process_saves_one_step_and_ends_all(train, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
     out = tmp_path / "out"
@@ -351,7 +345,6 @@ def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
     assert len([line for line in lines_of(out) if line["split"] == "train"]) == 4
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_interrupt_of_one_process_ends_all(text, tmp_path):
@@ -384,15 +377,3 @@ def test_an_interrupt_of_one_process_ends_all(text, tmp_path):
     assert "step" not in second.stdout
     done = [step for step, _ in losses_of(out)]
     assert done == list(range(1, len(done) + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_the_defaults_beat_the_bigram_baseline_clearly(tmp_path):
-    """The main job: it has to learn real text, in minutes, on two cores."""
-    out = tmp_path / "out"
-    # Long enough to be worth what tests leave out when they compile.
-    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    subprocess.run([sys.executable, str(SCRIPT), "--out", str(out)], check=True, env=env)
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["held_out"]["bits_per_byte"] < summary["baselines"]["bigram"] - 0.7

@@ -163,6 +163,7 @@ def make_linen_state():
     )
 
 
+@pytest.mark.slow
 def test_a_state_of_linen_is_given_back_and_goes_on_from_a_checkpoint(strategy, tmp_path):
     options = {"progress": False, "num_steps": 6}
     whole = train(strategy, linen_step, make_linen_state(), ones(), **options)
@@ -241,6 +242,7 @@ def test_the_default_strategy_trains_too(tmp_path):
     np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
     """In the middle of a second pass over shuffled data, from a checkpoint that is not the last."""
 

@@ -59,6 +59,7 @@ NUMPY = {
 # Reduce.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", ReduceOp)
 @pytest.mark.parametrize("axis", [None, (0, -1), *(rare(x) for x in (0, 1, -1, (0, 1), [0], ()))])
 def test_reduce_is_numpys_over_replicas_and_dims(strategy, op, axis):
@@ -138,6 +139,7 @@ def test_integers_stay_integers_in_a_sum_and_become_floats_in_a_mean(mirrored, d
     assert (mean.tolist(), mean.dtype) == ([1, 1], jnp.float32)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", ReduceOp)
 @pytest.mark.parametrize(
     "make", [jnp.asarray, rare(np.asarray), rare(float)], ids=["jax", "numpy", "python"]

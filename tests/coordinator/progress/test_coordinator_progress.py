@@ -239,6 +239,7 @@ def test_who_is_slow(durations_s, running_s, others_s, slow):
 # What servers say.
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_arrays(start):
     run = start(num_workers=1, num_servers=1)
     v = run.make(np.zeros((10, 5), np.float32))  # 200 bytes

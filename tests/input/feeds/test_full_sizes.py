@@ -71,6 +71,7 @@ def test_buckets_are_exact_and_compiled_once_for_each_shape(strategy):
     assert len(compiled) <= (len(set(BUCKETS)) if n == 1 else 3 * 2 + 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("partial_batch", ["pad", "shrink", "drop", "error"])
 def test_batches_may_grow(strategy, partial_batch):
     batches = make_batches([(4, 3), (8, 3), (8, 3), (12, 3)])

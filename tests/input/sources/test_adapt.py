@@ -185,6 +185,7 @@ def grain_dataset(kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["MapDataset", "IterDataset", "DataLoader"])
 def test_grain_gives_batches_and_says_itself_where_it_is(kind):
     first, second = goes_on(lambda: grain_dataset(kind))
@@ -606,6 +607,7 @@ def test_a_stream_of_hugging_face_goes_on_from_its_own_state(datasets):
 # None of them.
 
 
+@pytest.mark.slow
 def test_no_library_is_imported_before_something_of_it_is_given():
     program = """
         import sys

@@ -75,6 +75,7 @@ def test_gathered_rows_are_those_of_numpy(dtype):
         np.testing.assert_array_equal(host_batch.gather(source, where), source[where])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("inner_axes", [{}, {"fsdp": 4}, {"fsdp": 8}])
 def test_large_batches_stay_as_they_are_while_later_ones_are_made(shuffled, inner_axes):

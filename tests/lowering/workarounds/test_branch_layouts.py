@@ -30,6 +30,7 @@ def gradient(x, split=split):
     return jax.grad(lambda x: jnp.square(choose(x, split)).sum())(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("axes", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("function", [choose, nested, gradient])
@@ -40,6 +41,7 @@ def test_results_are_those_of_one_device(function, axes, sign):
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_results_of_any_type():
     """Weak types, typed keys, and an operand that a branch gives back as it is."""
 

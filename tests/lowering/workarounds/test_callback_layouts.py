@@ -66,6 +66,7 @@ def test_a_print_that_can_have_no_value_is_refused(strategy):
         strategy.run(step, args=(X,))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [np.float32, np.bool_, np.int32])
 def test_what_a_callback_gives_all_devices_of_its_replica_have(strategy, dtype):
     calls = []

@@ -42,6 +42,7 @@ def run(function, x, inner_axes):
     return [np.asarray(x) for x in found], [np.asarray(x) for x in wanted]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "dtype",
     [

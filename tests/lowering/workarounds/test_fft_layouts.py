@@ -15,6 +15,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"fsdp": 2}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_gradients_over_a_split_dim_are_those_of_one_device(name, axes):

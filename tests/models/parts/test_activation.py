@@ -84,7 +84,6 @@ def of_blocks(product, x, weights):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-@pytest.mark.exhaustive
 def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     devices = topology.devices("v5e:2x2")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
@@ -111,6 +110,7 @@ def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
     assert overwriting[0].split(" fusion(")[0].count(f"bf16[{batch // 4},{length},{mlp}]") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 @pytest.mark.parametrize(("axes", "num_overwritten"), [({"fsdp": 4}, 3), ({"sequence": 4}, 0)])
 def test_a_transformer_on_tpu_overwrites_unless_an_axis_splits_its_sequence(axes, num_overwritten):

@@ -103,6 +103,7 @@ def ring_on(length: int, method: str = "ring") -> jax.stages.Compiled:
         return run.lower(*shapes).compile()
 
 
+@pytest.mark.slow
 def test_ring_attention_communicates_by_permutes_of_neighbours_alone():
     kinds = {found.kind for found in collective_ops.collectives(ring_on(32).as_text())}
     assert kinds == {"collective-permute"}
@@ -161,7 +162,6 @@ def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devic
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["splash", "ring"])
 def test_half_precision_is_summed_in_float32(method):
     inputs = query_key_value(dtype=jnp.bfloat16)
@@ -225,6 +225,7 @@ def test_a_program_for_a_tpu_that_is_not_here_takes_the_kernel_by_itself(axes):
     assert "tpu_custom_call" not in lowered_for_a_tpu("dot_product", axes)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_program_for_a_tpu_whose_sequence_is_split_has_permutes():
     text = lowered_for_a_tpu("auto", (("sequence", 4),))
@@ -248,7 +249,6 @@ TAILS = [
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("axes", "changes"), TAILS)
 def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, changes):
     """Also where a device holds some of a replica's rows, and does not for all numbers of them."""
@@ -279,7 +279,6 @@ def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, c
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [None, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
 def test_a_partial_batch_compiles_for_a_tpu_with_the_kernel(axes):
     for real in (None, lambda replicas: rows_of_a_tail(replicas, 4)):
@@ -345,7 +344,6 @@ def test_scores_have_a_scale_a_cap_and_a_window(scale, cap, window, has_window):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("has_window", [None, True, False])
 def test_splash_attention_has_the_same_scores(has_window):
     inputs = query_key_value(1, 200, 2, 1)

@@ -25,6 +25,7 @@ def gradient(table, tokens):
     return jax.grad(loss)(table)
 
 
+@pytest.mark.slow
 def test_a_lookup_takes_rows_and_its_gradient_adds_to_them():
     table = jax.random.normal(jax.random.key(0), (6, 3))
     tokens = jnp.array([[0, 5, 2], [2, 2, 1]])
@@ -33,6 +34,7 @@ def test_a_lookup_takes_rows_and_its_gradient_adds_to_them():
     np.testing.assert_allclose(gradient(table, tokens), want, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_no_row_gets_the_nearest_and_adds_nothing():
     table = jnp.arange(12.0).reshape(4, 3)
     tokens = jnp.array([[-5, -1, 4, 9]])

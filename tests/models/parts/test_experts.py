@@ -112,6 +112,7 @@ def by_token(x, weights, config):
     return jax.vmap(jax.vmap(of_token))(x)
 
 
+@pytest.mark.slow
 def test_with_room_for_all_every_token_is_computed_by_its_own_experts():
     """Values and gradients, of what is sent by gathers that have their own gradients."""
     weights, x = weights_and_rows()
@@ -127,6 +128,7 @@ def test_with_room_for_all_every_token_is_computed_by_its_own_experts():
     np.testing.assert_array_equal(MLP(x, weights, ROOMY)[1].dropped, 0)
 
 
+@pytest.mark.slow
 def test_choices_that_find_no_room_are_counted_and_give_nothing():
     config = dataclasses.replace(ROOMY, experts_per_token=1, expert_capacity=1.0)
     weights, x = weights_and_rows()
@@ -138,6 +140,7 @@ def test_choices_that_find_no_room_are_counted_and_give_nothing():
     np.testing.assert_allclose(y[:, :2], by_token(x, weights, config)[:, :2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_token_depends_on_what_follows_it():
     """Room is given in order of position: training sees what generation will."""
     config = dataclasses.replace(ROOMY, expert_capacity=0.5)
@@ -147,6 +150,7 @@ def test_no_token_depends_on_what_follows_it():
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
 
 
+@pytest.mark.slow
 def test_the_loss_to_train_by_adds_the_imbalance_of_each_row():
     tokens = jnp.asarray(batches(1)[0])
 
@@ -170,6 +174,7 @@ def test_the_imbalance_pulls_at_the_router():
     np.testing.assert_array_equal(pull["mlp_in"], 0)
 
 
+@pytest.mark.slow
 def test_equally_likely_experts_that_are_chosen_equally_have_an_imbalance_of_one():
     even = jnp.full((1, 4, 4), 0.25)
     np.testing.assert_allclose(experts.imbalance(even, jnp.arange(4)[None, :, None]), 1)
@@ -230,7 +235,6 @@ def test_tokens_go_to_their_experts_and_back_by_all_to_all(name):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_on_tpu_tokens_go_to_their_experts_and_back_by_all_to_all():
     axes = GEOMETRIES["mixed"]
     found = sent_by_step_on_tpu(ROOMY, axes, 16, 16, "v5e:2x4")

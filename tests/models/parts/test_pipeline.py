@@ -134,6 +134,7 @@ def lower_loss(strategy: Strategy, model):
     return strategy.lower(lambda model, batch: next_token_nats(model, batch), args=(model, batch))
 
 
+@pytest.mark.slow
 def test_each_stage_holds_its_own_layers_and_the_rows_are_split_over_all():
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "stage": 2})
     model = strategy.create(lambda: Transformer(staged(2), rngs=nnx.Rngs(0)))
@@ -172,7 +173,6 @@ def test_only_microbatches_cross_from_stage_to_stage(name):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_on_tpu_only_microbatches_cross_from_stage_to_stage():
     config, axes = GEOMETRIES["mixed"]
     found = sent_by_step_on_tpu(config, axes, 16, 16, "v5e:2x4")

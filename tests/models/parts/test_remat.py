@@ -100,7 +100,6 @@ def losses(policy: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["full", "dots", "minimal", "offload_projections", WRITTEN_OUT])
 def test_policies_of_every_kind_train_alike(policy):
     want = losses("none")
@@ -124,7 +123,6 @@ def compiled_for_a_tpu(policy: str) -> jax.stages.Compiled:
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dear", "cheap"),
     [

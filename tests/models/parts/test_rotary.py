@@ -32,6 +32,7 @@ def test_the_product_is_the_rotation_of_halves_and_so_is_its_gradient(dtype, wid
         )
 
 
+@pytest.mark.slow
 @given(query=st.integers(0, 99), key=st.integers(0, 99), shift=st.integers(0, 100))
 def test_scores_depend_on_distances_alone(query, key, shift):
     rotation = rotary.rotation(200, 8, 100.0)

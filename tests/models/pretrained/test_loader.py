@@ -27,6 +27,7 @@ from tpudist.models import (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name):
     model = load_pretrained(RECORDED / name, dtype="float32")

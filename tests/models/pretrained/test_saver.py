@@ -54,6 +54,7 @@ def test_a_folder_may_be_written_over_by_its_own_model(tmp_path):
         np.testing.assert_array_equal(value, values_of(model)[name])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_that_is_written_is_the_same_model(name, tmp_path):
     """Also without the folder that the model is from."""
@@ -63,6 +64,7 @@ def test_a_configuration_that_is_written_is_the_same_model(name, tmp_path):
         np.testing.assert_array_equal(value, values_of(load_pretrained(RECORDED / name))[key])
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_written_in_files_of_bounded_size(tmp_path):
     model = make()
     save_pretrained(model, tmp_path, dtype="bfloat16", max_file_bytes=10_000)
@@ -81,6 +83,7 @@ def test_a_model_of_ones_own_is_written_in_files_of_bounded_size(tmp_path):
     assert load_pretrained(tmp_path).embedding.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_nothing_of_an_earlier_save_is_read_in_place_of_a_later_one(tmp_path):
     first, last = make(), make(mlp_dim=48)
     kept = tmp_path / "kept"
@@ -98,6 +101,7 @@ def test_nothing_of_an_earlier_save_is_read_in_place_of_a_later_one(tmp_path):
     assert load_pretrained(folder).config.mlp_dim == 48
 
 
+@pytest.mark.slow
 def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     save_pretrained(make(), tmp_path)
     kept = (tmp_path / "model.safetensors").read_bytes()
@@ -124,6 +128,7 @@ def test_what_others_cannot_compute_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_tied_model_without_a_scale_is_written_and_read(tmp_path):
     model = make(tied=True, output_scale=1.0)
     save_pretrained(model, tmp_path)

@@ -46,6 +46,7 @@ def test_all_elements_come_to_their_place_and_nowhere_else(shape, order, dtype):
     assert (room[:, 2] == -1).all()
 
 
+@pytest.mark.slow
 def test_large_copies_are_several_tasks_that_do_not_meet():
     source = np.arange(2**23, dtype=np.float32)
     for view in (source.reshape(2, -1), source.reshape(4096, 2048).T):

@@ -148,6 +148,7 @@ def test_figures_that_make_no_sense_are_refused_before_anything_is_traced(given,
 # What becomes of it.
 
 
+@pytest.mark.slow
 def test_every_candidate_is_planned_on_the_devices_and_says_what_it_needs():
     asked = []
 
@@ -179,6 +180,7 @@ def test_a_plan_says_how_many_rows_a_replica_has():
     assert notes["fsdp=8"] == "x: 64 rows on one replica."
 
 
+@pytest.mark.slow
 def test_two_candidates_with_the_same_program_are_compiled_once():
     result = search(lambda one: make_step(dataclasses.replace(one, remat="none")), remat=["a", "b"])
     assert [one.status for one in result.outcomes] == ["fits"] * 4
@@ -286,6 +288,7 @@ def test_a_search_in_a_scope_is_refused(max_workers):
         search(max_workers=max_workers)
 
 
+@pytest.mark.slow
 def test_several_are_planned_at_a_time():
     result = search(geometries=[{}, {"fsdp": 2}, {"fsdp": 4}, {"fsdp": 8}], max_workers=2)
     assert [one.status for one in result.outcomes] == ["fits"] * 4

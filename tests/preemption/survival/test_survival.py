@@ -71,7 +71,6 @@ def test_the_others_go_on_in_the_same_processes_when_one_is_killed(calm, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_a_new_process_joins_between_two_steps(calm, tmp_path):
     env = {"ALONE_PAUSE_S": "0.5"}  # until the new one has come
     with Run(tmp_path, *TWO, "--restarts", "1", env=env) as run:
@@ -88,7 +87,6 @@ def test_a_new_process_joins_between_two_steps(calm, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("spares", ["0", "1"])
 def test_programs_start_again_in_their_processes_where_jax_cannot(spares, calm, tmp_path):
     """As with devices that only the end of a program gives back."""
@@ -107,7 +105,6 @@ def test_programs_start_again_in_their_processes_where_jax_cannot(spares, calm, 
     assert "go on from commit" in seen.output
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_time_of_programs_that_started_again_is_explained(tmp_path):
     env = {"IN_PROCESS": "0", "TPUDIST_GOODPUT": str(tmp_path)}
@@ -126,6 +123,7 @@ def test_the_time_of_programs_that_started_again_is_explained(tmp_path):
     assert any("process 1 was lost" in x and "all were started again" in x for x in causes), causes
 
 
+@pytest.mark.slow
 # Not slow, though it takes seconds: the quick tests, too, have a run that loses processes.
 def test_sigterm_of_one_process_takes_it_out_between_two_steps(calm, tmp_path):
     """After a spare one has come in the place of one that was killed."""
@@ -151,7 +149,6 @@ def test_sigterm_of_one_process_takes_it_out_between_two_steps(calm, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_sigterm_of_all_saves_the_step_and_a_new_run_goes_on_from_it(calm, tmp_path):
     env = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
     with Run(tmp_path / "first", *TWO, env=env) as run:
@@ -183,7 +180,6 @@ def test_an_error_of_the_program_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_sys_exit_in_one_process_is_named_by_the_others(tmp_path):
     env = {"FAULT": '{"kind": "leave", "process": 1, "step": 12}'}
     with Run(tmp_path, *TWO, env=env) as run:
@@ -193,7 +189,6 @@ def test_sys_exit_in_one_process_is_named_by_the_others(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_the_death_of_the_supervisor_ends_its_processes(tmp_path):
     with Run(tmp_path, *TWO) as run:
         run.wait_for_step(10, of_all=True)
@@ -206,7 +201,6 @@ def test_the_death_of_the_supervisor_ends_its_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_too_few_processes_give_up_with_a_reason(tmp_path):
     env = {"PAUSE_S": "0.1"}
     with Run(tmp_path, *TWO, env=env) as run:
@@ -219,7 +213,6 @@ def test_too_few_processes_give_up_with_a_reason(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("in_process", "seed"),
     [*(("", i) for i in range(RUNS)), *(("0", i) for i in range(0, RUNS, 3))],
@@ -233,7 +226,6 @@ def test_a_fault_of_a_seed_is_survived_or_named(in_process, seed, calm, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_who_does_not_come_is_named_and_not_waited_for_longer(tmp_path):
     file = tmp_path / "late.py"
     file.write_text(
@@ -251,7 +243,6 @@ def test_who_does_not_come_is_named_and_not_waited_for_longer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_a_wait_that_is_no_number_is_wrong_use(tmp_path):
     with Run(tmp_path, *FOUR, env={"TPUDIST_HANG_TIMEOUT_S": "soon"}) as run:
         seen = run.wait()

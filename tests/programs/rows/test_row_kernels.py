@@ -96,6 +96,7 @@ FUNCTIONS = {
 SLOW = [name for name in FUNCTIONS if name.startswith("gradient")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FUNCTIONS]
 )

@@ -162,6 +162,7 @@ def _in_sweep(name):
     return pytest.param(name, marks=marks if name in CORE else [*marks, pytest.mark.exhaustive])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [_in_sweep(c.name) for c in replica_functions.CASES])
 def test_a_function_of_somebody_elses_is_exact_or_refused(name):
     if name in REFUSED:
@@ -211,6 +212,7 @@ def column_of_few(x, column):
     return x[:, column].sum() + x[0].sum()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("function", "refused"),
     [
@@ -244,6 +246,7 @@ def test_a_branch_on_the_number_of_rows_is_refused_where_it_is_taken(function, r
 Y = jnp.arange(FULL) % 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "function",
     [
@@ -381,7 +384,6 @@ def test_random_functions_are_exact_or_seldom_refused():
     assert counts["exact"] >= number / 2, counts
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_each_step_of_them_is_exact_for_two_rows_and_more(name):
@@ -392,6 +394,7 @@ def test_each_step_of_them_is_exact_for_two_rows_and_more(name):
 TWO = jnp.array([0, 2])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "function",
     [
@@ -502,6 +505,7 @@ def test_they_are_followed_for_some_rows(function):
 NORM = "def norm(x, scale): y = x * scale; return y / (1 + (y**2).mean(-1, keepdims=True))"
 
 
+@pytest.mark.slow
 def test_a_broadcast_of_one_row_may_be_undone_in_another_way():
     """JAX then sums one dim less; a sum over another dim has the same shape here."""
     names = {}
@@ -566,6 +570,7 @@ OF_ROWS = ("an input", "a result", "operands")
 CASES = [(name, rows) for name in OTHER_VALUES for rows in (0, 1) if rows or name not in OF_ROWS]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "rows"), CASES)
 def test_another_value_for_few_rows_is_refused(name, rows):
     x, y = RNG.normal(size=(2, FULL, 5)).astype(np.float32)

@@ -29,6 +29,7 @@ def random_rows(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_rows_that_are_always_touched_are_as_optax_has_them(name):
     optimizer = RowOptimizer(ELEMENTWISE[name])
@@ -52,6 +53,7 @@ def test_rows_that_are_always_touched_are_as_optax_has_them(name):
         np.testing.assert_array_equal(left[others], first[others])
 
 
+@pytest.mark.slow
 def test_the_bias_correction_of_a_row_counts_its_own_updates():
     """The first step of Adam is of size `learning_rate`, however late it comes."""
     optimizer = RowOptimizer(optax.adam(0.1))
@@ -62,6 +64,7 @@ def test_the_bias_correction_of_a_row_counts_its_own_updates():
     np.testing.assert_allclose(table.values[1], np.full(DIM, -0.1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_global_norm_is_that_of_a_row():
     optimizer = RowOptimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     table = table_of(optimizer, jnp.zeros((2, DIM)))
@@ -71,6 +74,7 @@ def test_a_global_norm_is_that_of_a_row():
     np.testing.assert_allclose(table.values, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rowwise_adagrad_has_one_accumulator_per_row():
     optimizer = RowOptimizer(rowwise_adagrad(0.1, initial_accumulator_value=0.5, eps=0.0))
     values, gradients = random_rows(NUM_ROWS, DIM), random_rows(2, DIM)
@@ -100,6 +104,7 @@ def test_rows_past_the_end_have_no_effect():
     )
 
 
+@pytest.mark.slow
 def test_rows_of_bfloat16_are_computed_in_float32_and_rounded_once():
     optimizer = RowOptimizer(optax.adam(0.1))
     values = random_rows(NUM_ROWS, DIM).astype(jnp.bfloat16)

@@ -66,6 +66,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(CALLS, st.sampled_from([None, 7, 9]), st.sampled_from(Eviction), st.integers(0, 3))
 def test_it_is_a_dict_of_rows_and_its_changes_give_another_one(calls, max_rows, eviction, every):
@@ -141,6 +142,7 @@ def shard_with(ids, options, **others):
     return shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [ADAM, rowwise_adagrad(0.1), optax.sgd(0.1, momentum=0.9)])
 def test_a_table_that_grows_is_one_that_was_large(optimizer):
     ids = some_ids(300)
@@ -156,6 +158,7 @@ def test_a_table_that_grows_is_one_that_was_large(optimizer):
     assert shards[0].nbytes >= shards[0].state()["rows"].nbytes
 
 
+@pytest.mark.slow
 def test_a_batch_of_several_chunks_is_one_of_small_ones():
     ids = some_ids(20_000)
     options = TableOptions(dim=2, optimizer=rowwise_adagrad(0.1), capacity=32_768)
@@ -168,6 +171,7 @@ def test_a_batch_of_several_chunks_is_one_of_small_ones():
     assert_same_rows(whole, parts)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_order_the_batch_or_the_shard():
     ids = some_ids(100)
     options = TableOptions(dim=4, optimizer=SGD, seed=3, initializer=jax.nn.initializers.normal(1))
@@ -186,6 +190,7 @@ def test_a_row_does_not_depend_on_the_order_the_batch_or_the_shard():
     assert 0.09 < rows.std() < 0.11  # as `nnx.Embed` draws rows of 100 features
 
 
+@pytest.mark.slow
 def test_duplicates_are_summed_before_the_optimizer_sees_them():
     """Adam of twice a gradient is not twice Adam."""
     options = TableOptions(dim=2, optimizer=ADAM)
@@ -195,6 +200,7 @@ def test_duplicates_are_summed_before_the_optimizer_sees_them():
     assert_same_rows(once, twice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_may_be_of_half_the_size(dtype):
     shard = shard_with(some_ids(40), TableOptions(dim=2, optimizer=ADAM, dtype=dtype))
@@ -222,6 +228,7 @@ def test_empty_batches_change_nothing():
     assert len(shard.state()["rows"]) == len(shard.ids()) == 0
 
 
+@pytest.mark.slow
 def test_a_table_is_split_over_8_shards_then_5_then_8_and_loses_nothing():
     options = TableOptions(dim=3, optimizer=ADAM, capacity=64)
     ids = some_ids(400)

@@ -275,6 +275,7 @@ def test_a_folder_that_cannot_be_written_to_fails(tmp_path, kind):
     assert f"{folder} cannot be written to: " in answers[0].found
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_found_by_writing(tmp_path):
     """Whatever `statvfs` says: here a limit of the process, as a quota would be."""
     program = """

@@ -67,7 +67,6 @@ def test_the_compiler_takes_the_options_of_every_chip(name):
 @pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["v4-16", "v5e-8", "v5p-16", "v6e-8", "tpu7x-8"])
 def test_a_transformer_that_is_split_has_a_program_and_a_price_on_every_chip(name):
     """Without its options, libtpu ends with a segmentation fault on TPU7x."""

@@ -48,6 +48,7 @@ def _no_compiler_is_left():
     assert compiler_process._idle == []
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("name", "num_devices"), [("v5e:2x4", 8), ("v5e:2x4", 4), ("2xv5e:2x2", 8), ("tpu7x:2x2x1", 8)]
@@ -73,6 +74,7 @@ def test_another_process_makes_the_same_program(name, num_devices):
     assert {what for what, _ in progress} <= {"starting the compiler", "compiling"}
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_the_figures_are_those_of_the_program():
     _, _, found = _usual()
@@ -102,6 +104,7 @@ def _usual():
     return lowered, mesh, compiler_process.compile_elsewhere(lowered, mesh.devices)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 @pytest.mark.parametrize(
     ("setting", "value", "changes_it"),
@@ -133,6 +136,7 @@ def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
     assert (there.text != usual.text) == changes_it
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_program_that_does_not_fit_is_refused_in_the_words_of_the_compiler():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"), width=200_000)
@@ -170,6 +174,7 @@ def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
     assert compiler_process.compile_elsewhere(lowered, mesh.devices).text
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted():
     lowered, mesh = _lowered(topology.devices("v5e:2x2"))
@@ -250,6 +255,7 @@ def test_programs_for_devices_that_are_here_are_compiled_here():
     assert "allocation 0: size" in found.buffers
 
 
+@pytest.mark.slow
 def test_a_program_that_jax_keeps_is_compiled_to_be_described(tmp_path):
     """What comes from JAX's cache says nothing of buffers."""
     with jax_keeps_programs(tmp_path):
@@ -281,6 +287,7 @@ def test_the_cache_of_jax_is_as_it_was_when_the_last_compile_has_ended(enabled):
         jax.config.update(name, before)
 
 
+@pytest.mark.slow
 def test_an_option_that_the_compiler_here_does_not_know_is_an_error_of_the_caller():
     lowered, _ = _lowered(jax.devices(), width=64)
     with pytest.raises(ValueError, match="xla_nonsense"):

@@ -324,6 +324,7 @@ def test_the_hosts_memory_is_not_taken_for_the_devices_where_the_compiler_says_l
     assert sum(report.categories.values()) == report.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_on_chip_memory_of_a_small_program_is_not_taken_for_hbm():
     mesh = mesh_of()

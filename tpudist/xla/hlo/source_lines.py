@@ -16,9 +16,11 @@ def users_line(stack: tuple[str, ...]) -> str | None:
 
     Lines of this library and of installed ones are not, unless there are no others.
     """
-    others = [line for line in stack if not _is_library_line(line)]
-    theirs = (line for line in others if not _INSTALLED.intersection(pathlib.Path(line).parts))
-    return next(theirs, None) or next(iter(others or stack), None)
+    files = [line.rpartition(":")[0] for line in stack]
+    others = [i for i, file in enumerate(files) if not _is_library(file)]
+    theirs = (i for i in others if not _is_installed(files[i]))
+    innermost = next(theirs, others[0] if others else 0)
+    return stack[innermost] if stack else None
 
 
 def line_of_call() -> str:
@@ -34,8 +36,14 @@ def line_of_error(error: BaseException) -> str:
     return users_line(stack) or "an unknown line"
 
 
-def _is_library_line(line: str) -> bool:
-    path = pathlib.Path(line.rpartition(":")[0])
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    return not _INSTALLED.isdisjoint(pathlib.Path(file).parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    path = pathlib.Path(file)
     # The reference models are written as a user would write them, but for what lays out arrays and
     # applies layers on their behalf.
     is_models = path.is_relative_to(_MODELS) and path.name not in ("logical.py", "pipeline.py")
