@@ -1,5 +1,7 @@
 """The figures of `scripts/layers.py` are counted rightly, and the package stays within bounds."""
 
+import pytest
+
 import layers
 from places import ROOT
 
