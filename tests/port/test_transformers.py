@@ -26,6 +26,7 @@ def in_replica(statement: str) -> str:
     return port(source)[1].strip().removeprefix("return ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -74,6 +75,7 @@ def test_operations_around_steps_change_where_no_tensor_can_come(before, after):
     assert port(before + "\n") == [after]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -238,6 +240,7 @@ def test_names_of_keras(before, after):
     assert port(f"a = {before}\n") == [f"a = {after}"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -162,6 +162,7 @@ NOT_FOUND = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FOUND)
 def test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found(name):
     (warning,) = Program().warnings_of_trace(FOUND[name], by_optimizer())
@@ -170,6 +171,7 @@ def test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found(name):
     assert "8 times the gradient of the mean over the global batch" in str(warning.message)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_a_loss_that_looks_like_it_is_not(name):
     assert not Program().warnings_of_trace(NOT_FOUND[name], by_optimizer())

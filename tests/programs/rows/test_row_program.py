@@ -489,6 +489,7 @@ def test_an_associative_scan_over_rows_is_one_in_their_order(function):
     assert follow(function).outcomes(COUNTS) == ["exact"] * len(COUNTS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "function", [*(pytest.param(STEPS[name], id=name) for name in sorted(STEPS)), *MATRICES, *SCANS]
 )
