@@ -171,7 +171,7 @@ def check(sessions: list[Session], reference: dict[int, dict]) -> None:
             num_bit_equal += way in losses
             assert losses.setdefault(way, line["loss"]) == line["loss"], f"loss of step {step}"
     print(f"{num_bit_equal} losses compared bit by bit")
-    if set(meshes.values()) == {"8"}:
+    if {session.mesh for session in sessions} == {"8"}:
         assert num_bit_equal == sum(len(session.steps) for session in sessions)
 
 
