@@ -257,11 +257,11 @@ def read(out: Path) -> list[Mutant]:
 
 def reached(out: Path) -> dict[int, set[str]]:
     """The tests that reach each mutant, by its number."""
-    found: dict[int, set[str]] = {}
+    found: dict[int, set[str]] = collections.defaultdict(set)
     for file in (out / "traces").glob("*.jsonl"):
         for line in file.read_text().splitlines():
             number, test = json.loads(line)
-            found.setdefault(number, set()).add(_without_group(test))
+            found[number].add(_without_group(test))
     return found
 
 
@@ -328,8 +328,7 @@ def _run_tests(tree: Path, tests: list[str], folder: Path, cache: Path) -> tuple
     (folder / "mutant_failures.py").write_text(_FAILURES)
     failures = folder / "failures"
     failures.write_text("")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0"]
-    command += ["-o", f"cache_dir={cache}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-o", f"cache_dir={cache}"]
     command += ["-p", "mutant_failures", *ALL_TESTS, f"@{folder / 'tests.txt'}"]
     paths = {"PYTHONPATH": f"{tree}{os.pathsep}{folder}", "MUTANT_FAILURES": str(failures)}
     with subprocess.Popen(
@@ -353,10 +352,7 @@ def run(out: Path, root: Path, jobs: int) -> None:
     """Runs all mutants and writes `results.json`; prints each, and the share that is caught."""
     mutants, tests, took_s = read(out), reached(out), durations_s(out)
     folders = [x.name for x in (root / "tests").iterdir()]
-    chosen = [
-        chosen_tests(x, tests.get(number, set()), took_s, folders)
-        for number, x in enumerate(mutants)
-    ]
+    chosen = [chosen_tests(x, tests[i], took_s, folders) for i, x in enumerate(mutants)]
     results: dict[int, str] = {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         waiting = {

@@ -1,12 +1,11 @@
 """What all tests share. The devices are emulated by tpudist's own plugin (see pyproject.toml)."""
 
 import collections
-import contextlib
 import gc
 import importlib.util
 import itertools
 import os
-import shutil
+import re
 import subprocess
 import sys
 import zlib
@@ -17,7 +16,6 @@ import jax
 import pytest
 
 import kept_programs
-from tpudist.xla.compiler import jax_cache
 
 # Tests compile much and compute little: without LLVM's optimizations XLA:CPU compiles in half the
 # time. Collectives and what libtpu makes of a program stay as they are. The variable is for the
@@ -34,7 +32,7 @@ sys.dont_write_bytecode = False
 # Keras asks at its import, and is imported by a scope's program only.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# More files than this in the folder of compiled programs are deleted at the start of a run.
+# If the folder of compiled programs has more files than this, a run deletes them when it starts.
 _MOST_PROGRAMS = 40_000
 
 # No deadline: the first example of a property compiles a program.
@@ -54,8 +52,7 @@ _WATCH_THE_CLOCK = (
 # The longest ones first, so that no worker is left with one of them at the end.
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
-
-# A run of the whole suite has one share of the tests that are marked `slow` or `exhaustive`.
+# A run of the whole suite runs one share of the tests that are marked `slow` or `exhaustive`.
 _NUM_SHARES = 6
 
 
@@ -65,7 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         metavar="N",
         help=f"which of {_NUM_SHARES} shares of the slow and exhaustive tests runs, from 0, or "
-        f"'all'; by default the commit chooses one, and -m '' or the name of a file runs all",
+        f"'all'; +K counts from the share that the commit chooses. By default the commit's share "
+        f"runs, or all with -m '' or if you name files or folders",
     )
 
 
@@ -74,33 +72,39 @@ def pytest_configure(config: pytest.Config) -> None:
     """Chooses the share of the slow and exhaustive tests, and the seed of random examples."""
     commit = _read_commit(config.rootpath)
     if config.option.share is None:
-        share = "all" if _asks_for_all(config) else str(int(commit, 16) % _NUM_SHARES)
-        config.option.share = share
+        config.option.share = "all" if _asks_for_all(config) else "+0"
+    if re.fullmatch(r"\+\d+", config.option.share):
+        config.option.share = str((int(commit, 16) + int(config.option.share)) % _NUM_SHARES)
     if config.option.share not in ("all", *map(str, range(_NUM_SHARES))):
         raise pytest.UsageError(
-            f"--share {config.option.share}: a number from 0 to {_NUM_SHARES - 1}, or 'all'."
+            f"--share {config.option.share}: must be 'all', a number from 0 to {_NUM_SHARES - 1}, "
+            f"or such as +3, which counts from the commit's share."
         )
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = int(commit[:8], 16)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Lets the workers, and later runs, share what they compile; --cache-clear deletes it."""
+    """Shares compiled programs with the other workers and with later runs.
+
+    `--cache-clear` deletes them.
+    """
     config = session.config
     if not config.pluginmanager.has_plugin("cacheprovider"):
         return
     folder = config.cache.mkdir("programs")
-    is_worker = hasattr(config, "workerinput")
-    if not is_worker and len(os.listdir(folder)) > _MOST_PROGRAMS:
-        shutil.rmtree(folder)
+    if not hasattr(config, "workerinput") and len(os.listdir(folder)) > _MOST_PROGRAMS:
+        for file in folder.iterdir():  # another run may use the folder
+            file.unlink(missing_ok=True)
     kept_programs.keep_programs(folder)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # fixtures of modules included
 def pytest_runtest_protocol(item: pytest.Item):
-    """Compiles anew for TPUs that are not there: JAX keeps such programs but cannot load them."""
-    without_cache = item.get_closest_marker("libtpu") is not None
-    with jax_cache.bypass() if without_cache else contextlib.nullcontext():
+    """Disables sharing for tests of libtpu: JAX cannot load programs for described TPUs."""
+    if item.get_closest_marker("libtpu") is None:
+        return (yield)
+    with kept_programs.jax_keeps_nothing():
         return (yield)
 
 
@@ -164,7 +168,7 @@ def _skip_without_libtpu(items: list[pytest.Item]) -> None:
 
 
 def _choose_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
-    """All tests but those of other shares. The cases of one function are in different shares."""
+    """Returns the tests of a share. The cases of one function are in different shares."""
     functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     chosen = set()
     for item in items:

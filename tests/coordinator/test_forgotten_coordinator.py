@@ -1,6 +1,6 @@
-"""A coordinator that nobody holds any more leaves no thread and no process.
+"""Garbage collection of a coordinator ends its threads and processes.
 
-In a file of its own: a cluster of other tests that is still there may start threads meanwhile.
+This is a separate file because the clusters of other tests may start threads during this test.
 """
 
 import gc
@@ -26,7 +26,7 @@ def fail(message):
 
 
 def use_and_forget(engine):
-    """The process of a worker of a coordinator that nobody holds any more."""
+    """Returns the worker processes of a coordinator that is garbage by then."""
     cluster = Cluster(engine, num_workers=1, num_servers=1)
     coordinator, strategy = cluster.coordinator, cluster.strategy
     with strategy.scope():
@@ -67,6 +67,7 @@ def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
         gc.collect()  # also of what threads have held that have ended since
         return not {x for x in threading.enumerate() if x.name.startswith("tpudist")} - threads
 
-    wait_until(is_over, "the end of all threads", within_s=5)
-    assert are_gone(started, within_s=5)
+    # Processes of Ray take seconds to end on a busy machine.
+    wait_until(is_over, "the end of all threads", within_s=20)
+    assert are_gone(started, within_s=20)
     assert len(started) == (engine == "ray")

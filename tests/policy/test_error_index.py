@@ -53,7 +53,6 @@ def test_every_class_of_errors_is_in_the_index_or_met_by_nobody(classes):
     assert [x.name for x in classes if not x.cause] == []
 
 
-@pytest.mark.slow
 def test_the_page_has_a_row_for_each_class_and_what_each_room_says(classes, messages):
     page = INDEX.on_page_markdown((ROOT / "docs" / "errors.md").read_text())
     assert "<!-- errors" not in page

@@ -1,7 +1,5 @@
 """The figures of `scripts/layers.py` are counted rightly, and the package stays within bounds."""
 
-import pytest
-
 import layers
 from places import ROOT
 
@@ -54,7 +52,6 @@ def test_tpudist_has_few_packages_few_imports_and_no_cycles():
     assert int(found["files in the largest folder"].split()[0]) <= 25
 
 
-@pytest.mark.slow
 def test_the_picture_of_the_layers_is_that_of_the_imports():
     """`python scripts/layers.py --draw docs/images/layers.svg` draws it."""
     assert (ROOT / "docs" / "images" / "layers.svg").read_text() == layers.draw(ROOT)

@@ -291,7 +291,7 @@ class Model(nnx.Module):
 
 
 def train(strategy, rows, *, split):
-    """Returns the losses of two steps on batches of 8, of which `rows` are real."""
+    """Returns the losses of two steps on batches of 8 rows; `rows` of them are real."""
     tokens = np.random.default_rng(0).integers(0, 10, (rows, 3))
     examples = tpudist.NumpyDataset(tokens.astype(np.int32)).batch(8).repeat(2)
     model = strategy.create(lambda: Model(nnx.Rngs(0), split=split))

@@ -1,9 +1,10 @@
-"""JAX's persistent compilation cache in a folder, for tests of what it keeps and gives again."""
+"""JAX's persistent compilation cache, for the whole test run and for tests of the cache."""
 
 import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
@@ -12,9 +13,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 def keep_programs(folder: Path) -> None:
-    """Lets JAX keep every program in `folder`, which several processes may share.
+    """Makes JAX save every program in `folder`, which several processes can share.
 
-    JAX writes its files in place, so that another process may read half a program.
+    JAX writes a file in place, so another process could read an incomplete program.
     """
     for name, value in _options(folder).items():
         jax.config.update(name, value)
@@ -22,7 +23,7 @@ def keep_programs(folder: Path) -> None:
 
 
 def _put_whole(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
-    file = Path(cache.path) / f"{key}-cache"
+    file = Path(cache.path) / f"{key}{lru_cache._CACHE_SUFFIX}"
     if file.exists():
         return
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as unfinished:
@@ -30,7 +31,17 @@ def _put_whole(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
     os.replace(unfinished.name, file)
 
 
-def _options(folder: Path) -> dict[str, str | int]:
+def jax_keeps_programs(folder: Path) -> AbstractContextManager[dict[str, str | int | None]]:
+    """Returns a context in which JAX saves every program in `folder`; it gives the settings."""
+    return _settings(_options(folder))
+
+
+def jax_keeps_nothing() -> AbstractContextManager[dict[str, str | int | None]]:
+    """Returns a context in which JAX compiles every program, and neither saves nor loads any."""
+    return _settings({"jax_compilation_cache_dir": None})
+
+
+def _options(folder: Path) -> dict[str, str | int | None]:
     return {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -39,9 +50,7 @@ def _options(folder: Path) -> dict[str, str | int]:
 
 
 @contextlib.contextmanager
-def jax_keeps_programs(folder: Path) -> Iterator[dict[str, str | int]]:
-    """Lets JAX keep every program in `folder` for as long; gives the settings that say so."""
-    options = _options(folder)
+def _settings(options: dict[str, str | int | None]) -> Iterator[dict[str, str | int | None]]:
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():
         jax.config.update(name, value)

@@ -1,0 +1,14 @@
+"""JAX loads what `tests/shared/kept_programs.py` saves in its place."""
+
+from jax._src import lru_cache
+
+import kept_programs
+
+
+def test_jax_loads_what_is_saved_and_no_unfinished_file_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(lru_cache.LRUCache, "put", kept_programs._put_whole)
+    cache = lru_cache.LRUCache(str(tmp_path), max_size=-1)
+    cache.put("program", b"its bytes")
+    cache.put("program", b"other bytes")
+    assert cache.get("program") == b"its bytes"
+    assert len(list(tmp_path.iterdir())) == 1
