@@ -52,7 +52,8 @@ _WATCH_THE_CLOCK = (
 # The longest ones first, so that no worker is left with one of them at the end.
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
-# A run of the whole suite runs one share of the tests that are marked `slow` or `exhaustive`.
+# A run of the whole suite runs one share of the tests that are marked `slow`. So are all that are
+# marked `exhaustive`.
 _NUM_SHARES = 6
 
 
@@ -172,7 +173,7 @@ def _choose_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
     functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     chosen = set()
     for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive"):
+        if item.get_closest_marker("slow"):
             functions[item.nodeid.partition("[")[0]].append(item)
         else:
             chosen.add(item)
@@ -192,6 +193,9 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], keeps: list[bool
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Groups the tests, and leaves out those that are not asked for."""
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)
     _in_groups(items)
     _skip_without_libtpu(items)
     if "parity" not in config.option.markexpr:

@@ -371,7 +371,6 @@ def test_a_file_that_cannot_be_written_is_wrong_use(capsys, option, message):
 
 
 @pytest.mark.libtpu
-@pytest.mark.slow
 def test_the_reference_transformer_is_planned_by_its_sizes(capsys):
     options = ["--num-layers", "2", "--embed-dim", "64", "--mlp-dim", "128", "--num-heads", "2"]
     options += ["--sequence-length", "128", "--attention", "dot_product", "--json", "-"]

@@ -186,6 +186,7 @@ class Run:
             return tpudist.Variable(value, name=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_staleness", "seed"),
     [

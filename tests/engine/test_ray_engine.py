@@ -135,7 +135,6 @@ def test_the_folder_is_private_and_its_name_short(monkeypatch, tmp_path):
 # Actors that die.
 
 
-@slow
 def test_all_that_a_process_was_called_for_says_that_it_was_killed_from_outside(engine):
     worker, pid, shard, _ = spawn(engine, "worker", "ps")
     napping = [engine.call(worker, "nap", 60), *(engine.call(worker, "add", i) for i in range(9))]
@@ -167,7 +166,6 @@ def test_a_process_that_hangs_is_killed(engine):
     assert time.monotonic() - began < 2
 
 
-@slow
 def test_who_waits_when_the_engine_is_shut_down_is_told(engine):
     worker, pid = spawn(engine, "worker")
     found = []

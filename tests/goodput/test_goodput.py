@@ -69,7 +69,6 @@ def two_starts(tmp_path_factory):
     return run(folder, "killed"), run(folder)
 
 
-@pytest.mark.slow
 def test_phases_add_up_to_the_time_of_the_process(two_starts):
     """But for the interpreter's own end, which nobody can note."""
     wall_s, runs = two_starts[1]

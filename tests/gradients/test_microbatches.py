@@ -176,7 +176,6 @@ def test_state_goes_from_one_microbatch_to_the_next():
     assert len(seen) < 4
 
 
-@pytest.mark.slow
 def test_results_for_each_example_come_back_in_the_order_of_the_batch():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 

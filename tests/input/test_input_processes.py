@@ -10,7 +10,7 @@ import tpudist
 from processes import run_processes
 from tpudist import NumpyDataset
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess]
 
 PROGRAM = """
     import json, sys, warnings
@@ -260,6 +260,7 @@ def _results(processes, name):
     return [process.result[name] for process in processes]
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_in_one_and_back_again(references, processes):
     """The ids are those of a run without any stop: none is missing, none comes twice."""
     one, two = _results(processes, "resumed")
@@ -309,6 +310,7 @@ def test_processes_that_read_alike_agree_at_every_step(processes):
         assert told in text
 
 
+@pytest.mark.slow
 def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
     here, there = _results(processes, "shared out")
     assert here == there
@@ -360,6 +362,7 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
     assert "process 0 has replicas 0-3, 4 examples of each step, 12 of an epoch; process" in line
 
 
+@pytest.mark.slow
 def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes(processes):
     here, there = _results(processes, "of functions")
     whole, found, state, dry, padding, differ, other = here

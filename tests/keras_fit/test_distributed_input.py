@@ -92,7 +92,6 @@ def test_datasets_where_they_cannot_be_are_refused(strategy):
         model.evaluate(dataset)
 
 
-@pytest.mark.slow
 def test_shuffling_that_has_no_effect_is_told(strategy):
     dataset = strategy.experimental_distribute_dataset(batches())
     model = km.make(km.mlp, strategy)

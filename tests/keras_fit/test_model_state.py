@@ -58,7 +58,6 @@ def test_training_goes_on_elsewhere_as_it_would_have(tmp_path, source, target):
     km.assert_same(km.train(restored, X, Y, 60, epochs=1, shuffle=False), wanted)
 
 
-@pytest.mark.slow
 def test_a_callback_saves_and_restores_in_the_middle_of_an_epoch(tmp_path):
     model = km.make(noisy, tpudist.MirroredStrategy())
     state = Checkpoint(model=tpudist.keras.ModelState(model))

@@ -80,7 +80,6 @@ def sine(x):
     return jnp.sin(x)
 
 
-@pytest.mark.slow
 def test_what_ends_the_process_is_an_error_with_its_line(monkeypatch):
     """The lookup is as XLA ends the process over it, here and there."""
     monkeypatch.setattr(lookup_layouts, "lay_out_lookups", lambda closed, stacked: closed)

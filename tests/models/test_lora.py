@@ -123,7 +123,6 @@ def test_first_values_are_drawn_from_the_stream_that_is_given():
     assert jnp.abs(first).max() <= 16**-0.5
 
 
-@pytest.mark.slow
 def test_what_has_no_adapter_is_refused():
     with pytest.raises(ValueError, match="adapters of lm_head. The matrices of this .* q_proj, "):
         lora.add(make(), targets=["lm_head"])

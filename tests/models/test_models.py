@@ -169,7 +169,6 @@ def test_a_constraint_leaves_alone_what_it_cannot_split():
     assert "tensor" in text
 
 
-@pytest.mark.slow
 def test_a_convnet_remembers_statistics_of_training_and_uses_them_in_judging():
     model = ConvNet(ConvNetConfig(channels=4), rngs=nnx.Rngs(0))
     judge = nnx.jit(lambda model, x: model(x, training=False))

@@ -138,7 +138,6 @@ def test_a_loss_in_chunks_is_the_same_loss(chunk):
     assert_same(trained(make(loss_chunk=chunk)), plain())
 
 
-@pytest.mark.slow
 def test_a_loss_in_chunks_is_as_much_work():
     """What its backward pass computes again is none."""
 

@@ -354,7 +354,6 @@ def test_a_plan_for_a_slice_is_that_of_a_strategy_made_there(monkeypatch):
     assert ours.program == theirs.program
 
 
-@pytest.mark.slow
 def test_each_replica_keeps_its_part_of_a_batch_on_a_slice(monkeypatch):
     strategy = on_four(sharded(), monkeypatch)
     (batch,) = batches(strategy, 1)
@@ -741,6 +740,7 @@ def test_a_terminal_shows_progress_and_a_file_does_not(monkeypatch, capsys):
 # TPU slices.
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
     strategy = sharded()
@@ -791,6 +791,7 @@ def test_a_step_that_does_not_fit_is_a_plan_that_says_so(tpu_cache):
     assert kept_note(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
     """Those that the function makes are made here, as by its first run."""

@@ -47,6 +47,7 @@ def read(lowered: jax.stages.Lowered) -> pairs.Program:
 EVERY_TASK = ["mlp", pytest.param("transformer", marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", pairs.GEOMETRIES)
 @pytest.mark.parametrize("task", EVERY_TASK)
 def test_the_compiled_step_is_the_hand_written_one(task, geometry):
@@ -113,6 +114,7 @@ def names_of_jax_functions(call) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("pjit", "pxla", "api", "core")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["arrays", "pytree", "nnx", "variables"])
 def test_every_signature_of_a_function_is_dispatched_in_compiled_code(kind):
     """`jit` sends a signature whose first trace failed through Python, three times as slow."""

@@ -39,8 +39,9 @@ def ported_before(name):
     return port_program(program(name, "before"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "statistics" else pytest.mark.slow) for x in NAMES]
+)
 def test_a_program_becomes_what_is_recorded(name):
     """`tpudist port PROGRAM_before.py --output PROGRAM_after.py` records it again."""
     ported = ported_before(name)

@@ -26,7 +26,6 @@ def in_replica(statement: str) -> str:
     return port(source)[1].strip().removeprefix("return ")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -86,7 +86,6 @@ def test_both_save_the_same_step_exit_with_143_and_continue_at_the_next(tmp_path
     assert sum(seen) == rest["total"]
 
 
-@pytest.mark.slow
 def test_notices_of_one_process_reach_the_other_in_every_way_there_is(tmp_path):
     """A watcher function of one with a period of grace; one that has ended; a watcher alone."""
     program = f"""

@@ -27,6 +27,7 @@ def certificates(tmp_path):
     return {f"{name}_file": str(file) for name, file in files.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_IT, reason=f"jax {jax.__version__} has no mutual TLS")
 @pytest.mark.multiprocess
 def test_processes_with_certificates_train_together_and_a_stranger_is_refused(certificates):

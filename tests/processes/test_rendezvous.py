@@ -83,7 +83,6 @@ def test_other_versions_are_an_error(address, monkeypatch):
     assert all("has 0.1 as its version of jax" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
 
 
-@pytest.mark.slow
 def test_a_process_that_goes_again_is_waited_for(address):
     host, port = address.split(":")
     said = b'{"index": 1, "count": 3, "who": "x"}\n'

@@ -254,6 +254,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_layers_of_nnx_are_split(name, strategy):
     make, x = LAYERS[name]

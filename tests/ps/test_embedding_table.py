@@ -35,7 +35,6 @@ def make(strategy, dim=4, optimizer=None, **options):
         return Table(dim, optimizer or optax.sgd(0.5), **options)
 
 
-@pytest.mark.slow
 def test_rows_are_the_same_whatever_the_servers(start):
     rows = []
     for num_servers in (1, 3, 8):
@@ -143,7 +142,6 @@ def test_each_update_has_effect_once_through_deaths(start, tmp_path, seed):
     np.testing.assert_array_equal(table.lookup([common]), size)
 
 
-@pytest.mark.slow
 def test_a_server_without_room_refuses_a_closure_and_changes_nothing(start, tmp_path):
     options = {"dim": 4, "capacity": 16, "max_bytes": 4000, "optimizer": optax.sgd(1.0)}
     strategy, coordinator = start(num_servers=1, log=tmp_path)

@@ -154,6 +154,7 @@ def plain_results(devices):
 OTHER_DEVICES = [("cpu:0", "cpu:1"), ("cpu:1",), tuple(f"cpu:{i}" for i in range(6))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices",
     [None, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OTHER_DEVICES)],
@@ -739,6 +740,7 @@ def test_arrays_are_divided_by_their_bytes(packing, sizes, packs):
     assert packing.packs(sizes) == packs
 
 
+@pytest.mark.slow
 def test_several_steps_and_functions_of_all_replicas_communicate_as_chosen(choice):
     strategy = tpudist.MirroredStrategy(cross_device_ops=choice())
     with strategy.scope():

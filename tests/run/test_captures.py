@@ -329,6 +329,7 @@ def test_lowering_makes_variables_that_do_not_depend_on_abstract_arguments(mirro
         mirrored.lower(bad, (abstract,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, nnx.jit], ids=lambda f: f.__name__)
 def test_what_a_jit_inside_captures_is_a_constant_too(transform):
     """It holds its own constants, which would never change either."""

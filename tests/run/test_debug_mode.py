@@ -172,7 +172,6 @@ def test_training_with_a_partial_batch_gives_the_same_numbers():
     run_both_ways(strategy, lambda: train(strategy, 13, one_by_one))
 
 
-@pytest.mark.slow
 def test_each_replica_sees_its_real_rows_and_no_others(mirrored):
     seen = []
 
@@ -324,7 +323,6 @@ def test_reductions_that_were_chosen_are_alike(ops):
     run_both_ways(strategy, lambda: strategy.run(lambda x: context().all_reduce("mean", x), (x,)))
 
 
-@pytest.mark.slow
 def test_merge_call_is_called_once_with_the_values_of_all(mirrored):
     x, calls = ids(mirrored), []
 
@@ -470,6 +468,7 @@ def test_other_strategies_are_alike(make):
 # What eager functions are for.
 
 
+@pytest.mark.slow
 def test_python_sees_the_values_of_each_replica(mirrored, capsys):
     def step(x):
         if x[0] > 5:

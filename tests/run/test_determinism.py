@@ -267,14 +267,13 @@ def numbers(strategy, results):
     return found
 
 
-QUICK = (train_mlp,)
+QUICK = (train_mlp, loop_over_collectives)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(x, marks=() if x in QUICK else pytest.mark.slow, id=x.__name__)
+        pytest.param(x, marks=() if x in QUICK else pytest.mark.exhaustive, id=x.__name__)
         for x in PROGRAMS
     ],
 )
@@ -353,7 +352,7 @@ class BySum(tpudist.CrossDeviceOps):
     "make",
     [
         pytest.param(tpudist.ReductionToOneDevice, marks=pytest.mark.slow),
-        pytest.param(tpudist.HierarchicalCopyAllReduce, marks=pytest.mark.slow),
+        tpudist.HierarchicalCopyAllReduce,
         BySum,
     ],
 )

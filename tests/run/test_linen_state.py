@@ -269,7 +269,6 @@ def test_updates_that_are_returned_by_themselves_are_averaged():
     assert isinstance(parts["batch_stats"]["BatchNorm_0"]["mean"], tpudist.PerReplica)
 
 
-@pytest.mark.slow
 def test_parameters_that_would_differ_are_refused_by_name():
     strategy = tpudist.MirroredStrategy()
     match = (

@@ -4,7 +4,7 @@ import pytest
 
 from processes import run_processes
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]  # one pair of processes runs all cases
 
 # Each is tried in both processes, of which `me` is the number; what it says is the test's to judge.
 PROGRAM = """

@@ -143,6 +143,7 @@ def test_objects_of_one_structure_share_a_program(mirrored, compiles):
     assert compiles() <= 2  # those that were made on one device are moved first
 
 
+@pytest.mark.slow
 def test_objects_may_be_anywhere_in_the_arguments(mirrored):
     first, second = (Box(nnx.Param(jnp.float32(i))) for i in (1, 2))
 

@@ -150,7 +150,6 @@ class Scanned(nnx.Module):
         return forward(self.blocks, x)
 
 
-@pytest.mark.slow
 def test_scanned_layers_drop_other_units_on_each_replica(strategy):
     model = strategy.create(lambda: Scanned(nnx.Rngs(0)))
     x = np.ones((64, 4), np.float32)

@@ -583,7 +583,6 @@ def test_lookups_ask_for_the_wanted_rows_only(start, monkeypatch):
         embedding_lookup(table, [20])
 
 
-@pytest.mark.slow
 def test_gradients_of_rows_change_those_rows_alone(start):
     run = start(num_servers=2, variable_partitioner=partitioners.MinSizePartitioner(8, 2))
     table, bias = run.make(jnp.ones((6, 2)), name="table"), run.make(0.0, name="bias")
@@ -643,6 +642,7 @@ def test_a_checkpoint_is_restored_on_other_servers(start, tmp_path):
 # Servers and workers that die.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [None, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (0, 1, 2))]
 )

@@ -148,7 +148,6 @@ def test_a_part_of_the_state_may_be_restored(start, tmp_path):
     assert not np.array_equal(state[0].mu["0000 v"].numpy(), 0.1 * np.sin(np.arange(14.0)))
 
 
-@pytest.mark.slow
 def test_state_that_was_restored_outlives_its_server(start, tmp_path):
     first = Model(start(2, 3))
     first.train(of_rows=False)

@@ -632,6 +632,7 @@ def test_each_scatter_changes_rows_in_each_context(strategy, where):
         assert new[what].tolist() == v.tolist() == scattered(what, [0, 3], [2, 3]), what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [

@@ -115,7 +115,6 @@ def test_several_steps_in_one_program_leave_state_in_host_memory():
     assert {x.sharding.memory_kind for x in large} == {"pinned_host"}
 
 
-@pytest.mark.slow
 @needs_host_memory
 def test_state_that_has_moved_since_the_first_step_is_taken_as_it_is():
     """As a checkpoint may put it on the devices."""

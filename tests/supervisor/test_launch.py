@@ -142,6 +142,7 @@ def numbers_in(tmp_path):
     return [int(x) for file in files for x in file.read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )

@@ -45,6 +45,7 @@ def text(tmp_path) -> str:
     return f"{tmp_path}/*.txt"
 
 
+@pytest.mark.slow
 def test_a_run_prints_plain_lines_and_leaves_metrics_curves_and_a_summary(
     train, text, tmp_path, capsys
 ):
@@ -119,6 +120,7 @@ def test_a_loss_that_is_no_number_ends_the_run(train, text, tmp_path, capsys):
     assert json.loads((tmp_path / "o" / "summary.json").read_text())["ended"] == "diverged"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

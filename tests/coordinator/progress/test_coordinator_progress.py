@@ -76,6 +76,7 @@ def gate(tmp_path):
 # Figures.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [None, 0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 3))],

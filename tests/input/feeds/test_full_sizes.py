@@ -59,6 +59,7 @@ def test_one_shape_is_restored_from_its_size_alone():
     assert again.note("a", 3) == 8
 
 
+@pytest.mark.slow
 def test_buckets_are_exact_and_compiled_once_for_each_shape(strategy):
     batches = make_batches(BUCKETS)
     new = NewCompiles()

@@ -37,6 +37,7 @@ def gradients(function, branches, weight):
     return [out, *d_branches, d_weight]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_branches", [1, 2])
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_splash_attention_is_attention_at_lengths_that_do_not_fill_its_tiles(len
     assert_same(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("splash", marks=pytest.mark.slow), "ring", "auto"])
 @pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.exhaustive), 1])
 def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devices(

@@ -92,6 +92,7 @@ def test_one_tpu_scatters():
     assert "in_place_of_scatter" not in compiled(topology.devices("v5e:1x1")).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.exhaustive)]
 )

@@ -48,6 +48,7 @@ def differentiated(num_stages, num_microbatches):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "num_rows"),
     [

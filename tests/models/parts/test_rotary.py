@@ -15,6 +15,7 @@ def heads(length=9, width=8, dtype=jnp.float32, seed=0):
     return jax.random.normal(jax.random.key(seed), (2, length, 3, width), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "width", [8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 128))]

@@ -27,8 +27,13 @@ from tpudist.models import (
 )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=() if x in ("gemma3", "llama_yarn") else pytest.mark.exhaustive)
+        for x in NAMES
+    ],
+)
 def test_logits_are_those_of_transformers(name):
     model = load_pretrained(RECORDED / name, dtype="float32")
     np.testing.assert_allclose(logits_of(model), recorded_logits(name), rtol=0, atol=1e-5)

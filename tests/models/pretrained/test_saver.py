@@ -101,7 +101,6 @@ def test_nothing_of_an_earlier_save_is_read_in_place_of_a_later_one(tmp_path):
     assert load_pretrained(folder).config.mlp_dim == 48
 
 
-@pytest.mark.slow
 def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     save_pretrained(make(), tmp_path)
     kept = (tmp_path / "model.safetensors").read_bytes()

@@ -93,12 +93,12 @@ FUNCTIONS = {
 }
 
 
-SLOW = [name for name in FUNCTIONS if name.startswith("gradient")]
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FUNCTIONS]
+    "name",
+    [
+        pytest.param(x, marks=() if x == "vmapped over rows" else pytest.mark.exhaustive)
+        for x in FUNCTIONS
+    ],
 )
 def test_a_kernel_gives_what_it_gives_for_the_real_rows_alone(name):
     """With NaN as padding, in its results and in its gradients, those of shared arguments too."""

@@ -340,7 +340,6 @@ def test_the_doctor_without_a_folder_checks_this_machine(capsys):
     assert code == (0 if found["ok"] else 1)
 
 
-@pytest.mark.slow
 @processes
 def test_a_fault_is_a_row_a_remedy_and_the_exit_code_1(capsys, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "{")

@@ -151,6 +151,7 @@ def test_a_program_that_does_not_fit_is_refused_in_the_words_of_the_compiler():
     assert "HloModule" in raised.value.text
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_an_option_that_the_compiler_does_not_know_is_an_error_of_the_caller():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
@@ -189,6 +190,7 @@ def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted()
         compiler_process.compile_elsewhere(lowered, mesh.devices, progress=kill)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_compiler_that_takes_too_long_is_ended():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
