@@ -52,8 +52,7 @@ _WATCH_THE_CLOCK = (
 # The longest ones first, so that no worker is left with one of them at the end.
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
-# A run of the whole suite runs one share of the tests that are marked `slow`. So are all that are
-# marked `exhaustive`.
+# A run of the whole suite runs one share of the slow tests. `exhaustive` tests count as slow.
 _NUM_SHARES = 6
 
 

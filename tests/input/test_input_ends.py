@@ -188,7 +188,7 @@ def endless():
 source = {source}
 options = tpudist.InputOptions({fetch}, experimental_per_replica_buffer_size={size})
 iterator = iter(strategy.experimental_distribute_dataset(source, options))
-gc.callbacks.clear()  # Python ignores what is raised in a callback, Ctrl-C among it; JAX has one
+gc.callbacks.clear()  # Python ignores exceptions in a callback, Ctrl-C included; JAX adds one
 
 def loop():  # in a `try` itself, CPython would not cover the jump back of a loop that ends in `if`
     for i in itertools.count():

@@ -86,7 +86,6 @@ def test_values_of_uneven_rows_from_a_function(strategy):
     assert gathered.shape == (n * (n + 1) // 2, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
 def test_parts_that_are_uneven_along_any_dim_are_gathered(strategy, axis):

@@ -778,7 +778,6 @@ def in_replicas(mirrored):
     return dict(zip(OPERATORS, results, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", OPERATORS)
 def test_arithmetic_is_that_of_the_value(mirrored, in_replicas, op):
