@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -63,9 +62,7 @@ def test_a_program_that_is_killed_in_a_storm_goes_on_when_it_is_started_again(tm
         started = descendants(program.pid)
         program.send_signal(signal.SIGKILL)
         program.wait(10)
-    began = time.monotonic()
-    assert are_gone(started, within_s=15)
-    assert time.monotonic() - began < 15
+    assert are_gone(started, within_s=30)
     figures = finish(begin(folder, engine, size, num_kills, 2))
     assert 0 < figures["began_at"] < size
     assert sum(figures["kills"].values()) == num_kills

@@ -108,7 +108,7 @@ def test_all_that_a_dead_actor_was_called_for_says_so(engine):
         with pytest.raises(ActorDied, match=r"worker 2 has died: for a test") as caught:
             engine.result(future)
         assert caught.value.actor == actor
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     assert engine.result(done) == 2
     again = spawn(engine, "worker", 2)
     assert again.incarnation == 1

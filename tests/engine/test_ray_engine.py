@@ -146,7 +146,7 @@ def test_all_that_a_process_was_called_for_says_that_it_was_killed_from_outside(
         with pytest.raises(ActorDied, match="worker 0 has died: The actor died") as caught:
             engine.result(future)
         assert caught.value.actor == worker
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     engine.kill(worker)
     again = engine.spawn("worker", 0, Part)
     assert again.incarnation == 1
@@ -163,7 +163,7 @@ def test_a_process_that_hangs_is_killed(engine):
     assert not os.path.exists(f"/proc/{pid}")
     with pytest.raises(ActorDied, match="worker 0 has died: it hangs"):
         engine.result(future)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
 
 
 def test_who_waits_when_the_engine_is_shut_down_is_told(engine):

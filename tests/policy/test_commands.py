@@ -65,7 +65,7 @@ def test_ci_installs_and_tests_as_readme_says():
 def test_ci_trains_and_has_two_shares_of_the_tests_as_readme_and_contributing_say():
     train, test, _ = (without_folder(commands) for commands in standing_alone())
     assert train[-1] in CI
-    assert f"{test[-1]} --share +3" in CI
+    assert f"{test[-1]} --share +4" in CI
     assert f"{test[-1]} -m notebook --share all" in CI
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert '`python -m pytest -m "not slow"`' in contributing
@@ -115,17 +115,17 @@ def test_cases_are_dealt_out_to_shares_and_named_files_have_them_all(tmp_path):
     assert names_of(collect(tmp_path, "test_sampled.py")) == everything
     shares = [
         {everything.index(x) for x in names_of(collect(tmp_path, "--share", str(share)))}
-        for share in range(6)
+        for share in range(8)
     ]
     assert all(16 in share for share in shares)
     assert sorted(x for share in shares for x in share - {16}) == list(range(16))
-    assert {sum(x < 13 for x in share) for share in shares} == {2, 3}
+    assert {sum(x < 13 for x in share) for share in shares} == {1, 2}
 
 
 def test_a_share_that_does_not_exist_is_refused(tmp_path):
-    done = collect(tmp_path, "--share", "6")
+    done = collect(tmp_path, "--share", "8")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--share 6: must be 'all', a number from 0 to 5, or such as +3" in done.stderr
+    assert "--share 8: must be 'all', a number from 0 to 7, or such as +3" in done.stderr
 
 
 def interpreters(folder: Path, *, on_path=(), in_pyenv=()) -> dict[str, str]:

@@ -115,7 +115,7 @@ def test_a_process_that_is_stopped_is_named_and_all_others_end(index):
         running.signal(index, signal.SIGSTOP)
         start, other = time.monotonic(), running.workers[1 - index]
         assert other.process.wait(60) == 75
-        assert 5 < time.monotonic() - start < 26
+        assert 5 < time.monotonic() - start < 45
         running.signal(index, signal.SIGCONT)  # and it learns that the others have gone
         finished = running.wait(60, exit_codes=(75, -6))
     said = finished[1 - index].stderr
@@ -145,7 +145,7 @@ def test_a_process_that_does_not_come_is_named_with_its_stack(index):
         wait_until_ready(running)
         start = time.monotonic()
         finished = running.wait(60, exit_codes=(75,))
-        assert time.monotonic() - start < 23
+        assert time.monotonic() - start < 45
     assert f"Process {1 - index} has waited 4 s for process {index} (pid" in finished[0].stderr
     assert "to begin Strategy.run of 'total' (worker_setup.py:" in finished[0].stderr
     assert "time.sleep(100)" in finished[0].stderr
@@ -163,7 +163,7 @@ def test_sigterm_ends_a_program_that_does_not_ask_for_it(index):
         start = time.monotonic()
         running.signal(index, signal.SIGTERM)
         finished = running.wait(60, exit_codes=(143,))
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 45
     assert "SIGTERM. This program does not ask for it" in finished[index].stderr
     assert f"Process {index} has failed" in finished[1 - index].stderr
 
@@ -209,7 +209,7 @@ def test_all_end_within_seconds_and_say_why(name):
         assert one.exit_code == exit_code or not words
     if name in ("another order", "an exception in process 1"):  # shown where the other was
         assert any("was at:\n  File" in one.stderr for one in finished)
-    assert seconds < 20  # about 3; on a busy machine as well
+    assert seconds < 45  # about 3
 
 
 @pytest.mark.slow

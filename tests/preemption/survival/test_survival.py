@@ -172,7 +172,7 @@ def test_an_error_of_the_program_ends_all(tmp_path):
         run.wait_for_step(12)
         began = time.monotonic()
         seen = run.wait()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 40
     assert seen.code == 1, seen.output
     assert "[1] ValueError: no such thing" in seen.output
     assert "[0] ValueError: no such thing" in seen.output
@@ -196,7 +196,7 @@ def test_the_death_of_the_supervisor_ends_its_processes(tmp_path):
         run.process.kill()
         began = time.monotonic()
         while any(map(is_running, pids.values())):
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 20
             time.sleep(0.01)
 
 

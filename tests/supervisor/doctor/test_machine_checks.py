@@ -44,11 +44,11 @@ def test_a_check_that_crashes_or_hangs_is_a_row_and_the_others_go_on():
     crashed, hung, last = checks.run_checks(
         [
             Check("crash", crash),
-            Check("hang", lambda: time.sleep(20) or [], timeout_s=0.3),
+            Check("hang", lambda: time.sleep(60) or [], timeout_s=0.3),
             Check("well", lambda: [well]),
         ]
     )
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25
     assert last is well
     assert (crashed.asked, crashed.verdict) == ("crash", Verdict.FAIL)
     assert crashed.found == "the check has failed: KeyError: 'MemTotal'"
@@ -65,11 +65,11 @@ def test_all_are_asked_at_once_and_who_does_not_answer_is_a_timeout():
         return seconds
 
     start = time.monotonic()
-    found = checks.ask_each(ask, [0.3, 0, 0.2, 30], timeout_s=1)
-    assert time.monotonic() - start < 5
+    found = checks.ask_each(ask, [0.3, 0, 0.2, 60], timeout_s=1)
+    assert time.monotonic() - start < 25
     assert found[0.3] == 0.3
     assert isinstance(found[0], OSError)
-    assert isinstance(found[30], TimeoutError)
+    assert isinstance(found[60], TimeoutError)
 
 
 # Versions.

@@ -130,10 +130,10 @@ def test_hosts_that_are_unknown_are_named():
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
     asked = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: asked.wait(20))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: asked.wait(60))
     start = time.monotonic()
     (answer,) = network_checks.look_up_hosts(Cluster("TF_CONFIG", ("a:1",), 0), timeout_s=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25
     asked.set()
     assert answer.verdict is Verdict.FAIL
     assert "a: no answer within 0.3 s" in answer.found
@@ -214,7 +214,7 @@ def test_a_host_that_is_silent_is_not_reached(silent_address, free_port):
     addresses = ("10.0.0.1:1", silent_address, f"127.0.0.1:{free_port}")
     start = time.monotonic()
     (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0), timeout_s=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25
     assert answer.verdict is Verdict.FAIL
     assert answer.found.startswith(f"1 of 2 not reached: {silent_address}: ")
     assert "timed out" in answer.found
