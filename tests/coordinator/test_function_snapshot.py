@@ -224,3 +224,6 @@ def test_bytes_are_made_of_a_function_when_it_has_changed():
     again = store.store(make(captured))  # workers have forgotten it
     assert again is not stored
     assert again.data == stored.data
+    count = serializer.count
+    store.store(make(MAX_FUNCTIONS - 1))  # the others of this definition are still known
+    assert serializer.count == count

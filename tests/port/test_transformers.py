@@ -221,6 +221,10 @@ def test_variables_change_where_all_their_readers_are_known(before, after):
             "keras.optimizers.SGD(0.1, momentum=0.9)",
         ),
         (
+            "tf.keras.optimizers.legacy.SGD(0.1, 0.9, True)",
+            "keras.optimizers.SGD(0.1, 0.9, True)",
+        ),
+        (
             "tf.keras.optimizers.legacy.SGD(0.1, decay=0.9)",
             "tf.keras.optimizers.legacy.SGD(0.1, decay=0.9)",
         ),

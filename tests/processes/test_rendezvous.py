@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import socket
 import threading
@@ -60,10 +61,17 @@ def test_a_first_process_that_does_not_come_is_named(address):
     assert "refused" in told
 
 
-def test_two_of_one_number_are_an_error_of_all(address):
+def test_two_of_one_number_are_an_error_of_all(address, monkeypatch):
+    described, hosts = rendezvous._describe_self, itertools.count()
+    monkeypatch.setattr(
+        rendezvous,
+        "_describe_self",
+        lambda count, index: described(count, index) | {"who": f"host {index}.{next(hosts)}"},
+    )
     found = come(address, [(0, 4, 0), (1, 4, 0), (2, 4, 0.3), (2, 4, 0.3)])
     for told in found:
-        assert told.startswith("StartupError: Two processes say that they are number 2: ")
+        assert told.startswith("StartupError: Two processes say that they are number 2: host 2.")
+        assert told.count("host 2.") == 2
 
 
 def test_other_counts_are_an_error_of_all(address):

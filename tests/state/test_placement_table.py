@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import tpudist
+from tpudist.xla.estimate.sizes import format_bytes
 
 
 @pytest.fixture
@@ -98,7 +99,10 @@ def test_a_large_model_is_one_screen():
     table = tpudist.describe_placement(tree)
     assert len(table.arrays) == 100
     assert len(str(table).splitlines()) == 43
-    assert str(table).splitlines()[-1].startswith("and 60 smaller ones, ")
+    bytes_of_others = 4 * sum(1000 - i for i in range(40, 100))
+    assert str(table).splitlines()[-1] == (
+        f"and 60 smaller ones, {format_bytes(bytes_of_others)} per device together"
+    )
     assert len(rows_of(table._repr_html_())) == 40
 
 
