@@ -243,36 +243,44 @@ def test_names_of_keras(before, after):
     assert port(f"a = {before}\n") == [f"a = {after}"]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("m = tf.keras.Sequential()\nm.optimizer.lr = 1", "m.optimizer.learning_rate = 1"),
-        (
-            "m = tf.keras.models.load_model('a')\nprint(m.optimizer.lr.numpy())",
-            "print(m.optimizer.learning_rate.numpy())",
-        ),
         (
             "def build():\n    m = tf.keras.Model()\n    return m\n"
             "m = build()\nm.optimizer.lr.assign(1)",
             "m.optimizer.learning_rate.assign(1)",
         ),
-        (
-            "class P(tf.keras.callbacks.Callback):\n    def on_epoch_end(self, epoch):\n"
-            "        print(self.model.optimizer.lr)",
-            "        print(self.model.optimizer.learning_rate)",
+        *(
+            pytest.param(*x, marks=pytest.mark.exhaustive)
+            for x in (
+                ("m = tf.keras.Sequential()\nm.optimizer.lr = 1", "m.optimizer.learning_rate = 1"),
+                (
+                    "m = tf.keras.models.load_model('a')\nprint(m.optimizer.lr.numpy())",
+                    "print(m.optimizer.learning_rate.numpy())",
+                ),
+                (
+                    "class P(tf.keras.callbacks.Callback):\n    def on_epoch_end(self, epoch):\n"
+                    "        print(self.model.optimizer.lr)",
+                    "        print(self.model.optimizer.learning_rate)",
+                ),
+                (
+                    "class M(tf.keras.Model):\n    def rate(self):\n"
+                    "        return self.optimizer.lr",
+                    "        return self.optimizer.learning_rate",
+                ),
+                (
+                    "class M(tf.keras.Model):\n    pass\nm = M()\nm.optimizer.lr",
+                    "m.optimizer.learning_rate",
+                ),
+                (
+                    "o = tf.keras.optimizers.Adam(lr=a.lr)",
+                    "o = keras.optimizers.Adam(learning_rate=a.lr)",
+                ),
+                ("o = tf.optimizers.SGD()\nprint(o.lr)", "print(o.learning_rate)"),
+                ("m = tf.keras.Sequential()\no = m.optimizer\no.lr = 1", "o.learning_rate = 1"),
+            )
         ),
-        (
-            "class M(tf.keras.Model):\n    def rate(self):\n        return self.optimizer.lr",
-            "        return self.optimizer.learning_rate",
-        ),
-        (
-            "class M(tf.keras.Model):\n    pass\nm = M()\nm.optimizer.lr",
-            "m.optimizer.learning_rate",
-        ),
-        ("o = tf.keras.optimizers.Adam(lr=a.lr)", "o = keras.optimizers.Adam(learning_rate=a.lr)"),
-        ("o = tf.optimizers.SGD()\nprint(o.lr)", "print(o.learning_rate)"),
-        ("m = tf.keras.Sequential()\no = m.optimizer\no.lr = 1", "o.learning_rate = 1"),
     ],
 )
 def test_learning_rates_of_optimizers_of_keras_have_their_new_name(before, after):

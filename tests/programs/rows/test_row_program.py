@@ -162,8 +162,15 @@ def _in_sweep(name):
     return pytest.param(name, marks=marks if name in CORE else [*marks, pytest.mark.exhaustive])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [_in_sweep(c.name) for c in replica_functions.CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        c.name
+        if c.name == "triplet_rolled_negatives"
+        else pytest.param(c.name, marks=[pytest.mark.slow, *_in_sweep(c.name).marks])
+        for c in replica_functions.CASES
+    ],
+)
 def test_a_function_of_somebody_elses_is_exact_or_refused(name):
     if name in REFUSED:
         with pytest.raises(RowsError):
