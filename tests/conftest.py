@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help=f"which of {_NUM_SHARES} shares of the slow and exhaustive tests runs, from 0, or "
         f"'all'; +K counts from the share that the commit chooses. By default the commit's share "
-        f"runs, or all with -m '' or if you name files or folders",
+        f"runs, or all with -m '' or if you select tests by -m, -k, files or folders",
     )
 
 
@@ -118,7 +118,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def _asks_for_all(config: pytest.Config) -> bool:
-    """Whether the command line has `-m ""`, or names tests, files or folders."""
+    """Whether tests are selected by a marker, a name, a file or a folder, or `-m ""` is given."""
+    if config.option.markexpr or config.option.keyword:
+        return True
     arguments = [str(x) for x in config.invocation_params.args]
     empty_expression = ("-m", "") in itertools.pairwise(arguments) or "-m=" in arguments
     return empty_expression or config.args_source is pytest.Config.ArgsSource.ARGS

@@ -113,6 +113,8 @@ def test_cases_are_dealt_out_to_shares_and_named_files_have_them_all(tmp_path):
     everything = names_of(collect(tmp_path, "-m", ""))
     assert len(everything) == 13 + 2 + 1 + 1
     assert names_of(collect(tmp_path, "test_sampled.py")) == everything
+    assert names_of(collect(tmp_path, "-k", "many or two")) == everything[:15]
+    assert names_of(collect(tmp_path, "-m", "exhaustive")) == everything[:15]
     shares = [
         {everything.index(x) for x in names_of(collect(tmp_path, "--share", str(share)))}
         for share in range(8)
