@@ -51,7 +51,7 @@ if sys.argv[2:]:
 
 
 def run(folder, *args):
-    """When it was started, at its first line, at its last, and had ended; and what it has noted."""
+    """Returns the times of start, first line, last line and end of the program, and its notes."""
     start = time.time()
     finished = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), *args],
@@ -65,7 +65,7 @@ def run(folder, *args):
 
 @pytest.fixture(scope="module")
 def two_starts(tmp_path_factory):
-    """In one folder: of each, its times, and what is noted after it."""
+    """Two runs in one folder, the first of them killed: the times and the notes after each."""
     folder = tmp_path_factory.mktemp("run")
     return run(folder, "killed"), run(folder)
 

@@ -235,7 +235,7 @@ def test_ctrl_c_ends_the_process_at_once(source, sleep, size, fetch):
             output, errors = process.communicate(timeout=30)
         finally:
             process.kill()
-    assert time.monotonic() - sent_s < 25  # of which 2 s are left to what a thread is at
+    assert time.monotonic() - sent_s < 25  # a thread gets 2 s to finish its work
     assert output == "interrupted\n", errors
     assert "KeyboardInterrupt" in errors
     assert process.returncode == -signal.SIGINT

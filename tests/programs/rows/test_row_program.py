@@ -141,33 +141,13 @@ def case_named(name):
 
 # What is refused as a whole, each for a reason that the message says.
 REFUSED = {"ranking"}
-# Cheap functions that differ much from each other: each run has them, and a share of the others.
-CORE = {
-    "conditional_update",
-    "confusion",
-    "deep_coral",
-    "einsums",
-    "kmeans_step",
-    "ndcg",
-    "nonzero_selection",
-    "npairs",
-    "online_sgd_over_rows",
-    "welford_fori",
-}
-QUICK = CORE - {"conditional_update", "einsums"}
-
-
-def _in_sweep(name):
-    marks = [] if name in QUICK else [pytest.mark.slow]
-    return pytest.param(name, marks=marks if name in CORE else [*marks, pytest.mark.exhaustive])
+QUICK = "triplet_rolled_negatives"  # reaches lines that no other quick test reaches
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        c.name
-        if c.name == "triplet_rolled_negatives"
-        else pytest.param(c.name, marks=[pytest.mark.slow, *_in_sweep(c.name).marks])
+        pytest.param(c.name, marks=() if c.name == QUICK else pytest.mark.exhaustive)
         for c in replica_functions.CASES
     ],
 )
