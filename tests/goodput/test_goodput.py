@@ -18,6 +18,7 @@ import os, sys, time
 print(time.time(), flush=True)
 import numpy as np
 import tpudist
+import tpudist.checkpoint.arrays  # Orbax, whose import takes longer than the input
 
 tpudist.emulate(2)
 strategy = tpudist.MirroredStrategy()
