@@ -227,28 +227,35 @@ def _rest(two, iterator):
     return [_shown(two, x) for x in iterator]
 
 
-FIRST, SECOND = [[0, 1], [2, 3]], [[4, 5], []]
+FIRST = [[0, 1], [2, 3]]
+# Of the remainder, replicas have equal parts of the global batch, or batches of their own.
+SECONDS = {"dataset": [[4], [5]], "input_fn": [[4, 5], []]}
 
 
-def test_an_iterator_is_begun_anew_as_often_as_asked(two, iterator):
+@pytest.fixture
+def second(request):
+    return SECONDS[request.node.callspec.params["iterator"]]
+
+
+def test_an_iterator_is_begun_anew_as_often_as_asked(two, iterator, second):
     with pytest.warns(DeprecationWarning, match="use the iterator's `initializer`") as caught:
         assert iterator.initialize() is None
     assert caught[0].filename == __file__
     assert _shown(two, iterator.get_next()) == FIRST
     assert iterator.initializer is None
-    assert _rest(two, iterator) == [FIRST, SECOND]
+    assert _rest(two, iterator) == [FIRST, second]
     with pytest.raises(tpudist.errors.OutOfRangeError):
         iterator.get_next()
     assert not iterator.get_next_as_optional().has_value()
     assert iterator.initializer is None
-    assert _rest(two, iterator) == [FIRST, SECOND]
+    assert _rest(two, iterator) == [FIRST, second]
 
 
-def test_an_iterator_need_not_be_initialized(two, iterator):
+def test_an_iterator_need_not_be_initialized(two, iterator, second):
     assert isinstance(iterator, tpudist.DistributedIterator)
     assert iter(iterator) is iterator
     assert iterator.element_spec.shape == (2,)
-    assert _rest(two, iterator) == [FIRST, SECOND]
+    assert _rest(two, iterator) == [FIRST, second]
     iterator.close()
 
 

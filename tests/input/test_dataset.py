@@ -196,12 +196,19 @@ def test_replicas_together_hold_each_batch_exactly(
             assert padded <= set(batch["id"])  # never zeros: log(0) there would spoil gradients
 
 
-def test_six_rows_of_eight_on_two_replicas_are_four_and_two():
-    (element,) = DistributedDataset([np.arange(8)[:6]], _two())
-    assert element.rows == (3, 3)
-    _, element = DistributedDataset([np.arange(8), np.arange(6)], _two())
-    assert element.rows == (4, 2)
-    np.testing.assert_array_equal(element.array, [[0, 1, 2, 3], [4, 5, 5, 5]])
+@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+def test_a_partial_batch_is_split_as_in_tensorflow(num_replicas):
+    """Replicas have ceil(rows / n) rows, as far as they go; their arrays are those of full ones."""
+    full, mesh = np.arange(40), make_mesh(jax.devices()[:num_replicas])
+    for rows in range(1, 41):
+        _, element = DistributedDataset([full, full[:rows]], mesh)
+        each = -(-rows // num_replicas)
+        starts = range(0, num_replicas * each, each)
+        assert element.rows == tuple(min(max(rows - x, 0), each) for x in starts)
+        assert element.array.shape == (num_replicas, 40 // num_replicas)
+        for part, start, count in zip(np.asarray(element.array), starts, element.rows, strict=True):
+            np.testing.assert_array_equal(part[:count], full[start : start + count])
+            assert set(part[count:]) <= set(full[:rows])  # padding repeats rows
 
 
 def test_a_full_batch_says_that_all_of_its_rows_are_real():

@@ -126,14 +126,6 @@ INTEGER_SHARES = Difference(
     "The remainder goes to the first replicas: 7 reads as 7.",
     "What was assigned should be read.",
 )
-SPLIT = Difference(
-    "Strategy.experimental_distribute_dataset",
-    "Unless auto-sharding is off, a partial batch is split into parts of ceil(rows / n): 6 rows of "
-    "8 on 2 replicas are 3 and 3.",
-    "The first replicas get as many rows as in a full batch: 4 and 2.",
-    "It is what the specification says, and what TensorFlow does with AutoShardPolicy.OFF; which "
-    "example goes where then does not depend on how many there are.",
-)
 PADDED = Difference(
     "Strategy.experimental_distribute_dataset",
     "A replica function is traced anew for each number of rows, and may branch on it.",

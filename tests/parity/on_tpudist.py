@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tpudist
+from tpudist.options import AutoShardPolicy
 
 from . import plain, rules
 
@@ -107,8 +108,11 @@ class Api:
     def dataset(
         self, arrays: Any, batch: int, drop_remainder: bool = False, sharded: bool = False
     ) -> tpudist.NumpyDataset:
-        """A batched dataset; TensorFlow alone knows another way to split it, `sharded`."""
-        return tpudist.NumpyDataset(arrays).batch(batch, drop_remainder=drop_remainder)
+        """A batched dataset; `sharded` by the default policy."""
+        dataset = tpudist.NumpyDataset(arrays).batch(batch, drop_remainder=drop_remainder)
+        if not sharded:
+            dataset.auto_shard_policy = AutoShardPolicy.OFF
+        return dataset
 
     def plain(self, value: Any) -> Any:
         return plain.plain(value, _unwrap)

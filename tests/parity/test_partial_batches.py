@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import tpudist
+from tpudist.options import AutoShardPolicy
 
 from . import plain, record
 from .tails import no_rows_tpudist, runs
@@ -19,7 +20,8 @@ TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 2e-6}
 
 def _dataset(strategy, arrays, batch):
     made = strategy.experimental_make_numpy_dataset(arrays).batch(batch)
-    return strategy.experimental_distribute_dataset(made)
+    off = tpudist.InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+    return strategy.experimental_distribute_dataset(made, off)
 
 
 @functools.cache

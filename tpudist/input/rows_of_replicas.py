@@ -1,12 +1,10 @@
 """Who reads what: which rows of a global batch belong to which replica. Integers only.
 
 A global batch of B rows over n replicas gives each replica B // n rows, and one more to the first
-B % n of them: its *quota*. Every batch has B rows of room, whatever it holds; a partial batch fills
-the quotas of the first replicas first (6 rows of B = 8 on 2 replicas: 4 + 2), as `tf.distribute`
-splits with auto-sharding off. So row r of a batch is always read by the same replica.
-
-Or b rows are split in parts of ceil(b / n), whatever a full batch holds, as `tf.distribute` does by
-default (6 rows on 2 replicas: 3 + 3).
+B % n of them: its *quota*. A partial batch of b rows is split in parts of ceil(b / n), as
+`tf.distribute` does by default (6 rows on 2 replicas: 3 + 3), so that few replicas have no rows.
+With auto-sharding off, a partial batch fills the quotas of the first replicas first (6 rows of
+B = 8 on 2 replicas: 4 + 2), as in `tf.distribute`.
 
 Shapes are static: a replica's part always has the size of the largest quota, and what is not filled
 repeats a real row. Never zeros: what a model makes of them, such as log(0), is masked out of the
@@ -68,15 +66,22 @@ class Assignment:
             for replica, quota in enumerate(self.quotas)
         )
 
-    def positions(self, num_rows: int, replicas: Sequence[int]) -> np.ndarray:
+    def positions(
+        self, num_rows: int, replicas: Sequence[int], part_size: int | None = None
+    ) -> np.ndarray:
         """Which row of a batch of `num_rows` stands where in the parts of `replicas`.
 
+        Args:
+            num_rows: Rows of the batch.
+            replicas: The replicas.
+            part_size: Rows of a part, padding included; by default `rows_per_replica`.
+
         Returns:
-            Integers `[len(replicas), rows_per_replica]`. After its real rows a replica repeats the
+            Integers `[len(replicas), part_size]`. After its real rows a replica repeats the
             last of them; one that has none repeats row 0.
         """
         rows = self.rows(num_rows)
-        within = np.arange(self.rows_per_replica)
+        within = np.arange(part_size or self.rows_per_replica)
         parts = [
             self.start(replica) + np.minimum(within, rows[replica] - 1)
             if rows[replica]

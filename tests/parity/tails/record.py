@@ -43,7 +43,7 @@ def on_tensorflow(num_replicas: int, names: list[str]) -> dict[str, Any]:
 
     def dataset(strategy, arrays, batch):
         made = tf.data.Dataset.from_tensor_slices(arrays).batch(batch)
-        # Else a partial batch is split evenly over the replicas: see `differences.SPLIT`.
+        # Otherwise a partial batch is split in equal parts over the replicas.
         options = tf.data.Options()
         off = tf.data.experimental.AutoShardPolicy.OFF
         options.experimental_distribute.auto_shard_policy = off

@@ -63,7 +63,8 @@ def make_feed(
         return Pipelines([parts], mesh, must_differ=True), Sharding(asked, why)
     if asked is AutoShardPolicy.FILE:
         source = _shard_by_files(source, len(processes))
-    batches = SplitBatches(source, mesh, partial_batch)
+    fills_first = not several and asked in _OWN_DATA
+    batches = SplitBatches(source, mesh, partial_batch, fills_first=fills_first)
     if not several:
         return batches, Sharding(None, "one process reads all")
     if asked is AutoShardPolicy.FILE:

@@ -36,9 +36,23 @@ class SplitBatches:
     """
 
     def __init__(
-        self, source: Any, replica_mesh: ReplicaMesh, partial_batch: PartialBatch | str | None
+        self,
+        source: Any,
+        replica_mesh: ReplicaMesh,
+        partial_batch: PartialBatch | str | None,
+        *,
+        fills_first: bool = False,
     ):
-        """Splits `source`, which `adapt.to_source` gave; see `DistributedDataset`."""
+        """Splits `source`, which `adapt.to_source` gave; see `DistributedDataset`.
+
+        Args:
+            source: The batches.
+            replica_mesh: The replicas.
+            partial_batch: How to use a batch that is not full.
+            fills_first: Whether a partial batch gives the first replicas as many rows as a full
+                one; otherwise equal parts.
+        """
+        self._fills_first = fills_first
         self.partial_batch = PartialBatch.of(partial_batch)
         self.source = source
         if isinstance(self.source, IndexedDataset):
@@ -150,7 +164,7 @@ class SplitBatches:
     def assignment(self, num_rows: int, size: int) -> Assignment:
         """Who reads which of the `num_rows` rows of a batch, where a full one has `size`."""
         shrinks = self.partial_batch is PartialBatch.SHRINK
-        return _assignment(num_rows if shrinks else size, self._mesh.num_replicas, shrinks)
+        return _assignment(num_rows, size, self._mesh.num_replicas, shrinks, self._fills_first)
 
     def _take(self, batch: Any, size: int, copy: bool) -> Parts:
         borrowed, num_rows = not self.source.owns_memory and not copy, batch.num_rows
@@ -158,7 +172,7 @@ class SplitBatches:
             leaves = batch.take(np.arange(num_rows), copy=copy)
             return Parts(leaves, batch.treedef, None, borrowed)
         shrinks = self.partial_batch is PartialBatch.SHRINK
-        rows, positions = _shares(num_rows, size, self._mesh, shrinks)
+        rows, positions = _shares(num_rows, size, self._mesh, shrinks, self._fills_first)
         return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
 
     def _apply_partial_batch(self, source: IndexedDataset) -> IndexedDataset:
@@ -214,17 +228,22 @@ class SplitBatches:
 
 
 @functools.lru_cache(maxsize=1024)
-def _assignment(size: int, num_replicas: int, in_equal_parts: bool) -> Assignment:
-    return Assignment(size, num_replicas, in_equal_parts)
+def _assignment(
+    num_rows: int, size: int, num_replicas: int, shrinks: bool, fills_first: bool
+) -> Assignment:
+    if not shrinks and (fills_first or num_rows == size):
+        return Assignment(size, num_replicas)
+    return Assignment(num_rows, num_replicas, in_equal_parts=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def _shares(
-    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool
+    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool, fills_first: bool
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """How many of `num_rows` rows each replica reads, and where those of this process's stand."""
-    assignment = _assignment(num_rows if shrinks else size, mesh.num_replicas, shrinks)
-    positions = assignment.positions(num_rows, mesh.local_replicas)
+    assignment = _assignment(num_rows, size, mesh.num_replicas, shrinks, fills_first)
+    part_size = None if shrinks else Assignment(size, mesh.num_replicas).rows_per_replica
+    positions = assignment.positions(num_rows, mesh.local_replicas, part_size)
     positions.flags.writeable = False  # it is given out again
     return assignment.rows(num_rows), positions
 
