@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.extend import core
 
 from places import PACKAGE
-from tpudist.programs import jaxprs, out_shardings, replica_equality
+from tpudist.programs import jaxprs, out_shardings, user_lines
 from tpudist.xla import compile_log, internals, topology, traces
 from tpudist.xla.settings import Setting
 
@@ -156,7 +156,7 @@ def jaxpr_and_its_constants():
 
 def source_of_an_equation():
     (eqn,) = jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).eqns
-    assert replica_equality.line_of(eqn).startswith(f"{__file__}:")
+    assert user_lines.line_of(eqn).startswith(f"{__file__}:")
     (named,) = jax.make_jaxpr(jax.named_call(jnp.sin, name="here"))(1.0).eqns
     assert "here" in str(named.source_info.name_stack)
 

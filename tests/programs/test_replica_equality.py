@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.extend import core
 
 from tpudist.lowering import compile
-from tpudist.programs import references, replica_equality
+from tpudist.programs import references, replica_equality, user_lines
 from tpudist.xla import mesh
 
 N = 8
@@ -474,7 +474,7 @@ def test_the_line_is_found_also_of_a_file_in_a_folder_called_as_the_library(tmp_
     text = "import jax\ndef own(x):\n    return jax.numpy.sin(x)\n"
     exec(builtins.compile(text, str(file), "exec"), defined)
     (eqn,) = jax.make_jaxpr(defined["own"])(1.0).eqns
-    assert replica_equality.line_of(eqn) == f"{file}:3"
+    assert user_lines.line_of(eqn) == f"{file}:3"
 
 
 def test_a_collective_under_a_condition_that_is_equal_everywhere_is_none():

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from tpudist.programs import jaxprs, replica_equality
+from tpudist.programs import jaxprs, user_lines
 from tpudist.xla.hlo.source_lines import line_of_error
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
@@ -62,7 +62,7 @@ def check_constraints(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr, name: str) 
         parts = [part if isinstance(part, tuple) else (part,) for part in spec]
         axes = {axis for part in parts for axis in part}
         if axes & mesh.manual_axes:
-            who = f"'{name}' ({replica_equality.line_of(eqn) or 'an unknown line'})"
+            who = f"'{name}' ({user_lines.line_of(eqn) or 'an unknown line'})"
             raise ValueError(f"{who} constrains a value to {spec}. {_without(REPLICA_AXIS, mesh)}")
 
 

@@ -30,7 +30,7 @@ from tpudist.programs.replica_agreement import (
     LostReference,
     ReplicaSum,
 )
-from tpudist.xla.hlo import source_lines
+from tpudist.programs.user_lines import line_of, users_line_of
 from tpudist.xla.mesh import REPLICA_AXIS
 
 # What is known of a value: the same, or which cell a reference is.
@@ -98,6 +98,7 @@ def prove(
 
 class _Walk:
     def __init__(self):
+        self.path: list[core.JaxprEqn] = []  # what is looked at, and the equations around it
         self.hazards: list[Hazard] = []
         self.broken_claims: list[int] = []
         self.lost_references: list[LostReference] = []
@@ -125,6 +126,13 @@ class _Walk:
         return [read(x) for x in jaxpr.outvars]
 
     def equation(self, eqn: core.JaxprEqn, args: list[Known]) -> Sequence[Known]:
+        self.path.append(eqn)
+        try:
+            return self._equation(eqn, args)
+        finally:
+            self.path.pop()
+
+    def _equation(self, eqn: core.JaxprEqn, args: list[Known]) -> Sequence[Known]:
         structure = jaxprs.structure_of(eqn)
         if any(map(is_reference, (*eqn.invars, *eqn.outvars))):
             access = references.access_of(eqn)
@@ -306,16 +314,10 @@ class _Walk:
     def _hazard(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr], cause: str) -> None:
         for inner in (inner for body in bodies for inner in jaxprs.walk(body)):
             if _communicates(inner):
-                self.hazards.append(Hazard(inner.primitive.name, cause, line_of(eqn)))
+                lines = map(users_line_of, reversed(self.path))
+                where = next(filter(None, lines), line_of(eqn))
+                self.hazards.append(Hazard(inner.primitive.name, cause, where))
                 return
-
-
-def line_of(eqn: core.JaxprEqn) -> str:
-    """Where in the user's code an equation comes from, as `file:line`, or an empty string."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    frames = traceback.frames if traceback is not None else ()
-    stack = (f"{x.file_name}:{x.line_num}" for x in frames if "<" not in x.file_name)
-    return source_lines.users_line(tuple(stack)) or ""
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
             f"'{name}' has a {hazard.collective} between replicas in a branch or loop{where} whose "
             f"condition depends on {hazard.cause}. Replicas that disagree would wait for each "
             f"other for ever. Reduce the condition over the replicas first, or move the "
-            f"communication out."
+            f"communication out. For a line search: tpudist.loss_of_all_rows(loss)."
         )
 
 

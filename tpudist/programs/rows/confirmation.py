@@ -24,7 +24,7 @@ from tpudist.programs.rows.labels import (
     predict,
 )
 from tpudist.programs.rows.row_sizes import Piecewise, Point, RowNumber, RowSize, size_at
-from tpudist.programs.rows.user_lines import users_line_of
+from tpudist.programs.user_lines import users_line_of
 
 _TOLERANCE = 3e-6
 

@@ -27,7 +27,7 @@ from tpudist.programs.rows.row_sizes import (
     fit_size,
     size_at,
 )
-from tpudist.programs.rows.user_lines import users_line_of
+from tpudist.programs.user_lines import users_line_of
 
 Dims = tuple[Dim, ...]
 

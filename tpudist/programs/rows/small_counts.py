@@ -35,8 +35,8 @@ from tpudist.programs.rows.compared_steps import (
 )
 from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, predict
 from tpudist.programs.rows.row_sizes import Point, size_at
-from tpudist.programs.rows.user_lines import users_line_of
 from tpudist.programs.rows.value_origins import ValueOrigins, find_other_value
+from tpudist.programs.user_lines import users_line_of
 
 # Functions of JAX whose formula for more rows is not that for one, or for none.
 _OTHER_FORMULAS = frozenset(

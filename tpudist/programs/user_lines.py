@@ -2,9 +2,17 @@
 
 from jax.extend import core
 
-from tpudist.programs.replica_equality import line_of
+from tpudist.xla.hlo import source_lines
 
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def line_of(eqn: core.JaxprEqn) -> str:
+    """Where in the user's code an equation comes from, as `file:line`, or an empty string."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    frames = traceback.frames if traceback is not None else ()
+    stack = (f"{x.file_name}:{x.line_num}" for x in frames if "<" not in x.file_name)
+    return source_lines.users_line(tuple(stack)) or ""
 
 
 def users_line_of(eqn: core.JaxprEqn) -> str:
