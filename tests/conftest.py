@@ -53,7 +53,7 @@ _WATCH_THE_CLOCK = (
 _LONGEST = ("test_geometry", "test_train_script", "test_no_cost", "test_plan", "test_layout_search")
 
 # A run of the whole suite runs one share of the slow tests. `exhaustive` tests count as slow.
-_NUM_SHARES = 8
+_NUM_SHARES = 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from tpudist.coordinator.server import Server
     from tpudist.goodput.goodput import record_goodput
+    from tpudist.gradients.loss_of_all_rows import loss_of_all_rows
     from tpudist.gradients.losses import compute_average_loss, scale_regularization_loss
     from tpudist.gradients.microbatches import rows_of_microbatches, value_and_grad_in_microbatches
     from tpudist.gradients.optimizer import Optimizer
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from tpudist.strategy.strategy import Strategy
     from tpudist.values.indexed_slices import IndexedSlices
     from tpudist.values.per_replica import DistributedValues, Mirrored, PerReplica
+    from tpudist.verification.report import VerificationError, VerificationReport
     from tpudist.xla.compile_log import CompileRecord, compile_log
     from tpudist.xla.emulation import emulate
 
@@ -110,6 +112,8 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "VerificationError",
+    "VerificationReport",
     "checkpoint",
     "cluster_resolver",
     "compat",
@@ -128,6 +132,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "loss_of_all_rows",
     "planner",
     "ps",
     "record_goodput",
@@ -175,6 +180,8 @@ _HOMES = {
     "Variable": "tpudist.state.variable",
     "VariableAggregation": "tpudist.reduce_op",
     "VariableSynchronization": "tpudist.reduce_op",
+    "VerificationError": "tpudist.verification.report",
+    "VerificationReport": "tpudist.verification.report",
     "compile_log": "tpudist.xla.compile_log",
     "compute_average_loss": "tpudist.gradients.losses",
     "describe_placement": "tpudist.state.placement_table",
@@ -187,6 +194,7 @@ _HOMES = {
     "get_strategy": "tpudist.strategy.current_strategy",
     "has_strategy": "tpudist.context",
     "in_cross_replica_context": "tpudist.context",
+    "loss_of_all_rows": "tpudist.gradients.loss_of_all_rows",
     "record_goodput": "tpudist.goodput.goodput",
     "rows_of_microbatches": "tpudist.gradients.microbatches",
     "rowwise": "tpudist.programs.rows.row_kernels",

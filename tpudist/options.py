@@ -54,25 +54,26 @@ class UndistributedBatchWarning(UserWarning):
 
 
 class LocalMeanWarning(UserWarning):
-    """Gradients of a mean over each replica's own rows are summed over the replicas.
+    """Warns of a step whose new state is not the state of one device with all rows.
 
-    They are n times those of the mean over the global batch. It is given once for a function, with
-    the line of the mean, if all of this is certain from the program:
+    A step gets this warning once, when it is traced, with the factor, the line of the mean and the
+    line of the reduction. tpudist traces each step that sums over replicas a second time, with more
+    rows on more replicas, and derives from both traces how each value grows. A step is reported if
+    it adds to its state, as a function of that state:
 
-    - the gradient begins with 1 / rows, where the rows are those that one replica has of a
-      distributed batch (or of a microbatch; or 1 / elements, by JAX's own mean over rows and more),
-      and becomes half of that where the function is traced for twice as many rows;
-    - nothing it is multiplied by on its way to the sum may be 1 / n;
-    - the sum is over n > 1 replicas, and `tpudist.Optimizer` takes it, or it is scaled and added
-      to something;
-    - the sum is nowhere divided by n.
+    - a value that is n times too large on n replicas, such as gradients of a mean over a replica's
+      own rows that are summed, or a value that is already reduced and is summed again;
+    - a value that is n times too small, such as an average of losses that are divided by all rows;
+    - the sum of a share of each replica and of a value that is equal on all replicas, which then
+      counts n times;
+    - a mean over replicas of means over their own rows, if replicas have different numbers of rows.
 
-    Not all such programs are found: a loss that is scaled (`0.3 * jnp.mean(x)`), or divided by a
-    number that is computed, is passed over in silence, and so is what goes through a `while_loop`
-    or kernel. Programs for partial batches are not looked at. To switch it off:
+    A step whose values cannot be followed, such as through a `while_loop` or a kernel, is not
+    reported. Nor is a step that multiplies by a number that may be 1 / n. `Strategy.verify`
+    compares these with one device. To disable the warning:
     `warnings.filterwarnings("ignore", category=tpudist.LocalMeanWarning)`.
 
-    Remedy: `tpudist.compute_average_loss` of the loss of each example, in place of the mean.
+    Remedy: `tpudist.compute_average_loss(per_example_loss)`, with summed gradients.
     """
 
 
@@ -101,8 +102,8 @@ class RunOptions:
             `tpudist.VariableAggregation` or its name, `none` for one value for each replica. By
             default `{"batch_stats": "mean"}`; `params` and `opt_state` that are given back and
             differ are refused, if there is an integer beside them, such as the number of the step
-            (gradients are nested alike), and what has no name here becomes a PerReplica. Kept as
-            pairs.
+            (gradients are nested alike), and what has no name here becomes a PerReplica. A single
+            `"none"` keeps one value for each replica of all such state. Kept as pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -135,15 +136,21 @@ class RunOptions:
             )
 
 
+ALL_COLLECTIONS = ""
+"""The name in `RunOptions.aggregation` that stands for all state in plain pytrees."""
+
 _AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
 
 
 def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
     """The names of the aggregations, by the names of collections."""
+    if isinstance(rules, str) or hasattr(rules, "name"):
+        rules = {ALL_COLLECTIONS: rules}
     checked = []
     for collection, rule in sorted(dict(rules or ()).items()):
         name = str(getattr(rule, "name", rule)).lower()
-        if name not in _AGGREGATIONS or not isinstance(collection, str):
+        known = ("none",) if collection == ALL_COLLECTIONS else _AGGREGATIONS
+        if name not in known or not isinstance(collection, str):
             raise ValueError(
                 f"RunOptions(aggregation={rules!r}) was asked for. It says by the name of a "
                 f"collection what becomes of it: a tpudist.VariableAggregation or its name "

@@ -340,7 +340,11 @@ def test_a_function_is_planned_for_the_replicas_of_the_slice(monkeypatch):
     plan = strategy.plan(step, (model, optimizer, BATCH), topology="half")
     assert plan.num_devices == 4
     assert plan.num_replicas == 2
-    assert seen == [(tpudist.TPUStrategy, False, 2, (ROWS // 2, WIDTH))] * len(seen)
+    # The second trace has three times the rows on twice the replicas, to see how sums grow.
+    assert seen == [
+        (tpudist.TPUStrategy, False, 2, (ROWS // 2, WIDTH)),
+        (tpudist.TPUStrategy, False, 4, (3 * ROWS // 2, WIDTH)),
+    ]
     assert plan.notes == (f"x: {ROWS} rows in all, {ROWS // 2} on each of 2 replicas.",)
 
 

@@ -117,7 +117,7 @@ def test_cases_are_dealt_out_to_shares_and_named_files_have_them_all(tmp_path):
     assert names_of(collect(tmp_path, "-m", "exhaustive")) == everything[:15]
     shares = [
         {everything.index(x) for x in names_of(collect(tmp_path, "--share", str(share)))}
-        for share in range(8)
+        for share in range(12)
     ]
     assert all(16 in share for share in shares)
     assert sorted(x for share in shares for x in share - {16}) == list(range(16))
@@ -125,9 +125,9 @@ def test_cases_are_dealt_out_to_shares_and_named_files_have_them_all(tmp_path):
 
 
 def test_a_share_that_does_not_exist_is_refused(tmp_path):
-    done = collect(tmp_path, "--share", "8")
+    done = collect(tmp_path, "--share", "12")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--share 8: must be 'all', a number from 0 to 7, or such as +3" in done.stderr
+    assert "--share 12: must be 'all', a number from 0 to 11, or such as +3" in done.stderr
 
 
 def interpreters(folder: Path, *, on_path=(), in_pyenv=()) -> dict[str, str]:

@@ -29,7 +29,7 @@ PACKAGES = (
     ("reductions", "input"),
     ("state",),
     ("run", "checkpoint"),
-    ("planner", "gradients", "preemption", "ps", "keras"),
+    ("planner", "verification", "gradients", "preemption", "ps", "keras"),
     ("strategy",),
     ("strategies", "training", "testing", "coordinator"),
     ("experimental",),

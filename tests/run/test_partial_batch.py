@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 import tpudist
 from compiles import NewCompiles
@@ -34,8 +35,8 @@ def batches(strategy, data=DATA):
 
 
 def parts(strategy, tail=TAIL):
-    """The rows of the tail that each replica has: the first ones are filled first."""
-    each = BATCH // strategy.num_replicas_in_sync
+    """The rows of the tail that each replica has."""
+    each = -(-len(tail) // strategy.num_replicas_in_sync)
     return [tail[i * each : (i + 1) * each] for i in range(strategy.num_replicas_in_sync)]
 
 
@@ -149,7 +150,7 @@ def test_what_has_no_common_shape_is_refused_in_words(combine):
 
     full, tail = batches(strategy)
     step(full)
-    with pytest.raises(ValueError, match=r"\[4, 1\] rows. Join rows with all_gather.*of replicas"):
+    with pytest.raises(ValueError, match=r"\[3, 2\] rows. Join rows with all_gather.*of replicas"):
         step(tail)
     own = strategy.run(pairs, (tail,))
     with pytest.raises(ValueError, match="several dims count examples.*Reduce it in the replica"):
@@ -289,8 +290,8 @@ def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
     assert strategy.reduce("sum", strategy.run(step, (tail,)), axis=None) == pytest.approx(
         DATA[:7].sum(), rel=1e-4
     )
-    (tail,) = batches(strategy, DATA[:5])  # 4 and 1
-    with pytest.raises(ValueError, match="with 1 rows the function is another one"):
+    (tail,) = batches(strategy, DATA[:5])  # 3 and 2
+    with pytest.raises(ValueError, match="with 2 rows the function is another one"):
         strategy.run(step, (tail,))
 
 
@@ -307,7 +308,7 @@ def test_a_result_that_is_no_array_is_confirmed_for_the_rows_that_occur():
 
     assert strategy.run(step, (tail(100),))[1] == "many"
     with pytest.raises(ValueError, match="it returns 'few' with"):
-        strategy.run(step, (tail(66),))  # 64 and 2
+        strategy.run(step, (tail(4),))  # 2 and 2
 
 
 @pytest.mark.parametrize("how", ["cond", "scan", "grad"])
@@ -359,7 +360,31 @@ def test_replicas_without_rows_are_told_of_once(caplog):
     assert np.isnan(strategy.experimental_local_results(means)[3]).all()
     told = [r.getMessage() for r in caplog.records if "have no rows" in r.getMessage()]
     assert 1 <= len(told) <= 2
-    assert "2, 3" in told[0]
+    assert "replica(s) 3 have no rows" in told[0]
+    caplog.clear()
+    strategy.run(lambda x: tpudist.compute_average_loss(x[:, 0]), (tail,))
+    assert not [r for r in caplog.records if "have no rows" in r.getMessage()]
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_a_replica_without_rows_keeps_the_statistics_of_batch_norm(library):
+    """Else NaN on one replica would be NaN on all, from the next mean over replicas on."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:4])
+    (tail,) = batches(strategy, DATA[:5])  # 2, 2, 1 and 0 rows
+    rows = [DATA[:2], DATA[2:4], DATA[4:5]]
+    wanted = np.mean([*(0.1 * x.mean(0) for x in rows), np.zeros(3)], 0)
+    if library == "nnx":
+        with strategy.scope():
+            norm = nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
+        strategy.run(lambda norm, x: norm(x).sum(), (norm, tail))
+        found = norm.mean[...]
+    else:
+        norm = linen.BatchNorm(use_running_average=False, momentum=0.9)
+        state = norm.init(jax.random.key(0), DATA)
+        found = strategy.run(
+            lambda state, x: norm.apply(state, x, mutable=["batch_stats"])[1], (state, tail)
+        )["batch_stats"]["mean"]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 @pytest.mark.slow

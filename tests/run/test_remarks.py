@@ -41,6 +41,14 @@ def losses(p, x, y):
     return cross_entropy(logits(p, x), y)
 
 
+def contrastive_losses(p, x):
+    rows = logits(p, x)
+    rows = rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
+    context = tpudist.get_replica_context()
+    own = jax.lax.axis_index("replica") * len(rows) + jnp.arange(len(rows))
+    return cross_entropy(rows @ context.all_gather(rows, axis=0).T / 0.2, own)
+
+
 def mean_loss(p, x, y):
     return jnp.mean(losses(p, x, y))
 
@@ -116,7 +124,6 @@ FOUND = {
     "mean of rows and features": lambda p, x, y: jnp.mean(errors(p, x) ** 2),
     "mean of means": lambda p, x, y: (errors(p, x) ** 2).mean(-1).mean(),
     "mean of sums": lambda p, x, y: (errors(p, x) ** 2).sum(-1).mean(),
-    "linear": lambda p, x, y: jnp.mean(logits(p, x)),
     "halves of squares": lambda p, x, y: optax.l2_loss(errors(p, x)).mean(),
     "sum / local rows": lambda p, x, y: losses(p, x, y).sum() / x.shape[0],
     "with weight decay": lambda p, x, y: mean_loss(p, x, y) + 1e-3 * jnp.sum(p["w"] ** 2),
@@ -125,6 +132,25 @@ FOUND = {
     "checkpoint": jax.checkpoint(mean_loss),
     "vmap": lambda p, x, y: jnp.mean(jax.vmap(losses, (None, 0, 0))(p, x, y)),
     "gelu": lambda p, x, y: jnp.mean(cross_entropy(jax.nn.gelu(logits(p, x)), y)),
+    "equal on all replicas": lambda p, x, y: 0.01 * jnp.sum(p["w"] ** 2),
+    "own count": lambda p, x, y: (losses(p, x, y) * (y > 0)).sum() / (y > 0).sum(),
+    "own weights": lambda p, x, y: jnp.average(losses(p, x, y), weights=1.0 + y),
+    "where": lambda p, x, y: jnp.mean(losses(p, x, y), where=y > 0),
+    "dropout": lambda p, x, y: jnp.mean(
+        losses(p, x, y) * jax.random.bernoulli(jax.random.key(0), 0.5, y.shape)
+    ),
+    "contrastive": lambda p, x, y: jnp.mean(
+        (logits(p, x) @ tpudist.get_replica_context().all_gather(logits(p, x), 0).T) ** 2
+    ),
+    "reduced already": lambda p, x, y: all_reduce(
+        tpudist.compute_average_loss(losses(p, x, y)), "sum"
+    ),
+    "smoothed labels": lambda p, x, y: jnp.mean(
+        optax.softmax_cross_entropy(
+            logits(p, x), optax.smooth_labels(jax.nn.one_hot(y, logits(p, x).shape[1]), 0.1)
+        )
+    ),
+    "contrastive over all rows": lambda p, x, y: jnp.mean(contrastive_losses(p, x)),
     "negative": lambda p, x, y: -jnp.mean(-losses(p, x, y)),
     "flat tokens": lambda p, x, y: jnp.mean(
         cross_entropy(logits(p, jnp.stack([x, 2 * x], 1)).reshape(-1, 5), jnp.repeat(y, 2))
@@ -139,6 +165,18 @@ NOT_FOUND = {
     ),
     "sum / global batch": lambda p, x, y: losses(p, x, y).sum() / GLOBAL,
     "sum": lambda p, x, y: losses(p, x, y).sum(),
+    "count of all": lambda p, x, y: (
+        (losses(p, x, y) * (y > 0)).sum() / all_reduce(jnp.sum(y > 0, dtype=jnp.float32))
+    ),
+    "average with smoothing": lambda p, x, y: tpudist.compute_average_loss(
+        0.9 * losses(p, x, y) - 0.1 * jax.nn.log_softmax(logits(p, x)).mean(-1)
+    ),
+    "contrastive over all rows / global batch": lambda p, x, y: tpudist.compute_average_loss(
+        contrastive_losses(p, x)
+    ),
+    "each example clipped": lambda p, x, y: tpudist.compute_average_loss(
+        jnp.minimum(losses(p, x, y), 2.0)
+    ),
     "sum / a number that is as large as the rows": lambda p, x, y: losses(p, x, y).sum() / 16,
     "mean / replicas": lambda p, x, y: mean_loss(p, x, y) / 8,
     "mean * share": lambda p, x, y: mean_loss(p, x, y) * (1 / 8),
@@ -157,7 +195,6 @@ NOT_FOUND = {
     "sum of 8 elements a row / global batch": lambda p, x, y: (
         jnp.sum((x @ ONES[:, :8] * p["w"].sum()) ** 2) / GLOBAL
     ),
-    "mean of parameters": lambda p, x, y: jnp.mean((p["w"].sum() * jnp.ones(ROWS)) ** 2),
     "regularization alone": lambda p, x, y: tpudist.scale_regularization_loss(jnp.mean(p["w"])),
 }
 
@@ -165,7 +202,10 @@ NOT_FOUND = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(x, marks=() if x in ("linear", "mean of means") else pytest.mark.exhaustive)
+        pytest.param(
+            x,
+            marks=() if x in ("mean of means", "equal on all replicas") else pytest.mark.exhaustive,
+        )
         for x in FOUND
     ],
 )
@@ -173,7 +213,7 @@ def test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found(name):
     (warning,) = Program().warnings_of_trace(FOUND[name], by_optimizer())
     assert warning.category is LocalMeanWarning
     assert warning.filename == __file__
-    assert "8 times the gradient of the mean over the global batch" in str(warning.message)
+    assert "8 times that of one device with all rows" in str(warning.message)
 
 
 @pytest.mark.exhaustive
@@ -189,6 +229,8 @@ OPTIMIZERS = {
     "clipped": by_optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))),
     "bfloat16": by_optimizer(reduce_dtype="bfloat16"),
     "by hand": by_hand(all_reduce),
+    "ascent": by_hand(all_reduce, lambda g: -g),
+    "clipped before": by_hand(lambda g: all_reduce(g / jnp.linalg.norm(g))),
     "average by hand": by_hand(all_reduce, lambda g: 0.1 * g + 0.9 * jnp.ones_like(g)),
 }
 CORRECT_OPTIMIZERS = {
@@ -203,7 +245,6 @@ CORRECT_OPTIMIZERS = {
     "sum / number of rows": by_hand(
         lambda g: all_reduce(g) / all_reduce(jnp.sum(jnp.isfinite(g), dtype=jnp.float32))
     ),
-    "sum that is kept": by_hand(all_reduce, lambda g: -g),
     "norm alone": by_hand(lambda g: jnp.zeros((3, 5)) * jnp.linalg.norm(all_reduce(g))),
 }
 
@@ -219,6 +260,38 @@ def test_whatever_sums_is_found_once_with_the_line_of_the_mean(name):
 @pytest.mark.parametrize("name", CORRECT_OPTIMIZERS)
 def test_a_mean_that_is_not_summed_or_divided_is_no_reason(name):
     assert not Program().warnings_of_trace(mean_loss, CORRECT_OPTIMIZERS[name])
+
+
+def average_loss(p, x, y):
+    return tpudist.compute_average_loss(losses(p, x, y))
+
+
+def test_an_average_of_sums_is_found():
+    (warning,) = Program().warnings_of_trace(average_loss, by_optimizer(reduce_op="mean"))
+    assert "8 times smaller than that of one device" in str(warning.message)
+
+
+def test_a_mean_of_means_is_found_when_replicas_have_other_numbers_of_rows():
+    program = Program()
+    rows = GLOBAL - ROWS // 2 - 1  # one replica has fewer
+    for count, loss, number in (
+        (GLOBAL, mean_loss, 0),
+        (rows, mean_loss, 1),
+        (rows, average_loss, 0),
+    ):
+        batches = [(X, Y), (X[:count], Y[:count])]
+        *_, batch = program.strategy.experimental_distribute_dataset(batches)
+        op = "mean" if loss is mean_loss else "sum"
+        caught = program.warnings_of(loss, by_hand(lambda g, op=op: all_reduce(g, op)), batch)
+        assert [x.lineno for x in caught] == [MEAN_LINE] * number
+        assert all("replicas have from 14 to 15 rows" in str(x.message) for x in caught)
+
+
+@pytest.mark.parametrize("loss", [mean_loss, average_loss])
+def test_replicas_of_several_devices_are_looked_at_too(loss):
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2})
+    caught = Program(strategy).warnings_of_trace(loss, by_optimizer())
+    assert [x.lineno for x in caught] == [MEAN_LINE] * (loss is mean_loss)
 
 
 @pytest.mark.slow

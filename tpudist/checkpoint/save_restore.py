@@ -14,6 +14,7 @@ from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry,
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_contents
 from tpudist.checkpoint.restore_match import RestoreReport
+from tpudist.values import drift
 
 _UNKNOWN_DTYPES = (
     "int1 uint1 uint2 uint4 float8_e4m3 float6_e2m3fn float6_e3m2fn longdouble clongdouble "
@@ -28,6 +29,7 @@ def gather(
 
     Raises:
         CheckpointError: Arrays have been donated, or have no values yet; names all.
+        ValueError: An array differs between replicas since a call that did not reduce it.
         TypeError: A state is no JSON, or a dtype cannot be stored.
     """
     arrays: dict[tuple[str, ...], Any] = {}
@@ -46,6 +48,7 @@ def gather(
         elif isinstance(value, jax.ShapeDtypeStruct):
             abstract.append(entry.name)
         elif 0 not in entry.shape:
+            drift.check([value], [entry.name], "CheckpointManager.save")
             arrays[entry.path] = _to_storable(entry, value)
             leaf["path"] = list(entry.path)
     if gone:

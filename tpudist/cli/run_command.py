@@ -12,6 +12,7 @@ import tyro
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.launch_command import find_program
 from tpudist.goodput import goodput
+from tpudist.verification import first_verification
 from tpudist.xla import emulation
 
 
@@ -26,6 +27,8 @@ class Options:
     emulate: int | None = None
     """So many emulated CPU devices, also if the program does not ask for them; without it, the
     devices of this host."""
+    verify: bool = False
+    """Compare each step with one device at its first call, and stop if it differs."""
     goodput: str | None = None
     """A folder for notes of what the time goes to, which tpudist doctor reads."""
 
@@ -46,6 +49,8 @@ def run(options: Options) -> NoReturn:
         os.environ.update(emulation.environment_of(options.emulate))
     if options.goodput is not None:
         os.environ[goodput.VARIABLE] = options.goodput
+    if options.verify:
+        os.environ[first_verification.VARIABLE] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], command)

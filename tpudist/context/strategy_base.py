@@ -72,6 +72,8 @@ class StrategyBase(abc.ABC):
 
     # The strategy that this one stands for on other devices, while a plan is made; see `on`.
     _twin_of: Self | None = None
+    # A `run.rehearsal.StandIn`: how a twin that runs differs from the strategy it stands for.
+    _stand_in: Any = None
     # The Variables whose arrays somebody has read: they must not be overwritten in place.
     _protected: "WeakIdentitySet"
     # The compiled functions, a `run.step_cache.Replicator`; its callers annotate it.

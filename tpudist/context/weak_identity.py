@@ -38,6 +38,11 @@ class WeakIdentityDict:
         """Empty."""
         self._items: dict[int, tuple[weakref.ref, Any]] = {}
 
+    def get(self, key: Any) -> Any:
+        """Returns the value of `key`; None if it has none."""
+        found = self._items.get(id(key))
+        return found[1] if found is not None and found[0]() is key else None
+
     def setdefault(self, key: Any, default: Any) -> Any:
         """What belongs to `key`: `default` from now on, if nothing does.
 

@@ -10,7 +10,6 @@ from flax import nnx
 
 from tpudist import context
 from tpudist.options import warn_if_given
-from tpudist.programs.rows.local_means import OPTIMIZER_SCOPE
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.captures import NewVariable
 from tpudist.state import nnx_contents, scatter_updates
@@ -258,10 +257,7 @@ class Optimizer(nnx.Optimizer):
         replica = context.get_replica_context()
         if replica is None or self.reduce_op is None:
             return gradients
-        with jax.named_scope(OPTIMIZER_SCOPE):
-            return self._all_reduce(replica, gradients, self.reduce_op)
-
-    def _all_reduce(self, replica: Any, gradients: PyTree, op: ReduceOp) -> PyTree:
+        op = self.reduce_op
         if self.reduce_dtype is None:
             return replica.all_reduce(op, gradients)
         narrow = jax.tree.map(lambda g: jnp.asarray(g, self.reduce_dtype), gradients)

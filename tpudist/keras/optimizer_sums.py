@@ -8,12 +8,10 @@ import contextvars
 import functools
 from typing import Any
 
-import jax
 import keras
 
 from tpudist import context
 from tpudist.keras import keras_internals
-from tpudist.programs.rows.local_means import OPTIMIZER_SCOPE
 
 _are_summed: contextvars.ContextVar[bool] = contextvars.ContextVar("are_summed", default=False)
 
@@ -40,8 +38,7 @@ def _sum_first(plain: Any) -> Any:
         assert mode.replica_context is not None
         token = _are_summed.set(True)
         try:
-            with jax.named_scope(OPTIMIZER_SCOPE):
-                summed = mode.replica_context.all_reduce("sum", list(grads))
+            summed = mode.replica_context.all_reduce("sum", list(grads))
             return plain(self, summed, trainable_variables)
         finally:
             _are_summed.reset(token)

@@ -13,22 +13,26 @@ from jax.extend import core
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxpr_structure import Call
 from tpudist.programs.references import Access, access_of, is_reference
-from tpudist.programs.replica_equality import line_of
+from tpudist.programs.user_lines import line_of
 from tpudist.xla.mesh import REPLICA_AXIS
 
 # The parameters of collectives that name axes.
 AXES = ("axes", "axis_name", "axis")
 
 
-def flatten(closed: Any) -> "FlatProgram":
-    """What a program does.
+def flatten(closed: Any, *, inline_calls: bool = False) -> "FlatProgram":
+    """Returns the operations of a program.
+
+    Args:
+        closed: The program.
+        inline_calls: Whether to inline all calls, rather than only those that communicate.
 
     Raises:
         ValueError: It does something with a reference that is not possible, with the line.
     """
     flat = FlatProgram()
     flat.inputs = tuple(flat.new() for _ in jaxprs.open_jaxpr(closed).invars)
-    flat.outputs = tuple(_Flattening(flat, {}).program(closed, flat.inputs))
+    flat.outputs = tuple(_Flattening(flat, {}, inline_calls).program(closed, flat.inputs))
     return flat
 
 
@@ -51,6 +55,7 @@ class Operation:
         outputs: What it gives.
         communicates: Whether replicas say something to each other in it.
         adds: Whether it stands for what is added to a reference: for a sum, that is.
+        calls: The inlined calls that contain it, outermost first.
     """
 
     eqn: core.JaxprEqn
@@ -58,6 +63,7 @@ class Operation:
     outputs: tuple[int, ...]
     communicates: bool
     adds: bool = False
+    calls: tuple[core.JaxprEqn, ...] = ()
 
 
 @dataclasses.dataclass
@@ -88,6 +94,8 @@ class FlatProgram:
 class _Flattening:
     flat: FlatProgram
     cells: dict[int, int]  # what each reference holds
+    inline_calls: bool
+    calls: list[core.JaxprEqn] = dataclasses.field(default_factory=list)
 
     def program(self, closed: Any, inputs: Sequence[int]) -> list[int]:
         jaxpr = jaxprs.open_jaxpr(closed)
@@ -113,11 +121,21 @@ class _Flattening:
         if made or any(number in self.cells for number in given):
             return self._reference(eqn, given)
         communicates = _communicates(eqn)
-        if communicates and isinstance(jaxprs.structure_of(eqn), Call):
-            return self.program(_callee(eqn), given)
+        if communicates or self.inline_calls:
+            structure = jaxprs.structure_of(eqn)
+            if isinstance(structure, Call) and structure.copies == 1:
+                return self._inline(eqn, given)
         outputs = tuple(self.flat.new() for _ in eqn.outvars)
-        self.flat.steps.append(Operation(eqn, tuple(given), outputs, communicates))
+        calls = tuple(self.calls)
+        self.flat.steps.append(Operation(eqn, tuple(given), outputs, communicates, calls=calls))
         return outputs
+
+    def _inline(self, eqn: core.JaxprEqn, given: list[int]) -> list[int]:
+        self.calls.append(eqn)
+        try:
+            return self.program(_callee(eqn), given)
+        finally:
+            self.calls.pop()
 
     def _reference(self, eqn: core.JaxprEqn, given: list[int]) -> Sequence[int]:
         """What is done to a reference, as what it holds from then on."""
@@ -128,7 +146,7 @@ class _Flattening:
             return [cell]
         if access is None:
             if isinstance(jaxprs.structure_of(eqn), Call):
-                return self.program(_callee(eqn), given)
+                return self._inline(eqn, given)
             raise make_error(eqn, f"a Variable or reference is changed inside of {eqn.primitive}.")
         if len(given) > (1 if access in (Access.READ, Access.END) else 2):
             raise make_error(eqn, "a part of a Variable or reference is read or changed.")

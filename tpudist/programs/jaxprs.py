@@ -330,6 +330,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
         "call_jaxpr fwd_jaxpr_thunk bwd num_consts out_trees symbolic_zeros",
     ),
     "custom_vmap_call": _layout(_call_reader("call"), "call rule in_tree out_tree"),
+    "adjoint_call": _layout(_call_reader("callee"), "callee transposed"),
     "linear_call": _layout(
         _call_reader("callee"), "callee transpose_thunk num_callee_consts num_res"
     ),

@@ -55,6 +55,7 @@ class Agreement:
         broken_claims: The numbers of the claims (`claim_equal`) that do not hold.
         lost_references: References where JAX does not do what the program says.
         sums: The sums over all replicas, in an order that depends on the program alone.
+        lines: For each output that differs, the user's line that makes it; empty if unknown.
     """
 
     causes: tuple[Cause, ...]
@@ -62,6 +63,15 @@ class Agreement:
     broken_claims: tuple[int, ...] = ()
     lost_references: tuple[LostReference, ...] = ()
     sums: tuple[ReplicaSum, ...] = ()
+    lines: tuple[str, ...] = ()
+
+    def describe_cause(self, output: int) -> str:
+        """Says why an output differs, for an error."""
+        line = self.lines[output] if self.lines else ""
+        return (
+            f"its new value depends on {self.causes[output]}, and was not reduced over the "
+            f"replicas{f' ({line})' if line else ''}"
+        )
 
     @property
     def differs(self) -> tuple[bool, ...]:

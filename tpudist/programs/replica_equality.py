@@ -93,7 +93,16 @@ def prove(
             ReplicaSum(tuple(causes), tuple(map(_shape, eqn.invars)), line_of(eqn))
             for eqn, causes in walk.sums.values()
         ),
+        _find_lines(closed.jaxpr, out),
     )
+
+
+def _find_lines(jaxpr: core.Jaxpr, causes: Sequence[Any]) -> tuple[str, ...]:
+    """The user's lines that make the outputs that differ; empty for the others."""
+    both = zip(jaxpr.outvars, causes, strict=True)
+    wanted = {x for x, cause in both if _cause_of(cause) and not isinstance(x, core.Literal)}
+    lines = {x: users_line_of(e) for e in jaxpr.eqns for x in e.outvars if x in wanted}
+    return tuple("" if isinstance(x, core.Literal) else lines.get(x, "") for x in jaxpr.outvars)
 
 
 class _Walk:
@@ -315,7 +324,7 @@ class _Walk:
         for inner in (inner for body in bodies for inner in jaxprs.walk(body)):
             if _communicates(inner):
                 lines = map(users_line_of, reversed(self.path))
-                where = next(filter(None, lines), line_of(eqn))
+                where = next(filter(None, lines), users_line_of(eqn))
                 self.hazards.append(Hazard(inner.primitive.name, cause, where))
                 return
 

@@ -10,7 +10,7 @@ refused.
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +66,7 @@ class PartialBatch:
         program: Its program, with the numbers of real rows as its last inputs.
         proof: What of it is equal on every replica.
         found: What the call gives besides outputs, for any number of rows.
+        takes_means: Whether the function may take means over a replica's own rows.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class PartialBatch:
         self._groups = self._inputs.groups
         end = len(shapes) - self.num_groups
         self._shapes, self._stacked = list(shapes[:end]), list(stacked[:end])
+        self._all_shapes, self._all_stacked = shapes, stacked
         self._parts = [(number, rows) for number, rows, _ in first.parts]
         self._learnt, self._warned = _Learnt(), False
+        self.takes_means = True
         try:
             while True:
                 self._found: dict[Point, CallOutputs] = {}
@@ -138,6 +141,28 @@ class PartialBatch:
             gathered[index] = sizes.index(own)
         differing = before.differing | self._find_broken_claims()
         return _Learnt(tuple(gathered.items()), tuple(sizes), differing)
+
+    def keep_state(
+        self, program: compile.ReplicaProgram, state: Mapping[int, int]
+    ) -> compile.ReplicaProgram:
+        """Returns the program, in which replicas without rows leave some state as it is.
+
+        Args:
+            program: `self.program`, or what was made of it.
+            state: Outputs that are new state, each with the input that it replaces.
+        """
+        if not state:
+            return program
+
+        def keep(*local: Any) -> list[Any]:
+            outputs = list(compile.evaluate(program.closed, local))
+            empty = jnp.stack(local[-self.num_groups :]).min() == 0
+            for i, source in state.items():
+                outputs[i] = jnp.where(empty, local[source], outputs[i])
+            return outputs
+
+        name = self._body.call.name
+        return compile.trace(keep, self._mesh, self._all_shapes, self._all_stacked, name)
 
     def _find_broken_claims(self) -> frozenset[int]:
         return frozenset((*self._program.broken_claims, *self.proof.broken_claims))
@@ -202,7 +227,7 @@ class PartialBatch:
             ValueError: The function is another one for these, or cannot be followed.
         """
         empty = [i for i, own in enumerate(zip(*rows, strict=True)) if 0 in own]
-        if empty and not self._warned:
+        if empty and self.takes_means and not self._warned:
             self._warned = True
             _log.warning(
                 "'%s' is given a partial batch of which replica(s) %s have no rows: means over "

@@ -14,7 +14,8 @@ import numpy as np
 from tpudist.lowering import compile
 from tpudist.options import LocalMeanWarning, UndistributedBatchWarning
 from tpudist.programs import replica_agreement, replica_equality
-from tpudist.programs.rows import local_means
+from tpudist.programs.rows import degree_walk
+from tpudist.programs.rows import labels as labels_of_rows
 from tpudist.run.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.xla import compile_log
@@ -22,6 +23,10 @@ from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import ReplicaMesh
 
 _MAX_NAMED = 3
+_DIVIDE = (
+    "Divide the loss by the rows of all replicas, tpudist.compute_average_loss(per_example_loss), "
+    "and sum the gradients, all_reduce('sum', grads)"
+)
 # By what Python knows which warnings were shown already, as it does for each module of its own.
 _shown: dict[Any, Any] = {}
 
@@ -59,7 +64,7 @@ def find_remarks(
     program: compile.ReplicaProgram,
     proof: replica_agreement.Agreement,
     labels: Callable[[], list[str]],
-    trace_double: Callable[[Mapping[int, int]], compile.ReplicaProgram | None],
+    fault: degree_walk.Fault | None,
 ) -> tuple[Remark, ...]:
     """What there is to say of a function that was traced.
 
@@ -69,58 +74,121 @@ def find_remarks(
         program: The program of one replica.
         proof: What of it is equal on every replica.
         labels: Gives the names of the flat arguments.
-        trace_double: Gives the program for twice as many rows, given the dims of the inputs that
-            have them; None if the function cannot be traced for these.
+        fault: New state that is not that of one device; see `choose_fault`.
     """
     if not proof.sums or call.strategy.num_replicas_in_sync == 1:
         return ()
-    batches = _row_dims(call, variables)
     captured = any(isinstance(x, Capture) for x in variables)
     if not call.kinds.per_replica and not captured:
         found = _find_undistributed(call, len(variables), program, proof, labels)
-    elif batches and call.inputs.groups is None:
-        found = _find_local_mean(call, program, batches, trace_double)
+    elif fault is not None:
+        _, numbers = _row_dims(call, variables)
+        n = call.strategy.num_replicas_in_sync
+        where = fault.counted or fault.summed
+        found = Remark(LocalMeanWarning, _describe_fault(fault, call.name, n, numbers), where)
     else:
         found = None
     return () if found is None else (found,)
 
 
-def _find_local_mean(
+def find_degrees(
     call: ReplicaCall,
+    variables: Sequence[Any],
     program: compile.ReplicaProgram,
-    batches: dict[int, int],
-    trace_double: Callable[[Mapping[int, int]], compile.ReplicaProgram | None],
-) -> Remark | None:
-    """A mean over a replica's rows whose gradient is summed over the replicas."""
-    n = call.strategy.num_replicas_in_sync
-    found = local_means.find(program.closed, batches, n)
-    if found is None:
+    state: Mapping[int, int],
+    trace_larger: Callable[[Mapping[int, int]], Any],
+) -> degree_walk.Findings | None:
+    """What the degrees of the values tell; None if nothing is known of them.
+
+    Args:
+        call: The call.
+        variables: The Variables and captured PerReplicas that are the first inputs.
+        program: The program of one replica, without masks for partial batches.
+        state: The outputs that are new state, each with the input that it replaces.
+        trace_larger: Called with the dims of the inputs that have rows; returns the program at more
+            rows on more replicas, or None if it cannot be traced.
+    """
+    batches, _ = _row_dims(call, variables)
+    larger = trace_larger(batches) if batches else None
+    if larger is None or labels_of_rows.find_difference(program.closed, larger) is not None:
         return None
-    # That the divisor is as large as the number of rows may be chance: then it stays what it is.
-    double = trace_double(batches)
-    again = None if double is None else local_means.find(double.closed, batches, n)
-    if again is None or (again.where, again.divisor) != (found.where, 2 * found.divisor):
+    return degree_walk.walk(program.closed, larger, [not x for x in program.stacked], state)
+
+
+def choose_fault(
+    call: ReplicaCall,
+    variables: Sequence[Any],
+    program: compile.ReplicaProgram,
+    faults: Sequence[degree_walk.Fault],
+) -> degree_walk.Fault | None:
+    """Returns the fault to warn of: state that is not that of one device with all rows.
+
+    Args:
+        call: The call.
+        variables: The Variables and captured PerReplicas that are the first inputs.
+        program: The program of one replica.
+        faults: The faults that `find_degrees` has found.
+    """
+    faults = [x for x in faults if not x.is_draw]
+    if not faults:
         return None
-    summed = f" (at {found.summed})" if found.summed else ""
-    message = (
-        f"'{call.name}' takes the gradient of a mean over each replica's own rows (divided by "
-        f"{found.divisor}), and sums it over {n} replicas{summed}: that is {n} times the gradient "
-        f"of the mean over the global batch. Divide the loss by the examples of all replicas, "
-        f"tpudist.compute_average_loss(per_example_loss), or average the gradients: "
-        f"tpudist.Optimizer(..., reduce_op='mean'), all_reduce('mean', grads). To switch this "
-        f"off: warnings.filterwarnings('ignore', category=tpudist.LocalMeanWarning)."
+    n, (batches, numbers) = call.strategy.num_replicas_in_sync, _row_dims(call, variables)
+    rows = max(program.closed.in_avals[i].shape[dim] for i, dim in batches.items())
+    wrong = [x for x in faults if x.excess and not x.may_be_right(n, rows)]
+    uneven = [x for x in faults if not x.excess] if len(numbers) > 1 else []
+    return next(iter(wrong + uneven), None)
+
+
+def _describe_fault(fault: degree_walk.Fault, name: str, n: int, numbers: set[int]) -> str:
+    counted = f" ({fault.counted})" if fault.counted else ""
+    summed = f" ({fault.summed})" if fault.summed else ""
+    factor = float(n) ** abs(float(fault.excess))
+    if fault.mixed:
+        what = (
+            f"adds a value that is equal on all replicas to a value of each replica's own rows"
+            f"{counted}, and sums both over {n} replicas{summed}: the first one counts {n} times"
+        )
+        remedy = "Divide it by the number of replicas: tpudist.scale_regularization_loss(value)"
+    elif not fault.excess:
+        what = (
+            f"averages over {n} replicas{summed} what is a mean over each replica's own rows"
+            f"{counted}, and replicas have from {min(numbers)} to {max(numbers)} rows in this "
+            f"batch: a row counts more where there are fewer"
+        )
+        remedy = _DIVIDE
+    elif fault.excess > 0:
+        what = (
+            f"updates its state with a value that is {factor:g} times that of one device with all "
+            f"rows: it is a mean over each replica's own rows, or equal on all replicas{counted}, "
+            f"and is summed over {n} replicas{summed}, or multiplied by their number"
+        )
+        remedy = (
+            f"{_DIVIDE}. Or, if all replicas have as many rows, average the gradients: "
+            f"tpudist.Optimizer(..., reduce_op='mean'), all_reduce('mean', grads)"
+        )
+    else:
+        what = (
+            f"updates its state with a value that is {factor:g} times smaller than that of one "
+            f"device with all rows: it is averaged over {n} replicas{summed}, and is a sum over "
+            f"rows, or divided by the rows of all replicas already{counted}"
+        )
+        remedy = "Sum it over the replicas: reduce_op='sum', all_reduce('sum', grads)"
+    return (
+        f"'{name}' {what}. {remedy}. To disable this warning: "
+        f"warnings.filterwarnings('ignore', category=tpudist.LocalMeanWarning)."
     )
-    return Remark(LocalMeanWarning, message, found.where)
 
 
-def _row_dims(call: ReplicaCall, variables: Sequence[Any]) -> dict[int, int]:
-    """Which inputs are batches, and which of their dims has the rows."""
+def _row_dims(call: ReplicaCall, variables: Sequence[Any]) -> tuple[dict[int, int], set[int]]:
+    """The inputs that are batches, with their dim of rows; and how many rows replicas have."""
     first = len(variables) + call.inputs.num_nnx
     values = [(i, x.held) for i, x in enumerate(variables) if isinstance(x, Capture)]
     batches = set(call.kinds.per_replica)
     leaves = enumerate(call.inputs.leaves_of_arguments, first)
     values += [(i, call.leaves[leaf]) for i, leaf in leaves if leaf in batches]
-    return {i: x.dim for i, x in values if x.rows is not None and len(x.shape) and not x.other_rows}
+    values = [(i, x) for i, x in values if x.rows is not None and x.shape and not x.other_rows]
+    numbers = {y for _, x in values for y in x.rows} if call.inputs.groups is not None else set()
+    return {i: x.dim for i, x in values}, numbers
 
 
 def _find_undistributed(

@@ -130,7 +130,10 @@ class ReplicaBody:
         if binding is None:
             return (), []
         values = self.call.inputs.nnx_structure.unflatten(nnx_values)
-        if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
+        strategy = self.call.strategy
+        # One device that several replicas are compared with draws the numbers of the first one.
+        several = strategy.num_replicas_in_sync > 1 or strategy._stand_in is not None
+        if several and not self.call.whole:
             values = make_values_of_replica(binding, values)
         return binding.copy_with(values), values
 

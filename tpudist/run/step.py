@@ -20,7 +20,7 @@ from tpudist import context
 from tpudist.goodput import goodput
 from tpudist.lowering import compile, first_compile, placement
 from tpudist.options import RunOptions
-from tpudist.run import first_run, remarks
+from tpudist.run import first_run, rehearsal, remarks
 from tpudist.run.arguments import call_arguments, call_description, host_arrays, inputs, row_groups
 from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.arguments.python_numbers import TraceFailed
@@ -32,6 +32,7 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
 from tpudist.state.nnx_binding import Binding
+from tpudist.values import drift
 from tpudist.xla import compile_log, traces
 from tpudist.xla.compiler import executables
 
@@ -153,6 +154,42 @@ class Step:
             with self.owner.strategy._use_axis_rules():  # it may be traced for these rows
                 traced.check_rows(now)
             self._checked_rows.add(key)
+
+    def rehearse(self, now: call_arguments.Call) -> rehearsal.Rehearsal:
+        """Runs the program on copies of the state, and returns the values that it computes."""
+
+        def run_on_copies(donated: list[Any], kept: list[Any]) -> rehearsal.Rehearsal:
+            if now.rows:
+                self.check_rows(now)
+            if self._only_lowered:
+                self._agree_on_lowered(now)
+            plan = self._plan
+            assert plan is not None, "the inputs are made by it"
+            inputs = plan.merge_inputs(donated, kept)
+            written, outcome = self._jitted([x.copy() for x in donated], kept)  # type: ignore[misc]
+            traced = outcome.traced
+            if traced.count_run is not None:
+                traced.count_run()
+            return rehearsal.Rehearsal(
+                rehearsal.find_changes(plan, now.binding, traced.found, inputs, written),
+                traced.result(outcome.results, now),
+                rehearsal.find_replaced(traced, len(self.captured), inputs),
+                traced,
+                tuple(inputs),
+            )
+
+        return self.attempt(now, run_on_copies)
+
+    def trace(self, now: call_arguments.Call) -> tuple[TracedStep, list[Any]]:
+        """Returns the trace of this call, which is not made, and the inputs of its program."""
+
+        def take_inputs(donated: list[Any], kept: list[Any]) -> tuple[TracedStep, list[Any]]:
+            assert self._plan is not None, "the inputs are made by it"
+            inputs = self._plan.merge_inputs(donated, kept)
+            traced = self._trace(inputs[len(self.captured) :])
+            return traced, traced.inputs_of_program(self.captured, inputs)
+
+        return self.attempt(now, take_inputs)
 
     def lower(self, now: call_arguments.Call) -> Any:
         """The lowered program of this call, which is not made."""
@@ -329,6 +366,8 @@ class Step:
         """
         now = self._current_call()
         if not self.traced:
+            names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
+            drift.check(now.leaves(), names, f"Strategy.run of '{self.function.name}'")
             self.inputs = Inputs.of(self.kinds_of_leaves, now.leaves(), now.binding, self.groups)
             self._trace(jax.tree.leaves(values))
             captured = self._values_of_captured()
@@ -502,6 +541,9 @@ class Step:
                 rest,
                 lambda: call_description.names_of_leaves(now.fn, now.args, now.kwargs),
             )
+        stand_in = self.owner.strategy._stand_in
+        if stand_in is not None and stand_in.rewrite is not None:
+            traced = rehearsal.rewrite(traced, stand_in.rewrite, self.function.name)
         self.traced[key] = traced
         self._given_back.update(traced.returned.values())
         known = set(self.captured)

@@ -19,7 +19,9 @@ from tpudist.options import RunOptions
 from tpudist.run.arguments import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.captures import Findings
+from tpudist.run.outputs.results import TracedStep
 from tpudist.run.recent_steps import Form, RecentSteps
+from tpudist.run.rehearsal import Rehearsal
 from tpudist.run.step import ArgumentsChanged, Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.throttle import Throttle
@@ -47,6 +49,8 @@ class Replicator:
         self._others: dict[Any, _Function] = {}
         self._sequences: weakref.WeakKeyDictionary[Step, dict] = weakref.WeakKeyDictionary()
         self._definitions: collections.Counter = collections.Counter()
+        # Called before the first call of each function, with the arguments of `run`.
+        self.before_first_call: Callable[..., None] | None = None
         # Threads share steps, and Variables that one step takes away and gives back.
         self.one_at_a_time = threading.RLock()
 
@@ -70,6 +74,9 @@ class Replicator:
                     step.needs_care = True
                 except TraceFailed:
                     pass  # for other shapes than before: it is tried again
+            if self.before_first_call is not None and not function.was_called and not whole:
+                function.was_called = True
+                self.before_first_call(self.strategy, fn, args, kwargs, options)
             return self._with_care(function, fn, args, kwargs, options, lambda step, now: step(now))
 
     def run_steps(
@@ -105,6 +112,31 @@ class Replicator:
 
             first = (*args, elements[0])
             return self._with_care(function, fn, first, {}, options, run_in_sequence)
+
+    def rehearse(
+        self, fn: Callable, args: tuple, kwargs: dict, options: RunOptions | None = None
+    ) -> Rehearsal:
+        """Runs `fn` as `run` does, but on copies of the state; see `Step.rehearse`."""
+        options = _DEFAULT_OPTIONS if options is None else options
+        with self.one_at_a_time:
+            return self._with_care(
+                self.function_of(fn),
+                fn,
+                args,
+                kwargs,
+                options,
+                lambda step, now: step.rehearse(now),
+            )
+
+    def trace(
+        self, fn: Callable, args: tuple, kwargs: dict, options: RunOptions | None = None
+    ) -> tuple[TracedStep, list[Any]]:
+        """Traces what `run` would call; see `Step.trace`."""
+        options = _DEFAULT_OPTIONS if options is None else options
+        with self.one_at_a_time:
+            return self._with_care(
+                self.function_of(fn), fn, args, kwargs, options, lambda step, now: step.trace(now)
+            )
 
     def lower(
         self,
@@ -287,6 +319,7 @@ class _Function:
         self.static_names: set[str] = set()
         self.findings = Findings()
         self.whole = whole
+        self.was_called = False
         # Programs that were compiled elsewhere, as `planner.saved_plan.Saved`.
         self.loaded: list[Any] = []
         self._last: dict[str, str] | None = None

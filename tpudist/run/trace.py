@@ -5,12 +5,14 @@ equal everywhere, one per replica, aggregated by its own rule, or refused.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tpudist.lowering import compile
+from tpudist.options import ALL_COLLECTIONS
 from tpudist.programs import (
     axis_errors,
     jaxprs,
@@ -19,11 +21,11 @@ from tpudist.programs import (
     unchanged_keys,
 )
 from tpudist.reduce_op import ReduceOp
-from tpudist.run import program_checks, remarks
+from tpudist.run import larger_trace, program_checks, remarks
 from tpudist.run.arguments import call_arguments
 from tpudist.run.arguments.inputs import Inputs, positions
 from tpudist.run.captures import NewVariable
-from tpudist.run.outputs import outputs, returned_state, state_collections
+from tpudist.run.outputs import drift_finder, outputs, returned_state, state_collections
 from tpudist.run.outputs.results import CallOutputs, TracedStep
 from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
@@ -32,6 +34,7 @@ from tpudist.run.traced_rows import TracedRows
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
+from tpudist.values.drift import Drift
 
 
 def trace_step(
@@ -71,7 +74,7 @@ def trace_step(
     if found.structure_change:
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
     causes = causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
-    partial = None
+    partial, plain = None, program
     if rows is None:
         proof = replica_equality.prove(program.closed, causes)
     else:
@@ -90,20 +93,30 @@ def trace_step(
     )
     position = {v: i for i, v in enumerate(variables)}
 
-    def trace_double(dims: Mapping[int, int]) -> compile.ReplicaProgram | None:
-        doubled = list(shapes[:end])
-        for i, dim in dims.items():
-            shape = list(doubled[i].shape)
-            shape[1 + dim] *= 2  # after that of the replicas
-            doubled[i] = jax.ShapeDtypeStruct(shape, doubled[i].dtype)
-        again = CallOutputs()
-        function = body.make_flat_function(again, None)
-        try:
-            traced = compile.trace(function, mesh, doubled, stacked[:end], name)
-        except (Exception, NewVariable):  # whatever the function raises for other numbers of rows
-            return None
-        return None if again.incomplete else traced
-
+    larger = functools.partial(
+        larger_trace.trace_larger, call, variables, shapes[:end], stacked[:end]
+    )
+    state = {o: len(variables) + k for o, k in returned.items()}
+    first = found.num_results
+    state |= {first + i: position[v] for i, v in enumerate(found.variables)}
+    if call.binding is not None:
+        flat = positions(call.binding.values())
+        first += len(found.variables)
+        state |= {
+            first + i: len(variables) + flat[leaf][j] for i, (leaf, j) in enumerate(found.nnx)
+        }
+    if partial is not None:
+        statistics = set(aggregated.get(ReduceOp.MEAN, ()))
+        kept = {o: i for o, i in state.items() if i not in position.values()}
+        kept |= _find_collections(call, found, program.closed, len(variables), labels)
+        program = partial.keep_state(program, {o: i for o, i in kept.items() if o in statistics})
+    degrees = None
+    if strategy._stand_in is None and mesh.num_replicas > 1 and (proof.sums or partial is not None):
+        degrees = remarks.find_degrees(call, variables, plain, state, larger)
+    faults = () if degrees is None else degrees.faults
+    fault = remarks.choose_fault(call, variables, plain, faults)
+    if partial is not None:
+        partial.takes_means = degrees is None or degrees.takes_means
     return TracedStep(
         program=program,
         found=found,
@@ -114,8 +127,65 @@ def trace_step(
         mesh=mesh,
         partial=partial,
         returned={i: k for i, k in returned.items() if not stack_outputs[i]},
-        remarks=remarks.find_remarks(call, variables, program, proof, labels, trace_double),
+        drifting=find_drifting(
+            call, found, program, proof, returned, len(variables), labels, stack_outputs
+        ),
+        faults=tuple(x for x in faults if x is fault or x.is_draw),
+        remarks=remarks.find_remarks(call, variables, plain, proof, labels, fault),
     )
+
+
+def _find_collections(
+    call: ReplicaCall,
+    found: CallOutputs,
+    closed: jaxprs.ClosedJaxpr,
+    num_variables: int,
+    labels: Callable[[], list[str]],
+) -> dict[int, int]:
+    """Returns the results that are parts of collections, with the inputs that they replace."""
+    paths = state_collections.paths_of(found.treedef)
+    results = {
+        what: paths[i]
+        for i, (kind, what) in enumerate(found.result)
+        if kind == "array" and i in paths
+    }
+    names, first = labels(), num_variables + call.inputs.num_nnx
+    arguments = {i: names[leaf] for i, leaf in enumerate(call.inputs.leaves_of_arguments, first)}
+    replaced = state_collections.find_replaced(results, arguments, dict(call.rules))
+    forms = [(x.shape, x.dtype) for x in closed.in_avals]
+    outputs = [(x.shape, x.dtype) for x in closed.out_avals]
+    return {o: i for o, i in replaced.items() if outputs[o] == forms[i]}
+
+
+def find_drifting(
+    call: ReplicaCall,
+    found: CallOutputs,
+    program: compile.ReplicaProgram,
+    proof: replica_agreement.Agreement,
+    returned: Mapping[int, int],
+    num_variables: int,
+    labels: Callable[[], list[str]],
+    stacked: Sequence[bool],
+) -> dict[int, Drift]:
+    """Returns the outputs that replace equal state and differ; see `drift_finder`."""
+    replaced = {i: num_variables + k for i, k in returned.items() if stacked[i]}
+    rules = dict(call.rules)
+    if not replaced or call.whole or ALL_COLLECTIONS in rules:
+        return {}
+    names, leaves = labels(), call.inputs.leaves_of_arguments
+    known = {
+        num_variables + k: names[leaves[k - call.inputs.num_nnx]]
+        for k in returned.values()
+        if k >= call.inputs.num_nnx
+    }
+    found_drift = drift_finder.find_drifting(
+        program.closed, replaced, stacked, proof.causes, known, call.name, program.stacked
+    )
+    return {
+        i: x
+        for i, x in found_drift.items()
+        if rules.get(state_collections.collection_of(x.leaf, rules) or "") != "none"
+    }
 
 
 def place_collections(
@@ -138,7 +208,8 @@ def place_collections(
     returned, certain = returned_state.find_returned_outputs(
         found, call.structure, call.inputs, closed, num_variables
     )
-    if call.strategy.num_replicas_in_sync > 1 and not call.whole:
+    keeps_each = ALL_COLLECTIONS in dict(call.rules)
+    if call.strategy.num_replicas_in_sync > 1 and not call.whole and not keeps_each:
         leaves, rules = call.inputs.leaves_of_arguments, dict(call.rules)
         outputs_of = {i: what for i, (kind, what) in enumerate(found.result) if kind == "array"}
         others = [i for i, what in outputs_of.items() if placed[0][what] and what not in returned]

@@ -171,6 +171,8 @@ class StateMethods(StrategyBase):
         """The array of a Variable, or of what a function captures; for a twin, how it would be."""
         if self._twin_of is None:
             return variable._value
+        if self._stand_in is not None:
+            return self._stand_in.value_of(variable)
         return value_on(self.replica_mesh, variable, self._twin_of.replica_mesh)
 
     def _protect_from_donation(self, variable: VariableLike) -> None:

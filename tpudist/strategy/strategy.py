@@ -37,6 +37,8 @@ from tpudist.strategy.state_methods import StateMethods
 from tpudist.values import stacked_values
 from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
+from tpudist.verification import first_verification
+from tpudist.verification.strategy_methods import VerifyMethods
 from tpudist.xla import integers, traces
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh
@@ -44,7 +46,7 @@ from tpudist.xla.mesh import ReplicaMesh
 PyTree = Any
 
 
-class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods):
+class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, DeprecatedStrategyMethods):
     """Where replicas, variables and data live, and how a function runs on all replicas.
 
     As `tf.distribute.Strategy`.
@@ -77,6 +79,8 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         _ = self.variable_home  # which refuses hooks that contradict each other
         self.extended = StrategyExtended(self)
         self._replicator = Replicator(self)
+        if first_verification.is_wanted():
+            self._replicator.before_first_call = first_verification.verify_first
         keras_scope.watch()
 
     # Hooks; see also `StateMethods.partition`, the placement rule, and the attributes in
@@ -276,6 +280,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         if context.depth():
             if self.storage is None and context.is_in_scope_of(self):
                 return self._replicator.run(fn, args, kwargs, options, whole)
+            acting: Any = context.resolve_twin(self)
+            if acting is not self:
+                return acting._call(fn, args, kwargs, options, whole)
             context.require_scope_or_default(self, "run")
             frame = context.current().frame
             if frame is not None and frame.strategy is self:
@@ -368,9 +375,10 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
 
         As `tf.distribute.Strategy.reduce`, which refuses the `SUM` of a plain value.
         """
-        context.require_scope_or_default(self, "reduce")
+        acting: Any = context.resolve_twin(self)
+        context.require_scope_or_default(acting, "reduce")
         op = ReduceOp.parse(reduce_op)
-        return self._map(lambda x: reduce.reduce(self, op, x, axis), value)
+        return acting._map(lambda x: reduce.reduce(acting, op, x, axis), value)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the replicas' parts along dim `axis`, in replica order, without padding.
@@ -387,8 +395,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, DeprecatedStrategyMethods
         As `tf.distribute.Strategy.gather`, for which the results of `reduce` and `gather` are plain
         values; here every array that all replicas hold counts n times. Negative axes work.
         """
-        context.require_scope_or_default(self, "gather")
-        return self._map(lambda x: gather.gather(self.replica_mesh, x, axis), value)
+        acting: Any = context.resolve_twin(self)
+        context.require_scope_or_default(acting, "gather")
+        return acting._map(lambda x: gather.gather(acting.replica_mesh, x, axis), value)
 
     def _reduce_together(
         self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None

@@ -53,6 +53,19 @@ class ReplicaMesh:
         """Number of replicas, over all processes."""
         return self.deterministic or self.mesh.shape[self.replica_axis]
 
+    def with_more_replicas(self, factor: int) -> "ReplicaMesh":
+        """Returns a mesh of `factor` times as many replicas, for traces only.
+
+        Each device is in it several times, so no program can be compiled for it.
+        """
+        if self.deterministic is not None:
+            return dataclasses.replace(self, deterministic=self.deterministic * factor)
+        mesh = self.mesh
+        place = mesh.axis_names.index(self.replica_axis)
+        devices = np.concatenate([mesh.devices] * factor, axis=place)
+        larger = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return dataclasses.replace(self, mesh=larger)
+
     @functools.cached_property
     def block(self) -> Block | None:
         """How replicas share devices, where their number does not depend on that of devices."""

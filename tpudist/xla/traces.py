@@ -1,5 +1,6 @@
 """Whether JAX is tracing here, and what is a part of a trace."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import threading
@@ -19,7 +20,9 @@ def trace_state() -> Any:
     return core.get_opaque_trace_state(convention="tpudist")
 
 
-_OUTSIDE = trace_state()
+# A first use in a traced function imports this module there. Each thread begins outside of traces.
+with concurrent.futures.ThreadPoolExecutor(1) as _thread:
+    _OUTSIDE = _thread.submit(trace_state).result()
 
 
 def is_eager() -> bool:

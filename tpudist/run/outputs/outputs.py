@@ -44,7 +44,7 @@ def place_outputs(
             aggregated.setdefault(ReduceOp.SUM, []).append(k)
         elif stack[k] and not v.on_read:
             remedy = v.remedy or VARIABLE_REMEDY
-            refused.append((f"Variable '{v.name}'", _describe_cause(proof, k), remedy))
+            refused.append((f"Variable '{v.name}'", proof.describe_cause(k), remedy))
         stack[k] = v.on_read
         k += 1
     for i in nnx_leaves:
@@ -55,7 +55,7 @@ def place_outputs(
         if stack[k] or shares:
             if rule is None or rule is VariableAggregation.NONE:
                 remedy = remedy_of(binding.kinds[i].__name__)
-                refused.append((binding.name(i), _describe_cause(proof, k), remedy))
+                refused.append((binding.name(i), proof.describe_cause(k), remedy))
             elif rule is VariableAggregation.ONLY_FIRST_REPLICA:
                 aggregated.setdefault(None, []).append(k)
             else:
@@ -79,19 +79,15 @@ def remedy_of(kind: str) -> str:
     """What to do about an NNX Variable of this kind that would differ between replicas."""
     if kind in ("Param", "OptState", "OptVariable", "OptArray"):
         return (
-            "All-reduce the gradients before they are applied "
-            "(tpudist.get_replica_context().all_reduce('mean', grads)), or apply them with "
-            "tpudist.Optimizer, which does."
+            "All-reduce the gradients before they are applied: "
+            "tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
+            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself."
         )
     return (
         f"All-reduce what it is computed from, or give the Variable a rule: "
         f"{kind}(value, aggregation='mean'), 'sum' or 'only_first_replica'. nnx.BatchStat and the "
         f"state of nnx.metrics.Average have one."
     )
-
-
-def _describe_cause(proof: replica_agreement.Agreement, k: int) -> str:
-    return f"its new value depends on {proof.causes[k]}, and was not reduced over the replicas"
 
 
 def describe_structure_change(name: str, change: str) -> str:

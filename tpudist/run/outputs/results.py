@@ -18,11 +18,13 @@ from tpudist.reductions import cross_device_ops
 from tpudist.run.arguments.call_arguments import Call
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
+from tpudist.values import drift
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import collectives
 from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
+    from tpudist.programs.rows.degree_walk import Fault
     from tpudist.run.remarks import Remark
 
 
@@ -110,6 +112,8 @@ class TracedStep:
         partial: For partial batches: what was learnt of them.
         remarks: What the user is to be warned of.
         returned: Outputs that are state given back; see `returned_state`.
+        drifting: Outputs that replace equal state and differ between replicas.
+        faults: Values of the program that are not those of one device; see `degree_walk`.
         count_run: Counts a run, once other processes are known to run the same; see `first_run`.
     """
 
@@ -123,6 +127,8 @@ class TracedStep:
     partial: RowsOfResults | None = None
     remarks: tuple["Remark", ...] = ()
     returned: dict[int, int] = dataclasses.field(default_factory=dict)
+    drifting: dict[int, drift.Drift] = dataclasses.field(default_factory=dict)
+    faults: tuple["Fault", ...] = ()
     count_run: Callable[[], None] | None = None
 
     @property
@@ -165,14 +171,8 @@ class TracedStep:
         """
         # State that lives in host memory is on the devices while the step runs.
         given, values = values, [placement.to_device(x) for x in values]
-        fed = dict(zip(captured, values, strict=False))
-        at = {position: fed[v] for v, position in self.positions.items()}
-        variables = [
-            at[i] if i in at else jnp.zeros(x.shape, x.dtype)
-            for i, x in enumerate(self.all_variables)
-        ]
         run = compile.spread(self.program, mesh, self.stack_outputs, self._finish)
-        outputs = run(*variables, *values[len(captured) :])
+        outputs = run(*self.inputs_of_program(captured, values))
         n = self.found.num_results
         new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
         new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
@@ -184,6 +184,16 @@ class TracedStep:
         if self._plain:
             results = self.found.treedef.unflatten(results)
         return written, Outcome(results, self)
+
+    def inputs_of_program(self, captured: Sequence[Variable], values: Sequence[Any]) -> list[Any]:
+        """Returns the inputs of the program: all Variables, and then what else is fed."""
+        fed = dict(zip(captured, values, strict=False))
+        at = {position: fed[v] for v, position in self.positions.items()}
+        variables = [
+            at[i] if i in at else jnp.zeros(x.shape, x.dtype)
+            for i, x in enumerate(self.all_variables)
+        ]
+        return [*variables, *values[len(captured) :]]
 
     def _finish(self, outputs: list[jax.Array]) -> list[jax.Array]:
         return aggregate_outputs(outputs, self.aggregated)
@@ -227,7 +237,8 @@ class TracedStep:
                 array = jax.lax.slice_in_dim(array, 0, sizes[0], axis=dim)
             return array
         if not extents:
-            return PerReplica(array)
+            value = PerReplica(array)
+            return drift.record(value, self.drifting[i]) if i in self.drifting else value
         (dim, first), *others = extents
         return PerReplica(array, first, dim, tuple(others))
 

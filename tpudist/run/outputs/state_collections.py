@@ -51,10 +51,7 @@ def place_collections(
     """
     stack, aggregated = placed
     differing = {i: (label, dtypes[i]) for i, label in labels.items() if stack[i]}
-    causes = {
-        i: f"its new value depends on {proof.causes[i]}, and was not reduced over the replicas"
-        for i in differing
-    }
+    causes = {i: proof.describe_cause(i) for i in differing}
     for i, op in decide(differing, certain, causes, rules, name).items():
         aggregated.setdefault(op, []).append(i)
         stack[i] = False
@@ -79,7 +76,7 @@ def find_collections(
     return {
         i: labels[i]
         for i in differing
-        if i in labels and known.get(_collection_of(labels[i], rules) or "") not in (None, "none")
+        if i in labels and known.get(collection_of(labels[i], rules) or "") not in (None, "none")
     }
 
 
@@ -89,6 +86,31 @@ def paths_of(result: Any) -> dict[int, str]:
     paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
     # Containers that JAX does not know are leaves here, and what they hold has no path.
     return {i: f"{_RESULT}{jax.tree_util.keystr(path)}" for path, i in paths if type(i) is int}
+
+
+def find_replaced(
+    results: Mapping[int, str], arguments: Mapping[int, str], rules: Mapping[str, str]
+) -> dict[int, int]:
+    """Returns the results that have the path of one argument from its collection on, with that.
+
+    Args:
+        results: The names of results, by number.
+        arguments: The names of arguments, by number.
+        rules: The user's rules, by the names of collections.
+    """
+
+    def path_of(label: str) -> tuple[str, ...]:
+        collection, names = collection_of(label, rules), _NAME.findall(label)
+        if collection is None:
+            return ()
+        last = len(names) - 1 - names[::-1].index(collection)
+        return tuple(names[last:])
+
+    sources: dict[tuple[str, ...], list[int]] = {}
+    for i, label in arguments.items():
+        sources.setdefault(path_of(label), []).append(i)
+    found = {i: sources.get(path, []) for i, label in results.items() if (path := path_of(label))}
+    return {i: some[0] for i, some in found.items() if len(some) == 1}
 
 
 def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str) -> str:
@@ -129,7 +151,7 @@ def decide(
     decided: dict[int, ReduceOp | None] = {}
     refused = []
     for i, (label, dtype) in differing.items():
-        collection = _collection_of(label, rules)
+        collection = collection_of(label, rules)
         rule = "none" if collection is None else {**RULES, **rules}[collection]
         if collection is None or rule == "none" or (rule is None and i not in certain):
             continue
@@ -142,8 +164,8 @@ def decide(
     return decided
 
 
-def _collection_of(label: str, rules: Mapping[str, str]) -> str | None:
-    """The innermost collection that the path of some state goes through."""
+def collection_of(label: str, rules: Mapping[str, str]) -> str | None:
+    """Returns the innermost collection that the path of some state goes through."""
     names = _NAME.findall(label)
     return next((x for x in reversed(names) if x in rules or x in RULES), None)
 
@@ -154,7 +176,8 @@ def _remedy_of(collection: str) -> str:
         return (
             f"Reduce the gradients, and what else the optimizer is given (a loss), before they are "
             f"applied: jax.lax.pmean(grads, 'replica'), or "
-            f"tpudist.get_replica_context().all_reduce('mean', grads). If each replica is to keep "
-            f"its own, say so: RunOptions(aggregation={{'{collection}': 'none'}})."
+            f"tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
+            f"by the rows of all replicas (compute_average_loss). If each replica must keep its "
+            f"own, pass RunOptions(aggregation={{'{collection}': 'none'}})."
         )
     return f"Reduce it in the function, or give it a rule: {rule}, 'sum', or 'none' to keep each."

@@ -8,6 +8,7 @@ import traceback
 _LIBRARY = pathlib.Path(__file__).parents[2]
 _MODELS = _LIBRARY / "models"
 _INSTALLED = {"site-packages", "dist-packages"}
+_STANDARD = pathlib.Path(traceback.__file__).parent
 
 
 @functools.lru_cache(maxsize=4096)
@@ -38,7 +39,8 @@ def line_of_error(error: BaseException) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
-    return not _INSTALLED.isdisjoint(pathlib.Path(file).parts)
+    path = pathlib.Path(file)
+    return not _INSTALLED.isdisjoint(path.parts) or path.is_relative_to(_STANDARD)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,84 @@
+"""State that begins to differ between replicas is an error at the next call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpudist
+
+ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.fixture
+def batch(strategy):
+    dataset = strategy.experimental_make_numpy_dataset(ROWS).batch(16)
+    return next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+
+def loss(w, x):
+    return jnp.square(x @ w - 1).sum() / 16
+
+
+def gradient_step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x)
+
+
+def adam_step(state, x):
+    w, moments = state
+    updates, moments = optax.adam(0.1).update({"w": jax.grad(loss)(w["w"], x)}, moments)
+    return (optax.apply_updates(w, updates), moments), loss(w["w"], x)
+
+
+def test_a_forgotten_reduction_is_an_error_at_the_second_call(strategy, batch):
+    def step(w, x):
+        return gradient_step(w, x), loss(w, x)
+
+    w, _ = strategy.run(step, (jnp.ones(3), batch))
+    with pytest.raises(ValueError, match=r"was given 'w', which differs.*test_drift\.py:\d+"):
+        strategy.run(step, (w, batch))
+
+
+def test_nested_state_and_other_functions_find_it_too(strategy, batch):
+    w = {"w": jnp.ones(3)}
+    (w, _), _ = strategy.run(adam_step, ((w, optax.adam(0.1).init(w)), batch))
+    with pytest.raises(ValueError, match="which differs between replicas"):
+        strategy.run(lambda w, x: loss(w["w"], x), (w, batch))
+
+
+def test_it_is_not_saved(strategy, batch, tmp_path):
+    def step(w, x):
+        return gradient_step(w, x), loss(w, x)
+
+    w, _ = strategy.run(step, (jnp.ones(3), batch))
+    manager = tpudist.checkpoint.CheckpointManager(tpudist.TrainState(w=w), str(tmp_path))
+    with pytest.raises(ValueError, match=r"save was given '.*w.*', which differs between replicas"):
+        manager.save(1)
+
+
+def test_values_that_only_feed_themselves_may_differ(strategy, batch):
+    def step(total, mean, w, x):
+        return total + x.sum(), 0.9 * mean + 0.1 * x.mean(0), loss(w, x)
+
+    total, mean = jnp.zeros(()), jnp.zeros(3)
+    for _ in range(3):
+        total, mean, _ = strategy.run(step, (total, mean, jnp.ones(3), batch))
+    assert isinstance(total, tpudist.PerReplica)
+
+
+def test_each_replica_keeps_its_own_if_that_is_said(strategy, batch):
+    options = tpudist.RunOptions(aggregation="none")
+
+    def step(w, x):
+        return gradient_step(w, x), loss(w, x)
+
+    w = jnp.ones(3)
+    for _ in range(2):
+        w, _ = strategy.run(step, (w, batch), options=options)
+    assert isinstance(w, tpudist.PerReplica)

@@ -1,0 +1,262 @@
+"""`Strategy.verify` tells a right distributed step from a wrong one, and names cause and line."""
+
+import linecache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpudist
+from tpudist.testing import assert_same_as_one_device
+
+N = 2
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(16, 3)).astype(np.float32),
+    "y": RNG.normal(size=16).astype(np.float32),
+    "m": ((np.arange(16) % 3 > 0) & (np.arange(16) < 13)).astype(np.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tpudist.MirroredStrategy([f"cpu:{i}" for i in range(N)])
+
+
+@pytest.fixture(scope="module")
+def batch(strategy):
+    return batch_of(strategy, BATCH)
+
+
+def batch_of(strategy, arrays):
+    dataset = strategy.experimental_make_numpy_dataset(arrays).batch(16)
+    return next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+
+def errors(w, b):
+    return jnp.square(b["x"] @ w - b["y"])
+
+
+def reduce(op, x):
+    return tpudist.get_replica_context().all_reduce(op, x)  # line of: reduce
+
+
+def mean(w, b):
+    return errors(w, b).mean()
+
+
+def average(w, b):
+    return tpudist.compute_average_loss(errors(w, b))
+
+
+def masked_by_own_count(w, b):
+    return (errors(w, b) * b["m"]).sum() / b["m"].sum()  # line of: masked
+
+
+def masked_by_count_of_all(w, b):
+    return (errors(w, b) * b["m"]).sum() / reduce("sum", b["m"].sum())
+
+
+def reduced_inside(w, b):
+    return reduce("sum", average(w, b))
+
+
+def dropped(w, b):
+    key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("replica"))
+    return (errors(w, b) * jax.random.bernoulli(key, 0.5, b["y"].shape)).mean()
+
+
+def dropped_in_a_loop(w, b):
+    keys = jax.random.split(tpudist.get_replica_context().random_key(jax.random.key(0)), 2)
+
+    def turn(values, key):
+        return values * jax.random.bernoulli(key, 0.5, values.shape), None
+
+    return jax.lax.scan(turn, errors(w, b), keys)[0].mean()
+
+
+def clip(g):
+    return g * jnp.minimum(1.0, 0.1 / jnp.linalg.norm(g))  # line of: clip
+
+
+def stepper(loss, reduction, before=lambda g: g):
+    def step(w, b):
+        g = before(jax.grad(loss)(w, b))
+        if reduction is not None:
+            g = reduce(reduction, g)
+        return w - 0.1 * g  # line of: update
+
+    return step
+
+
+RIGHT = {
+    "a mean that is averaged": stepper(mean, "mean"),
+    "a loss over all rows that is summed": stepper(average, "sum"),
+    "a masked loss over the count of all": stepper(masked_by_count_of_all, "sum"),
+    "a loss that is reduced inside": stepper(reduced_inside, "mean"),
+    "dropout": stepper(dropped, "mean"),
+    "dropout in a loop": stepper(dropped_in_a_loop, "mean"),
+}
+WRONG = {
+    "a mean that is summed": (stepper(mean, "sum"), N, "reduce"),
+    "averaged twice": (stepper(average, "mean"), 1 / N, "reduce"),
+    "not reduced": (stepper(average, None), None, "update"),
+    "a masked loss over the own count": (stepper(masked_by_own_count, "sum"), N, "masked"),
+    "a masked loss that is averaged": (stepper(masked_by_own_count, "mean"), None, "masked"),
+    "reduced inside and again": (stepper(reduced_inside, "sum"), N, "reduce"),
+    "clipped before": (stepper(mean, "mean", before=clip), None, "clip"),
+    "dropout that is summed": (stepper(dropped, "sum"), N, "reduce"),
+    "dropout and clipped before": (stepper(dropped, "mean", before=clip), None, "clip"),
+    "dropout and not reduced": (stepper(dropped, None), None, "update"),
+    "dropout in a loop and clipped before": (
+        stepper(dropped_in_a_loop, "mean", clip),
+        None,
+        "clip",
+    ),
+}
+
+
+def on_full_batches(report):
+    return [x for x in report.differences if x.comparison != "tail"]
+
+
+QUICK = ("dropout", "a masked loss over the own count", "not reduced", "clipped before")
+
+
+def in_part(names):
+    """The cases that are quick together reach all that there is."""
+    return [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in names]
+
+
+@pytest.mark.parametrize("name", in_part(RIGHT))
+def test_a_right_step_has_no_difference(strategy, batch, name):
+    report = strategy.verify(RIGHT[name], (jnp.ones(3), batch))
+    assert on_full_batches(report) == [], str(report)
+
+
+@pytest.mark.parametrize("name", in_part(WRONG))
+def test_a_wrong_step_is_found_with_its_factor_and_its_line(strategy, batch, name):
+    step, factor, line = WRONG[name]
+    found, *_ = on_full_batches(strategy.verify(step, (jnp.ones(3), batch)))
+    file, _, number = found.where.rpartition(":")
+    assert f"# line of: {line}" in linecache.getline(file, int(number)), found
+    if factor is not None:
+        assert found.factor == pytest.approx(factor, rel=1e-3)
+        assert f"{factor:.4g} times" in found.cause
+
+
+def test_a_mean_of_means_differs_only_on_a_partial_batch(strategy, batch):
+    report = strategy.verify(RIGHT["a mean that is averaged"], (jnp.ones(3), batch))
+    assert {x.comparison for x in report.differences} == {"tail"}
+    assert report.ok
+    assert not report.exact_on_partial_batches
+    assert "only on a partial batch" in report.differences[0].cause
+
+
+def test_a_count_of_rows_is_right_if_it_is_reduced(strategy, batch):
+    def step(count, b):
+        return count + reduce("sum", b["m"].sum()), count
+
+    report = strategy.verify(step, (jnp.zeros(()), batch))
+    assert report.ok, str(report)
+    assert set(report.compared) == {"copies", "rows", "tail"}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_one_key_for_all_replicas_is_found(strategy, batch, shares):
+    def step(w, key, b):
+        own = key if shares else tpudist.get_replica_context().random_key(key)
+        noise = jax.random.normal(own, b["y"].shape)  # line of: draw
+        gradient = jax.grad(lambda w: (errors(w, b) * noise).mean())(w)
+        common = jax.random.normal(key, w.shape)
+        return w - reduce("mean", gradient) + 0.1 * common
+
+    report = strategy.verify(step, (jnp.ones(3), jax.random.key(0), batch))
+    assert report.ok is not shares, str(report)
+    if shares:
+        (found,) = on_full_batches(report)
+        file, _, number = found.where.rpartition(":")
+        assert found.comparison == "program"
+        assert "# line of: draw" in linecache.getline(file, int(number))
+
+
+def test_a_sum_that_clipping_hides_is_found_in_the_program(strategy, batch):
+    def step(w, b):
+        gradient = reduce("sum", jax.grad(mean)(w, b))
+        return w - optax.clip_by_global_norm(1e-3).update(gradient, optax.EmptyState())[0]
+
+    found, *_ = on_full_batches(strategy.verify(step, (jnp.ones(3), batch)))
+    assert (found.comparison, found.factor) == ("program", N)
+
+
+def test_a_batch_that_all_replicas_have_is_found(strategy):
+    part = {k: x[: len(x) // N] for k, x in BATCH.items()}
+    parts = {
+        k: strategy.experimental_distribute_values_from_function(lambda _, x=x: x)
+        for k, x in part.items()
+    }
+    (found,) = on_full_batches(
+        strategy.verify(RIGHT["a mean that is averaged"], (jnp.ones(3), parts))
+    )
+    assert "same rows" in found.cause
+
+
+def test_an_average_of_own_steps_is_found(strategy, batch):
+    def step(w, average_w, b):
+        g = jax.grad(mean)(w, b)
+        mine = w - 0.1 * g
+        return w - 0.1 * reduce("mean", g), 0.9 * average_w + 0.1 * mine
+
+    found, *_ = on_full_batches(strategy.verify(step, (jnp.ones(3), jnp.ones(3), batch)))
+    assert found.leaf == "result[1]"
+    assert "differs between replicas" in found.cause
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.inner, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.dropout, self.outer = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(jnp.tanh(self.norm(self.inner(x)))))[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reduce_op", "factor"), [("mean", None), ("sum", N)])
+def test_nnx_state_is_compared_and_stays_as_it_was(strategy, batch, reduce_op, factor):
+    with strategy.scope():
+        model = strategy.create(lambda: Net(nnx.Rngs(0)))
+        optimizer = tpudist.Optimizer(optax.adam(0.1), model, reduce_op=reduce_op)
+
+    def step(model, optimizer, b):
+        gradients = nnx.grad(lambda m: jnp.square(m(b["x"]) - b["y"]).mean())(model)
+        optimizer.update(model, gradients)
+
+    def state():
+        return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state((model, optimizer), nnx.Param)))
+
+    before = state()
+    report = strategy.verify(step, (model, optimizer, batch))
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, state()))
+    assert set(report.skipped) == {"rows", "tail"}
+    assert report.ok == (factor is None), str(report)
+    if factor is not None:
+        assert "2 times" in report.differences[0].cause
+
+
+def test_an_assertion_raises_the_report(strategy, batch):
+    step = WRONG["a mean that is summed"][0]
+    with pytest.raises(tpudist.VerificationError, match=r"DIFFERS FROM one device.*\n- 2 times"):
+        assert_same_as_one_device(step, (jnp.ones(3), batch), strategy=strategy)
+
+
+def test_an_environment_variable_verifies_the_first_call(monkeypatch):
+    monkeypatch.setenv("TPUDIST_VERIFY", "1")
+    strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+    batch = batch_of(strategy, BATCH)
+    strategy.run(stepper(average, "sum"), (jnp.ones(3), batch))
+    with pytest.raises(tpudist.VerificationError, match="not reduced"):
+        strategy.run(stepper(average, None), (jnp.ones(3), batch))

@@ -1,0 +1,156 @@
+"""Changes the random numbers of a program, so that it can be compared with one device.
+
+`share` gives all replicas the random numbers of the first one: replicas that have the same rows
+compute the same. Where a program uses the replica id for anything else, such as a choice of rows,
+it stays as it is. `fix` replaces all random bits by a constant, also in loops: one device with all
+rows then draws the same for each row.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from tpudist.programs import flat_program, jaxprs, operations
+from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
+
+_RANDOM = ("threefry2x32", "rng_bit_generator", "rng_uniform")
+_DRAWS = ("random_bits", "random_gamma", *_RANDOM)
+
+
+def draws_random_numbers(closed: Any) -> bool:
+    """Whether a program draws random numbers, at any depth."""
+    return any(eqn.primitive.name in _DRAWS for eqn in jaxprs.walk(closed))
+
+
+def can_be_fixed(closed: Any) -> bool:
+    """Whether `fix` replaces all random numbers of a program.
+
+    It does so in scans and branches, and not in a `while` loop, such as rejection sampling, which
+    might never end.
+    """
+    draws = [eqn for eqn in jaxprs.walk(closed) if eqn.primitive.name in _DRAWS]
+    return _count_fixed(flat_program.flatten(closed, inline_calls=True)) == len(draws)
+
+
+def _count_fixed(program: FlatProgram) -> int:
+    count = 0
+    for step in program.steps:
+        count += step.eqn.primitive.name == "random_bits"
+        count += sum(map(_count_fixed, _bodies(step.eqn)))
+    return count
+
+
+def _bodies(eqn: core.JaxprEqn) -> list[FlatProgram]:
+    """The programs of a scan or branch that draws random numbers; empty for another operation."""
+    structure = jaxprs.structure_of(eqn)
+    if not isinstance(structure, jaxprs.Scan | jaxprs.Cond):
+        return []
+    bodies = [structure.body] if isinstance(structure, jaxprs.Scan) else structure.bodies
+    if not any(map(draws_random_numbers, bodies)):
+        return []
+    programs = jaxprs.programs_of(tuple(eqn.params.values()))
+    closed = {id(jaxprs.open_jaxpr(x)): x for x in programs}
+    return [flat_program.flatten(closed[id(x)], inline_calls=True) for x in bodies]
+
+
+def fix(closed: Any) -> Callable[..., list[jax.Array]]:
+    """Returns a function of the inputs of `closed`, in which all random bits are a constant."""
+    return _run_fixed(flat_program.flatten(closed, inline_calls=True))
+
+
+def _run_fixed(program: FlatProgram) -> Callable[..., list[jax.Array]]:
+    def run(*inputs: jax.Array) -> list[Any]:
+        values = operations.evaluate(program, inputs, compute_fixed)
+        return [values[i] for i in program.outputs]
+
+    return run
+
+
+def compute_fixed(step: Operation, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of one operation; random bits stand for a uniform number of 0.1."""
+    eqn = step.eqn
+    if eqn.primitive.name == "random_bits":
+        shape: Any = eqn.outvars[0].aval
+        width = eqn.params["bit_width"]
+        return [jnp.full(shape.shape, int(0.1 * 2**width), shape.dtype)]
+    bodies, structure = _bodies(eqn), jaxprs.structure_of(eqn)
+    if not any(map(_count_fixed, bodies)):
+        return operations.compute(step, values)
+    if isinstance(structure, jaxprs.Cond):
+        return list(jax.lax.switch(values[0], [_run_fixed(x) for x in bodies], *values[1:]))
+    assert isinstance(structure, jaxprs.Scan), "`_bodies` has no other"
+    run, first = _run_fixed(bodies[0]), structure.num_consts
+    last = first + structure.num_carry
+
+    def turn(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = run(*values[:first], *carry, *xs)
+        return results[: structure.num_carry], results[structure.num_carry :]
+
+    carry, ys = jax.lax.scan(
+        turn,
+        list(values[first:last]),
+        list(values[last:]),
+        structure.length,
+        eqn.params["reverse"],
+    )
+    return [*carry, *ys]
+
+
+def share(closed: Any) -> Callable[..., list[jax.Array]]:
+    """Returns a function of the inputs of `closed`, in which all replicas draw the same numbers."""
+    program = flat_program.flatten(closed, inline_calls=True)
+    wanted = _find_wanted(program)
+
+    def run(*inputs: jax.Array) -> list[Any]:
+        values: list[Any] = [None] * program.count
+        shared: dict[int, Any] = {}
+        given = (*program.constants.items(), *zip(program.inputs, inputs, strict=True))
+        for number, value in given:
+            values[number] = value
+        for step in program.steps:
+            own = [values[i] for i in step.inputs]
+            of_first = [shared.get(i, values[i]) for i in step.inputs]
+            if _is_random(step.eqn):
+                own = of_first
+            _store(values, step.outputs, operations.compute(step, own))
+            if not wanted.intersection(step.outputs):
+                continue
+            if _is_replica_id(step.eqn):
+                shared[step.outputs[0]] = jnp.zeros((), jnp.int32)
+            elif not is_collective(step.eqn) and any(i in shared for i in step.inputs):
+                _store(shared, step.outputs, operations.compute(step, of_first))
+        return [values[i] for i in program.outputs]
+
+    return run
+
+
+def _store(values: Any, numbers: Sequence[int], results: Sequence[Any]) -> None:
+    for number, result in zip(numbers, results, strict=True):
+        values[number] = result
+
+
+def _find_wanted(program: FlatProgram) -> set[int]:
+    """Returns the values that random numbers are computed from."""
+    wanted: set[int] = set()
+    for step in reversed(program.steps):
+        if _is_random(step.eqn) or wanted.intersection(step.outputs):
+            wanted.update(step.inputs)
+    return wanted
+
+
+def _is_random(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation makes keys or random numbers, also in a loop or branch of its own."""
+    name = eqn.primitive.name
+    if name.startswith("random_") or name in _RANDOM:
+        return True
+    structure = jaxprs.structure_of(eqn)
+    return structure is not None and any(
+        _is_random(inner) for body in structure.bodies for inner in body.eqns
+    )
+
+
+def _is_replica_id(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "axis_index" and is_collective(eqn)

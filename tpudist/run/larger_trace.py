@@ -1,0 +1,56 @@
+"""A second trace of a function, with more rows on more replicas, to compare with a first one."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.lowering import compile
+from tpudist.programs.rows import degree
+from tpudist.run.captures import MakesVariables, NewVariable
+from tpudist.run.outputs.results import CallOutputs
+from tpudist.run.replica_body import ReplicaBody
+from tpudist.run.replica_call import ReplicaCall
+from tpudist.run.traced_rows import TracedRows
+from tpudist.xla import traces
+
+
+def trace_larger(
+    call: ReplicaCall,
+    variables: Sequence[Any],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    stacked: Sequence[bool],
+    dims: Mapping[int, int],
+) -> Any:
+    """Returns the program of one of more replicas for more rows; None if it cannot be traced.
+
+    Args:
+        call: The call.
+        variables: The Variables and captured PerReplicas that are the first inputs.
+        shapes: The shapes of the inputs; `[num_replicas, ...]` if `stacked`.
+        stacked: For each input, whether it has one part per replica.
+        dims: The inputs that are batches, with the dim of their rows.
+    """
+    strategy: Any = call.strategy
+    mesh = strategy.replica_mesh.with_more_replicas(degree.REPLICAS_FACTOR)
+    twin = strategy._with_mesh(mesh)
+    twin._twin_of, twin.storage = strategy._twin_of or strategy, None
+    larger = []
+    for i, (x, is_stacked) in enumerate(zip(shapes, stacked, strict=True)):
+        shape = [*x.shape]
+        if is_stacked:
+            shape[0] = mesh.num_replicas
+        if i in dims:
+            shape[1 + dims[i]] *= degree.ROWS_FACTOR
+        larger.append(jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type))
+    found = CallOutputs()
+    body = ReplicaBody(dataclasses.replace(call, strategy=twin), variables)
+    rows = TracedRows() if call.inputs.groups is not None else None
+    function = body.make_flat_function(found, rows)
+    try:
+        with traces.separate_caches(), twin._use_mesh():
+            program = compile.trace(function, mesh, larger, stacked, call.name)
+    except (Exception, NewVariable, MakesVariables):
+        return None  # whatever the function raises for other numbers of rows or replicas
+    return None if found.incomplete else program.closed

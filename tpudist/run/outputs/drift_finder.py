@@ -1,0 +1,152 @@
+"""Finds the outputs of a call that are state and begin to differ between replicas."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tpudist.programs import flat_program, jaxprs, row_dependence
+from tpudist.programs.flat_program import FlatProgram, is_collective
+from tpudist.programs.user_lines import users_line_of
+from tpudist.values.drift import Drift
+
+_CONTRACTIONS = ("dot_general", "conv_general_dilated")
+_ADDITIVE = frozenset(
+    "add add_any sub neg convert_element_type copy reshape broadcast_in_dim transpose select_n "
+    "dynamic_update_slice concatenate slice squeeze expand_dims max min clamp and or not".split()
+)
+
+
+def find_drifting(
+    closed: Any,
+    replaced: Mapping[int, int],
+    stacked: Sequence[bool],
+    causes: Sequence[str | None],
+    labels: Mapping[int, str],
+    function: str,
+    differs: Sequence[bool],
+) -> dict[int, Drift]:
+    """Returns the outputs that are drifting state.
+
+    New state is the old one, changed: it contains the old value as an addend, perhaps with a
+    coefficient. Gradients have the shapes of state and do not.
+
+    A value that only feeds itself, such as an accumulator, does not drift: no other output depends
+    on it, its new value is not computed from a matrix product with the old one, and it is not an
+    average with other state, such as an average of parameters over steps.
+
+    Args:
+        closed: The program of one replica.
+        replaced: Outputs that are new state, each with the input that it replaces.
+        stacked: For each output, whether it leaves as one value for each replica.
+        causes: For each output, why it differs between replicas.
+        labels: The names of all inputs that are state.
+        function: The name of the function.
+        differs: For each input, whether each replica has a value of its own.
+    """
+    found = {}
+    jaxpr = jaxprs.open_jaxpr(closed)
+    flat = flat_program.flatten(closed, inline_calls=True)
+    local = _find_local(flat, differs)
+    for output, source in replaced.items():
+        if not stacked[output] or not _is_carried(flat, source, output, local):
+            continue
+        given = [i == source for i in range(len(jaxpr.invars))]
+        averages = _is_averaged(flat, source, output, set(labels))
+        contracts = averages or _is_contracted(flat, source, output)
+        dependent = row_dependence.find_dependent(closed, given)
+        if contracts or any(
+            i != output and not hasattr(x, "val") and x in dependent
+            for i, x in enumerate(jaxpr.outvars)
+        ):
+            made = next((e for e in jaxpr.eqns if jaxpr.outvars[output] in e.outvars), None)
+            where = "" if made is None else users_line_of(made)
+            cause = causes[output] or "it differs"
+            found[output] = Drift(labels.get(source, "an argument"), function, cause, where)
+    return found
+
+
+def _find_local(program: FlatProgram, differs: Sequence[bool]) -> set[int]:
+    """The values that may differ between replicas."""
+    local = {x for x, own in zip(program.inputs, differs, strict=True) if own}
+    for step in program.steps:
+        if is_collective(step.eqn) and step.eqn.primitive.name != "axis_index":
+            continue
+        if step.eqn.primitive.name == "axis_index" or local.intersection(step.inputs):
+            local.update(step.outputs)
+    return local
+
+
+def _is_carried(program: FlatProgram, source: int, output: int, local: set[int]) -> bool:
+    """Whether an output contains the input that it replaces as an addend.
+
+    Loops and branches carry all that they are given.
+    """
+    carried = {program.inputs[source]}
+    for step in program.steps:
+        if not carried.intersection(step.inputs):
+            continue
+        name = step.eqn.primitive.name
+        factors = (x for x in step.inputs if x not in carried)
+        scales = name in ("mul", "div") and not local.intersection(factors)
+        holds_program = jaxprs.structure_of(step.eqn) is not None
+        if scales or name in _ADDITIVE or holds_program or is_collective(step.eqn):
+            carried.update(step.outputs)
+    return program.outputs[output] in carried
+
+
+def _is_contracted(program: FlatProgram, source: int, output: int) -> bool:
+    """Whether an output depends on an input through a matrix product or convolution."""
+    dependent, contracted = {program.inputs[source]}, set()
+    for step in program.steps:
+        if dependent.intersection(step.inputs):
+            dependent.update(step.outputs)
+            if step.eqn.primitive.name in _CONTRACTIONS or contracted.intersection(step.inputs):
+                contracted.update(step.outputs)
+    return program.outputs[output] in contracted
+
+
+def _is_averaged(program: FlatProgram, source: int, output: int, state: set[int]) -> bool:
+    """Whether an output is a weighted average of the input that it replaces and of other state.
+
+    The weights of both add up to one. The weights of an accumulator of gradients do not, although
+    gradients may contain a multiple of the parameters.
+    """
+    numbers = {i: float(x) for i, x in program.constants.items() if _is_number(x)}
+    weights: dict[int, dict[int, float]] = {program.inputs[i]: {i: 1.0} for i in state}
+    for step in program.steps:
+        name, inputs = step.eqn.primitive.name, step.inputs
+        if step.adds or len(step.outputs) != 1:
+            continue
+        (made,) = step.outputs
+        if name in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
+            if inputs[0] in numbers:
+                numbers[made] = numbers[inputs[0]]
+            elif inputs[0] in weights:
+                weights[made] = weights[inputs[0]]
+        elif name in ("mul", "div", "neg"):
+            found = [x for x in inputs if x in weights]
+            factors = [numbers.get(x) for x in inputs if x not in weights]
+            if name == "neg" and found:
+                factors = [-1.0]
+            elif name == "div":
+                factors = [1 / x if x and inputs[0] in weights else None for x in factors]
+            if len(found) == len(factors) == 1 and factors[0] is not None:
+                weights[made] = {i: x * factors[0] for i, x in weights[found[0]].items()}
+        elif name in ("add", "add_any", "sub"):
+            signs = (1.0, -1.0 if name == "sub" else 1.0)
+            total: dict[int, float] = {}
+            for number, sign in zip(inputs, signs, strict=True):
+                for i, x in weights.get(number, {}).items():
+                    total[i] = total.get(i, 0.0) + sign * x
+            if total:
+                weights[made] = total
+    shares = weights.get(program.outputs[output], {})
+    own = shares.pop(source, 0.0)
+    return any(x and abs(own + x - 1) < 1e-5 for x in shares.values()) and abs(own) > 0
+
+
+def _is_number(x: Any) -> bool:
+    return (
+        isinstance(x, int | float | np.generic | np.ndarray) and np.isrealobj(x) and np.size(x) == 1
+    )

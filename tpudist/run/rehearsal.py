@@ -1,0 +1,136 @@
+"""The result of a call of a step that changes no state: the values it would write, by name."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tpudist.lowering import compile
+from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.run.outputs.results import CallOutputs, TracedStep
+from tpudist.run.step_plan import StepPlan
+from tpudist.state.nnx_binding import Binding
+from tpudist.state.variable import Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """The difference between a strategy and its twin while a step is verified.
+
+    Attributes:
+        value_of: Returns the array of a Variable or of a captured value on the devices of the twin.
+        rewrite: Called with the jaxpr of one replica; returns a function of the same inputs
+            that runs in its place.
+    """
+
+    value_of: Callable[[Any], jax.Array]
+    rewrite: Callable[[ClosedJaxpr], Callable[..., list[jax.Array]]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One array of the state that a step writes.
+
+    Attributes:
+        name: The Variable, or kind and path of the NNX Variable.
+        before: The array that the step read. `[num_replicas, ...]` for an ON_READ Variable.
+        after: The array that the step would write, with the same shape.
+        output: The number of the output of the program.
+        variable: The Variable, if it is one.
+    """
+
+    name: str
+    before: jax.Array
+    after: jax.Array
+    output: int
+    variable: Variable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """The values that one call of a step computes.
+
+    Attributes:
+        changes: The state that the call would write.
+        result: The value that the call would return.
+        replaced: Argument arrays that the result replaces, by the number of the leaf of the result.
+        traced: The trace of the step.
+        inputs: The flat inputs of the program of all replicas, beginning with the captured
+            Variables.
+    """
+
+    changes: tuple[Change, ...]
+    result: Any
+    replaced: Mapping[int, jax.Array]
+    traced: TracedStep
+    inputs: tuple[Any, ...]
+
+
+def find_changes(
+    plan: StepPlan,
+    binding: Binding | None,
+    found: CallOutputs,
+    inputs: Sequence[Any],
+    written: Sequence[Any],
+) -> tuple[Change, ...]:
+    """Returns the state that a program has written, with the names of its parts.
+
+    Args:
+        plan: The plan of the step.
+        binding: The NNX objects among the arguments, if any.
+        found: The outputs of the trace.
+        inputs: The flat inputs of the program.
+        written: The arrays that it wrote, in the order of `plan.state`.
+    """
+    names = list(_names(plan, binding))
+    counts = collections.Counter(names)
+    numbers: collections.Counter = collections.Counter()
+    outputs = {what: found.num_results + i for i, what in enumerate([*found.variables, *found.nnx])}
+    changes = []
+    for name, (kind, what, at), after in zip(names, plan.state, written, strict=True):
+        if counts[name] > 1:
+            numbers[name] += 1
+            name = f"{name} ({numbers[name]})"
+        if what in outputs:  # another trace of the step writes it otherwise
+            variable = what if kind == "variable" else None
+            changes.append(Change(name, inputs[at], after, outputs[what], variable))
+    return tuple(changes)
+
+
+def _names(plan: StepPlan, binding: Binding | None) -> Iterator[str]:
+    for kind, what, _ in plan.state:
+        if kind == "variable":
+            yield f"Variable '{what.name}'"
+            continue
+        assert binding is not None, "its leaves are written"
+        leaf, array = what
+        value = binding.values()[leaf]
+        path = jax.tree_util.tree_flatten_with_path(value)[0][array][0]
+        yield binding.name(leaf) + jax.tree_util.keystr(path)
+
+
+def find_replaced(
+    traced: TracedStep, num_captured: int, inputs: Sequence[Any]
+) -> dict[int, jax.Array]:
+    """Returns the arguments that a result replaces, by the number of the leaf of the result."""
+    return {
+        i: inputs[num_captured + traced.returned[what]]
+        for i, (kind, what) in enumerate(traced.found.result)
+        if kind == "array" and what in traced.returned
+    }
+
+
+def rewrite(
+    traced: TracedStep, by: Callable[[ClosedJaxpr], Callable[..., list[jax.Array]]], name: str
+) -> TracedStep:
+    """Returns a trace whose program was rewritten; see `StandIn.rewrite`."""
+    closed, stacked = traced.program.closed, traced.program.stacked
+    n = traced.mesh.num_replicas
+    shapes = [
+        jax.ShapeDtypeStruct((n, *x.shape) if is_part else x.shape, x.dtype, weak_type=x.weak_type)
+        for x, is_part in zip(closed.in_avals, stacked, strict=True)
+    ]
+    program = compile.trace(by(closed), traced.mesh, shapes, stacked, name)
+    return dataclasses.replace(traced, program=program)

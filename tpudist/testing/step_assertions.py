@@ -1,0 +1,49 @@
+"""An assertion for test suites: a step computes the same on all replicas as on one device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tpudist.options import RunOptions
+from tpudist.strategy import current_strategy
+from tpudist.verification.report import VerificationError, VerificationReport
+
+
+def assert_same_as_one_device(
+    step: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    options: RunOptions | None = None,
+    *,
+    strategy: Any = None,
+    rows: int | None = None,
+) -> VerificationReport:
+    """Raises an error if a step differs from the same step on one device.
+
+    State is not changed. See `tpudist.Strategy.verify` for the comparisons.
+
+    Args:
+        step: The replica function.
+        args: Positional arguments, the same as for `Strategy.run`.
+        kwargs: Keyword arguments, the same as for `Strategy.run`.
+        options: Options of the compilation, the same as for `Strategy.run`.
+        strategy: The strategy that runs the step; by default the one whose scope is entered.
+        rows: Largest number of rows of the global batch to use; None for all.
+
+    Returns:
+        The report, for its notes and for the comparisons that were skipped.
+
+    Raises:
+        tpudist.VerificationError: If an array differs by more than rounding.
+        ValueError: If the strategy has only one replica: then there is nothing to compare.
+    """
+    strategy = current_strategy.get_strategy() if strategy is None else strategy
+    if strategy.num_replicas_in_sync == 1:
+        raise ValueError(
+            f"assert_same_as_one_device ran on {strategy}, which has one replica: there is nothing "
+            f"to compare. Pass strategy=, or call it in strategy.scope(). "
+            f"tpudist.emulate(num_devices=8) makes replicas on a machine with one device."
+        )
+    report = strategy.verify(step, args, kwargs, options, rows=rows)
+    if not report.ok:
+        raise VerificationError(report)
+    return report

@@ -1,0 +1,1 @@
+"""Compares a distributed step with the same step on one device."""

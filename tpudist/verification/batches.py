@@ -1,0 +1,269 @@
+"""The arguments of a step with other rows: the same on all replicas, on one device, or partial."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.lowering import placement
+from tpudist.run.arguments import call_arguments
+from tpudist.state import nnx_binding, nnx_contents
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import random_keys
+from tpudist.xla.mesh import ReplicaMesh
+
+Change = Callable[[Any], Any]
+
+
+def fetch(x: Any) -> np.ndarray:
+    """Returns a global array in host memory, also in several processes."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            where = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())  # type: ignore
+            x = jax.jit(lambda value: value, out_shardings=where)(x)
+        x = x.addressable_data(0)
+    return np.asarray(x)
+
+
+class Rows(enum.Enum):
+    """The rows of a batch that one device gets."""
+
+    ALL = "the rows of all replicas"
+    FIRST = "the rows of the first replica"
+    COPIES = "the rows of the first replica, once for each replica"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """One batch in host memory.
+
+    Attributes:
+        rows: The rows of all replicas along `dim`, without padding.
+        each: Number of rows on each replica, padding included.
+        dim: The dim of the rows.
+        counts: Number of real rows on each replica.
+    """
+
+    rows: np.ndarray
+    each: int
+    dim: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: PerReplica) -> "HostBatch":
+        """Fetches the rows of all replicas."""
+        stacked, counts = fetch(x.array), x.rows
+        assert counts is not None, "it is a batch"
+        parts = [
+            part.take(range(count), x.dim) for part, count in zip(stacked, counts, strict=True)
+        ]
+        return cls(np.concatenate(parts, x.dim), x.shape[x.dim], x.dim, counts)
+
+    def parts(self) -> list[np.ndarray]:
+        """Returns the rows of each replica."""
+        return np.split(self.rows, np.cumsum(self.counts)[:-1], self.dim)
+
+    def first(self, count: int) -> np.ndarray:
+        """Returns the first `count` rows."""
+        return self.rows.take(range(count), self.dim)
+
+    def on_replicas(self, mesh: ReplicaMesh, parts: Sequence[np.ndarray]) -> PerReplica:
+        """Returns a batch of these parts, padded to the rows that each replica has."""
+        counts = tuple(part.shape[self.dim] for part in parts)
+        padded = [_pad(parts[i], self.dim, self.each) for i in mesh.local_replicas]
+        array = placement.stack(mesh, np.stack(padded), split_rows=self.dim == 0)
+        return PerReplica(array, counts, self.dim)
+
+    def copies(self, mesh: ReplicaMesh) -> PerReplica:
+        """Returns a batch in which all replicas have the first rows."""
+        return self.on_replicas(mesh, [self.first(self.each)] * mesh.num_replicas)
+
+    def split(self, mesh: ReplicaMesh, counts: Sequence[int]) -> PerReplica:
+        """Returns a batch of the first rows. Replica i has `counts[i]` of them."""
+        ends = np.cumsum((0, *counts))
+        parts = [
+            self.rows.take(range(start, end), self.dim)
+            for start, end in zip(ends, ends[1:], strict=False)
+        ]
+        return self.on_replicas(mesh, parts)
+
+
+def _pad(part: np.ndarray, dim: int, size: int) -> np.ndarray:
+    missing = size - part.shape[dim]
+    if not missing:
+        return part
+    row = part.take([0], dim) if part.shape[dim] else np.zeros_like(part, shape=_one(part, dim))
+    return np.concatenate([part, *[row] * missing], dim)
+
+
+def _one(part: np.ndarray, dim: int) -> tuple[int, ...]:
+    return (*part.shape[:dim], 1, *part.shape[dim + 1 :])
+
+
+class Arguments:
+    """The arguments of one call, as replicas and one device get them."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any], mesh: ReplicaMesh, one: ReplicaMesh):
+        """Flattens the arguments of a call on `mesh`; `one` is the mesh of one device."""
+        self._leaves, self._structure = jax.tree.flatten(
+            (args, kwargs), is_leaf=call_arguments.is_leaf
+        )
+        self._mesh, self._one = mesh, one
+        parts = {i: x for i, x in enumerate(self._leaves) if isinstance(x, PerReplica)}
+        self.batches = {
+            i: HostBatch.of(x) for i, x in parts.items() if x.rows is not None and not x.other_rows
+        }
+        self.own = {i: x for i, x in parts.items() if i not in self.batches}
+        self._objects = [
+            i for i, x in enumerate(self._leaves) if isinstance(x, nnx_contents.OBJECT_TYPES)
+        ]
+
+    @property
+    def each(self) -> int:
+        """The smallest number of rows that a replica has of a batch; 0 without batches."""
+        return min((x.each for x in self.batches.values()), default=0)
+
+    def equal_batches(self) -> str:
+        """Returns the names of the batches if each replica has the same rows; else nothing."""
+        parts = {i: x.parts() for i, x in self.batches.items()}
+        parts |= {
+            i: [*fetch(x.array)] for i, x in self.own.items() if not random_keys.is_key(x.array)
+        }
+        parts = {i: x for i, x in parts.items() if x[0].ndim}
+        if not all(np.array_equal(y, x[0]) for x in parts.values() for y in x[1:]):
+            return ""
+        # Parts in which all numbers are equal, such as masks, tell nothing.
+        if not any((x[0] != x[0].flat[0]).any() for x in parts.values() if x[0].size):
+            return ""
+        paths = jax.tree_util.tree_flatten_with_path(
+            self._structure.unflatten(self._leaves), is_leaf=call_arguments.is_leaf
+        )[0]
+        names = [jax.tree_util.keystr(paths[i][0][1:]) for i in parts]
+        return ", ".join(f"argument {name}" for name in names)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a batch has other numbers of real rows on some replicas."""
+        return any(set(x.counts) != {x.each} for x in self.batches.values())
+
+    def cut(self, each: int) -> None:
+        """Keeps the first `each` rows of each replica."""
+        n = self._mesh.num_replicas
+        for i, x in self.batches.items():
+            if x.each > each:
+                rows = x.rows.take(range(each * n), x.dim)
+                self.batches[i] = HostBatch(rows, each, x.dim, (each,) * n)
+
+    def fill(self) -> None:
+        """Makes partial batches full, with as many of their rows as all replicas can have."""
+        n = self._mesh.num_replicas
+        for i, x in self.batches.items():
+            if set(x.counts) != {x.each} and x.rows.shape[x.dim]:
+                each = max(x.rows.shape[x.dim] // n, 1)
+                rows = np.resize(np.moveaxis(x.rows, x.dim, 0), (each * n, *_without(x)))
+                self.batches[i] = HostBatch(np.moveaxis(rows, 0, x.dim), each, x.dim, (each,) * n)
+
+    # On the replicas.
+
+    def as_passed(self) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments with the rows that the batches have."""
+        return self._with({i: x.split(self._mesh, x.counts) for i, x in self.batches.items()})
+
+    def copies(self) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments, in which all replicas have the rows of the first one."""
+        new: dict[int, Any] = {i: x.copies(self._mesh) for i, x in self.batches.items()}
+        new |= {i: _part_of_first(self._mesh, x) for i, x in self.own.items()}
+        return self._with(new)
+
+    def split(self, counts: Callable[[int], Sequence[int]]) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments with `counts(rows)` rows on the replicas."""
+        return self._with({i: x.split(self._mesh, counts(x.each)) for i, x in self.batches.items()})
+
+    # On other devices.
+
+    def on_one_device(self, change: Change, rows: Rows) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments for one device.
+
+        Args:
+            change: Called with each array; returns the array to use.
+            rows: The rows of each batch.
+        """
+
+        def take(x: HostBatch) -> np.ndarray:
+            if rows is Rows.ALL:
+                return x.rows
+            copies = self._mesh.num_replicas if rows is Rows.COPIES else 1
+            return np.concatenate([x.first(x.each)] * copies, x.dim)
+
+        new = {i: change(put(self._one, take(x))) for i, x in self.batches.items()}
+        new |= {i: change(put(self._one, fetch(x.array)[0])) for i, x in self.own.items()}
+        return self._elsewhere(new, change)
+
+    def on_one_device_by_replicas(
+        self, mesh: ReplicaMesh, *, copies: bool
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments for replicas that share one device.
+
+        Args:
+            mesh: The replicas.
+            copies: Whether all replicas get the rows of the first one.
+        """
+        n = mesh.num_replicas
+        new: dict[int, Any] = {
+            i: x.copies(mesh) if copies else x.split(mesh, x.counts)
+            for i, x in self.batches.items()
+        }
+        for i, x in self.own.items():
+            parts = fetch(x.array)
+            parts = np.repeat(parts[:1], n, 0) if copies else parts
+            new[i] = PerReplica(jax.device_put(parts, mesh.stacked), x.rows, x.dim, x.other_rows)
+        return self._elsewhere(new, lambda x: x)
+
+    def _elsewhere(self, new: dict[int, Any], change: Change) -> tuple[tuple, dict[str, Any]]:
+        """The arguments on one device, with new ones in the place of batches."""
+
+        def move(x: Any) -> Any:
+            return change(put(self._one, x)) if isinstance(x, jax.Array | np.ndarray) else x
+
+        made = dict(new)
+        for i, x in enumerate(self._leaves):
+            if i not in made and i not in self._objects:
+                made[i] = jax.tree.map(move, x) if call_arguments.is_leaf(x) else move(x)
+        if self._objects:
+            binding = nnx_binding.Binding([self._leaves[i] for i in self._objects])
+            values = [jax.tree.map(move, x) for x in binding.values()]
+            made |= dict(zip(self._objects, binding.copy_with(values), strict=True))
+        return self._with(made)
+
+    def _with(self, new: dict[int, Any]) -> tuple[tuple, dict[str, Any]]:
+        leaves = [new.get(i, x) for i, x in enumerate(self._leaves)]
+        args, kwargs = self._structure.unflatten(leaves)
+        return args, kwargs
+
+
+def _without(x: HostBatch) -> tuple[int, ...]:
+    """The shape of one row."""
+    return (*x.rows.shape[: x.dim], *x.rows.shape[x.dim + 1 :])
+
+
+def put(mesh: ReplicaMesh, x: Any) -> jax.Array:
+    """Returns a copy of an array on the device of a mesh of one device."""
+    if random_keys.is_key(x):
+        data = put(mesh, jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and x.is_fully_addressable:
+        return jax.device_put(x, mesh.replicated, may_alias=False)
+    return jax.device_put(fetch(x), mesh.replicated, may_alias=False)
+
+
+def _part_of_first(mesh: ReplicaMesh, x: PerReplica) -> PerReplica:
+    if random_keys.is_key(x.array):
+        first = jax.tree.map(lambda key: jnp.broadcast_to(key[:1], key.shape), x.array)
+        return PerReplica(first, x.rows, x.dim, x.other_rows)
+    part = fetch(x.array)[:1]
+    local = np.repeat(part, len(mesh.local_replicas), 0)
+    return PerReplica(placement.stack(mesh, local), x.rows, x.dim, x.other_rows)

@@ -1,0 +1,33 @@
+"""Verifies each step at its first call, if the environment variable `TPUDIST_VERIFY` is set."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tpudist.options import RunOptions
+from tpudist.verification.report import VerificationError
+
+VARIABLE = "TPUDIST_VERIFY"
+"""An environment variable: 1 verifies each step at its first call."""
+
+_log = logging.getLogger("tpudist")
+
+
+def is_wanted() -> bool:
+    """Whether the environment variable is set."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def verify_first(
+    strategy: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, options: RunOptions | None
+) -> None:
+    """Verifies a step before its first call.
+
+    Raises:
+        VerificationError: If an array differs by more than rounding.
+    """
+    report = strategy.verify(fn, args, kwargs, options)
+    if not report.ok:
+        raise VerificationError(report)
+    _log.warning("Verified: %s", report)

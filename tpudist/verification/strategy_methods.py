@@ -1,0 +1,56 @@
+"""The method of a strategy that compares a step with one device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tpudist import context
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.options import RunOptions
+from tpudist.verification.report import VerificationReport
+from tpudist.xla import traces
+from tpudist.xla.mesh import REPLICA_AXIS, make_mesh
+
+
+class VerifyMethods(StrategyBase):
+    """The verification of a `Strategy`."""
+
+    def verify(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+        *,
+        rows: int | None = None,
+    ) -> VerificationReport:
+        """Compares a step on all replicas with the same step on one device.
+
+        Args:
+            fn: The replica function.
+            args: Positional arguments, the same as for `run`. Use one batch of your dataset.
+            kwargs: Keyword arguments, the same as for `run`.
+            options: Options of the compilation, the same as for `run`.
+            rows: Largest number of rows of the global batch to use; None for all. Use it if the
+                global batch does not fit on one device.
+
+        Returns:
+            The report. `report.ok` is True if all arrays agree up to rounding.
+
+        Raises:
+            RuntimeError: If called in a replica function, or in the scope of another strategy.
+        """
+        from tpudist.verification import verifier  # only if it is used
+
+        context.require_scope_or_default(self, "verify")
+        if not traces.is_eager():
+            raise RuntimeError(
+                "verify was called in a function that JAX traces. Call it outside of all functions."
+            )
+        axes = {str(k): 1 for k in self.replica_mesh.mesh.shape if k != REPLICA_AXIS}
+        device = next(
+            x for x in self.replica_mesh.mesh.devices.flat if x.process_index == jax.process_index()
+        )
+        mesh = make_mesh([device], axes, axis_name=self.replica_mesh.axis_name)
+        return verifier.verify(self, mesh, fn, tuple(args), dict(kwargs or {}), options, rows)
