@@ -72,6 +72,29 @@ def test_values_that_only_feed_themselves_may_differ(strategy, batch):
     assert isinstance(total, tpudist.PerReplica)
 
 
+def test_gradients_of_one_call_may_be_given_to_another(strategy, batch):
+    def compute(w, x):
+        return {"of_w": jax.grad(loss)(w, x)}
+
+    def apply(w, gradients):
+        return w - tpudist.get_replica_context().all_reduce("sum", gradients["of_w"])
+
+    w = jnp.ones(3)
+    gradients = strategy.run(compute, (w, batch))
+    assert strategy.run(apply, (w, gradients)).shape == (3,)
+
+
+def test_an_average_of_own_parameters_drifts(strategy, batch):
+    def step(w, average, x):
+        gradient = jax.grad(loss)(w, x)
+        average = 0.9 * average + 0.1 * (w - gradient)
+        return w - tpudist.get_replica_context().all_reduce("sum", gradient), average
+
+    w, average = strategy.run(step, (jnp.ones(3), jnp.ones(3), batch))
+    with pytest.raises(ValueError, match="'average', which differs between replicas"):
+        strategy.run(step, (w, average, batch))
+
+
 def test_each_replica_keeps_its_own_if_that_is_said(strategy, batch):
     options = tpudist.RunOptions(aggregation="none")
 
