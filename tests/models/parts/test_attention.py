@@ -269,7 +269,7 @@ def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, c
         yield tokens
 
     _, partial = strategy.experimental_distribute_dataset(batches())
-    assert partial.rows == rows
+    assert sum(partial.rows) == len(tokens)
     model = strategy.create(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     got = strategy.run(step, args=(model, partial))
     one = tpudist.OneDeviceStrategy()
