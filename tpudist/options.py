@@ -69,8 +69,8 @@ class LocalMeanWarning(UserWarning):
     - a mean over replicas of means over their own rows, if replicas have different numbers of rows.
 
     A step whose values cannot be followed, such as through a `while_loop` or a kernel, is not
-    reported. Nor is a step that multiplies by a number that may be 1 / n. `Strategy.verify`
-    compares these with one device. To disable the warning:
+    reported. A step that multiplies by a number that may be 1 / n is not reported either.
+    `Strategy.verify` compares such steps with one device. To disable the warning:
     `warnings.filterwarnings("ignore", category=tpudist.LocalMeanWarning)`.
 
     Remedy: `tpudist.compute_average_loss(per_example_loss)`, with summed gradients.
@@ -102,7 +102,7 @@ class RunOptions:
             `tpudist.VariableAggregation` or its name, `none` for one value for each replica. By
             default `{"batch_stats": "mean"}`; `params` and `opt_state` that are given back and
             differ are refused, if there is an integer beside them, such as the number of the step
-            (gradients are nested alike), and what has no name here becomes a PerReplica. A single
+            (gradients are nested alike), and state without a name here becomes a PerReplica. Just
             `"none"` keeps one value for each replica of all such state. Kept as pairs.
     """
 

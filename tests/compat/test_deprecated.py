@@ -237,7 +237,7 @@ def second(request):
     return SECONDS[request.node.callspec.params["iterator"]]
 
 
-def test_an_iterator_is_begun_anew_as_often_as_asked(two, iterator, second):
+def test_an_iterator_restarts_at_each_initialization(two, iterator, second):
     with pytest.warns(DeprecationWarning, match="use the iterator's `initializer`") as caught:
         assert iterator.initialize() is None
     assert caught[0].filename == __file__

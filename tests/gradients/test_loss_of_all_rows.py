@@ -1,4 +1,4 @@
-"""`loss_of_all_rows`: value and derivatives are those of one device that has all rows."""
+"""`loss_of_all_rows`: value and derivatives equal those on one device that has all rows."""
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_derivatives_are_those_of_one_device(strategy, batch, name):
+def test_derivatives_equal_those_on_one_device(strategy, batch, name):
     derive = DERIVATIVES[name]
     found = strategy.run(derive(loss), (WEIGHTS, batch))
     wanted = derive(loss_of_one_device)(WEIGHTS, ROWS)
@@ -125,7 +125,7 @@ def test_auxiliary_values_stay_those_of_the_replica(strategy, batch):
     np.testing.assert_allclose(total, loss_of_one_device(WEIGHTS, ROWS), rtol=1e-5)
 
 
-def test_a_loss_that_is_no_scalar_and_a_call_outside_are_refused(strategy, batch):
+def test_a_loss_with_several_elements_and_a_call_outside_raise(strategy, batch):
     with pytest.raises(ValueError, match=r"the loss has shape \[\d+\], and must be a scalar"):
         strategy.run(tpudist.loss_of_all_rows(errors), (WEIGHTS, batch))
     with strategy.scope(), pytest.raises(RuntimeError, match="in cross-replica context"):

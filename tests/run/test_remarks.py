@@ -213,7 +213,7 @@ def test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found(name):
     (warning,) = Program().warnings_of_trace(FOUND[name], by_optimizer())
     assert warning.category is LocalMeanWarning
     assert warning.filename == __file__
-    assert "8 times that of one device with all rows" in str(warning.message)
+    assert "8 times as large as on one device with all rows" in str(warning.message)
 
 
 @pytest.mark.exhaustive
@@ -268,7 +268,7 @@ def average_loss(p, x, y):
 
 def test_an_average_of_sums_is_found():
     (warning,) = Program().warnings_of_trace(average_loss, by_optimizer(reduce_op="mean"))
-    assert "8 times smaller than that of one device" in str(warning.message)
+    assert "8 times smaller than on one device" in str(warning.message)
 
 
 def test_a_mean_of_means_is_found_when_replicas_have_other_numbers_of_rows():

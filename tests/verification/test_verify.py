@@ -11,6 +11,7 @@ from flax import nnx
 
 import tpudist
 from tpudist.testing import assert_same_as_one_device
+from tpudist.verification import comparison
 
 N = 2
 RNG = np.random.default_rng(0)
@@ -213,6 +214,31 @@ def test_an_average_of_own_steps_is_found(strategy, batch):
     found, *_ = on_full_batches(strategy.verify(step, (jnp.ones(3), jnp.ones(3), batch)))
     assert found.leaf == "result[1]"
     assert "differs between replicas" in found.cause
+
+
+@pytest.mark.slow
+def test_a_partial_batch_is_filled_and_the_note_about_it_is_left_to_the_run(strategy, caplog):
+    rows = {k: np.concatenate([x, x[:1]]) for k, x in BATCH.items()}
+    dataset = strategy.experimental_make_numpy_dataset(rows).batch(16)
+    _, partial = strategy.experimental_distribute_dataset(dataset)
+    step = RIGHT["a mean that is averaged"]
+    report = strategy.verify(step, (jnp.ones(3), partial), rows=N)
+    assert report.ok, str(report)
+    assert "The batch is partial" in report.notes[0]
+    assert "have no rows" not in caplog.text
+    strategy.run(step, (jnp.ones(3), partial))
+    assert "have no rows" in caplog.text
+
+
+def test_complex_numbers_have_a_factor():
+    one = np.asarray([1 + 2j, -1j], np.complex64)
+    nearby = [(np.zeros_like(one), one)]
+    found = comparison.compare(
+        comparison.Values("w", 0, np.zeros_like(one), one, nearby, 2 * one), 1e-7
+    )
+    assert found is not None
+    assert found.factor == pytest.approx(2)
+    assert found.max_error == pytest.approx(5**0.5)
 
 
 class Net(nnx.Module):

@@ -25,7 +25,7 @@ def flatten(closed: Any, *, inline_calls: bool = False) -> "FlatProgram":
 
     Args:
         closed: The program.
-        inline_calls: Whether to inline all calls, rather than only those that communicate.
+        inline_calls: Whether to inline all calls; otherwise, only calls that communicate.
 
     Raises:
         ValueError: It does something with a reference that is not possible, with the line.

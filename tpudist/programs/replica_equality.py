@@ -30,7 +30,7 @@ from tpudist.programs.replica_agreement import (
     LostReference,
     ReplicaSum,
 )
-from tpudist.programs.user_lines import line_of, users_line_of
+from tpudist.programs.user_lines import first_line_of, line_of, users_line_of
 from tpudist.xla.mesh import REPLICA_AXIS
 
 # What is known of a value: the same, or which cell a reference is.
@@ -97,6 +97,15 @@ def prove(
     )
 
 
+def makes_equal(eqn: core.JaxprEqn) -> bool:
+    """Whether the results of an equation are equal on all replicas, whatever its operands are.
+
+    Among groups of replicas the members of one agree, and the groups do not.
+    """
+    is_over_all = _is_over_replicas(eqn) and not eqn.params.get("axis_index_groups")
+    return eqn.primitive.name in _EQUALIZING and is_over_all
+
+
 def _find_lines(jaxpr: core.Jaxpr, causes: Sequence[Any]) -> tuple[str, ...]:
     """The user's lines that make the outputs that differ; empty for the others."""
     both = zip(jaxpr.outvars, causes, strict=True)
@@ -107,7 +116,7 @@ def _find_lines(jaxpr: core.Jaxpr, causes: Sequence[Any]) -> tuple[str, ...]:
 
 class _Walk:
     def __init__(self):
-        self.path: list[core.JaxprEqn] = []  # what is looked at, and the equations around it
+        self.path: list[core.JaxprEqn] = []  # the current equation, after those that contain it
         self.hazards: list[Hazard] = []
         self.broken_claims: list[int] = []
         self.lost_references: list[LostReference] = []
@@ -234,8 +243,7 @@ class _Walk:
             _, known = self.sums.get(id(eqn), (eqn, [None] * len(args)))
             merged = [old or new for old, new in zip(known, args, strict=True)]
             self.sums[id(eqn)] = eqn, merged
-        # Among groups of replicas the members of one agree, and the groups do not.
-        if name in _EQUALIZING and over_replicas and not eqn.params.get("axis_index_groups"):
+        if makes_equal(eqn):
             return jaxprs.find_unread_parameters(eqn, _EQUALIZING[name])
         if name in _UNEQUAL_BY_NATURE and (over_replicas or name != "axis_index"):
             return _UNEQUAL_BY_NATURE[name]
@@ -323,8 +331,7 @@ class _Walk:
     def _hazard(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr], cause: str) -> None:
         for inner in (inner for body in bodies for inner in jaxprs.walk(body)):
             if _communicates(inner):
-                lines = map(users_line_of, reversed(self.path))
-                where = next(filter(None, lines), users_line_of(eqn))
+                where = first_line_of(reversed(self.path))
                 self.hazards.append(Hazard(inner.primitive.name, cause, where))
                 return
 

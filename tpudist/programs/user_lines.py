@@ -1,5 +1,7 @@
 """Where in the user's code an equation comes from."""
 
+from collections.abc import Iterable
+
 from jax.extend import core
 
 from tpudist.xla.hlo import source_lines
@@ -8,7 +10,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def line_of(eqn: core.JaxprEqn) -> str:
-    """Where in the user's code an equation comes from, as `file:line`, or an empty string."""
+    """Returns the user's line of an equation, as `file:line`; else the line of a library, or ""."""
     traceback = getattr(eqn.source_info, "traceback", None)
     frames = traceback.frames if traceback is not None else ()
     stack = (f"{x.file_name}:{x.line_num}" for x in frames if "<" not in x.file_name)
@@ -23,3 +25,12 @@ def users_line_of(eqn: core.JaxprEqn) -> str:
     line = line_of(eqn)
     plain = line.replace("\\", "/")
     return "" if any(place in plain for place in _INSTALLED) else line
+
+
+def first_line_of(eqns: Iterable[core.JaxprEqn]) -> str:
+    """Returns the user's line of the first equation that has one; else an empty string.
+
+    Args:
+        eqns: An equation, and then the calls that contain it, innermost first.
+    """
+    return next(filter(None, map(users_line_of, eqns)), "")

@@ -148,7 +148,7 @@ class PartialBatch:
         """Returns the program, in which replicas without rows leave some state as it is.
 
         Args:
-            program: `self.program`, or what was made of it.
+            program: `self.program`, or a program that was made from it.
             state: Outputs that are new state, each with the input that it replaces.
         """
         if not state:
@@ -217,14 +217,11 @@ class PartialBatch:
                 rows[i] = own
         return rows
 
-    def check(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Refuses numbers of rows for which the function is another one.
+    def warn_of_empty(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Warns once that means over rows are NaN on replicas that have none.
 
         Args:
-            rows: For each batch, how many rows of it each replica has.
-
-        Raises:
-            ValueError: The function is another one for these, or cannot be followed.
+            rows: For each batch, the number of its rows on each replica.
         """
         empty = [i for i, own in enumerate(zip(*rows, strict=True)) if 0 in own]
         if empty and self.takes_means and not self._warned:
@@ -235,6 +232,16 @@ class PartialBatch:
                 self._body.call.name,
                 ", ".join(map(str, empty)),
             )
+
+    def check(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Refuses numbers of rows for which the function is another one.
+
+        Args:
+            rows: For each batch, how many rows of it each replica has.
+
+        Raises:
+            ValueError: The function is another one for these, or cannot be followed.
+        """
         try:
             points = [
                 point

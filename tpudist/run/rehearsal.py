@@ -57,15 +57,12 @@ class Rehearsal:
         result: The value that the call would return.
         replaced: Argument arrays that the result replaces, by the number of the leaf of the result.
         traced: The trace of the step.
-        inputs: The flat inputs of the program of all replicas, beginning with the captured
-            Variables.
     """
 
     changes: tuple[Change, ...]
     result: Any
     replaced: Mapping[int, jax.Array]
     traced: TracedStep
-    inputs: tuple[Any, ...]
 
 
 def find_changes(

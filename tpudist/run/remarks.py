@@ -16,6 +16,7 @@ from tpudist.options import LocalMeanWarning, UndistributedBatchWarning
 from tpudist.programs import replica_agreement, replica_equality
 from tpudist.programs.rows import degree_walk
 from tpudist.programs.rows import labels as labels_of_rows
+from tpudist.programs.rows.degree_faults import Fault
 from tpudist.run.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.xla import compile_log
@@ -64,7 +65,7 @@ def find_remarks(
     program: compile.ReplicaProgram,
     proof: replica_agreement.Agreement,
     labels: Callable[[], list[str]],
-    fault: degree_walk.Fault | None,
+    fault: Fault | None,
 ) -> tuple[Remark, ...]:
     """What there is to say of a function that was traced.
 
@@ -98,7 +99,7 @@ def find_degrees(
     state: Mapping[int, int],
     trace_larger: Callable[[Mapping[int, int]], Any],
 ) -> degree_walk.Findings | None:
-    """What the degrees of the values tell; None if nothing is known of them.
+    """Returns the findings of the analysis of degrees; None if it cannot be made.
 
     Args:
         call: The call.
@@ -119,8 +120,8 @@ def choose_fault(
     call: ReplicaCall,
     variables: Sequence[Any],
     program: compile.ReplicaProgram,
-    faults: Sequence[degree_walk.Fault],
-) -> degree_walk.Fault | None:
+    faults: Sequence[Fault],
+) -> Fault | None:
     """Returns the fault to warn of: state that is not that of one device with all rows.
 
     Args:
@@ -139,7 +140,7 @@ def choose_fault(
     return next(iter(wrong + uneven), None)
 
 
-def _describe_fault(fault: degree_walk.Fault, name: str, n: int, numbers: set[int]) -> str:
+def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
     counted = f" ({fault.counted})" if fault.counted else ""
     summed = f" ({fault.summed})" if fault.summed else ""
     factor = float(n) ** abs(float(fault.excess))
@@ -151,16 +152,17 @@ def _describe_fault(fault: degree_walk.Fault, name: str, n: int, numbers: set[in
         remedy = "Divide it by the number of replicas: tpudist.scale_regularization_loss(value)"
     elif not fault.excess:
         what = (
-            f"averages over {n} replicas{summed} what is a mean over each replica's own rows"
-            f"{counted}, and replicas have from {min(numbers)} to {max(numbers)} rows in this "
+            f"averages over {n} replicas{summed} a mean over each replica's own rows{counted}, and "
+            f"replicas have from {min(numbers)} to {max(numbers)} rows in this "
             f"batch: a row counts more where there are fewer"
         )
         remedy = _DIVIDE
     elif fault.excess > 0:
         what = (
-            f"updates its state with a value that is {factor:g} times that of one device with all "
-            f"rows: it is a mean over each replica's own rows, or equal on all replicas{counted}, "
-            f"and is summed over {n} replicas{summed}, or multiplied by their number"
+            f"updates its state with a value that is {factor:g} times as large as on one device "
+            f"with all rows: it is a mean over each replica's own rows, or equal on all "
+            f"replicas{counted}, and is summed over {n} replicas{summed}, or multiplied by their "
+            f"number"
         )
         remedy = (
             f"{_DIVIDE}. Or, if all replicas have as many rows, average the gradients: "
@@ -168,7 +170,7 @@ def _describe_fault(fault: degree_walk.Fault, name: str, n: int, numbers: set[in
         )
     else:
         what = (
-            f"updates its state with a value that is {factor:g} times smaller than that of one "
+            f"updates its state with a value that is {factor:g} times smaller than on one "
             f"device with all rows: it is averaged over {n} replicas{summed}, and is a sum over "
             f"rows, or divided by the rows of all replicas already{counted}"
         )

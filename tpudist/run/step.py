@@ -144,15 +144,15 @@ class Step:
         self.traced, self._jitted = {key: traced}, None
         self._checked_rows.clear()
 
-    def check_rows(self, now: call_arguments.Call) -> None:
+    def check_rows(self, now: call_arguments.Call, *, is_rehearsal: bool = False) -> None:
         """Refuses, before anything is lost, numbers of rows that its program is not made for."""
-        key = (now.rows, *(x.shape for x in now.elements if hasattr(x, "shape")))
+        key = (is_rehearsal, now.rows, *(x.shape for x in now.elements if hasattr(x, "shape")))
         if key not in self._checked_rows:
             # The trace for these shapes, which is made here if `jit` has not asked for it yet.
             values = jax.tree.leaves(self._values(now))[len(self.captured) :]
             traced = self._trace(values)
             with self.owner.strategy._use_axis_rules():  # it may be traced for these rows
-                traced.check_rows(now)
+                traced.check_rows(now, is_rehearsal=is_rehearsal)
             self._checked_rows.add(key)
 
     def rehearse(self, now: call_arguments.Call) -> rehearsal.Rehearsal:
@@ -160,7 +160,7 @@ class Step:
 
         def run_on_copies(donated: list[Any], kept: list[Any]) -> rehearsal.Rehearsal:
             if now.rows:
-                self.check_rows(now)
+                self.check_rows(now, is_rehearsal=True)
             if self._only_lowered:
                 self._agree_on_lowered(now)
             plan = self._plan
@@ -175,7 +175,6 @@ class Step:
                 traced.result(outcome.results, now),
                 rehearsal.find_replaced(traced, len(self.captured), inputs),
                 traced,
-                tuple(inputs),
             )
 
         return self.attempt(now, run_on_copies)

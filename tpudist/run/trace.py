@@ -127,7 +127,7 @@ def trace_step(
         mesh=mesh,
         partial=partial,
         returned={i: k for i, k in returned.items() if not stack_outputs[i]},
-        drifting=find_drifting(
+        drifting=_find_drifting(
             call, found, program, proof, returned, len(variables), labels, stack_outputs
         ),
         faults=tuple(x for x in faults if x is fault or x.is_draw),
@@ -157,7 +157,7 @@ def _find_collections(
     return {o: i for o, i in replaced.items() if outputs[o] == forms[i]}
 
 
-def find_drifting(
+def _find_drifting(
     call: ReplicaCall,
     found: CallOutputs,
     program: compile.ReplicaProgram,

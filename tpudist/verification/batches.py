@@ -151,7 +151,7 @@ class Arguments:
         return any(set(x.counts) != {x.each} for x in self.batches.values())
 
     def cut(self, each: int) -> None:
-        """Keeps the first `each` rows of each replica."""
+        """Keeps `each` rows of each replica of the full batches."""
         n = self._mesh.num_replicas
         for i, x in self.batches.items():
             if x.each > each:

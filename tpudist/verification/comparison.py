@@ -72,7 +72,7 @@ def compare(values: Values, epsilon: float) -> Finding | None:
         epsilon: The relative rounding error of the least precise numbers that are computed.
     """
     if values.differs:
-        many = np.asarray(values.many, np.float64)
+        many = _floats(values.many)
         largest = _largest(many - many[:1])
         return Finding(values.leaf, values.output, None, largest, 0.0, differs=True)
     if values.one.dtype == bool or values.one.dtype.kind in "iu":
@@ -98,8 +98,7 @@ def compare(values: Values, epsilon: float) -> Finding | None:
     if _size(error) <= rounding:
         return None
     a, b = np.where(finite, one - before, 0), np.where(finite, many - before, 0)
-    scale = float((a * a).sum())
-    factor = float((a * b).sum()) / scale if scale else None
+    factor = _factor_between(a, b)
     if factor is not None and _size(b - factor * a) > max(0.01 * _size(b), 2 * rounding):
         factor = None
     largest = _largest(error)
@@ -116,8 +115,7 @@ def _compare_exactly(values: Values) -> Finding | None:
         return Finding(values.leaf, values.output, None, math.inf, 0.0)
     before = 0 if values.before is None else np.asarray(values.before, np.float64)
     a, b = np.asarray(one, np.float64) - before, np.asarray(many, np.float64) - before
-    scale = float((a * a).sum())
-    factor = float((a * b).sum()) / scale if scale else None
+    factor = _factor_between(a, b)
     if factor is not None and np.abs(b - factor * a).max() > 0.5:
         factor = None
     largest = _largest(b - a)
@@ -128,25 +126,33 @@ def _floats(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.complex128 if np.asarray(x).dtype.kind == "c" else np.float64)
 
 
+def _factor_between(a: np.ndarray, b: np.ndarray) -> float | None:
+    """The factor by which `a` comes closest to `b`; None if `a` is zero."""
+    scale = np.vdot(a, a).real
+    return float(np.vdot(a, b).real / scale) if scale else None
+
+
 def _size(x: np.ndarray) -> float:
-    return float(np.sqrt((np.abs(x) ** 2).sum()))
+    return float(np.linalg.norm(x.ravel()))
 
 
 def _largest(x: np.ndarray) -> float:
-    return float(np.abs(np.asarray(x, np.float64)).max(initial=0))
+    return float(np.abs(x).max(initial=0))
 
 
-_NOT_REDUCED = (
+NOT_REDUCED = (
     "It differs between replicas: the gradients or statistics it is computed from are not reduced.",
     "Reduce them over the replicas: all_reduce('sum', grads) if the loss is divided by the rows of "
     "all replicas (compute_average_loss), all_reduce('mean', grads) if it is a mean over the "
     "replica's own rows.",
 )
+"""Cause and remedy of state that differs between replicas."""
+
 _NUMBER = (
     "a number counts only the replica's own rows, or a value is divided or multiplied by the "
     "number of replicas once too often.",
     "Count the rows of all replicas: all_reduce('sum', count). Divide by the number of replicas "
-    "only what is summed over them.",
+    "only a value that is summed over them.",
 )
 
 MIXED = (
@@ -189,15 +195,25 @@ _UNKNOWN = (
 )
 
 
+def factor_of_array(found: Finding, n: int) -> float | None:
+    """Returns the factor of an array if it explains the difference; else None.
+
+    A single number always has a factor, and a factor of one explains nothing.
+    """
+    factor = found.factor
+    if factor is None or is_power(factor, n):
+        return factor
+    return None if found.is_number or abs(factor - 1) < SAME_FACTOR else factor
+
+
 def factor_of_step(factors: Sequence[float | None], n: int) -> float | None:
     """Returns the factor that explains the factors of the arrays of a step; None if none does.
 
     Gradients that are n times too large make Adam's second moments n**2 times too large, and
     parameters nearly equal: the power of n that is closest to one explains them all.
     """
-    known = [x for x in factors if x is not None and abs(x - 1) > SAME_FACTOR]
-    powers = [x for x in known if is_power(x, n)]
-    return min(powers or known, key=lambda x: abs(math.log(abs(x) or 1e-30)), default=None)
+    powers = [x for x in factors if x is not None and is_power(x, n)]
+    return min(powers, key=lambda x: abs(math.log(x)), default=None)
 
 
 def is_power(factor: float | None, n: int) -> bool:
@@ -209,20 +225,15 @@ def _is_power(factor: float, n: int, power: int) -> bool:
     return abs(factor / float(n) ** power - 1) < SAME_FACTOR
 
 
-def explain(
-    comparison: str, found: Finding, n: int, factor: float | None, kind: str = ""
-) -> tuple[str, str]:
-    """Returns the probable cause of a difference, and the remedy.
+def explain(comparison: str, n: int, factor: float | None, kind: str = "") -> tuple[str, str]:
+    """Returns the probable cause of a difference from one device, and the remedy.
 
     Args:
         comparison: The comparison that found it first.
-        found: The difference.
         n: Number of replicas.
         factor: The factor of the step; see `factor_of_step`.
         kind: The kind of the place at which it begins; see `Place`.
     """
-    if found.differs:
-        return _NOT_REDUCED
     if comparison == "tail":
         return _TAIL
     times = "" if factor is None else f"{factor:.4g} times: "

@@ -30,4 +30,4 @@ def verify_first(
     report = strategy.verify(fn, args, kwargs, options)
     if not report.ok:
         raise VerificationError(report)
-    _log.warning("Verified: %s", report)
+    _log.warning("%s", report)  # the user has asked for it

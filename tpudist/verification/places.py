@@ -20,7 +20,7 @@ import numpy as np
 
 from tpudist.programs import flat_program, operations, random_streams
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
-from tpudist.programs.user_lines import users_line_of
+from tpudist.programs.user_lines import first_line_of
 from tpudist.xla.mesh import REPLICA_AXIS
 
 Compute = Callable[[Operation, Sequence[Any]], list[Any]]
@@ -391,5 +391,4 @@ def _not_reduced(steps: Sequence[Operation], relations: dict[int, _Relation]) ->
 
 def line_of(step: Operation) -> str:
     """The user's line of an operation, or of the call that contains it."""
-    eqns = (step.eqn, *reversed(step.calls))
-    return next(filter(None, map(users_line_of, eqns)), "")
+    return first_line_of((step.eqn, *reversed(step.calls)))

@@ -55,7 +55,7 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no difference other than those of partial batches.
+        """Whether all differences, if any, are differences on partial batches.
 
         A mean of each replica's mean differs on a partial batch: see `exact_on_partial_batches`.
         """

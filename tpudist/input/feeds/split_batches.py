@@ -48,7 +48,7 @@ class SplitBatches:
         Args:
             source: The batches.
             replica_mesh: The replicas.
-            partial_batch: How to use a batch that is not full.
+            partial_batch: The treatment of a batch that is not full.
             fills_first: Whether a partial batch gives the first replicas as many rows as a full
                 one; otherwise equal parts.
         """

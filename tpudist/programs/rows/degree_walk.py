@@ -12,7 +12,6 @@ value depends: so gradients are distinguished from metrics, which only feed them
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -20,7 +19,7 @@ from typing import Any
 
 from jax.extend import core
 
-from tpudist.programs import jaxprs
+from tpudist.programs import jaxprs, replica_equality
 from tpudist.programs.flat_program import is_collective
 from tpudist.programs.rows import degree
 from tpudist.programs.rows.degree import (
@@ -32,7 +31,8 @@ from tpudist.programs.rows.degree import (
     combine,
     combine_either,
 )
-from tpudist.programs.user_lines import users_line_of
+from tpudist.programs.rows.degree_faults import Fault
+from tpudist.programs.user_lines import first_line_of
 
 _KEEP = frozenset(
     "abs all_gather all_gather_invariant all_to_all broadcast_in_dim convert_element_type copy "
@@ -63,53 +63,6 @@ _ZERO_AT_ZERO = frozenset(
 )
 _SUMS = ("psum", "psum_invariant", "reduce_scatter", "psum_scatter")
 _MAX_ROUNDS = 6
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A value that is added to state, and is not that of one device.
-
-    Attributes:
-        excess: The power of the number of replicas by which it is too large. 0 if it is right
-            where all replicas have as many rows: a mean over replicas of means over rows.
-        counted: The line that divides by rows or replicas; empty if none does. If `mixed`, the line
-            of the addition.
-        summed: The line that sums over replicas.
-        sources: The state inputs that the value depends on, as bits.
-        factors: The numbers that the value was multiplied by after the sum.
-        before_sum: The same, before the sum.
-        mixed: Whether only one of two addends is too large.
-        is_draw: Whether it is none of these: random numbers for each row, equal on all replicas.
-    """
-
-    excess: Fraction
-    counted: str
-    summed: str
-    sources: int
-    factors: tuple[float, ...] = ()
-    before_sum: tuple[float, ...] = ()
-    mixed: bool = False
-    is_draw: bool = False
-
-    def may_be_right(self, num_replicas: int, num_rows: int) -> bool:
-        """Whether numbers in the program may make up for the excess.
-
-        Such a program is right for one number of replicas, or of rows, and for no other.
-        """
-        right = [
-            float(num_rows) ** i * float(num_replicas) ** j
-            for i, j in itertools.product((-1, 0, 1), (-1, 0, 1))
-            if i - j == self.excess
-        ]
-        factors = [abs(x) for x in self.factors + self.before_sum]
-        products = (
-            math.prod(some)
-            for k in range(1, len(factors) + 1)
-            for some in itertools.combinations(factors, k)
-        )
-        if any(abs(x / y - 1) < 1e-4 for x in products for y in right):
-            return True
-        return any(_may_contain(num_replicas, x) for x in factors[len(self.factors) :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +169,11 @@ class _Walk:
         self, eqn: core.JaxprEqn, other: core.JaxprEqn, given: list[Value]
     ) -> Sequence[Value]:
         name = eqn.primitive.name
+        if is_collective(eqn) and eqn.params.get("axis_index_groups"):
+            return [dataclasses.replace(_lose(given), is_equal=False)] * len(eqn.outvars)
         if name in _SUMS and is_collective(eqn):
             return [self._sum_over_replicas(eqn, x) for x in given]
-        if is_collective(eqn) and name in ("all_gather", "all_gather_invariant", "pmax", "pmin"):
+        if replica_equality.makes_equal(eqn):
             return [dataclasses.replace(x, is_equal=True) for x in given]
         if name == "axis_index":
             return [Value(is_equal=False)]
@@ -440,7 +395,7 @@ class _Walk:
         return _sizes(eqn.invars[0], other.invars[0], dims) != NONE
 
     def _line(self, eqn: core.JaxprEqn) -> str:
-        return next(filter(None, map(users_line_of, (eqn, *reversed(self._calls)))), "")
+        return first_line_of((eqn, *reversed(self._calls)))
 
 
 def _sizes(x: Any, y: Any, dims: Sequence[int]) -> Degree | None:
@@ -455,19 +410,6 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 def _lose(given: Sequence[Value]) -> Value:
     return dataclasses.replace(combine(given, None), is_zero=False)
-
-
-def _may_contain(n: int, factor: float) -> bool:
-    """Whether a factor of a loss may contain 1 / n.
-
-    The inverse of a multiple of n may, and a number that has fewer digits if it is multiplied by n,
-    such as 0.025 with 4 replicas. A count of features may not, nor 0.9.
-    """
-    whole = 1 / factor if factor < 1 else factor
-    if abs(whole - round(whole)) < 1e-4:
-        return factor < 1 and round(whole) % n == 0
-    digits, without = (f"{x:.4e}".partition("e")[0].rstrip("0.") for x in (factor, factor * n))
-    return len(without) < len(digits) or without == "1"
 
 
 def _with_factor(name: str, given: Sequence[Value], result: Value) -> Value:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tpudist.programs import flat_program, jaxprs, row_dependence
+from tpudist.programs import flat_program, jaxprs, replica_equality, row_dependence
 from tpudist.programs.flat_program import FlatProgram, is_collective
 from tpudist.programs.user_lines import users_line_of
 from tpudist.values.drift import Drift
@@ -70,7 +70,7 @@ def _find_local(program: FlatProgram, differs: Sequence[bool]) -> set[int]:
     """The values that may differ between replicas."""
     local = {x for x, own in zip(program.inputs, differs, strict=True) if own}
     for step in program.steps:
-        if is_collective(step.eqn) and step.eqn.primitive.name != "axis_index":
+        if replica_equality.makes_equal(step.eqn):
             continue
         if step.eqn.primitive.name == "axis_index" or local.intersection(step.inputs):
             local.update(step.outputs)

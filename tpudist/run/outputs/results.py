@@ -24,7 +24,7 @@ from tpudist.xla import collectives
 from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
-    from tpudist.programs.rows.degree_walk import Fault
+    from tpudist.programs.rows.degree_faults import Fault
     from tpudist.run.remarks import Remark
 
 
@@ -33,6 +33,10 @@ class RowsOfResults(Protocol):
 
     def check(self, rows: Sequence[tuple[int, ...]]) -> None:
         """Refuses numbers of rows for which the function is another one."""
+        ...
+
+    def warn_of_empty(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Warns once that means over rows are NaN on replicas that have none."""
         ...
 
     def extents(
@@ -113,7 +117,7 @@ class TracedStep:
         remarks: What the user is to be warned of.
         returned: Outputs that are state given back; see `returned_state`.
         drifting: Outputs that replace equal state and differ between replicas.
-        faults: Values of the program that are not those of one device; see `degree_walk`.
+        faults: Values of the program that are not those of one device; see `degree_faults`.
         count_run: Counts a run, once other processes are known to run the same; see `first_run`.
     """
 
@@ -216,10 +220,18 @@ class TracedStep:
                 merged.append(what)
         return self.found.treedef.unflatten(merged)
 
-    def check_rows(self, now: Call) -> None:
-        """Refuses numbers of real rows for which the function is another one."""
-        if self.partial is not None:
-            self.partial.check(now.rows)
+    def check_rows(self, now: Call, *, is_rehearsal: bool) -> None:
+        """Refuses numbers of real rows for which the function is another one.
+
+        Args:
+            now: The call.
+            is_rehearsal: Whether the call is made to verify the step, without notes for the user.
+        """
+        if self.partial is None:
+            return
+        if not is_rehearsal:
+            self.partial.warn_of_empty(now.rows)
+        self.partial.check(now.rows)
 
     def __post_init__(self):
         self._plain = (

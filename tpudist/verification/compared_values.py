@@ -1,0 +1,105 @@
+"""The arrays that a step computes on replicas and on one device, in pairs."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.reduce_op import VariableAggregation
+from tpudist.run.rehearsal import Rehearsal
+from tpudist.values.per_replica import PerReplica, is_distributed
+from tpudist.verification.batches import HostBatch, fetch
+from tpudist.verification.comparison import Values
+from tpudist.xla import random_keys
+
+_AGGREGATED = (VariableAggregation.SUM, VariableAggregation.MEAN)
+
+
+class Pairing:
+    """Finds the arrays of one device that belong to those of the replicas.
+
+    Attributes:
+        not_compared: The names of arrays that have no counterpart on one device: each replica has a
+            value of its own.
+        lines: For state that differs between replicas, the user's line that makes it.
+    """
+
+    def __init__(self):
+        """Has found nothing yet."""
+        self.not_compared: set[str] = set()
+        self.lines: dict[str, str] = {}
+
+    def pairs(
+        self, many: Rehearsal, one: Rehearsal, disturbed: Sequence[Rehearsal]
+    ) -> Iterator[Values]:
+        """Returns the pairs: state, and then results.
+
+        Args:
+            many: The run on the replicas.
+            one: The run on one device.
+            disturbed: The runs on one device with disturbed inputs.
+        """
+        yield from self._state(many, one, disturbed)
+        yield from self._results(many, one, disturbed)
+
+    def _state(
+        self, many: Rehearsal, one: Rehearsal, disturbed: Sequence[Rehearsal]
+    ) -> Iterator[Values]:
+        others = {x.name: x for x in one.changes}
+        noise = [{x.name: x for x in each.changes} for each in disturbed]
+        for change in many.changes:
+            if random_keys.is_key(change.after):
+                continue
+            other, variable = others.get(change.name), change.variable
+            if other is None:
+                self.not_compared.add(change.name)
+                continue
+            new = fetch(change.after)
+            nearby = [x[change.name] for x in noise]
+            arrays = [(fetch(x.before), fetch(x.after)) for x in (other, *nearby)]
+            if variable is not None and variable.on_read:
+                if variable.aggregation not in _AGGREGATED:
+                    self.not_compared.add(change.name)
+                    continue
+                new = aggregate(variable, new)
+                arrays = [(before[0], after[0]) for before, after in arrays]  # one component
+            (old, after), *near = arrays
+            yield Values(change.name, change.output, old, after, near, new)
+
+    def _results(
+        self, many: Rehearsal, one: Rehearsal, disturbed: Sequence[Rehearsal]
+    ) -> Iterator[Values]:
+        ours = jax.tree_util.tree_flatten_with_path(many.result, is_leaf=is_distributed)[0]
+        theirs = jax.tree.leaves(one.result)
+        noise = [jax.tree.leaves(x.result) for x in disturbed]
+        if len(ours) != len(theirs):
+            self.not_compared.add("result")
+            return
+        for i, ((path, x), y) in enumerate(zip(ours, theirs, strict=True)):
+            kind, output = many.traced.found.result[i]
+            if kind != "array" or random_keys.is_key(y):
+                continue
+            leaf = f"result{jax.tree_util.keystr(path)}"
+            before = None if i not in one.replaced else fetch(one.replaced[i])
+            near = [
+                (fetch(each.replaced[i]) if before is not None else None, fetch(values[i]))
+                for each, values in zip(disturbed, noise, strict=True)
+            ]
+            if not isinstance(x, PerReplica):
+                yield Values(leaf, output, before, fetch(y), near, fetch(x))
+            elif x.rows is not None and not x.other_rows:
+                yield Values(leaf, output, None, fetch(y), near, HostBatch.of(x).rows)
+            elif before is not None and output in many.traced.drifting:
+                if line := many.traced.drifting[output].where:  # a partial batch has lost it
+                    self.lines.setdefault(leaf, line)
+                yield Values(leaf, output, before, fetch(y), near, fetch(x.array), differs=True)
+            else:
+                self.not_compared.add(leaf)
+
+
+def aggregate(variable: Any, parts: np.ndarray) -> np.ndarray:
+    """Returns the value that the components of an ON_READ Variable stand for."""
+    if variable.aggregation not in _AGGREGATED:
+        return parts[0]
+    return parts.sum(0) if variable.aggregation is VariableAggregation.SUM else parts.mean(0)

@@ -1,0 +1,171 @@
+"""Runs a step on the replicas and on one device, from copies of the same state."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.options import RunOptions
+from tpudist.programs import jaxprs
+from tpudist.run.rehearsal import Rehearsal, StandIn
+from tpudist.values.per_replica import PerReplica
+from tpudist.verification.batches import Arguments, HostBatch, Rows, fetch, put
+from tpudist.verification.compared_values import aggregate
+from tpudist.verification.places import Program
+from tpudist.xla.mesh import ReplicaMesh
+
+_SEEDS = (0, 1)
+"""Seeds of the disturbed runs on one device."""
+
+Call = tuple[tuple, dict[str, Any]]
+Rewrite = Callable[[Any], Callable[..., list[jax.Array]]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """The runs on one device.
+
+    Attributes:
+        exact: The run with the same inputs.
+        disturbed: Runs with inputs that are changed as rounding would change them.
+    """
+
+    exact: Rehearsal
+    disturbed: Sequence[Rehearsal]
+
+
+class Runs:
+    """The runs of one step with the arguments of one call."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        one_device: ReplicaMesh,
+        fn: Callable[..., Any],
+        options: RunOptions | None,
+        arguments: Arguments,
+    ):
+        """Prepares runs; none is made yet.
+
+        Args:
+            strategy: The strategy.
+            one_device: A mesh of one replica on one device.
+            fn: The step.
+            options: Options of the compilation.
+            arguments: The arguments of the call.
+        """
+        self._strategy, self._one_device = strategy, one_device
+        self._fn, self._options, self._arguments = fn, options, arguments
+        self._twins: dict[Any, Any] = {}
+
+    def on_replicas(self, call: Call, rewrite: Rewrite = None) -> Rehearsal:
+        """Returns the values that the step computes on the replicas.
+
+        Args:
+            call: The arguments.
+            rewrite: How to change the program; see `StandIn`.
+        """
+        strategy = self._strategy
+        if rewrite is not None:
+            strategy = self._twin(strategy.replica_mesh, lambda x: x._value, rewrite)
+        with strategy._use_mesh():
+            return strategy._replicator.rehearse(self._fn, *call, self._options)
+
+    def on_one_device(self, rows: Rows, epsilon: float, rewrite: Rewrite = None) -> OneDevice:
+        """Returns the values that the step computes on one device.
+
+        Args:
+            rows: The rows of each batch.
+            epsilon: The relative change of the inputs of disturbed runs.
+            rewrite: How to change the program; see `StandIn`.
+        """
+        changes = [_Disturbance(seed, epsilon) for seed in _SEEDS]
+        disturbed = [self._run(x, rows, rewrite) for x in changes]
+        return OneDevice(self._run(lambda x: x, rows, rewrite), disturbed)
+
+    def programs(self, *, by_rows: bool) -> tuple[Program, Program]:
+        """Returns the programs of a replica and of one device.
+
+        Both are traced for a single device, where they can be evaluated.
+
+        Args:
+            by_rows: Whether replicas have different rows, of which one device has all; otherwise
+                all have the rows of the first one.
+        """
+        n = self._strategy.num_replicas_in_sync
+        mesh = dataclasses.replace(self._one_device, deterministic=n)
+
+        def value_of(variable: Any) -> jax.Array:
+            if variable.on_read:
+                return jax.device_put(fetch(variable._value), mesh.stacked)
+            return self._value_on_one(variable)
+
+        call = self._arguments.on_one_device_by_replicas(mesh, copies=not by_rows)
+        many = self._trace(self._twin(mesh, value_of, None), call)
+        return many, self.program_of_one(Rows.ALL if by_rows else Rows.FIRST)
+
+    def program_of_one(self, rows: Rows) -> Program:
+        """Returns the program of one device, for some rows of each batch."""
+        alone = dataclasses.replace(self._one_device, deterministic=1)
+        twin = self._twin(alone, self._value_on_one, None)
+        return self._trace(twin, self._arguments.on_one_device(lambda x: x, rows))
+
+    def _run(self, change: Callable[[Any], Any], rows: Rows, rewrite: Rewrite) -> Rehearsal:
+        twin = self._twin(self._one_device, lambda x: change(self._value_on_one(x)), rewrite)
+        call = self._arguments.on_one_device(change, rows)
+        with twin._use_mesh():
+            return twin._replicator.rehearse(self._fn, *call, self._options)
+
+    def _trace(self, twin: Any, call: Call) -> Program:
+        with twin._use_mesh():
+            traced, inputs = twin._replicator.trace(self._fn, *call, self._options)
+        return Program(traced.program.closed, traced.program.stacked, inputs)
+
+    def _twin(
+        self, mesh: ReplicaMesh, value_of: Callable[[Any], jax.Array], rewrite: Rewrite
+    ) -> Any:
+        """The strategy on other devices, or with another program."""
+        key = mesh, rewrite
+        if key not in self._twins:
+            twin = self._strategy._with_mesh(mesh)
+            twin._twin_of = self._strategy
+            twin.storage = self._strategy.storage if mesh == self._strategy.replica_mesh else None
+            self._twins[key] = twin
+        self._twins[key]._stand_in = StandIn(value_of, rewrite)
+        return self._twins[key]
+
+    def _value_on_one(self, variable: Any) -> jax.Array:
+        held = getattr(variable, "held", None)
+        if isinstance(held, PerReplica):
+            rows = HostBatch.of(held).rows if held.rows is not None else fetch(held.array)[0]
+            return put(self._one_device, rows[None])
+        if variable.on_read:
+            return put(self._one_device, aggregate(variable, fetch(variable._value))[None])
+        return put(self._one_device, variable._value)
+
+
+class _Disturbance:
+    """Changes floating-point arrays as much as rounding would."""
+
+    def __init__(self, seed: int, epsilon: float):
+        self._random, self._epsilon = np.random.default_rng(seed), epsilon
+
+    def __call__(self, x: Any) -> Any:
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        signs = self._random.integers(0, 2, x.shape) * 2 - 1
+        return x * jnp.asarray(1 + self._epsilon * signs, x.dtype)
+
+
+def find_epsilon(closed: jaxprs.ClosedJaxpr) -> float:
+    """Returns the relative rounding error of the least precise numbers of a program."""
+    dtypes = {
+        dtype
+        for eqn in jaxprs.walk(closed)
+        for x in eqn.outvars
+        if jnp.issubdtype(dtype := getattr(x.aval, "dtype", jnp.int32), jnp.floating)
+    }
+    return max((float(jnp.finfo(x).eps) for x in dtypes), default=0.0)
