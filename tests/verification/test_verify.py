@@ -217,6 +217,7 @@ def test_an_average_of_own_steps_is_found(strategy, batch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::tpudist.LocalMeanWarning")
 def test_a_partial_batch_is_filled_and_the_note_about_it_is_left_to_the_run(strategy, caplog):
     rows = {k: np.concatenate([x, x[:1]]) for k, x in BATCH.items()}
     dataset = strategy.experimental_make_numpy_dataset(rows).batch(16)
