@@ -14,6 +14,7 @@ of packages, that import each other.
 import argparse
 import ast
 import collections
+import functools
 import io
 import json
 import statistics
@@ -26,6 +27,7 @@ from html import escape
 from pathlib import Path
 
 
+@functools.cache
 def modules_of(package: Path) -> dict[str, ast.Module]:
     """The modules of a package by name: `xla.mesh`, `xla.__init__` for the folder's own file."""
     return {
@@ -69,7 +71,7 @@ def imported_names(
     `if TYPE_CHECKING` count too.
     """
     # The package's own names are imported when they are asked for, and say for types what they are.
-    for node, at_top in _walk(tree, at_top=True, types=types or name == "__init__"):
+    for node, at_top in _walk(tree, types or name == "__init__"):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, at_top
@@ -85,24 +87,20 @@ def imported_names(
                 yield dotted, at_top
 
 
-def _walk(node: ast.AST, at_top: bool, types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """All nodes, and whether they stand outside of functions.
+def _walk(tree: ast.AST, types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes below one, and whether they stand outside of functions.
 
     Those under `if TYPE_CHECKING` are left out, unless `types`.
     """
-    for child in ast.iter_child_nodes(node):
-        if (
-            not types
-            and isinstance(child, ast.If)
-            and _dotted(child.test).endswith("TYPE_CHECKING")
-        ):
-            for other in child.orelse:
-                yield other, at_top
-                yield from _walk(other, at_top)
+    stack = [(child, True) for child in ast.iter_child_nodes(tree)]
+    while stack:
+        node, at_top = stack.pop()
+        if not types and isinstance(node, ast.If) and _dotted(node.test).endswith("TYPE_CHECKING"):
+            stack += [(child, at_top) for child in node.orelse]
             continue
-        yield child, at_top
-        in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from _walk(child, at_top and not in_function, types)
+        yield node, at_top
+        at_top &= not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        stack += [(child, at_top) for child in ast.iter_child_nodes(node)]
 
 
 def _dotted(node: ast.AST) -> str:

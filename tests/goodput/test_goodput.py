@@ -65,16 +65,16 @@ def run(folder, *args):
 
 
 @pytest.fixture(scope="module")
-def two_starts(tmp_path_factory):
-    """Two runs in one folder, the first of them killed: the times and the notes after each."""
+def finished(tmp_path_factory):
+    """The folder of a run that ended well, its times and its notes."""
     folder = tmp_path_factory.mktemp("run")
-    return run(folder, "killed"), run(folder)
+    return folder, *run(folder)
 
 
-def test_phases_add_up_to_the_time_of_the_process(two_starts):
+def test_phases_add_up_to_the_time_of_the_process(finished):
     """But for the interpreter's own end, which nobody can note."""
-    (started, first_line, last_line, ended), runs = two_starts[1]
-    (start,) = runs[1].values()
+    _, (started, first_line, last_line, ended), runs = finished
+    ((start,),) = (x.values() for x in runs)
     assert start.ended_well
     noted_s = sum(start.seconds.values())
     assert abs(noted_s - (start.ended - start.began)) < 0.01 * noted_s
@@ -90,18 +90,18 @@ def test_phases_add_up_to_the_time_of_the_process(two_starts):
     assert start.of_kind("save")[0]["calls"] == 4
     assert [x["call"] for x in start.of_kind("call")] == [0, 1, 2, 3, 4]
     assert start.of_kind("compile")[0]["function"] == "step"
-    assert diagnose(runs[1:]).causes[0].text == "process 0 waited for its input"
+    assert diagnose(runs).causes[0].text == "process 0 waited for its input"
 
 
 @pytest.mark.slow
-def test_of_a_killed_process_little_is_missing(two_starts):
+def test_of_a_killed_process_little_is_missing(finished):
     """A note is written each second, so some come after the last line, 3 s before the end."""
-    ((_, _, last_line, ended), runs), (_, both) = two_starts
-    ((start,),) = (x.values() for x in runs)
-    assert not start.ended_well
+    folder = finished[0]
+    (_, _, last_line, ended), runs = run(folder, "killed")
+    assert [x[0].ended_well for x in runs] == [True, False]
+    start = runs[1][0]
     assert last_line < start.ended < ended
     assert sum(start.seconds.values()) == pytest.approx(start.ended - start.began, rel=0.01)
-    assert [x[0].ended_well for x in both] == [False, True]
 
 
 def test_a_part_of_a_line_is_left_out(tmp_path):

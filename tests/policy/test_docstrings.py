@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from places import PACKAGE
+from syntax import statements
 
 SECTIONS = ("Args:", "Attributes:", "Returns:", "Yields:", "Raises:")
 ENTRIES = ("Args:", "Attributes:", "Raises:")
@@ -50,7 +51,7 @@ def problems(docstring: str, parameters: set[str] = frozenset()) -> list[str]:
 def documented() -> Iterator[tuple[str, str, set[str]]]:
     """Where each docstring stands, its text, and the parameters of what it explains."""
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in statements(file.read_text()):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 names = {

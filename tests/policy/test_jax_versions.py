@@ -270,41 +270,40 @@ OF_OTHERS = {
 }
 
 
-def underscored(tree: ast.AST):
-    """Names with one underscore that are reached from outside: `x._name`, `getattr(x, "_name")`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
-            yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr")):
-            yield from (
-                x.value
-                for x in node.args
-                if isinstance(x, ast.Constant) and re.match("_[a-z]", str(x.value))
-            )
+def underscored_and_defined(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The names with one underscore that are reached from outside, and those that a file defines.
 
-
-def defined(tree: ast.AST):
-    """Names that a file gives to something of its own."""
+    The first are `x._name` and `getattr(x, "_name")`.
+    """
+    reached, defined = set(), set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                yield node.attr
+        match node:
+            case ast.Attribute(value=value, attr=name, ctx=ctx):
+                if re.match("_[a-z]", name):
+                    reached.add(name)
+                if isinstance(ctx, ast.Store) and isinstance(value, ast.Name):
+                    defined |= {name} if value.id in ("self", "cls") else set()
+            case ast.Call(func=ast.Attribute(attr=function) | ast.Name(id=function), args=args):
+                if function in ("getattr", "setattr"):
+                    texts = [str(x.value) for x in args if isinstance(x, ast.Constant)]
+                    reached |= {text for text in texts if re.match("_[a-z]", text)}
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                defined.add(name)
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                defined.add(name)
+    return reached, defined
 
 
 def test_private_names_of_others_are_said_in_one_place_each():
-    trees = {
-        str(file.relative_to(PACKAGE)): ast.parse(file.read_text())
+    names = {
+        str(file.relative_to(PACKAGE)): underscored_and_defined(ast.parse(file.read_text()))
         for file in sorted(PACKAGE.rglob("*.py"))
     }
-    ours = {name for tree in trees.values() for name in defined(tree)}
+    ours = {name for _, defined in names.values() for name in defined}
     found = {
         (name, file)
-        for file, tree in trees.items()
-        for name in set(underscored(tree)) - (ours - set(OF_OTHERS)) - set(defined(tree))
+        for file, (reached, defined) in names.items()
+        for name in reached - (ours - set(OF_OTHERS)) - defined
     }
     assert {name for name, _ in found} <= set(OF_OTHERS), found
     assert all(OF_OTHERS[name] in (None, file) for name, file in found), found

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from places import PACKAGE, ROOT
+from syntax import statements
 
 PAGES = (
     "README.md",
@@ -55,7 +56,7 @@ def texts() -> list[tuple[str, str]]:
 
 def explanations(source: str) -> Iterator[tuple[int, str]]:
     """The lines of the docstrings and comments of a source, by number."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(source):
         if isinstance(node, ast.Expr) and isinstance(text := node.value, ast.Constant):
             if isinstance(text.value, str):
                 yield from enumerate(text.value.splitlines(), text.lineno)
