@@ -148,7 +148,6 @@ def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_h
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 def test_a_host_whose_network_is_lost_is_done_without(two_hosts, tmp_path):
     first, second = start(two_hosts, tmp_path)
     with first, second:

@@ -124,7 +124,7 @@ def on_full_batches(report):
     return [x for x in report.differences if x.comparison != "tail"]
 
 
-QUICK = ("dropout", "a masked loss over the own count", "not reduced", "clipped before")
+QUICK = ("dropout in a loop", "a masked loss over the own count", "not reduced", "clipped before")
 
 
 def in_part(names):
@@ -216,7 +216,6 @@ def test_an_average_of_own_steps_is_found(strategy, batch):
     assert "differs between replicas" in found.cause
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::tpudist.LocalMeanWarning")
 def test_a_partial_batch_is_filled_and_the_note_about_it_is_left_to_the_run(strategy, caplog):
     rows = {k: np.concatenate([x, x[:1]]) for k, x in BATCH.items()}
@@ -251,8 +250,9 @@ class Net(nnx.Module):
         return self.outer(self.dropout(jnp.tanh(self.norm(self.inner(x)))))[:, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("reduce_op", "factor"), [("mean", None), ("sum", N)])
+@pytest.mark.parametrize(
+    ("reduce_op", "factor"), [("mean", None), pytest.param("sum", N, marks=pytest.mark.slow)]
+)
 def test_nnx_state_is_compared_and_stays_as_it_was(strategy, batch, reduce_op, factor):
     with strategy.scope():
         model = strategy.create(lambda: Net(nnx.Rngs(0)))
