@@ -230,6 +230,38 @@ def test_a_partial_batch_is_filled_and_the_note_about_it_is_left_to_the_run(stra
     assert "have no rows" in caplog.text
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_rows_are_exchanged_where_their_positions_count(strategy, batch, clips):
+    """Each replica draws one time in each part of an interval, as many parts as it has rows."""
+
+    def step(w, b):
+        key = tpudist.get_replica_context().random_key(jax.random.key(0))
+        count = len(b["y"])
+        times = (jax.random.uniform(key, (count,)) + jnp.arange(count)) / count
+        g = jax.grad(lambda w: (times * jnp.square(b["x"] @ w - b["y"])).mean())(w)
+        return w - 0.1 * reduce("mean", g / jnp.linalg.norm(g) if clips else g)
+
+    report = strategy.verify(step, (jnp.ones(3), batch))
+    assert report.ok != clips, str(report)
+    assert "positions of rows" in report.notes[-1]
+    assert {x.comparison for x in report.differences} == ({"rows"} if clips else set())
+
+
+def test_rounding_of_sums_is_no_difference(strategy):
+    """A variance from a mean of squares loses most digits, also from inputs without an error."""
+
+    def step(w, b):
+        values = 50.3 + b["x"][:, 0] / 10
+        first, square = reduce("mean", (values.mean(), (values**2).mean()))
+        normalized = (values - first) / jnp.sqrt(jnp.abs(square - first**2) + 1e-8)
+        g = jax.grad(lambda w: (normalized * jnp.tanh(b["x"] @ w)).mean())(w)
+        return w - 0.1 * reduce("mean", g)
+
+    rows = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32)
+    report = strategy.verify(step, (jnp.ones(3), batch_of(strategy, {"x": rows})))
+    assert on_full_batches(report) == [], str(report)
+
+
 def test_complex_numbers_have_a_factor():
     one = np.asarray([1 + 2j, -1j], np.complex64)
     nearby = [(np.zeros_like(one), one)]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from tpudist.programs import flat_program, jaxprs, operations
+from tpudist.programs import flat_program, inner_programs, jaxprs, operations
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
 
 _RANDOM = ("threefry2x32", "rng_bit_generator", "rng_uniform")
@@ -39,34 +39,14 @@ def _count_fixed(program: FlatProgram) -> int:
     count = 0
     for step in program.steps:
         count += step.eqn.primitive.name == "random_bits"
-        count += sum(map(_count_fixed, _bodies(step.eqn)))
+        count += sum(map(_count_fixed, inner_programs.find(step.eqn)))
     return count
-
-
-def _bodies(eqn: core.JaxprEqn) -> list[FlatProgram]:
-    """The programs of a scan or branch that draws random numbers; empty for another operation."""
-    structure = jaxprs.structure_of(eqn)
-    if not isinstance(structure, jaxprs.Scan | jaxprs.Cond):
-        return []
-    bodies = [structure.body] if isinstance(structure, jaxprs.Scan) else structure.bodies
-    if not any(map(draws_random_numbers, bodies)):
-        return []
-    programs = jaxprs.programs_of(tuple(eqn.params.values()))
-    closed = {id(jaxprs.open_jaxpr(x)): x for x in programs}
-    return [flat_program.flatten(closed[id(x)], inline_calls=True) for x in bodies]
 
 
 def fix(closed: Any) -> Callable[..., list[jax.Array]]:
     """Returns a function of the inputs of `closed`, in which all random bits are a constant."""
-    return _run_fixed(flat_program.flatten(closed, inline_calls=True))
-
-
-def _run_fixed(program: FlatProgram) -> Callable[..., list[jax.Array]]:
-    def run(*inputs: jax.Array) -> list[Any]:
-        values = operations.evaluate(program, inputs, compute_fixed)
-        return [values[i] for i in program.outputs]
-
-    return run
+    program = flat_program.flatten(closed, inline_calls=True)
+    return inner_programs.make_function(program, compute_fixed)
 
 
 def compute_fixed(step: Operation, values: Sequence[Any]) -> list[Any]:
@@ -76,27 +56,10 @@ def compute_fixed(step: Operation, values: Sequence[Any]) -> list[Any]:
         shape: Any = eqn.outvars[0].aval
         width = eqn.params["bit_width"]
         return [jnp.full(shape.shape, int(0.1 * 2**width), shape.dtype)]
-    bodies, structure = _bodies(eqn), jaxprs.structure_of(eqn)
-    if not any(map(_count_fixed, bodies)):
-        return operations.compute(step, values)
-    if isinstance(structure, jaxprs.Cond):
-        return list(jax.lax.switch(values[0], [_run_fixed(x) for x in bodies], *values[1:]))
-    assert isinstance(structure, jaxprs.Scan), "`_bodies` has no other"
-    run, first = _run_fixed(bodies[0]), structure.num_consts
-    last = first + structure.num_carry
-
-    def turn(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results = run(*values[:first], *carry, *xs)
-        return results[: structure.num_carry], results[structure.num_carry :]
-
-    carry, ys = jax.lax.scan(
-        turn,
-        list(values[first:last]),
-        list(values[last:]),
-        structure.length,
-        eqn.params["reverse"],
-    )
-    return [*carry, *ys]
+    programs = inner_programs.find(eqn)
+    if any(map(_count_fixed, programs)):
+        return inner_programs.evaluate(eqn, programs, values, compute_fixed)
+    return operations.compute(step, values)
 
 
 def share(closed: Any) -> Callable[..., list[jax.Array]]:

@@ -82,6 +82,14 @@ class HostBatch:
         """Returns a batch in which all replicas have the first rows."""
         return self.on_replicas(mesh, [self.first(self.each)] * mesh.num_replicas)
 
+    def exchange(self, mesh: ReplicaMesh) -> PerReplica:
+        """Returns a batch in which each row is on another replica, at the same position."""
+        n, rows = mesh.num_replicas, range(self.each)
+        parts = [
+            self.rows.take([(i + k) % n * self.each + k for k in rows], self.dim) for i in range(n)
+        ]
+        return self.on_replicas(mesh, parts)
+
     def split(self, mesh: ReplicaMesh, counts: Sequence[int]) -> PerReplica:
         """Returns a batch of the first rows. Replica i has `counts[i]` of them."""
         ends = np.cumsum((0, *counts))
@@ -178,6 +186,10 @@ class Arguments:
         new: dict[int, Any] = {i: x.copies(self._mesh) for i, x in self.batches.items()}
         new |= {i: _part_of_first(self._mesh, x) for i, x in self.own.items()}
         return self._with(new)
+
+    def exchange(self) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments, in which rows of full batches are exchanged between replicas."""
+        return self._with({i: x.exchange(self._mesh) for i, x in self.batches.items()})
 
     def split(self, counts: Callable[[int], Sequence[int]]) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments with `counts(rows)` rows on the replicas."""

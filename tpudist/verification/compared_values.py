@@ -43,6 +43,20 @@ class Pairing:
         yield from self._state(many, one, disturbed)
         yield from self._results(many, one, disturbed)
 
+    def pairs_of_all(
+        self, many: Rehearsal, other: Rehearsal, disturbed: Sequence[Rehearsal]
+    ) -> Iterator[Values]:
+        """Returns the arrays that all replicas share, in two runs on the replicas."""
+        shared = {x.name for x in many.changes if x.variable is None or not x.variable.on_read}
+        yield from (x for x in self._state(many, other, disturbed) if x.leaf in shared)
+        leaves = jax.tree.leaves(many.result, is_leaf=is_distributed)
+        own = {
+            many.traced.found.result[i][1]
+            for i, x in enumerate(leaves)
+            if isinstance(x, PerReplica)
+        }
+        yield from (x for x in self._results(many, other, disturbed) if x.output not in own)
+
     def _state(
         self, many: Rehearsal, one: Rehearsal, disturbed: Sequence[Rehearsal]
     ) -> Iterator[Values]:

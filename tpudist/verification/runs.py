@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.options import RunOptions
-from tpudist.programs import jaxprs
+from tpudist.programs import jaxprs, operations, random_streams, rounding_errors
 from tpudist.run.rehearsal import Rehearsal, StandIn
 from tpudist.values.per_replica import PerReplica
 from tpudist.verification.batches import Arguments, HostBatch, Rows, fetch, put
@@ -85,6 +85,27 @@ class Runs:
         changes = [_Disturbance(seed, epsilon) for seed in _SEEDS]
         disturbed = [self._run(x, rows, rewrite) for x in changes]
         return OneDevice(self._run(lambda x: x, rows, rewrite), disturbed)
+
+    def on_one_device_rounded(
+        self, rows: Rows, epsilon: float, *, fixes_draws: bool
+    ) -> list[Rehearsal]:
+        """Returns disturbed runs as `on_one_device` does, in which sums have rounding errors too.
+
+        Args:
+            rows: The rows of each batch.
+            epsilon: The relative change of the inputs.
+            fixes_draws: Whether random bits are a constant.
+        """
+        compute = random_streams.compute_fixed if fixes_draws else operations.compute
+        return [
+            self._run(_Disturbance(seed, epsilon), rows, rounding_errors.disturb(compute, seed))
+            for seed in _SEEDS
+        ]
+
+    def on_replicas_rounded(self, call: Call) -> list[Rehearsal]:
+        """Returns runs on the replicas, in which sums have rounding errors and bits are fixed."""
+        compute = random_streams.compute_fixed
+        return [self.on_replicas(call, rounding_errors.disturb(compute, seed)) for seed in _SEEDS]
 
     def programs(self, *, by_rows: bool) -> tuple[Program, Program]:
         """Returns the programs of a replica and of one device.

@@ -15,11 +15,16 @@ from tpudist.run.rehearsal import Rehearsal
 from tpudist.verification import comparison
 from tpudist.verification.batches import Arguments, Rows
 from tpudist.verification.compared_values import Pairing
-from tpudist.verification.comparison import Finding
+from tpudist.verification.comparison import Finding, Values
 from tpudist.verification.places import Place, Places
 from tpudist.verification.report import Difference, VerificationReport
 from tpudist.verification.runs import OneDevice, Runs, find_epsilon
 from tpudist.xla.mesh import ReplicaMesh
+
+_POSITIONS = "the step draws random numbers, and computes with the numbers of rows."
+
+_MOST_BY_ROUNDING = 1e5
+"""Largest difference that rounding of sums may explain, as a multiple of that of the inputs."""
 
 
 def verify(
@@ -50,6 +55,7 @@ class _Verifier:
         self._pairing = Pairing()
         self._findings: dict[str, list[Finding]] = {}
         self._compared: dict[str, int] = {}
+        self._exchanges = False  # whether rows were exchanged, and not given to one device
         self._skipped: dict[str, str] = {}
         self._notes: list[str] = []
         self._changed = False
@@ -106,11 +112,14 @@ class _Verifier:
             self._compare_copies(shares_draws=bool(random))
         if reason := self._why_rows_differ(given, captured) or random:
             self._skipped["rows"] = self._skipped["tail"] = reason
+            if reason == _POSITIONS and arguments.each > 1:
+                del self._skipped["rows"]
+                self._compare_exchanged()
             return
         if draws:
             self._notes.append("Random numbers were replaced by a constant.")
             given = self._runs.on_replicas(arguments.as_passed(), self._fix)
-        self._note("rows", given, self._on_one(Rows.ALL))
+        self._note_one_device("rows", given, Rows.ALL)
         if any(self._findings.values()):
             self._skipped.setdefault("tail", "full batches differ; correct that first.")
         if "tail" not in self._skipped:
@@ -125,7 +134,26 @@ class _Verifier:
         """
         rewrite = random_streams.share if shares_draws else self._fix
         many = self._runs.on_replicas(self._arguments.copies(), rewrite)
-        self._note("copies", many, self._on_one(Rows.FIRST if shares_draws else Rows.COPIES))
+        self._note_one_device("copies", many, Rows.FIRST if shares_draws else Rows.COPIES)
+
+    def _compare_exchanged(self) -> None:
+        """Compares with a run in which rows are exchanged between replicas.
+
+        One device with all rows would have other positions of rows.
+        """
+        self._exchanges = True
+        self._notes.append(
+            "The step computes with the positions of rows. For 'rows', they were exchanged between "
+            "replicas instead of given to one device. Random numbers were replaced by a constant."
+        )
+        passed, fix = self._arguments.as_passed(), random_streams.fix
+        self._note(
+            "rows",
+            self._pairing.pairs_of_all,
+            self._runs.on_replicas(self._arguments.exchange(), fix),
+            OneDevice(self._runs.on_replicas(passed, fix), ()),
+            lambda: self._runs.on_replicas_rounded(passed),
+        )
 
     def _compare_tails(self) -> None:
         if self._arguments.each < 2:
@@ -137,17 +165,40 @@ class _Verifier:
             except ValueError as error:
                 self._skipped["tail"] = f"a partial batch is not supported: {error}"
                 return
-            self._note("tail", many, self._on_one(Rows.FIRST))
+            self._note_one_device("tail", many, Rows.FIRST)
 
-    def _on_one(self, rows: Rows) -> OneDevice:
-        return self._runs.on_one_device(rows, self._epsilon, self._fix)
+    def _note_one_device(self, key: str, many: Rehearsal, rows: Rows) -> None:
+        """Compares a run on the replicas with one device that has these rows."""
+        fixes = self._fix is not None
+        self._note(
+            key,
+            self._pairing.pairs,
+            many,
+            self._runs.on_one_device(rows, self._epsilon, self._fix),
+            lambda: self._runs.on_one_device_rounded(rows, self._epsilon, fixes_draws=fixes),
+        )
 
-    def _note(self, key: str, many: Rehearsal, one: OneDevice) -> None:
-        values = [*self._pairing.pairs(many, one.exact, one.disturbed)]
-        self._changed |= any(x.before is not None and (x.one != x.before).any() for x in values)
-        self._compared[key] = self._compared.get(key, 0) + len(values)
-        found = (comparison.compare(x, self._epsilon) for x in values)
-        self._findings.setdefault(key, []).extend(x for x in found if x is not None)
+    def _note(
+        self,
+        key: str,
+        pairs: Callable[..., Iterator[Values]],
+        many: Rehearsal,
+        one: OneDevice,
+        run_rounded: Callable[[], list[Rehearsal]],
+    ) -> None:
+        """Compares two runs, and small differences also with runs whose sums have errors."""
+
+        def find(disturbed: Sequence[Rehearsal]) -> tuple[list[Finding], int]:
+            values = [*pairs(many, one.exact, disturbed)]
+            self._changed |= any(x.before is not None and (x.one != x.before).any() for x in values)
+            found = (comparison.compare(x, self._epsilon) for x in values)
+            return [x for x in found if x is not None], len(values)
+
+        found, number = find(one.disturbed)
+        if found and all(x.max_error < _MOST_BY_ROUNDING * x.tolerance for x in found):
+            found, _ = find([*one.disturbed, *run_rounded()])
+        self._findings.setdefault(key, []).extend(found)
+        self._compared[key] = self._compared.get(key, 0) + number
 
     def _why_draws_differ(self, closed: jaxprs.ClosedJaxpr) -> str:
         """Why one device would compute another value for a row, if random bits were constant."""
@@ -156,7 +207,7 @@ class _Verifier:
         if not random_streams.can_be_fixed(closed):
             return "the step draws random numbers in a way that cannot be replaced by a constant."
         if _positions(closed) != _positions(self._runs.program_of_one(Rows.ALL).closed):
-            return "the step draws random numbers, and computes with the numbers of rows."
+            return _POSITIONS
         return ""
 
     def _why_rows_differ(self, given: Rehearsal, captured: str) -> str:
@@ -186,14 +237,17 @@ class _Verifier:
                 if x.leaf not in seen:
                     new.setdefault(x.leaf, x)
             seen.update(new)
-            places = self._find_places() if new and key != "tail" else None
+            has_places = key != "tail" and not (key == "rows" and self._exchanges)
+            places = self._find_places() if new and has_places else None
             for x in new.values():
                 yield self._explain(key, x, factor, places, faults)
 
     def _find_places(self) -> Places | None:
         try:
-            many, one = self._runs.programs(by_rows="rows" in self._compared)
-            return Places(many, one, self._n, fixes_draws=self._fix is not None)
+            by_rows = "rows" in self._compared and not self._exchanges
+            many, one = self._runs.programs(by_rows=by_rows)
+            fixes = random_streams.can_be_fixed(many.closed)
+            return Places(many, one, self._n, fixes_draws=fixes)
         except Exception as error:  # the lines are an addition to a report that stands
             self._notes.append(f"The lines were not found ({type(error).__name__}: {error}).")
             return None

@@ -147,8 +147,8 @@ def of_literal(first: Any, second: Any) -> Value:
         return Value(
             degree_of_numbers(a.flat[0], b.flat[0], tolerance), is_literal=True, is_constant=True
         )
-    whole = np.asarray(first).dtype.kind in "iub"  # positions of rows, such as labels
-    return Value(NONE if whole else None, is_literal=True, is_constant=True)
+    is_mask = np.isin(b, (0, 1)).all()
+    return Value(NONE if is_mask else None, is_literal=True, is_constant=True)
 
 
 def combine(values: Sequence[Value], degree: Degree | None, **changed: Any) -> Value:

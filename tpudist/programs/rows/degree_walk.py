@@ -198,7 +198,8 @@ class _Walk:
             if name == "iota":
                 dim = eqn.params["dimension"]
                 positions = _sizes(eqn.outvars[0], other.outvars[0], [dim]) or NONE
-                result = dataclasses.replace(result, positions=positions)
+                size = NONE if positions == NONE else None  # the positions of rows are larger
+                result = dataclasses.replace(result, degree=size, positions=positions)
             elif name == "eq":  # one-hot vectors of rows: one of all elements is not zero
                 positions = next((x.positions for x in given if x.positions != NONE), NONE)
                 result = dataclasses.replace(result, degree=NONE - positions)

@@ -1,0 +1,72 @@
+"""Disturbs the sums of a program as rounding may, which tells how far its results are rounded.
+
+Disturbed inputs do not show what rounding does to sums of equal numbers, such as a variance that
+is computed from a mean of squares.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from tpudist.programs import flat_program, inner_programs
+from tpudist.programs.flat_program import Operation
+
+_SUMS = ("reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "reduce_window_sum", "psum")
+
+
+@functools.cache
+def disturb(compute: inner_programs.Compute, seed: int) -> Callable[[Any], Callable[..., Any]]:
+    """Returns a rewrite of programs: each sum has an error, as large as rounding may make it.
+
+    The error of a sum of N numbers grows as the square root of N.
+
+    Args:
+        compute: Computes each operation.
+        seed: Decides the signs of the errors.
+    """
+
+    def rewrite(closed: Any) -> Callable[..., Any]:
+        random = np.random.default_rng(seed)
+
+        def compute_disturbed(step: Operation, values: Sequence[Any]) -> list[Any]:
+            if programs := inner_programs.find(step.eqn):
+                return inner_programs.evaluate(step.eqn, programs, values, compute_disturbed)
+            results = compute(step, values)
+            if step.adds or step.eqn.primitive.name not in _SUMS:
+                return results
+            size = math.sqrt(_count_addends(step.eqn)) * random.choice((-1, 1))
+            return [_with_error(x, size) for x in results]
+
+        program = flat_program.flatten(closed, inline_calls=True)
+        return inner_programs.make_function(program, compute_disturbed)
+
+    return rewrite
+
+
+def _with_error(x: Any, size: float) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x * jnp.asarray(1 + size * float(jnp.finfo(x.dtype).eps), x.dtype)
+
+
+def _count_addends(eqn: core.JaxprEqn) -> float:
+    """Returns how many numbers are added to one element of the result."""
+    shapes = [getattr(x.aval, "shape", ()) for x in eqn.invars]
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (dims, _), _ = eqn.params["dimension_numbers"]
+        return math.prod(shapes[0][i] for i in dims)
+    if name == "conv_general_dilated":
+        return math.prod(shapes[1][i] for i in eqn.params["dimension_numbers"].rhs_spec[1:])
+    if name == "reduce_sum":
+        return math.prod(shapes[0][i] for i in eqn.params["axes"])
+    if name == "cumsum":
+        return shapes[0][eqn.params["axis"]]
+    if name == "reduce_window_sum":
+        return math.prod(eqn.params["window_dimensions"])
+    return 1
