@@ -1,4 +1,4 @@
-"""Disturbs the sums of a program as rounding may, which tells how far its results are rounded.
+"""Disturbs the sums of a program as rounding may to measure how far its results are rounded.
 
 Disturbed inputs do not show what rounding does to sums of equal numbers, such as a variance that
 is computed from a mean of squares.
