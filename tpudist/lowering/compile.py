@@ -27,7 +27,14 @@ from tpudist.lowering.workarounds import (
     fft_layouts,
     lookup_layouts,
 )
-from tpudist.programs import axis_errors, axis_names, jaxprs, out_shardings, replica_equality
+from tpudist.programs import (
+    axis_errors,
+    axis_names,
+    jaxprs,
+    out_shardings,
+    replica_equality,
+    result_shapes,
+)
 from tpudist.xla import collectives, internals
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -73,12 +80,17 @@ def trace(
         with axis_errors.explain_axes(mesh, name):
             return ReplicaProgram(_trace_one(function, mesh, local), tuple(stacked))
     found = []
+    result_shapes.leave_out_manual_meshes()
 
     def body(*values):
         # Traced within the shard_map, where the axis has its name and values the shapes of one
         # replica; what the shard_map itself would give is not asked for.
         local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
-        with axis_names.name_replicas(mesh), out_shardings.honour_out_shardings():
+        with (
+            internals.leave_devices(),
+            axis_names.name_replicas(mesh),
+            out_shardings.honour_out_shardings(),
+        ):
             traced = jax.make_jaxpr(function)(*local)
         found.append(axis_names.use_replica_axis(mesh, traced))
 
@@ -243,6 +255,7 @@ def _trace_one(
     """The program of one of several replicas that share devices: they have an axis, and no mesh."""
     with (
         jax.sharding.use_abstract_mesh(_NO_MESH),
+        internals.leave_devices(),
         internals.name_axis(mesh.replica_axis, mesh.num_replicas),
         axis_names.name_replicas(mesh),
         out_shardings.honour_out_shardings(),
