@@ -210,6 +210,11 @@ def leave_devices() -> contextlib.AbstractContextManager:
     return sharding_impls._internal_use_concrete_mesh(mesh.empty_concrete_mesh)
 
 
+def place_explicitly() -> contextlib.AbstractContextManager:
+    """Lets `jax.transfer_guard` treat transfers in this thread as those of `jax.device_put`."""
+    return config.explicit_device_put_scope()
+
+
 def settings_of_thread() -> list[tuple[Any, Any]]:
     """What context managers of JAX have set in this thread, for `set_in_thread`; traces as well."""
     found = {id(x): x for x in config.config_states.values()}
