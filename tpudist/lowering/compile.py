@@ -34,6 +34,7 @@ from tpudist.programs import (
     out_shardings,
     replica_equality,
     result_shapes,
+    value_errors,
 )
 from tpudist.xla import collectives, internals
 from tpudist.xla.mesh import ReplicaMesh
@@ -74,10 +75,11 @@ def trace(
 
     Raises:
         ValueError: It captures an array of a mesh with Explicit axes.
+        NameError: It names an axis in a collective that replicas do not have.
     """
     if mesh.block is not None:
         local = [_shape_of_part(x, s) for x, s in zip(inputs, stacked, strict=True)]
-        with axis_errors.explain_axes(mesh, name):
+        with axis_errors.explain_axes(mesh, name), value_errors.explain_values(name):
             return ReplicaProgram(_trace_one(function, mesh, local), tuple(stacked))
     found = []
     result_shapes.leave_out_manual_meshes()
@@ -103,7 +105,7 @@ def trace(
         check_vma=False,
     )
     try:
-        with axis_errors.explain_axes(mesh, name):
+        with axis_errors.explain_axes(mesh, name), value_errors.explain_values(name):
             jax.eval_shape(replicas, *inputs)
     except NotImplementedError as error:
         if "sharded on `Explicit` axes" not in str(error):
