@@ -20,13 +20,13 @@ from tpudist import context
 from tpudist.goodput import goodput
 from tpudist.lowering import compile, first_compile, placement
 from tpudist.options import RunOptions
-from tpudist.run import first_run, rehearsal, remarks, special_values
+from tpudist.run import first_run, rehearsal, remarks
 from tpudist.run.arguments import call_arguments, call_description, host_arrays, inputs, row_groups
 from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.captures import NewVariable
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
-from tpudist.run.outputs import returned_state
+from tpudist.run.outputs import returned_state, special_values
 from tpudist.run.outputs.results import Outcome, TracedStep
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.step_plan import StepPlan

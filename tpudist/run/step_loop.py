@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from tpudist.goodput import goodput
 from tpudist.processes import process_agreement
-from tpudist.run import special_values
 from tpudist.run.arguments import call_description
 from tpudist.run.arguments.call_arguments import Call
 from tpudist.run.arguments.inputs import sharding_to_keep
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
+from tpudist.run.outputs import special_values
 from tpudist.run.outputs.results import Outcome
 from tpudist.run.step import Step
 from tpudist.xla import compile_log
