@@ -21,10 +21,10 @@ from tpudist.xla.mesh import REPLICA_AXIS
 @functools.cache
 def leave_out_manual_meshes() -> None:
     """Returns shapes without a mesh of replicas whose axes are all manual, from now on."""
-    shapes_of = jax.stages.Traced.out_info.fget  # type: ignore[attr-defined]
+    original: Any = jax.stages.Traced.out_info
 
     def out_info(traced: jax.stages.Traced) -> Any:
-        return jax.tree.map(_leave_out_mesh, shapes_of(traced))
+        return jax.tree.map(_leave_out_mesh, original.fget(traced))
 
     jax.stages.Traced.out_info = property(out_info)  # type: ignore[assignment]
 
