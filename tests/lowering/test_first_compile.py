@@ -66,6 +66,19 @@ def test_nothing_is_asked_where_a_replica_is_one_device(log, monkeypatch, axes):
     assert messages(log) == []
 
 
+def test_an_operation_that_calls_this_process_is_compiled_here_only(log):
+    """Any other process that compiles it ends."""
+    found = []
+
+    def step(x):
+        jax.debug.inspect_array_sharding(x, callback=found.append)
+        return x * 2
+
+    np.testing.assert_array_equal(make(fsdp=2).run(step, args=(X,)), X * 2)
+    assert len(found) == 1
+    assert messages(log) == []
+
+
 @pytest.mark.slow
 def test_another_jaxlib_is_a_doubt_of_its_own(log, monkeypatch):
     monkeypatch.setattr(known_operations, "JAXLIBS", ("0.1",))

@@ -136,6 +136,15 @@ def settings_of_a_thread():
     assert jnp.ones(1).dtype == jnp.float32
 
 
+def devices_in_force():
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        with internals.leave_devices():
+            assert jax.sharding.get_mesh().empty
+            assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+        assert jax.sharding.get_mesh() == mesh
+
+
 def described_devices():
     assert not internals.is_described(jax.devices()[0])
     if topology.importlib.util.find_spec("libtpu"):
@@ -215,6 +224,7 @@ DOORS = {
         "xla/internals.py",
         out_shardings_of_jax,
     ),
+    "jax._src.sharding_impls._internal_use_concrete_mesh": ("xla/internals.py", devices_in_force),
     "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
     "jax.extend.core.Jaxpr and ClosedJaxpr": ("programs/jaxprs.py", jaxpr_and_its_constants),
     "JaxprEqn.source_info": ("programs/replica_equality.py", source_of_an_equation),
@@ -251,6 +261,7 @@ def test_the_door_is_open(name):
 OF_OTHERS = {
     "_lowering": "xla/internals.py",
     "_compiler_options_kvs": "xla/internals.py",
+    "_internal_use_concrete_mesh": "xla/internals.py",
     "_update_thread_local_hook": "xla/internals.py",
     "_raw_value": "state/nnx_binding.py",
     "_distribute_data": "keras/keras_internals.py",

@@ -117,3 +117,38 @@ def test_other_errors_stay_as_they_are():
 
     with pytest.raises(ValueError, match="mine"):
         tpudist.MirroredStrategy().run(step, args=(X,))
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x, axis: jax.lax.psum(x, axis),
+        lambda x, axis: jax.jit(lambda x: jax.lax.all_gather(x, ("replica", axis)))(x),
+        lambda x, axis: x + jax.lax.axis_index(axis),
+    ],
+)
+def test_an_unknown_axis_of_a_collective_is_named_with_those_that_exist(collective, split):
+    mirrored = tpudist.MirroredStrategy()
+    names = r"names the axis 'batch'.*is called 'replica'\..*MirroredStrategy\(axis_name='batch'\)"
+    with pytest.raises(NameError, match=r"test_axis_errors.py:\d+\) " + names):
+        mirrored.run(lambda x: collective(x, "batch"), args=(X,))
+    named = tpudist.MirroredStrategy(axis_name="batch")
+    named.run(lambda x: jax.lax.psum(x, "batch"), args=(X,))  # the remedy
+    with pytest.raises(NameError, match="is called 'replica' or 'batch'"):
+        named.run(lambda x: collective(x, "data"), args=(X,))
+    with pytest.raises(NameError, match="That axis is inside a replica.*Leave the collective out"):
+        split.run(lambda x: collective(x, "fsdp"), args=(X,))
+
+
+def test_axes_of_a_replica_that_are_text_are_refused_with_the_dict():
+    for given, meant in [
+        ("fsdp=2", '{"fsdp": 2}'),
+        ("fsdp:2, tensor = 4", '{"fsdp": 2, "tensor": 4}'),
+        (("fsdp", 2), '{"fsdp": 2}'),
+        ([("fsdp", 2), ("tensor", 4)], '{"fsdp": 2, "tensor": 4}'),
+        ("fsdp", '{"fsdp": 4}'),
+        (4, '{"fsdp": 4}'),
+    ]:
+        with pytest.raises(TypeError, match="It must be a dict") as raised:
+            tpudist.TPUStrategy(replica_axes=given)
+        assert f"replica_axes={meant}." in str(raised.value)

@@ -407,3 +407,62 @@ def test_gradients_of_activations_are_those_of_the_real_rows(strategy):
         wanted = jax.grad(lambda w, f=activation: f(w * TAIL).sum())(0.5)
         total = strategy.reduce("sum", one, axis=None)
         np.testing.assert_allclose(total, wanted, rtol=1e-4)
+
+
+PLATES = """
+def plate(size):
+    if size <= 0:
+        raise AssertionError("size of plate should be positive")  # as that of NumPyro
+    return size
+"""
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}], ids=str)
+def test_a_library_that_rejects_no_rows_is_traced_with_those_of_other_replicas(tmp_path, axes):
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:4])
+    library = {}
+    (tail,) = batches(strategy, DATA[:1])  # 1 row, and 0 on the other replicas
+
+    def step(x):
+        rows = library["plate"](x.shape[0])
+        return (x.sum(), x.mean() * rows, rows)
+
+    file = tmp_path / "site-packages" / "plates.py"
+    exec(compile(PLATES, str(file), "exec"), library)
+    totals, products, counts = strategy.run(step, (tail,))
+    n = strategy.num_replicas_in_sync
+    np.testing.assert_allclose(totals.array, [DATA[0].sum(), *[0] * (n - 1)], rtol=1e-5)
+    np.testing.assert_array_equal(counts.array, [1, *[0] * (n - 1)])
+    assert np.isnan(products.array[1:]).all()
+    exec(compile(PLATES, str(tmp_path / "mine.py"), "exec"), library)
+    with pytest.raises(ValueError, match="with 0 rows the function cannot be traced: size of pl"):
+        strategy.run(lambda x: step(x), (tail,))  # what the program itself rejects
+    exec(compile(PLATES, str(tmp_path / "site-packages/chex/asserts.py"), "exec"), library)
+    with pytest.raises(ValueError, match="with 0 rows the function cannot be traced: size of pl"):
+        strategy.run(lambda x: step(x), (tail,))
+
+
+class Counts(nnx.Module):
+    def __init__(self):
+        self.of_ids = nnx.BatchStat(jnp.zeros(4))
+
+    def add_at(self, ids):
+        self.of_ids[...] = self.of_ids.at[ids].add(1.0)
+
+    def add_to_value(self, ids):
+        self.of_ids.set_value(self.of_ids.get_value().at[ids].add(1.0))
+
+    def take_maximum(self, ids):
+        self.of_ids[...] = self.of_ids[...].at[ids].max(1.0)
+
+
+@pytest.mark.parametrize("update", [Counts.add_at, Counts.add_to_value, Counts.take_maximum])
+def test_an_update_at_rows_leaves_a_replica_without_rows_as_it_is(update):
+    """JAX leaves an update at no indices out, and the Variable seems not to be assigned there."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:4])
+    counts = strategy.create(Counts)
+    for ids in batches(strategy, np.arange(9, dtype=np.int32) % 4):  # 8 rows, then 1
+        strategy.run(lambda counts, ids: update(counts, ids), (counts, ids))
+    first = np.full(4, 0.5)  # the mean of 4 replicas, each of which has 2 of 4 ids
+    last = first + [0.25 if update is not Counts.take_maximum else 0.125, 0, 0, 0]
+    np.testing.assert_allclose(counts.of_ids[...], last)

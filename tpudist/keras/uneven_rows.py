@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from keras import tree
 
 from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.traces import is_traced
 
@@ -158,7 +159,7 @@ def _put(value: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    return placement.make_array(host.shape, sharding, host.__getitem__)
 
 
 def _canonical(value: np.ndarray) -> np.ndarray:

@@ -27,7 +27,15 @@ from tpudist.lowering.workarounds import (
     fft_layouts,
     lookup_layouts,
 )
-from tpudist.programs import axis_errors, axis_names, jaxprs, out_shardings, replica_equality
+from tpudist.programs import (
+    axis_errors,
+    axis_names,
+    jaxprs,
+    out_shardings,
+    replica_equality,
+    result_shapes,
+    value_errors,
+)
 from tpudist.xla import collectives, internals
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -67,18 +75,24 @@ def trace(
 
     Raises:
         ValueError: It captures an array of a mesh with Explicit axes.
+        NameError: It names an axis in a collective that replicas do not have.
     """
     if mesh.block is not None:
         local = [_shape_of_part(x, s) for x, s in zip(inputs, stacked, strict=True)]
-        with axis_errors.explain_axes(mesh, name):
+        with axis_errors.explain_axes(mesh, name), value_errors.explain_values(name):
             return ReplicaProgram(_trace_one(function, mesh, local), tuple(stacked))
     found = []
+    result_shapes.leave_out_manual_meshes()
 
     def body(*values):
         # Traced within the shard_map, where the axis has its name and values the shapes of one
         # replica; what the shard_map itself would give is not asked for.
         local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
-        with axis_names.name_replicas(mesh), out_shardings.honour_out_shardings():
+        with (
+            internals.leave_devices(),
+            axis_names.name_replicas(mesh),
+            out_shardings.honour_out_shardings(),
+        ):
             traced = jax.make_jaxpr(function)(*local)
         found.append(axis_names.use_replica_axis(mesh, traced))
 
@@ -91,7 +105,7 @@ def trace(
         check_vma=False,
     )
     try:
-        with axis_errors.explain_axes(mesh, name):
+        with axis_errors.explain_axes(mesh, name), value_errors.explain_values(name):
             jax.eval_shape(replicas, *inputs)
     except NotImplementedError as error:
         if "sharded on `Explicit` axes" not in str(error):
@@ -243,6 +257,7 @@ def _trace_one(
     """The program of one of several replicas that share devices: they have an axis, and no mesh."""
     with (
         jax.sharding.use_abstract_mesh(_NO_MESH),
+        internals.leave_devices(),
         internals.name_axis(mesh.replica_axis, mesh.num_replicas),
         axis_names.name_replicas(mesh),
         out_shardings.honour_out_shardings(),

@@ -30,20 +30,22 @@ def find_doubts(closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh) -> list[str]:
     """Why a replica's program might end the process that compiles it, for people; may be empty.
 
     For replicas of emulated devices only: no other process can compile for a GPU or a TPU that this
-    one holds.
+    one holds, or an operation that XLA partitions by a call into this one.
     """
     if mesh.devices_per_replica == 1 or mesh.platform != "cpu":
+        return []
+    operations = set(_walk_with_lines(closed, ""))
+    if known_operations.COMPILED_HERE.intersection(name for name, _ in operations):
         return []
     jaxlib = versions.version_of("jaxlib")
     if jaxlib not in known_operations.JAXLIBS:
         known = " and ".join(known_operations.JAXLIBS)
         return [f"jaxlib is {jaxlib}, and operations were tried with {known}"]
-    found = {
+    return sorted(
         f"{name}{f' (at {where})' if where else ''} was not tried"
-        for name, where in _walk_with_lines(closed, "")
+        for name, where in operations
         if name not in known_operations.KNOWN
-    }
-    return sorted(found)
+    )
 
 
 def _walk_with_lines(jaxpr: Any, called_at: str) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from tpudist.programs import jaxprs, user_lines
 from tpudist.xla.hlo.source_lines import line_of_error
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
+_UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
 _NO_SUCH_AXIS = re.compile(r"Resource axis: (\S+) of (.+?) is not found in mesh")
 _NOT_EXPLICIT = re.compile(r"passed to (.+?) cannot contain axis names that are of type Auto or M")
 _MANUAL = re.compile(r"with axis name: (\S+) of type: (?:AxisType\.)?Manual")
@@ -32,9 +33,15 @@ def explain_axes(mesh: ReplicaMesh, name: str) -> Iterator[None]:
 
     Raises:
         ValueError: It asked for an axis that is not there or that cannot be asked for.
+        NameError: It names an axis in a collective that replicas do not have.
     """
     try:
         yield
+    except NameError as error:
+        if found := _UNBOUND.search(str(error)):
+            who = f"'{name}' ({line_of_error(error)})"
+            raise NameError(describe_unbound_axis(mesh, who, axis=found[1])) from error
+        raise
     except ValueError as error:
         text = _explain(mesh, name, error)
         if text is None:
@@ -64,6 +71,29 @@ def check_constraints(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr, name: str) 
         if axes & mesh.manual_axes:
             who = f"'{name}' ({user_lines.line_of(eqn) or 'an unknown line'})"
             raise ValueError(f"{who} constrains a value to {spec}. {_without(REPLICA_AXIS, mesh)}")
+
+
+def describe_unbound_axis(mesh: ReplicaMesh, who: str, *, axis: str) -> str:
+    """Returns why a collective cannot name an axis, and what to write instead.
+
+    Args:
+        mesh: The replicas.
+        who: The function that names it, with its line.
+        axis: The name.
+    """
+    if axis in mesh.inner_axes:
+        return (
+            f"{who} names the axis {axis!r} in a collective. That axis is inside a replica: each "
+            f"replica function sees whole arrays, and XLA splits the work. Leave the collective "
+            f"out, or write a jax.shard_map over {axis!r} in the function."
+        )
+    names = [REPLICA_AXIS] + ([mesh.axis_name] if mesh.axis_name else [])
+    return (
+        f"{who} names the axis {axis!r} in a collective. The axis of the replicas is called "
+        f"{' or '.join(map(repr, names))}. Use tpudist.get_replica_context().all_reduce (or "
+        f"all_gather), name {REPLICA_AXIS!r}, or make the strategy with axis_name={axis!r}: "
+        f"tpudist.MirroredStrategy(axis_name={axis!r})."
+    )
 
 
 def describe_missing_axis(mesh: Mesh, who: str, *, spec: Any, axis: str) -> str:

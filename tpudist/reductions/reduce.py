@@ -21,6 +21,7 @@ from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.values.stacked_values import stack_parts
+from tpudist.xla import internals
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -42,7 +43,8 @@ def reduce(
     if isinstance(value, LocalPart):
         return _reduce_part(op, value.array, axis, None, options)
     if not isinstance(value, PerReplica):
-        return _reduce_equal(op, jnp.asarray(value), axis, n)
+        with internals.place_explicitly():
+            return _reduce_equal(op, jnp.asarray(value), axis, n)
     array, real = value.array, None
     if value.is_padded:
         array, axis = _rows_first(value, axis)

@@ -287,18 +287,19 @@ class PartialBatch:
         gathered = {index: point[own + which] for index, which in self._learnt.gathered}
         rows = TracedRows(point[self.num_groups : own], gathered, self._learnt.differing)
         found = CallOutputs()
+        first = next(iter(self._found.values()), found)
+        changed = {leaf for leaf, _ in first.nnx}
         shapes = self._resize(point)
         # A function that JAX has traced before would keep the numbers of that trace, and what it
         # traces here can be lowered by nobody else.
         with traces.separate_caches():
             program = compile.trace(
-                self._body.make_flat_function(found, rows),
+                self._body.make_flat_function(found, rows, changed),
                 self._mesh,
                 shapes,
                 self._stacked,
                 self._body.call.name,
             )
-        first = next(iter(self._found.values()), found)
         if len(rows.parts) != len(self._parts):
             raise RowsError("it splits its batches into parts another number of times")
         if not _are_alike(first, found):

@@ -4,7 +4,7 @@ NNX objects are copied around traced values, random streams are folded with the 
 sums over examples start from zero on all replicas but the first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -43,13 +43,15 @@ class ReplicaBody:
         self.call, self.variables = call, variables
 
     def make_flat_function(
-        self, found: CallOutputs, rows: TracedRows | None = None
+        self, found: CallOutputs, rows: TracedRows | None = None, changed: Collection[int] = ()
     ) -> Callable[..., list[Any]]:
         """The function of flat local inputs that gives flat outputs.
 
         Args:
             found: Takes what the call gives besides outputs.
             rows: Of partial batches: how many rows this trace has.
+            changed: The NNX leaves that are outputs even if the function gives them back as they
+                were: for no rows JAX leaves an update out.
         """
 
         call, inputs = self.call, self.call.inputs
@@ -96,7 +98,7 @@ class ReplicaBody:
             outputs = self._collect_results(found, result, arguments, copies, rows is not None)
             found.read, found.variables = frame.read, list(frame.written)
             outputs += [frame.value_of(v) for v in frame.written]
-            outputs += self._collect_changes(found, copies, entered)
+            outputs += self._collect_changes(found, copies, entered, changed)
             return outputs + initial_values  # of what is made in a nested `run`
 
         return flat
@@ -178,7 +180,9 @@ class ReplicaBody:
         found.num_results = len(outputs)
         return outputs
 
-    def _collect_changes(self, found: CallOutputs, copies: tuple, entered: list[Any]) -> list[Any]:
+    def _collect_changes(
+        self, found: CallOutputs, copies: tuple, entered: list[Any], changed: Collection[int]
+    ) -> list[Any]:
         binding, inputs = self.call.binding, self.call.inputs
         if binding is None:
             return []
@@ -189,7 +193,7 @@ class ReplicaBody:
         outputs = []
         for i, (new, old) in enumerate(zip(values, entered, strict=True)):
             pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-            if all(x is y for x, y in pairs):
+            if i not in changed and all(x is y for x, y in pairs):
                 continue
             if binding.variables[i] is None:
                 # It has no Variable to write back to.

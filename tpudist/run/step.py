@@ -26,7 +26,7 @@ from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.captures import NewVariable
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
-from tpudist.run.outputs import returned_state
+from tpudist.run.outputs import returned_state, special_values
 from tpudist.run.outputs.results import Outcome, TracedStep
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.step_plan import StepPlan
@@ -121,7 +121,7 @@ class Step:
         with InterruptHold() if self._plan.state else NO_HOLD:
             try:
                 goodput.begin_call()
-                written, outcome = self._jitted(donated, kept)  # type: ignore[misc]
+                written, outcome = self._start(donated, kept)
             except (TypeError, ValueError) as error:
                 if now.careful:
                     raise
@@ -131,6 +131,15 @@ class Step:
                 outcome.traced.count_run()
             self.finish(written, now.binding, None if written else outcome.any_array())
         return outcome, self._compiles.number != num_compiles
+
+    def _start(self, donated: list[Any], kept: list[Any]) -> tuple[list[Any], Outcome]:
+        program, plan = self._jitted, self._plan
+        assert program is not None, "the inputs are made for it"
+        assert plan is not None, "there is one where there is a `jit`"
+        if special_values.are_reported():
+            calls = [self._current_call()]
+            return special_values.call_checked(program, donated, [kept], plan.state, calls)
+        return program(donated, kept)
 
     def _forget_shapes(self) -> None:
         """Gives up the programs of all shapes but the last one's: each takes megabytes."""
@@ -166,7 +175,7 @@ class Step:
             plan = self._plan
             assert plan is not None, "the inputs are made by it"
             inputs = plan.merge_inputs(donated, kept)
-            written, outcome = self._jitted([x.copy() for x in donated], kept)  # type: ignore[misc]
+            written, outcome = self._start([x.copy() for x in donated], kept)
             traced = outcome.traced
             if traced.count_run is not None:
                 traced.count_run()

@@ -5,6 +5,7 @@ whole, and `jit` notices if they are something else now.
 """
 
 import collections
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,9 +27,12 @@ from tpudist.run.step import ArgumentsChanged, Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.throttle import Throttle
 from tpudist.state import nnx_binding, value_keys
-from tpudist.xla import compile_log
+from tpudist.xla import compile_log, internals
+from tpudist.xla.settings import Setting
 
 _DEFAULT_OPTIONS = RunOptions()
+_IMPLICIT = contextlib.nullcontext()
+_transfer_guard = Setting.TRANSFER_GUARD_HOST_TO_DEVICE.make_reader()
 
 
 class Replicator:
@@ -64,7 +68,7 @@ class Replicator:
     ) -> Any:
         """Calls `fn` on every replica, see `Strategy.run`; or on the `whole` of them, once."""
         options = _DEFAULT_OPTIONS if options is None else options
-        with self.one_at_a_time:
+        with self.one_at_a_time, _place_explicitly():
             function = self.function_of(fn, whole)
             step, now = self._find(function, fn, args, kwargs, options, careful=False)
             if step is not None and not step.needs_care:
@@ -91,7 +95,7 @@ class Replicator:
         None, and nothing is called, if the elements are not alike.
         """
         options = _DEFAULT_OPTIONS if options is None else options
-        with self.one_at_a_time:
+        with self.one_at_a_time, _place_explicitly():
             function = self.function_of(fn)
 
             def run_in_sequence(step: Step, first: call_arguments.Call) -> list[Any] | None:
@@ -305,6 +309,11 @@ class Replicator:
             except TypeError:
                 self._others[key] = found
         return found
+
+
+def _place_explicitly() -> contextlib.AbstractContextManager:
+    """Lets `jax.transfer_guard` see the arguments of a call as placed by `jax.device_put`."""
+    return _IMPLICIT if _transfer_guard() is None else internals.place_explicitly()
 
 
 class _Function:

@@ -16,6 +16,7 @@ from tpudist.run.arguments import call_description
 from tpudist.run.arguments.call_arguments import Call
 from tpudist.run.arguments.inputs import sharding_to_keep
 from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
+from tpudist.run.outputs import special_values
 from tpudist.run.outputs.results import Outcome
 from tpudist.run.step import Step
 from tpudist.xla import compile_log
@@ -80,7 +81,12 @@ class StepSequence:
         carry, constants = [shared[i] for i in state], [shared[i] for i in constant]
         with InterruptHold() if state else NO_HOLD:
             goodput.begin_call()
-            written, outcomes = self._jitted(carry, constants, own)
+            if special_values.are_reported():
+                written, outcomes = special_values.call_checked(
+                    self._jitted, carry, [constants, own], plan.state, calls
+                )
+            else:
+                written, outcomes = self._jitted(carry, constants, own)
             if self._count_run is not None:
                 self._count_run()
             step.finish(written, first.binding, None if written else outcomes[0].any_array())

@@ -27,6 +27,7 @@ from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.component import Component
 from tpudist.values.per_replica import DistributedValues, LocalPart, local_part
+from tpudist.xla import internals
 from tpudist.xla.traces import is_traced, run_eagerly
 
 _names = generations.Numbers()
@@ -375,7 +376,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
             delta = self.strategy.replicate(self.conform(delta))
-            with self._use_home(mode):
+            with self._use_home(mode), internals.place_explicitly():
                 new = self._fetch() + sign * delta
             if self.on_read:
                 self._value = new

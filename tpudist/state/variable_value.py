@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.values.array_like import ReadsAsArray
+from tpudist.xla import internals
 from tpudist.xla.traces import is_traced, run_eagerly
 
 
@@ -51,18 +52,20 @@ def check_shape(shape: Any, value: jax.Array, name: str) -> None:
 
 
 def _as_array(value: Any, dtype: Any) -> jax.Array:
-    array = jnp.asarray(value, dtype)
+    with internals.place_explicitly():
+        array = jnp.asarray(value, dtype)
     # A Python number makes a weakly typed array, whose dtype would change in the first assignment.
     return jax.lax.convert_element_type(array, array.dtype)
 
 
 def shares(value: jax.Array, n: int) -> jax.Array:
     """`[n, ...]` parts that sum to `value`: equal, but integers with the rest in the first."""
-    value = jnp.asarray(value)
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.broadcast_to(value / n, (n, *value.shape)).astype(value.dtype)
-    first = (jnp.arange(n) < jnp.expand_dims(value % n, -1)).astype(value.dtype)
-    return jnp.expand_dims(value // n, 0) + jnp.moveaxis(first, -1, 0)
+    with internals.place_explicitly():
+        value = jnp.asarray(value)
+        if jnp.issubdtype(value.dtype, jnp.inexact):
+            return jnp.broadcast_to(value / n, (n, *value.shape)).astype(value.dtype)
+        first = (jnp.arange(n) < jnp.expand_dims(value % n, -1)).astype(value.dtype)
+        return jnp.expand_dims(value // n, 0) + jnp.moveaxis(first, -1, 0)
 
 
 def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -74,7 +77,8 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
     """
     value = value.read_value() if isinstance(value, ReadsAsArray) else value
     plain = _has_no_precision(value)
-    array = jnp.asarray(_convert_integers(value, name, dtype) if plain else value)
+    with internals.place_explicitly():
+        array = jnp.asarray(_convert_integers(value, name, dtype) if plain else value)
     same = array.dtype == dtype  # as that of random keys, which NumPy does not know
     converts = not same and (plain or getattr(array, "weak_type", False))
     fits = same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))

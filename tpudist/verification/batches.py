@@ -26,7 +26,7 @@ def fetch(x: Any) -> np.ndarray:
             where = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())  # type: ignore
             x = jax.jit(lambda value: value, out_shardings=where)(x)
         x = x.addressable_data(0)
-    return np.asarray(x)
+    return np.asarray(jax.device_get(x))
 
 
 class Rows(enum.Enum):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import config, core, distributed, mesh
+from jax._src import config, core, distributed, mesh, sharding_impls
 from jax.extend import backend
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -198,6 +198,21 @@ def name_axis(name: str, size: int) -> contextlib.AbstractContextManager:
 def name_axes(mesh: Any) -> contextlib.AbstractContextManager:
     """Lets collectives over the manual axes of an abstract mesh be asked for, in this thread."""
     return core.extend_axis_env_nd([(axis, mesh.shape[axis]) for axis in mesh.manual_axes])
+
+
+def leave_devices() -> contextlib.AbstractContextManager:
+    """Takes the devices of `jax.set_mesh` out of force in this thread, during a trace as well.
+
+    The abstract mesh stays. Where a function asks for a value while it is traced
+    (`jax.ensure_compile_time_eval`), JAX computes on the devices in force, and fails there if an
+    axis of the abstract mesh is Manual.
+    """
+    return sharding_impls._internal_use_concrete_mesh(mesh.empty_concrete_mesh)
+
+
+def place_explicitly() -> contextlib.AbstractContextManager:
+    """Lets `jax.transfer_guard` treat transfers in this thread as those of `jax.device_put`."""
+    return config.explicit_device_put_scope()
 
 
 def settings_of_thread() -> list[tuple[Any, Any]]:

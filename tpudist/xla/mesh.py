@@ -8,7 +8,9 @@ variables' shardings say.
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -203,8 +205,9 @@ def make_mesh(
     Raises:
         ValueError: No devices, repeated devices, a bad axis, a number of devices that does not
             split into such replicas, or axes that would go across slices.
+        TypeError: If `inner_axes` is not a dict.
     """
-    inner_axes = dict(inner_axes or {})
+    inner_axes = _as_axes(inner_axes)
     if "stage" in inner_axes:
         # A pipeline's stages run functions that are manual over other axes: since jaxlib 0.12 XLA
         # ends the process unless axes become manual in the order of the mesh.
@@ -251,6 +254,22 @@ def _check_axis_name(name: str | None, inner_axes: Sequence[str]) -> None:
         f"axis_name={name!r} was asked for. It is another name of the axis of replicas, as of "
         f"jax.pmap: a text such as 'batch' that is no axis inside a replica (these are: {axes}). "
         f"Leave it out, and the axis is called '{REPLICA_AXIS}' alone."
+    )
+
+
+def _as_axes(axes: Any) -> dict[str, int]:
+    """Returns a new dict of axes.
+
+    Raises:
+        TypeError: If `axes` is not one; with the dict that a text such as `"fsdp=4"` means.
+    """
+    if axes is None or isinstance(axes, Mapping):
+        return dict(axes or {})
+    meant = dict(re.findall(r"([a-zA-Z_]\w*)['\"]?\s*[=:,]\s*(\d+)", str(axes)))
+    written = ", ".join(f'"{name}": {size}' for name, size in meant.items()) or '"fsdp": 4'
+    raise TypeError(
+        f"replica_axes={axes!r} is of type {type(axes).__name__}. It must be a dict from the names "
+        f"of the axes inside a replica to their sizes: replica_axes={{{written}}}."
     )
 
 

@@ -35,6 +35,9 @@ class Setting(enum.Enum):
     PLATFORMS = "jax_platforms", None
     NUM_CPU_DEVICES = "jax_num_cpu_devices", -1
     DISABLE_JIT = "jax_disable_jit", False
+    DEBUG_NANS = "jax_debug_nans", False
+    DEBUG_INFS = "jax_debug_infs", False
+    TRANSFER_GUARD_HOST_TO_DEVICE = "jax_transfer_guard_host_to_device", None
     ENABLE_X64 = "jax_enable_x64", False
     ENABLE_COMPILATION_CACHE = "jax_enable_compilation_cache", True
     COMPILATION_CACHE_DIR = "jax_compilation_cache_dir", None

@@ -39,7 +39,7 @@ def place(mesh: ReplicaMesh, parts: Parts) -> PyTree:
         given = [reused_memory.align_for_parts(x, mesh.mesh.size) for x in given]
     if mesh.num_replicas == 1 and parts.rows is None:
         leaves = [
-            jax.make_array_from_callback(x.shape, whole_sharding(mesh, x.shape), x.__getitem__)
+            placement.make_array(x.shape, whole_sharding(mesh, x.shape), x.__getitem__)
             for x in given
         ]
     else:

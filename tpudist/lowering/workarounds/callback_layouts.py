@@ -5,21 +5,19 @@ none: in a replica of several devices it refuses them, or fails over two axes. S
 part of its own in which all axes are manual: the first device of a replica calls, and hands on what
 it was told; what is pure each device calls, and has the whole of its operands for it.
 
-XLA also fails over callbacks without operands, as in `jax.debug.print("here")`, where axes are
-manual, in replicas of one device too: they get an input of the program that they are in.
+XLA fails over a part without operands, as of `jax.debug.print("here")`: it gets a zero. It also
+fails over callbacks in a program of replicas that computes nothing else; see `run.outputs.results`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import io_callback
 from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
 from tpudist.programs import jaxpr_rewrite, jaxprs
-from tpudist.programs.replica_equality import line_of
-from tpudist.xla import random_keys
 from tpudist.xla.axis_constraint import axes_of
 
 _PURE = "pure_callback"
@@ -36,30 +34,22 @@ def _is_wanted(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name not in _CALLBACKS:
         return False
     with eqn.ctx.manager:
-        return bool(axes_of(AxisType.Auto)) or _lacks_operands(eqn)
-
-
-def _lacks_operands(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name in _DEBUG and not eqn.invars
+        return bool(axes_of(AxisType.Auto))
 
 
 def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
     axes = axes_of(AxisType.Auto)
-    if _lacks_operands(eqn):
-        operands = tuple(x for x in operands if not random_keys.is_key(x))
-        if not operands:
-            raise ValueError(
-                f"A {eqn.primitive.name} (at {line_of(eqn)}) is in a branch or loop that is given "
-                f"no values, and is given none: XLA fails over it in a replica function. Print a "
-                f"value of the step with it: jax.debug.print('here {{}}', x)."
-            )
-        operands = (_some_number(operands),)
 
     def call(*operands: jax.Array) -> list[jax.Array]:
-        if _lacks_operands(eqn):
+        if eqn.invars:
+            return list(eqn.primitive.bind(*operands, **eqn.params) or ())
+        if eqn.primitive.name in _DEBUG:
             jax.debug.callback(lambda _: eqn.primitive.bind(**eqn.params) and None, *operands)
             return []
-        return list(eqn.primitive.bind(*operands, **eqn.params) or ())
+        avals: list[Any] = [x.aval for x in eqn.outvars]
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        ask = jax.pure_callback if eqn.primitive.name == _PURE else io_callback
+        return ask(lambda _: list(eqn.primitive.bind(**eqn.params)), results, *operands)
 
     def call_once(*operands: jax.Array) -> list[jax.Array]:
         results: list[Any] = [x.aval for x in eqn.outvars]
@@ -70,8 +60,8 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
         found = jax.lax.cond(jax.lax.axis_index(axes) == 0, call, wait, *operands)
         return [_sum_of_one(x, axes) for x in found]
 
-    if not axes:
-        return call(*operands)
+    if not eqn.invars:
+        operands = (jnp.zeros(1),)
     return jax.shard_map(
         call if eqn.primitive.name == _PURE else call_once,
         in_specs=PartitionSpec(),
@@ -79,12 +69,6 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
         axis_names=frozenset(axes),
         check_vma=False,
     )(*operands)
-
-
-def _some_number(operands: Sequence[jax.Array]) -> jax.Array:
-    """One number of the smallest operand: what is called with it is sent to the host."""
-    smallest = min(operands, key=lambda x: x.size)
-    return smallest[(slice(0, 1),) * smallest.ndim]
 
 
 def _sum_of_one(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

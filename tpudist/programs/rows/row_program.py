@@ -133,12 +133,13 @@ class RowProgram:
         self._confirmed.add(point)
 
     def _confirm_untraced(self, point: Point, error: Exception) -> None:
-        """Where JAX refuses what has no rows, such as a maximum, its formula gives what TF does.
+        """Accepts no rows where a library rejects them: the program for more rows is used.
 
-        -inf for a maximum, for one. What the user's code refuses is refused.
+        JAX rejects a maximum over no rows, which is -inf there, as in TensorFlow. NumPyro rejects
+        a plate over none, which adds nothing. Errors of the user's own code are raised.
         """
         other = small_counts.find_other_formula(self.labelled, self.full)
-        if 0 not in point or not small_counts.is_of_jax(error) or other is not None:
+        if 0 not in point or not small_counts.is_of_library(error) or other is not None:
             raise RowsError(
                 f"with {_rows(point)} the function cannot be traced: {error}"
             ) from error

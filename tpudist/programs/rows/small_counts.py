@@ -14,6 +14,7 @@ what JAX offers over rows against the exact shapes (tests/programs/rows/test_row
 """
 
 import collections
+import pathlib
 from typing import Any
 
 from jax.extend import core
@@ -37,11 +38,16 @@ from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, pred
 from tpudist.programs.rows.row_sizes import Point, size_at
 from tpudist.programs.rows.value_origins import ValueOrigins, find_other_value
 from tpudist.programs.user_lines import users_line_of
+from tpudist.xla.hlo import source_lines
 
 # Functions of JAX whose formula for more rows is not that for one, or for none.
 _OTHER_FORMULAS = frozenset(
     "linspace _linspace geomspace logspace cov corrcoef polyfit gradient trapezoid".split()
 )
+
+
+# Packages whose functions raise where their caller wants an error.
+_CHECKS = {"beartype", "chex", "jaxtyping", "testing", "typeguard"}
 
 
 class _Calls:
@@ -172,13 +178,18 @@ def find_other_formula(labelled: LabelledProgram, counts: Point) -> str | None:
     return min(found, default=None)
 
 
-def is_of_jax(error: BaseException) -> bool:
-    """Whether an error was raised in JAX, and not in the code that calls it."""
+def is_of_library(error: BaseException) -> bool:
+    """Whether an error was raised in JAX or another library, and not in the code that calls it.
+
+    Libraries of assertions do not count: code calls them to say what it accepts.
+    """
     traceback, name = error.__traceback__, ""
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
         traceback = traceback.tb_next
-    return name.startswith(JAX_FOLDER)
+    if name.startswith(JAX_FOLDER):
+        return True
+    return source_lines.is_other_library(name) and _CHECKS.isdisjoint(pathlib.Path(name).parts)
 
 
 def _compare(expected: _Calls, actual: _Calls, site: Site) -> str | None:

@@ -230,4 +230,5 @@ def to_array(value: Any) -> jax.Array:
     """A host value as an array that shares no memory with it."""
     if isinstance(value, HostKeys):
         return jax.random.wrap_key_data(jnp.array(value.data), impl=value.impl)
-    return jnp.array(value)
+    with internals.place_explicitly():
+        return jnp.array(value)

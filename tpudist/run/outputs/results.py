@@ -175,8 +175,10 @@ class TracedStep:
         """
         # State that lives in host memory is on the devices while the step runs.
         given, values = values, [placement.to_device(x) for x in values]
-        run = compile.spread(self.program, mesh, self.stack_outputs, self._finish)
+        run = compile.spread(self.program, mesh, self.stack_outputs or [False], self._finish)
         outputs = run(*self.inputs_of_program(captured, values))
+        if not self.stack_outputs:
+            return list(given[position] for _, _, position in state), Outcome(outputs, self)
         n = self.found.num_results
         new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
         new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
@@ -200,6 +202,10 @@ class TracedStep:
         return [*variables, *values[len(captured) :]]
 
     def _finish(self, outputs: list[jax.Array]) -> list[jax.Array]:
+        if not outputs:
+            # XLA fails over a program of all devices that only prints or calls back: it takes a
+            # `shard_map` without results apart. With one it also shows when the step has ended.
+            return [jnp.zeros((), jnp.bool_)]
         return aggregate_outputs(outputs, self.aggregated)
 
     def result(self, results: Any, now: Call) -> Any:
@@ -236,6 +242,7 @@ class TracedStep:
     def __post_init__(self):
         self._plain = (
             self.found.plain
+            and bool(self.stack_outputs)
             and all(kind == "array" for kind, _ in self.found.result)
             and not any(self.stack_outputs[: self.found.num_results])
             and self.partial is None

@@ -37,6 +37,11 @@ def line_of_error(error: BaseException) -> str:
     return users_line(stack) or "an unknown line"
 
 
+def is_other_library(file: str) -> bool:
+    """Whether a file belongs to an installed package other than tpudist, or to Python."""
+    return _is_installed(file) and not _is_library(file)
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
     path = pathlib.Path(file)
