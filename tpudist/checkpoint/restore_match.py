@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from tpudist.checkpoint import entries
+from tpudist.checkpoint import entries, numbers
 from tpudist.checkpoint.entries import ARRAY, KEY, VALUE, Entry, describe
 from tpudist.checkpoint.errors import CheckpointError
 
@@ -133,6 +133,8 @@ def match(
 def _difference(entry: Entry, known: Mapping[str, Any], cast: bool) -> str | None:
     there = describe(known["kind"], known["shape"], known["dtype"])
     here = describe(entry.kind, entry.shape, entry.dtype)
+    if numbers.needs_conversion(entry, known):
+        return None
     fits = known["kind"] == entry.kind
     if entry.kind in (ARRAY, KEY):
         fits = fits and tuple(known["shape"]) == entry.shape

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from tpudist.checkpoint import entry_values, not_finite, restore_match
+from tpudist.checkpoint import entry_values, not_finite, numbers, restore_match
 from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry, Path, join_path
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_contents
@@ -103,13 +104,25 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
     match = restore_match.match(found, leaves, aliases, str(path), **how)
     wanted: dict[Path, Any] = {}
     for entry, name in match.pairs:
-        if entry.kind in (ARRAY, KEY) and 0 not in entry.shape:
-            wanted.setdefault(tuple(leaves[name]["path"]), entry_values.target(entry))
+        leaf = leaves[name]
+        if leaf["kind"] in (ARRAY, KEY) and 0 not in entry.shape:
+            target = entry_values.target(entry)
+            if numbers.needs_conversion(entry, leaf):
+                target = jax.ShapeDtypeStruct((), jnp.dtype(leaf["dtype"]))
+            wanted.setdefault(tuple(leaf["path"]), target)
     values = read_arrays(item, wanted)
+    converted = {  # before anything is written: a number may not fit
+        entry.name: numbers.convert(entry, leaf, _saved_number(leaf, values))
+        for entry, leaf in ((entry, leaves[name]) for entry, name in match.pairs)
+        if numbers.needs_conversion(entry, leaf)
+    }
     used: set[str] = set()
     for entry, name in match.pairs:
         leaf = leaves[name]
-        if entry.kind in (VALUE, STATE):
+        if entry.name in converted:
+            number = converted[entry.name]
+            entry.write(number if entry.kind == VALUE else entry_values.place(entry, number))
+        elif entry.kind in (VALUE, STATE):
             entry.write(leaf["value"])
         elif 0 in entry.shape:
             entry.write(entry_values.empty(entry))
@@ -127,6 +140,10 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
         match.left_in_checkpoint,
         match.cast,
     )
+
+
+def _saved_number(leaf: Mapping[str, Any], values: Mapping[Path, Any]) -> Any:
+    return leaf["value"] if leaf["kind"] == VALUE else values[tuple(leaf["path"])]
 
 
 def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], dict[str, str]]:
