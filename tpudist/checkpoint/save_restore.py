@@ -112,7 +112,7 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
             wanted.setdefault(tuple(leaf["path"]), target)
     values = read_arrays(item, wanted)
     converted = {  # before anything is written: a number may not fit
-        entry.name: numbers.convert(entry, leaf, _saved_number(leaf, values))
+        entry.name: numbers.convert(entry, leaf, _number_of(leaf, values))
         for entry, leaf in ((entry, leaves[name]) for entry, name in match.pairs)
         if numbers.needs_conversion(entry, leaf)
     }
@@ -142,7 +142,7 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
     )
 
 
-def _saved_number(leaf: Mapping[str, Any], values: Mapping[Path, Any]) -> Any:
+def _number_of(leaf: Mapping[str, Any], values: Mapping[Path, Any]) -> Any:
     return leaf["value"] if leaf["kind"] == VALUE else values[tuple(leaf["path"])]
 
 
