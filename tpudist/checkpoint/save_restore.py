@@ -73,22 +73,19 @@ def gather(
     }
 
 
-def refuse_not_finite(
-    found: Entries, arrays: Mapping[Path, Any], step: int, latest: int | None
-) -> None:
+def refuse_not_finite(found: Entries, arrays: Mapping[Path, Any], step: int, good: str) -> None:
     """Refuses to save a step with NaN or infinities.
 
     Raises:
-        CheckpointError: Names the arrays, and `latest`, the step that was saved last.
+        CheckpointError: Names the arrays, and says `good`: which checkpoint there is.
     """
     values = {x.name: arrays[x.path] for x in found.entries if x.path in arrays}
     bad = not_finite.find_not_finite(values)
     if bad:
-        good = "There is none yet" if latest is None else f"The newest is that of step {latest}"
         arrays_hold = "1 array holds" if len(bad) == 1 else f"{len(bad)} arrays hold"
         raise CheckpointError(
             f"Step {step} was not saved: {arrays_hold} NaN or infinities: {', '.join(bad)}. "
-            f"{good}. Save with allow_nan=True if this state is worth keeping."
+            f"{good} Save with allow_nan=True if this state is worth keeping."
         )
 
 
