@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpudist import context
-from tpudist.checkpoint import entries
+from tpudist.checkpoint import entries, lost_saves
 from tpudist.checkpoint.checkpoint_state import COUNTER, record_latest
 from tpudist.checkpoint.path_checkpoints import read_at, write_at
 from tpudist.checkpoint.restore_status import RestoreStatus
@@ -82,14 +82,9 @@ class Checkpoint(entries.Container):
         context.require_cross_replica("Checkpoint.save")
         number = self._save_counter + 1
         path = f"{os.fspath(file_prefix)}-{number}"
-        write_at(
-            self,
-            path,
-            number=number,
-            notes={COUNTER: number},
-            allow_nan=allow_nan,
-            on_written=record_latest,
-        )
+        notes = {COUNTER: number}
+        with lost_saves.note_at_exit(path):
+            write_at(self, path, number, notes=notes, allow_nan=allow_nan, on_written=record_latest)
         self._save_counter = number
         return path
 
@@ -116,8 +111,10 @@ class Checkpoint(entries.Container):
         """
         warn_if_given("Checkpoint.write(options", options, "Orbax's defaults are used")
         context.require_cross_replica("Checkpoint.write")
-        write_at(self, file_prefix, number=self._save_counter, notes={}, allow_nan=allow_nan)
-        return os.fspath(file_prefix)
+        path = os.fspath(file_prefix)
+        with lost_saves.note_at_exit(path):
+            write_at(self, path, self._save_counter, notes={}, allow_nan=allow_nan)
+        return path
 
     def restore(
         self,

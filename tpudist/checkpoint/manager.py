@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from tpudist import context
-from tpudist.checkpoint import entries
+from tpudist.checkpoint import entries, lost_saves
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
@@ -213,7 +213,8 @@ class CheckpointManager:
         self._require_open()
         if check_interval and not force and not self._interval.is_over(self._agree_on_latest):
             return None
-        with self._lock, goodput.phase(goodput.Phase.CHECKPOINT):
+        at_exit = lost_saves.note_at_exit(self.directory)
+        with self._lock, goodput.phase(goodput.Phase.CHECKPOINT), at_exit:
             self.wait()
             # Whatever is wrong with the objects is said before anything is changed on the disk.
             step = self._number(checkpoint_number)
@@ -271,6 +272,7 @@ class CheckpointManager:
         try:
             self.close()
         except CheckpointError as failure:  # the error of the block is the one to see
+            lost_saves.note(self.directory, str(failure))
             warnings.warn(str(failure), stacklevel=2)
 
     def _prepare(self, step: int) -> None:

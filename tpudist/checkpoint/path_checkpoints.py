@@ -30,8 +30,8 @@ _names = generations.Numbers()
 def write_at(
     checkpoint: Container,
     path: Any,
-    *,
     number: int,
+    *,
     notes: dict[str, int],
     allow_nan: bool,
     on_written: Callable[[epath.Path], None] | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tpudist import step_boundaries
-from tpudist.checkpoint import manifest
+from tpudist.checkpoint import lost_saves, manifest
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import Path
 from tpudist.checkpoint.errors import CheckpointError
@@ -67,7 +67,8 @@ class Saver:
             if isinstance(error, Exception):
                 raise failure from error
             raise
-        self._save = Save(step, self._writer.wait, lambda error: self._after_save(step, error))
+        directory, wait = str(self._files), self._writer.wait
+        self._save = Save(step, directory, wait, lambda error: self._after_save(step, error))
         _in_flight[str(self._files)] = self._save
         if not self._is_listening:
             self._is_listening = True
@@ -137,6 +138,7 @@ class Saver:
         save, self._save = self._save, None
         self._warn()
         if save is not None and save.error is not None:
+            lost_saves.forget_raised(str(self._files))
             raise self._failure(save.step, save.error) from save.error
 
     def _failure(self, step: int, error: BaseException) -> CheckpointError:
