@@ -111,7 +111,7 @@ class _Patience:
             _log.warning("%s: %.0f s of %g.", what, self.waited_s, self.timeout_s)
 
 
-def _greeting() -> bytes:
+def _hello() -> bytes:
     """What process 0 says first, so that the others know it from another program at its port."""
     return json.dumps({"tpudist": versions.version_of("tpudist")}).encode() + b"\n"
 
@@ -164,13 +164,13 @@ def _receive(host: str, port: int, num_processes: int, patience: _Patience) -> N
         except StartupError as error:
             guests.answer({"error": str(error)})
             if not patience.is_over:
-                _tell_late_ones(server, guests, str(error))
+                _answer_late_ones(server, guests, str(error))
             raise
         finally:
             guests.close()
 
 
-def _tell_late_ones(server: socket.socket, guests: "_Guests", problem: str) -> None:
+def _answer_late_ones(server: socket.socket, guests: "_Guests", problem: str) -> None:
     """Tells the processes that have not come yet, which would wait for this one otherwise."""
     deadline = time.monotonic() + LATE_S
     if len(guests) < guests.num_expected:
@@ -218,7 +218,7 @@ class _Guests:
     def open(self, line: socket.socket) -> None:
         self._texts[line] = b""
         with contextlib.suppress(OSError):  # `read` finds out that it has gone
-            line.sendall(_greeting())
+            line.sendall(_hello())
 
     def read(self, line: socket.socket) -> bool:
         """Takes what has come; whether the guest stays."""
