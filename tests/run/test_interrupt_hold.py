@@ -38,6 +38,13 @@ class Alarm(Exception):
     pass
 
 
+def raise_in_a_hold(numbers, handled):
+    with InterruptHold():
+        for number in numbers:
+            signal.raise_signal(number)
+        handled.append(0)
+
+
 def test_every_handler_that_may_raise_waits_and_is_called_although_another_raises(handled):
     numbers = [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1]
 
@@ -47,10 +54,8 @@ def test_every_handler_that_may_raise_waits_and_is_called_although_another_raise
 
     before = [signal.signal(number, ring) for number in numbers]
     try:
-        with pytest.raises(Alarm), InterruptHold():
-            for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGALRM):
-                signal.raise_signal(number)
-            handled.append(0)
+        with pytest.raises(Alarm):
+            raise_in_a_hold((signal.SIGUSR1, signal.SIGINT, signal.SIGALRM), handled)
         assert handled == [0, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM]
         assert [signal.getsignal(number) for number in numbers] == [ring] * 3
     finally:
