@@ -138,7 +138,7 @@ def test_no_checkpoint_is_no_restore(tmp_path):
     status = Checkpoint(x=1).restore(latest_checkpoint(tmp_path))
     assert status.report is None
     status.expect_partial()
-    with pytest.raises(AssertionError, match="nothing was restored"):
+    with pytest.raises(AssertionError, match="Nothing was restored: save_path is None"):
         status.assert_consumed()
 
 

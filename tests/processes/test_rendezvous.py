@@ -98,7 +98,7 @@ def test_those_that_come_late_are_told_too(address, monkeypatch):
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_program_that_has_the_port_and_says_nothing_is_found_out(address, monkeypatch, closes):
     """Within 10 s as they are; process 0 is refused the port at once."""
-    assert rendezvous.STRANGER_S < 8
+    assert rendezvous.STRANGER_S < 5
     monkeypatch.setattr(rendezvous, "STRANGER_S", 0.6)
     host, port = address.split(":")
     with socket.create_server((host, int(port))) as server, contextlib.ExitStack() as stack:

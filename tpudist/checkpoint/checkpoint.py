@@ -25,8 +25,8 @@ class Checkpoint(entries.Container):
         checkpoint = tpudist.checkpoint.Checkpoint(model=model, optimizer=optimizer, step=0)
         checkpoint.step += 1
 
-    `CheckpointManager` keeps the checkpoints of a run: it saves in the background, and removes old
-    ones. `save` and `restore` are for single checkpoints at paths that the program names.
+    `CheckpointManager` keeps the checkpoints of a run: it saves in the background and removes old
+    checkpoints. `save` and `restore` are for single checkpoints at paths of your own.
 
     As `tf.train.Checkpoint`. What is captured in closures is not found: TensorFlow tracks objects
     through attributes, and so do we.
@@ -63,8 +63,8 @@ class Checkpoint(entries.Container):
             checkpoint.restore(path)
 
         Returns when all is written, in all processes, and records the path for
-        `latest_checkpoint`. The count is part of the checkpoint, so a program that restores goes on
-        counting. One that does not replaces `PREFIX-1`, as in TensorFlow.
+        `latest_checkpoint`. The count is part of the checkpoint, so a program that restores one
+        continues the count. A program that does not replaces `PREFIX-1`, as in TensorFlow.
 
         Args:
             file_prefix: Directory and first part of the name.

@@ -34,7 +34,7 @@ def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -
         latest_filename: Name of another file than `checkpoint`.
 
     Raises:
-        CheckpointError: If the file names a checkpoint that is not there, and no other is.
+        CheckpointError: If the file names a missing checkpoint, and there is no other one.
 
     As `tf.train.latest_checkpoint`, which returns None if the file is damaged.
     """
@@ -81,7 +81,7 @@ def _read(state: epath.Path) -> str | None:
 
 
 def _list_saved(folder: epath.Path) -> Iterator[tuple[float, str]]:
-    """When each checkpoint was saved by `Checkpoint.save`, and its path."""
+    """Yields the time and the path of each checkpoint that `Checkpoint.save` wrote."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and is_ours(path) and not path.name.endswith(TEMPORARY_SUFFIX):
             try:

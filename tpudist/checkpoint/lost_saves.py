@@ -1,7 +1,7 @@
 """The exit code of a program whose last checkpoint was lost after its last call.
 
-A save that fails in the background is raised by the next call. If no call follows, the program ends
-as if all were well, and whoever started it would delete what it could have started again from.
+A save that fails in the background is raised by the next call. If no call follows, the program
+would end with code 0, and a supervisor would take the run for complete.
 """
 
 import atexit
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _lost: dict[str, str] = {}
-"""By directory: the last save that failed, unless a call has raised it or a newer one is there."""
+"""The failure of the last save to each directory, unless a call raised it or a later one worked."""
 
 
 def note(directory: str, failure: str) -> None:
@@ -67,8 +67,8 @@ def _report() -> None:
 class _FailingStream:
     """A stream that cannot be flushed at the very end, for which Python exits with code 120.
 
-    `os._exit` would leave out the exit handlers that follow, such as those that shut JAX down, and
-    an exception here has no effect. Python code sees the stream as it was.
+    `os._exit` would skip later exit handlers, such as the one that shuts JAX down, and an exception
+    here has no effect. Python code sees the stream as it was.
     """
 
     def __init__(self, stream: Any):

@@ -10,7 +10,7 @@ from tpudist.checkpoint.entries import ARRAY, VALUE, Entry, describe
 from tpudist.checkpoint.errors import CheckpointError
 
 _KINDS = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
-# Those that Python's own numbers become in NumPy: a float of another dtype was chosen by somebody.
+# The dtypes of Python's own numbers in NumPy. Any other dtype of a float was a choice.
 _DEFAULTS = ("float", "float64", "complex128")
 
 
@@ -18,7 +18,7 @@ def needs_conversion(entry: Entry, saved: Mapping[str, Any]) -> bool:
     """Returns whether a saved number becomes one of another type, as `int32[]` becomes `int`.
 
     Both must be booleans, integers, floats or complex. Floats also need the same dtype, unless one
-    is a Python float or a float64: a rounded bfloat16 in place of a float32 must be asked for.
+    is a Python float or a float64: rounding a float32 to a bfloat16 needs `cast=True`.
     """
     kinds = {entry.kind, saved["kind"]}
     same = len(kinds) == 1 and entry.dtype == saved["dtype"]

@@ -1,7 +1,7 @@
 """Checkpoints at paths that the program names, as `tf.train.Checkpoint` writes and reads them.
 
-They have the format of a manager's steps. A new one never replaces an old one before all of it is
-there: it is written beside, as `PATH.new`, and renamed when complete.
+They have the format of a manager's steps. A new checkpoint replaces an old one only when it is
+complete: it is written to `PATH.new` and then renamed.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def write_at(
 
     Args:
         checkpoint: The objects.
-        path: Where.
+        path: Path of the checkpoint.
         number: Number of the checkpoint.
         notes: Numbers to keep with it.
         allow_nan: Whether arrays may hold NaN or infinities.
@@ -102,7 +102,7 @@ def read_at(
     """Restores the objects of `checkpoint` from `path`.
 
     Returns:
-        What was restored, and the notes of the checkpoint.
+        The report, and the notes of the checkpoint.
 
     Raises:
         CheckpointError: If no whole checkpoint is at `path`, or it does not fit the objects.
@@ -137,7 +137,7 @@ def _find_entries(checkpoint: Container) -> entries.Entries:
 
 
 def _prepare(target: epath.Path) -> tuple[str, str]:
-    """In process 0: where to write, and what stands against it, or ""."""
+    """Returns in process 0 the path to write to, and the problem with it or ""."""
     if jax.process_index():
         return "", ""
     try:
@@ -165,7 +165,7 @@ def _prepare(target: epath.Path) -> tuple[str, str]:
 
 
 def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None) -> str:
-    """In process 0: puts a new checkpoint in its place; why that could not be, or ""."""
+    """Puts a new checkpoint in its place, in process 0; returns the problem or ""."""
     if jax.process_index():
         return ""
     try:
@@ -178,7 +178,7 @@ def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None)
 
 
 def _locate(target: epath.Path) -> tuple[str, str]:
-    """In process 0: where the checkpoint is, and why there is none, or ""."""
+    """Returns in process 0 the path of the checkpoint, and the problem with it or ""."""
     if jax.process_index():
         return "", ""
     if target.is_dir():

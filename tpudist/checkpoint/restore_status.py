@@ -1,4 +1,4 @@
-"""RestoreStatus: what `Checkpoint.restore` has restored, and assertions about it."""
+"""RestoreStatus: the result of `Checkpoint.restore`, and assertions about it."""
 
 import warnings
 
@@ -6,7 +6,7 @@ from tpudist.checkpoint.restore_match import RestoreReport
 
 
 class RestoreStatus:
-    """What `Checkpoint.restore` or `Checkpoint.read` has restored, and assertions about it.
+    """The result of `Checkpoint.restore` or `Checkpoint.read`, and assertions about it.
 
         checkpoint.restore(path).assert_consumed()
 
@@ -15,13 +15,13 @@ class RestoreStatus:
     TensorFlow. Objects that are attached later are not restored: attach them first.
 
     Attributes:
-        report: The names that were restored, and those that were not; None without a checkpoint.
+        report: Names of all values, restored or not; None if no checkpoint was given.
 
     As the status objects of `tf.train.Checkpoint`.
     """
 
     def __init__(self, report: RestoreReport | None):
-        """Of a report; None if there was no checkpoint to restore."""
+        """Holds a report, or None if no checkpoint was given."""
         self.report = report
         self._is_expected = report is None
 
@@ -66,7 +66,7 @@ class RestoreStatus:
         self._is_expected = True
         if self.report is None:
             raise AssertionError(
-                "No checkpoint was given (save_path is None), so nothing was restored."
+                "Nothing was restored: save_path is None, so there was no checkpoint."
             )
         return self.report
 

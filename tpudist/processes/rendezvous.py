@@ -29,10 +29,10 @@ RESOLVE_S = 10.0
 _REPORT_S = 5.0  # after which a wait is first told of; then after twice that time, and so on
 _SLICE_S = 0.5
 _SERVICE_S = 5.0
-STRANGER_S = 6.0
-"""For how long what listens at the address may not greet: process 0 does so at once."""
+STRANGER_S = 4.0
+"""Seconds until a listener that does not greet is another program: process 0 greets at once."""
 LATE_S = 6.0
-"""For how long process 0 tells those that come late that the run cannot start."""
+"""Seconds for which process 0 reports an error to processes that come late."""
 _MAX_BYTES = 4096  # of what a process says
 
 
@@ -112,7 +112,7 @@ class _Patience:
 
 
 def _hello() -> bytes:
-    """What process 0 says first, so that the others know it from another program at its port."""
+    """Returns the first line of process 0, which no other program at its port sends."""
     return json.dumps({"tpudist": versions.version_of("tpudist")}).encode() + b"\n"
 
 
@@ -171,7 +171,7 @@ def _receive(host: str, port: int, num_processes: int, patience: _Patience) -> N
 
 
 def _answer_late_ones(server: socket.socket, guests: "_Guests", problem: str) -> None:
-    """Tells the processes that have not come yet, which would wait for this one otherwise."""
+    """Reports an error to the processes that have not come yet: they would wait for 300 s."""
     deadline = time.monotonic() + LATE_S
     if len(guests) < guests.num_expected:
         _log.warning("The run cannot start. Other processes are told for %g s: %s", LATE_S, problem)
@@ -184,10 +184,10 @@ def _answer_late_ones(server: socket.socket, guests: "_Guests", problem: str) ->
 
 
 def _ask_holder(host: str, port: int, num_processes: int) -> None:
-    """Tells the one that has the port of this process 0, if it is another process 0.
+    """Reports this process 0 to the program that has its port, if that is another process 0.
 
     Raises:
-        StartupError: It is, and has told all.
+        StartupError: If it is; it has reported the error to all processes.
     """
     with contextlib.suppress(OSError):
         with socket.create_connection((host, port), timeout=_SLICE_S) as line:
@@ -394,9 +394,9 @@ class _Reader:
         self._text = b""
 
     def read(self, deadline: float) -> bytes | None:
-        """The next line; None if it has not come by then, and b"" if no more comes.
+        """Returns the next line, None if it has not come by `deadline`, or b"" at the end.
 
-        What is no line of ours is given as far as it has come.
+        Text that does not start a line of ours is returned at once.
         """
         while b"\n" not in self._text:
             if self._text and not self._text.startswith(b"{"):

@@ -24,8 +24,8 @@ _main_thread = threading.main_thread().ident
 _nothing_to_lose: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tpudist.nothing_to_lose", default=False
 )
-# Looked at in each step, for 1 us. Left out are those that have no handlers, those of faults, which
-# no Python function can handle, and the real-time signals, which come after 31.
+# Looked at in each step, for 1 us. Signals without handlers are left out, faults, which no Python
+# function can handle, and the real-time signals, whose numbers are above 31.
 _OTHERS = "KILL STOP ILL TRAP BUS FPE SEGV SYS STKFLT"
 _NUMBERS = tuple(
     sorted(
@@ -44,7 +44,7 @@ NO_HOLD = contextlib.nullcontext()
 
 
 class InterruptHold:
-    """In the `with` block signals wait; at its end their handlers are called.
+    """A `with` block in which signals wait; at its end their handlers are called.
 
     Python handles signals in the main thread, so in others there is nothing to hold. Nor where the
     handler is none of Python's: it raises nothing here.
@@ -77,7 +77,7 @@ class InterruptHold:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Gives the signals back, and hands on those that have come."""
+        """Gives the signals back, and hands on the signals that have come."""
         if self._handlers:
             try:
                 self._give_back([*self._handlers.items()])
