@@ -114,6 +114,18 @@ def test_checkpoints_of_a_manager_are_restored_by_their_paths(tmp_path):
         checkpoint.restore(tmp_path)
 
 
+def test_the_newest_of_a_manager_and_of_single_saves_is_the_latest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = Checkpoint(x=1)
+    with CheckpointManager(checkpoint, "run") as manager:
+        manager.save(5)
+        assert checkpoint.save("run/ckpt") == latest_checkpoint("run") == "run/ckpt-1"
+        manager.save(6)
+        manager.wait()
+        assert latest_checkpoint("run") == "run/6"
+    checkpoint.restore(latest_checkpoint("run")).assert_consumed()
+
+
 def test_names_that_only_one_side_has_are_reported(tmp_path):
     path = Checkpoint(a=1, b=2).save(tmp_path / "x")
     more, less = Checkpoint(a=0, b=0, c=0), Checkpoint(a=0)

@@ -1,6 +1,7 @@
 """The file `checkpoint` of a directory, which records the checkpoint that was saved last there."""
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -
         checkpoint.restore(tpudist.checkpoint.latest_checkpoint("runs/a"))
 
     `Checkpoint.save` records it in the file `checkpoint`, in TensorFlow's format. Without that file
-    it is the newest by its time, or, of the steps of a `CheckpointManager`, the highest. Its files
+    it is the newest by its time. Of the steps of a `CheckpointManager` the highest counts. Files
     are not verified here; `restore` does so.
 
     Args:
@@ -40,24 +41,24 @@ def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -
     """
     folder = Directory(checkpoint_dir)
     state = folder.path / (latest_filename or _STATE)
-    problem = ""
+    name, problem = None, ""
     if state.is_file():
         name = _read(state)
-        if name is not None and is_whole(folder.path / name):
-            return str(folder.path / name)
-        problem = "is damaged" if name is None else f"names {name!r}, which is not a checkpoint"
-    found = max(_list_saved(folder.path), default=(0, ""))[1]
+        if name is None or not is_whole(folder.path / name):
+            problem = f"names {name!r}, which is not a checkpoint" if name else "is damaged"
+            name = None
+    name = name or max(_list_saved(folder.path), default=(0, None))[1]
     steps = [x for x in folder.steps() if is_ours(folder.step(x))]
-    if not found and steps:
-        found = str(folder.step(steps[-1]))
-    if problem and not found:
+    if steps and (name is None or _time(folder.path / name) < _time(folder.step(steps[-1]))):
+        name = str(steps[-1])
+    if problem and name is None:
         raise CheckpointError(
             f"{state} {problem} of tpudist, and {folder} has no other one. Look at the path; to "
             f"start from scratch, remove that file."
         )
     if problem:
-        warnings.warn(f"{state} {problem} of tpudist. The latest is {found}.", stacklevel=2)
-    return found or None
+        warnings.warn(f"{state} {problem} of tpudist. The latest is {name}.", stacklevel=2)
+    return None if name is None else os.path.join(checkpoint_dir, name)
 
 
 def record_latest(path: epath.Path) -> None:
@@ -80,13 +81,21 @@ def _read(state: epath.Path) -> str | None:
         return None
 
 
+def _time(path: epath.Path) -> float:
+    """Returns when a checkpoint was saved, in seconds; 0 if it does not say so."""
+    try:
+        return float(read_contents(path)["time"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, or renamed
+        return 0.0
+
+
 def _list_saved(folder: epath.Path) -> Iterator[tuple[float, str]]:
-    """Yields the time and the path of each checkpoint that `Checkpoint.save` wrote."""
+    """Yields the time and the name of each checkpoint that `Checkpoint.save` wrote."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and is_ours(path) and not path.name.endswith(TEMPORARY_SUFFIX):
             try:
                 contents = read_contents(path)
                 if COUNTER in contents["notes"]:
-                    yield contents["time"], str(path)
+                    yield contents["time"], path.name
             except (OSError, ValueError, KeyError, TypeError):  # damaged
                 continue
