@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tpudist import context
+from tpudist import context, library_objects
 
 if TYPE_CHECKING:
     from tpudist import (
@@ -216,6 +216,15 @@ def _make_default_mode() -> context.Mode:
 
 
 context.set_default_mode_factory(_make_default_mode)
+
+
+def _get_keras_opener() -> library_objects.Opener:
+    from tpudist.keras import model_state
+
+    return model_state.open_object
+
+
+library_objects.register("keras", _get_keras_opener)
 
 if not TYPE_CHECKING:  # a type checker is to find names that are not there
 

@@ -22,8 +22,22 @@ import tpudist
 
 NUM, WAYS = int(sys.argv[1]), sys.argv[2:]
 tpudist.emulate(2)
+
+
+class Interruption(Exception):
+    """What a handler raises."""
+
+
+def handle(number, frame):
+    raise SystemExit if number == signal.SIGTERM else Interruption
+
+
 # A shell's background jobs ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+SIGNALS = [signal.SIGINT, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1]
+for other in SIGNALS[1:]:
+    signal.signal(other, handle)
+RAISED = (KeyboardInterrupt, Interruption, SystemExit)
 
 wanted, arrived = threading.Semaphore(0), threading.Event()
 rng = random.Random(0)
@@ -32,9 +46,10 @@ rng = random.Random(0)
 def interrupt():
     while wanted.acquire():
         time.sleep(rng.uniform(0, 4e-3))
-        os.kill(os.getpid(), signal.SIGINT)
+        number = rng.choice(SIGNALS)
+        os.kill(os.getpid(), number)
         while not arrived.wait(2):  # Python drops what is raised in a destructor
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
 
 def interrupt_training(num_devices: int, way: str) -> tuple[int, int]:
@@ -83,14 +98,14 @@ def interrupt_training(num_devices: int, way: str) -> tuple[int, int]:
             wanted.release()
             while True:
                 train()
-        except KeyboardInterrupt:
+        except RAISED:
             arrived.set()
             num_interrupted += 1
         while True:
             try:
                 whole = is_whole()
                 break
-            except KeyboardInterrupt:  # a second signal, sent when the first was slow to arrive
+            except RAISED:  # a second signal, sent when the first was slow to arrive
                 pass
         if not whole:
             num_lost += 1

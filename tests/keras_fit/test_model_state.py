@@ -58,6 +58,75 @@ def test_training_goes_on_elsewhere_as_it_would_have(tmp_path, source, target):
     km.assert_same(km.train(restored, X, Y, 60, epochs=1, shuffle=False), wanted)
 
 
+def restorable(compiled):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.Adam(0.1)
+    if compiled:
+        model.compile(optimizer, "mse")
+    return model, optimizer
+
+
+@pytest.mark.slow
+def test_models_and_optimizers_are_saved_as_they_are(tmp_path):
+    """With an optimizer that is built on restore, in the model or next to it."""
+    x = np.ones((8, 3), np.float32)
+    with tpudist.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model, optimizer = restorable(compiled=True)
+    model.fit(x, x[:, :2], verbose=0)
+    path = Checkpoint(model=model, optimizer=optimizer, epoch=1).save(tmp_path / "ckpt")
+    wanted = [np.asarray(v) for v in model.variables + optimizer.variables]
+    for compiled in (True, False):
+        model, optimizer = restorable(compiled)
+        state = Checkpoint(model=model, optimizer=optimizer, epoch=0)
+        report = state.restore(path).assert_consumed().report
+        assert len(report.restored) == len(wanted) + 1
+        assert (state.model, state.optimizer, state.epoch) == (model, optimizer, 1)
+        for v, expected in zip(model.variables + optimizer.variables, wanted, strict=True):
+            np.testing.assert_array_equal(v, expected)
+
+
+@pytest.mark.slow
+def test_the_parts_of_keras_are_saved_in_trees(tmp_path):
+    def make(value):
+        mean = keras.metrics.Mean()
+        mean.update_state(float(value))
+        layer = keras.layers.Dropout(0.5, seed=value)
+        return {"m": [mean], "v": keras.Variable(value), "layer": layer}, {
+            "seeds": keras.random.SeedGenerator(value),
+            "layer": keras.layers.Embedding(2, 2),
+        }
+
+    tree, more = make(3)
+    more["layer"].build()
+    more["layer"].set_weights([np.full((2, 2), 3.0)])
+    path = Checkpoint(tree=tree, more=more).write(tmp_path / "parts")
+    other, others = make(5)
+    others["layer"].build()
+    Checkpoint(tree=other, more=others).read(path).assert_consumed()
+    assert float(other["m"][0].result()) == 3
+    assert int(other["v"]) == 3
+    np.testing.assert_array_equal(other["layer"].seed_generator.state, [3, 0])
+    np.testing.assert_array_equal(others["seeds"].state, [3, 0])
+    np.testing.assert_array_equal(others["layer"].embeddings, np.full((2, 2), 3))
+
+
+def test_an_optimizer_of_one_of_several_models_must_be_built(tmp_path):
+    a, optimizer = restorable(compiled=False)
+    b, _ = restorable(compiled=False)
+    checkpoint = Checkpoint(a=a, b=b, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"has 2 models, so call optimizer.build\(model"):
+        checkpoint.save(tmp_path / "x")
+    optimizer.build(b.trainable_variables)
+    checkpoint.save(tmp_path / "x")
+    with pytest.raises(ValueError, match="'adam.*' is not built.* has 0 models"):
+        Checkpoint(optimizer=keras.optimizers.Adam()).save(tmp_path / "y")
+
+
+def test_other_objects_of_keras_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"cannot save:\n  loss: keras\..*MeanSquaredError"):
+        Checkpoint(loss=keras.losses.MeanSquaredError()).save(tmp_path / "x")
+
+
 def test_a_callback_saves_and_restores_in_the_middle_of_an_epoch(tmp_path):
     model = km.make(noisy, tpudist.MirroredStrategy())
     state = Checkpoint(model=tpudist.keras.ModelState(model))

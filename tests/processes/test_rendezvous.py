@@ -20,6 +20,11 @@ def address():
         return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
+@pytest.fixture(autouse=True)
+def late_ones_are_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr(rendezvous, "LATE_S", 0.3)
+
+
 def come(address, processes, timeout_s=20.0):
     """What becomes of processes, given as (index, count, seconds until it comes)."""
 
@@ -72,6 +77,47 @@ def test_two_of_one_number_are_an_error_of_all(address, monkeypatch):
     for told in found:
         assert told.startswith("StartupError: Two processes say that they are number 2: host 2.")
         assert told.count("host 2.") == 2
+
+
+def test_two_with_the_number_0_are_an_error_of_all(address):
+    """The second one cannot listen, and tells the first, for which the others wait."""
+    found = come(address, [(0, 3, 0), (0, 3, 0.3), (1, 3, 0.1)])
+    for told in found:
+        assert told.startswith("StartupError: Two processes say that they are number 0: ")
+
+
+def test_those_that_come_late_are_told_too(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LATE_S", 5.0)
+    start = time.monotonic()
+    found = come(address, [(0, 4, 0), (2, 4, 0), (2, 4, 0.1), (3, 4, 0.6)])
+    for told in found:
+        assert told.startswith("StartupError: Two processes say that they are number 2: ")
+    assert time.monotonic() - start < 4.0
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_program_that_has_the_port_and_says_nothing_is_found_out(address, monkeypatch, closes):
+    """Within 10 s as they are; process 0 is refused the port at once."""
+    assert rendezvous.STRANGER_S < 5
+    monkeypatch.setattr(rendezvous, "STRANGER_S", 0.6)
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))) as server, contextlib.ExitStack() as stack:
+
+        def accept():
+            while True:
+                try:
+                    line, _ = server.accept()
+                except OSError:
+                    return
+                line.close() if closes else stack.enter_context(line)
+
+        threading.Thread(target=accept, daemon=True).start()
+        first, *others = come(address, [(0, 3, 0), (1, 3, 0), (2, 3, 0.2)])
+        server.shutdown(socket.SHUT_RDWR)
+    assert f"Process 0 cannot listen at {address} (Address already in use)" in first
+    for told in others:
+        assert f"What listens at {address} does not wait for processes of a tpudist run" in told
+        assert "another program has the port" in told
 
 
 def test_other_counts_are_an_error_of_all(address):

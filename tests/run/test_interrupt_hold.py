@@ -34,6 +34,48 @@ def test_a_signal_waits_for_the_end_of_the_block(handled):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+class Alarm(Exception):
+    pass
+
+
+def raise_in_a_hold(numbers, handled):
+    with InterruptHold():
+        for number in numbers:
+            signal.raise_signal(number)
+        handled.append(0)
+
+
+def test_every_handler_that_may_raise_waits_and_is_called_although_another_raises(handled):
+    numbers = [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1]
+
+    def ring(number, frame):
+        handled.append(number)
+        raise Alarm(number)
+
+    before = [signal.signal(number, ring) for number in numbers]
+    try:
+        with pytest.raises(Alarm):
+            raise_in_a_hold((signal.SIGUSR1, signal.SIGINT, signal.SIGALRM), handled)
+        assert handled == [0, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM]
+        assert [signal.getsignal(number) for number in numbers] == [ring] * 3
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_handler_that_is_set_later_is_noticed(handled):
+    with InterruptHold():
+        pass
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: handled.append(number))
+    try:
+        with InterruptHold():
+            signal.raise_signal(signal.SIGUSR2)
+            assert handled == []
+        assert handled == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def fail_when_interrupted():
     with InterruptHold():
         signal.raise_signal(signal.SIGINT)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist import library_objects
 from tpudist.state import nnx_binding, nnx_contents
 
 Path = tuple[str, ...]
@@ -109,6 +110,7 @@ class Entries:
         self._ends: list[Callable[[], None]] = []
         self._refused: list[str] = []
         self._around: list[Any] = []
+        self._neighbors: list[Any] = list(objects.values())
         for name, x in objects.items():
             self._add((name,), x, _ObjectReplacer(replace, name))
         self._refused += _describe_duplicates(x.name for x in self.entries)
@@ -117,7 +119,8 @@ class Entries:
             raise TypeError(
                 f"A checkpoint was given what it cannot save:\n{listed}\nIt takes NNX modules, "
                 f"optimizers and Rngs, Variables, arrays of numbers, Python ints, floats, bools "
-                f"and strings, objects with get_state() and set_state(), and pytrees of these."
+                f"and strings, objects with get_state() and set_state(), models, layers, "
+                f"optimizers and metrics of Keras on JAX, and pytrees of these."
             )
 
     def finish(self) -> None:
@@ -140,6 +143,12 @@ class Entries:
         elif has_state(x):
             write = _DeferredWriter(x.set_state, self._states)
             self.entries.append(Entry(path, STATE, (), type(x).__name__, x.get_state, write))
+        elif library_objects.is_known(x):
+            opened = library_objects.open_object(x, self._neighbors)
+            if opened is None:
+                self._refuse(path, x)
+            else:
+                self._add(path, opened, replace)
         else:
             self._add_tree(path, x, replace)
 
@@ -147,7 +156,9 @@ class Entries:
         if any(x is outer for outer in self._around):
             return  # a way back up: it is saved where it was first met
         self._around.append(x)
-        for name, inner in x.checkpoint_objects().items():
+        found = x.checkpoint_objects()
+        self._neighbors += found.values()
+        for name, inner in found.items():
             replace = _ObjectReplacer(x.replace_object, name) if isinstance(x, Container) else None
             self._add((*path, name), inner, replace)
         self._around.pop()
@@ -210,9 +221,7 @@ class Entries:
                 read = _CellReader(cell, index)
                 self.entries.append(Entry(inner, VALUE, (), type(x).__name__, read, write, kind))
             else:
-                kind_of_x = f"{type(x).__module__}.{type(x).__name__}"
-                dtype = f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
-                self._refused.append(f"{join_path(inner)}: {kind_of_x}{dtype}")
+                self._refuse(inner, x)
         self._finish.append(cell.finish)
 
     def _add_array(self, path: Path, x: Any, sharding, read, write, kind=None) -> None:
@@ -222,7 +231,13 @@ class Entries:
             Entry(path, KEY if key else ARRAY, tuple(x.shape), dtype, read, write, kind, sharding)
         )
 
+    def _refuse(self, path: Path, x: Any) -> None:
+        kind = f"{type(x).__module__}.{type(x).__name__}"
+        dtype = f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
+        self._refused.append(f"{join_path(path)}: {kind}{dtype}")
+
     def _is_known(self, x: Any, path: Path) -> bool:
+        x = getattr(x, "checkpoint_identity", x)
         known = self._seen.setdefault(id(x), join_path(path))
         self._keep.append(x)
         if known != join_path(path):
@@ -279,7 +294,7 @@ def _describe_duplicates(names: Iterable[str]) -> list[str]:
 
 def _is_object(x: Any) -> bool:
     is_nnx = isinstance(x, nnx_contents.OBJECT_TYPES)
-    return is_nnx or has_array(x) or has_objects(x) or has_state(x)
+    return is_nnx or has_array(x) or has_objects(x) or has_state(x) or library_objects.is_known(x)
 
 
 def key_name(key: Any) -> str:

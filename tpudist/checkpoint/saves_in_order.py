@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tpudist import step_boundaries
-from tpudist.checkpoint import manifest
+from tpudist.checkpoint import lost_saves, manifest
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import Path
 from tpudist.checkpoint.errors import CheckpointError
@@ -67,7 +67,8 @@ class Saver:
             if isinstance(error, Exception):
                 raise failure from error
             raise
-        self._save = Save(step, self._writer.wait, lambda error: self._after_save(step, error))
+        directory, wait = str(self._files), self._writer.wait
+        self._save = Save(step, directory, wait, lambda error: self._after_save(step, error))
         _in_flight[str(self._files)] = self._save
         if not self._is_listening:
             self._is_listening = True
@@ -137,19 +138,24 @@ class Saver:
         save, self._save = self._save, None
         self._warn()
         if save is not None and save.error is not None:
+            lost_saves.forget_raised(str(self._files))
             raise self._failure(save.step, save.error) from save.error
 
     def _failure(self, step: int, error: BaseException) -> CheckpointError:
         self._history.forget(step)
         latest = self._history.latest()
         good = (
-            "There is no earlier one." if latest is None else f"The last one is of step {latest}."
+            "There is no earlier one. " if latest is None else f"The last one is of step {latest}. "
         )
-        return CheckpointError(
-            f"The checkpoint of step {step} could not be saved to {self._files}: "
-            f"{type(error).__name__}: {_shorten(error)}\n{good} What was written of this one "
-            f"has been removed. Make room or mend the directory, and save again."
-        )
+        return make_failure(f"of step {step} could not be saved to {self._files}", error, good)
+
+
+def make_failure(what: str, error: BaseException, good: str) -> CheckpointError:
+    """Returns the error of a checkpoint that was not written: `what` failed, and what is `good`."""
+    return CheckpointError(
+        f"The checkpoint {what}: {type(error).__name__}: {_shorten(error)}\n{good}What was written "
+        f"of this one has been removed. Make room or mend the directory, and save again."
+    )
 
 
 def _shorten(error: BaseException) -> str:

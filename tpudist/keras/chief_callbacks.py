@@ -90,5 +90,5 @@ def _require_whole(strategy: StrategyBase, model: Any, name: str) -> None:
                 f"{name} was given to fit in several processes, and writes variables from the "
                 f"first one, but {variable.path!r} of the model {model.name!r} is split over "
                 f"devices ({variable.value.sharding.spec} of {strategy!r}). Save it in a callback "
-                f"through tpudist.checkpoint, as a tpudist.keras.ModelState."
+                f"through tpudist.checkpoint: Checkpoint(model=model)."
             )

@@ -13,7 +13,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,10 @@ RESOLVE_S = 10.0
 _REPORT_S = 5.0  # after which a wait is first told of; then after twice that time, and so on
 _SLICE_S = 0.5
 _SERVICE_S = 5.0
+STRANGER_S = 4.0
+"""Seconds until a listener that does not greet is another program: process 0 greets at once."""
+LATE_S = 6.0
+"""Seconds for which process 0 reports an error to processes that come late."""
 _MAX_BYTES = 4096  # of what a process says
 
 
@@ -107,6 +111,11 @@ class _Patience:
             _log.warning("%s: %.0f s of %g.", what, self.waited_s, self.timeout_s)
 
 
+def _hello() -> bytes:
+    """Returns the first line of process 0, which no other program at its port sends."""
+    return json.dumps({"tpudist": versions.version_of("tpudist")}).encode() + b"\n"
+
+
 def _describe_self(num_processes: int, index: int) -> dict[str, Any]:
     return {
         "tpudist": versions.version_of("tpudist"),
@@ -121,7 +130,12 @@ def _describe_self(num_processes: int, index: int) -> dict[str, Any]:
 
 
 def _receive(host: str, port: int, num_processes: int, patience: _Patience) -> None:
-    with _listen(host, port) as server, selectors.DefaultSelector() as selector:
+    try:
+        server = _listen(host, port)
+    except StartupError as error:
+        _ask_holder(host, port, num_processes)
+        raise error
+    with server, selectors.DefaultSelector() as selector:
         guests = _Guests(num_processes, f"{host}:{port}")
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
@@ -149,9 +163,39 @@ def _receive(host: str, port: int, num_processes: int, patience: _Patience) -> N
             guests.answer({"ok": True})
         except StartupError as error:
             guests.answer({"error": str(error)})
+            if not patience.is_over:
+                _answer_late_ones(server, guests, str(error))
             raise
         finally:
             guests.close()
+
+
+def _answer_late_ones(server: socket.socket, guests: "_Guests", problem: str) -> None:
+    """Reports an error to the processes that have not come yet: they would wait for 300 s."""
+    deadline = time.monotonic() + LATE_S
+    if len(guests) < guests.num_expected:
+        _log.warning("The run cannot start. Other processes are told for %g s: %s", LATE_S, problem)
+    server.settimeout(0.1)
+    while len(guests) < guests.num_expected and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            line, _ = server.accept()
+            guests.open(line)
+            guests.answer({"error": problem}, [line])
+
+
+def _ask_holder(host: str, port: int, num_processes: int) -> None:
+    """Reports this process 0 to the program that has its port, if that is another process 0.
+
+    Raises:
+        StartupError: If it is; it has reported the error to all processes.
+    """
+    with contextlib.suppress(OSError):
+        with socket.create_connection((host, port), timeout=_SLICE_S) as line:
+            reader = _Reader(line)
+            if _is_greeting(reader.read(time.monotonic() + 2.0)):
+                line.sendall(json.dumps(_describe_self(num_processes, 0)).encode() + b"\n")
+                if answer := reader.read(time.monotonic() + 2.0):
+                    _read_answer(answer, host, port)
 
 
 class _Guests:
@@ -162,6 +206,10 @@ class _Guests:
         self._address = address
         self._texts: dict[socket.socket, bytes] = {}
         self._known: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+        self.num_expected = num_processes - 1
+
+    def __len__(self) -> int:
+        return len(self._texts)
 
     @property
     def missing(self) -> list[int]:
@@ -169,6 +217,8 @@ class _Guests:
 
     def open(self, line: socket.socket) -> None:
         self._texts[line] = b""
+        with contextlib.suppress(OSError):  # `read` finds out that it has gone
+            line.sendall(_hello())
 
     def read(self, line: socket.socket) -> bool:
         """Takes what has come; whether the guest stays."""
@@ -195,6 +245,7 @@ class _Guests:
 
     def _welcome(self, line: socket.socket, said: dict[str, Any]) -> None:
         index, host = said["index"], self._host
+        self.num_expected = max(self.num_expected, said["count"] - 1)
         known = self._known.setdefault(index, (line, said))
         for name, what in (
             ("count", "number of processes"),
@@ -215,8 +266,10 @@ class _Guests:
                 f"TF_CONFIG, for one."
             )
 
-    def answer(self, answer: dict[str, Any]) -> None:
-        for line in self._texts:
+    def answer(
+        self, answer: dict[str, Any], lines: Collection[socket.socket] | None = None
+    ) -> None:
+        for line in self._texts if lines is None else lines:
             with contextlib.suppress(OSError):
                 line.setblocking(True)
                 line.settimeout(_SLICE_S)
@@ -276,17 +329,30 @@ def _visit(host: str, port: int, num_processes: int, index: int, patience: _Pati
     place = f"process 0 at {host}:{port}"
     _resolve(host, port)
     problem = "nobody listens there"
+    stranger_since: float | None = None  # when something listened first that has not greeted
     while not patience.is_over:
+        answer: bytes | None = b""
         try:
             with socket.create_connection((host, port), timeout=5.0) as line:
+                stranger_since = stranger_since or time.monotonic()
+                reader = _Reader(line)
                 line.sendall(said)
-                answer = b"".join(_parts_of_answer(line, index, place, patience))
+                greeting = reader.read(stranger_since + STRANGER_S)
+                if greeting and not _is_greeting(greeting):
+                    raise _not_of_this_run(host, port)
+                if greeting:
+                    stranger_since = None
+                    answer = _wait_for_answer(reader, index, place, patience)
         except OSError as error:
-            problem, answer = str(error), b""
+            problem = str(error)
+            if isinstance(error, ConnectionRefusedError):
+                stranger_since = None
         if answer:
             _read_answer(answer, host, port)
             _wait_for_service(host, port)
             return
+        if stranger_since is not None and time.monotonic() > stranger_since + STRANGER_S:
+            raise _not_of_this_run(host, port)
         patience.report(f"Process {index} of {num_processes} waits for {place} ({problem})")
         time.sleep(0.2)
     raise StartupError(
@@ -307,35 +373,71 @@ def _wait_for_service(host: str, port: int) -> None:
             time.sleep(0.005)
 
 
-def _parts_of_answer(
-    line: socket.socket, index: int, place: str, patience: _Patience
-) -> Iterator[bytes]:
-    line.settimeout(_SLICE_S)
+def _wait_for_answer(
+    reader: "_Reader", index: int, place: str, patience: _Patience
+) -> bytes | None:
     while True:
-        try:
-            part = line.recv(_MAX_BYTES)
-        except TimeoutError:
-            patience.report(f"Process {index} has come to {place} and waits for the others")
-            # The first process gives up first, and says why.
-            if patience.waited_s > patience.timeout_s + 10 * _SLICE_S:
-                return
-            continue
-        yield part
-        if not part or part.endswith(b"\n"):
-            return
+        answer = reader.read(time.monotonic() + _SLICE_S)
+        if answer is not None:
+            return answer
+        patience.report(f"Process {index} has come to {place} and waits for the others")
+        # The first process gives up first, and says why.
+        if patience.waited_s > patience.timeout_s + 10 * _SLICE_S:
+            return None
+
+
+class _Reader:
+    """Reads the lines of a connection."""
+
+    def __init__(self, line: socket.socket):
+        self._line = line
+        self._text = b""
+
+    def read(self, deadline: float) -> bytes | None:
+        """Returns the next line, None if it has not come by `deadline`, or b"" at the end.
+
+        Text that does not start a line of ours is returned at once.
+        """
+        while b"\n" not in self._text:
+            if self._text and not self._text.startswith(b"{"):
+                return self._text
+            self._line.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                part = self._line.recv(_MAX_BYTES)
+            except TimeoutError:
+                return None
+            self._text += part
+            if not part or len(self._text) > _MAX_BYTES:
+                return self._text
+        found, _, self._text = self._text.partition(b"\n")
+        return found
+
+
+def _is_greeting(text: bytes | None) -> bool:
+    return text is not None and "tpudist" in _parse(text)
 
 
 def _read_answer(answer: bytes, host: str, port: int) -> None:
-    try:
-        found = dict(json.loads(answer))
-    except (ValueError, TypeError) as error:
-        raise StartupError(
-            f"What listens at {host}:{port} does not wait for processes of a tpudist run: the run "
-            f"has begun without this one (is its number given twice?), or another program has the "
-            f"port."
-        ) from error
+    found = _parse(answer)
+    if not found:
+        raise _not_of_this_run(host, port)
     if "error" in found:
         raise StartupError(found["error"])
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        return {}
+
+
+def _not_of_this_run(host: str, port: int) -> StartupError:
+    return StartupError(
+        f"What listens at {host}:{port} does not wait for processes of a tpudist run: the run has "
+        f"begun without this one (is its number given twice?), or another program has the port. "
+        f"Give each process its own number, or end that program, or choose another port."
+    )
 
 
 def _list(numbers: Sequence[int], most: int = 8) -> str:
