@@ -486,7 +486,7 @@ def test_dropping_everything_is_told(caplog):
 )
 def test_what_is_not_a_dataset_is_refused(source, error, message):
     with pytest.raises(error, match=message):
-        iter(DistributedDataset(source, _two()))
+        next(iter(DistributedDataset(source, _two())))
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ def test_processes_that_read_alike_agree_at_every_step(processes):
     assert "holds int32[rows], before float32[rows]" in there[1][1]
     for (kind, text), step, told in zip(
         here,
-        ["at step 1", "at step 1", "at its start"],
+        ["at step 1", "at step 1", "at step 0"],
         ["OSError: disk on fire", "int32[rows]", "PermissionError: not yours"],
         strict=True,
     ):

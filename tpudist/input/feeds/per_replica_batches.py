@@ -93,6 +93,10 @@ class Pipelines:
             for key, value in iterable.plan_of(source).items()
         }
 
+    def unseeded_shuffle(self) -> str | None:
+        """The random generator without a seed that shuffles a dataset, if one is found."""
+        return next(filter(None, map(iterable.unseeded_shuffle_of, self._sources)), None)
+
     @property
     def source(self) -> str:
         """What kinds of datasets this process reads."""
@@ -183,7 +187,8 @@ class Pipelines:
                 require_plan(_state_of_process(process, position.source, "plans"), self.local_plan)
             given = _states_of(process, position.source, len(self._sources))
         passes = []
-        for source, state in zip(self._sources, given, strict=True):
+        for source, said in zip(self._sources, given, strict=True):
+            state = position.state_for(said)
             if hasattr(source, "elements"):
                 batches = source.elements(position.pass_number, state)
                 passes.append((_batches(batches), batches))

@@ -67,6 +67,10 @@ class Rebatched:
             self._source.element_spec,
         )
 
+    def unseeded_shuffle(self) -> str | None:
+        """The random generator without a seed that shuffles the source, if one is found."""
+        return iterable.unseeded_shuffle_of(self._source)
+
     @property
     def global_batch_size(self) -> int | None:
         """Rows of a full batch that is split; None before one was read."""
@@ -99,10 +103,14 @@ class Parts(Iterator[Any]):
         self._rebatched = source
         self._before = None
         self._num_given = 0
-        if state is not None:
+        if state is not None and state.get("batches") == 0:  # the beginning of a pass
+            self._before = state
+        elif state is not None:
             self._num_given = read_count(state, "parts")
             self._before = state.get("before")
             source.restore(state)
+            if state.get("ended"):
+                self._before = (self._before or {"batches": 0}) | {"ended": True}
         self._batches = source._source.begin(pass_number, self._before)
         self._parts: list[Part] | None = None
 

@@ -86,6 +86,10 @@ class SplitBatches:
         """What a state is good for."""
         return iterable.plan_of(self.source)
 
+    def unseeded_shuffle(self) -> str | None:
+        """The random generator without a seed that shuffles the source, if one is found."""
+        return iterable.unseeded_shuffle_of(self.source)
+
     @property
     def element_spec(self) -> PyTree:
         """Shapes, dtypes and shardings of a full element, structured as it is."""
@@ -119,6 +123,7 @@ class SplitBatches:
         if at is not None and self.source.global_batch_size is None:
             self._sizes.restore(at, "global batch size")
             at = at.get("dataset")
+        at = position.state_for(at)
         if isinstance(at, dict):
             first = at.get("batches", 0)
 
