@@ -13,7 +13,7 @@ from tpudist import NumpyDataset
 pytestmark = [pytest.mark.multiprocess]
 
 PROGRAM = """
-    import json, sys, warnings
+    import json, logging, sys, warnings
     import jax, numpy as np
     import tpudist
     from processes import report
@@ -152,7 +152,22 @@ PROGRAM = """
         next(iterator)
         given, iterator = iterator.get_state(), iter(shuffled(7))
         other = failure(lambda: [iterator.set_state(given)])
-        return [whole, found, state, dry, padding, differ, other]
+        records = [ids(x) for x in strategy.distribute_datasets_from_function(
+            lambda _: tpudist.input.from_records([3.0, 4.0][: 2 * me]).batch(2))]
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("tpudist").addHandler(handler)
+        small = NumpyDataset(np.ones(3)).batch(64, drop_remainder=True)
+        steps = [
+            len(list(strategy.experimental_distribute_dataset([]))),
+            len(list(strategy.experimental_distribute_dataset(small))),
+            len(list(strategy.distribute_datasets_from_function(lambda _: []))),
+            len(list(strategy.distribute_datasets_from_function(lambda _: small))),
+        ]
+        logging.getLogger("tpudist").removeHandler(handler)
+        empty = [records, steps, ["gave no batches" in text for text in told]]
+        return [whole, found, state, dry, padding, differ, other, empty]
 
 
     def read_alike():
@@ -365,7 +380,8 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
 @pytest.mark.slow
 def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes(processes):
     here, there = _results(processes, "of functions")
-    whole, found, state, dry, padding, differ, other = here
+    whole, found, state, dry, padding, differ, other, empty = here
+    assert empty == there[7] == [[[3, 4]], [0] * 4, [True] * 4]
     assert found == [whole[step:] for step in range(len(whole) + 1)]
     assert state == there[2]
     assert [rows for rows, _ in dry] == [[0, 0, 0, 0, 2, 2, 2, 2], [0, 0, 0, 0, 2, 0, 0, 0]]

@@ -137,9 +137,9 @@ class DistributedDataset:
         self._num_passes = position.pass_number + 1
         return elements
 
-    def warn_of_unseeded_shuffle(self) -> None:
+    def warn_of_shuffle_without_seed(self) -> None:
         """Warns, once, if the order of the data comes from a generator without a seed."""
-        if self._has_warned or (name := self._feed.unseeded_shuffle()) is None:
+        if self._has_warned or (name := self._feed.shuffle_without_seed()) is None:
             return
         self._has_warned = True
         warnings.warn(

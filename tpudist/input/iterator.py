@@ -39,7 +39,7 @@ class RestartableDataset(Protocol):
         """The properties of the data that the state of an iterator depends on."""
         ...
 
-    def warn_of_unseeded_shuffle(self) -> None:
+    def warn_of_shuffle_without_seed(self) -> None:
         """Warns once if the order of the data cannot be drawn again."""
         ...
 
@@ -128,7 +128,7 @@ class DistributedIterator(Iterator[PyTree]):
         Warns if the dataset is shuffled without a seed, so that no other run can go on from here.
         """
         if self._position.step and not self._position.ended:
-            self._dataset.warn_of_unseeded_shuffle()
+            self._dataset.warn_of_shuffle_without_seed()
         return iterator_state.encode(self._position, self._dataset.plan)
 
     def set_state(self, state: dict[str, Any]) -> None:

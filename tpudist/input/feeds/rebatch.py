@@ -67,9 +67,9 @@ class Rebatched:
             self._source.element_spec,
         )
 
-    def unseeded_shuffle(self) -> str | None:
+    def shuffle_without_seed(self) -> str | None:
         """The random generator without a seed that shuffles the source, if one is found."""
-        return iterable.unseeded_shuffle_of(self._source)
+        return iterable.shuffle_without_seed_of(self._source)
 
     @property
     def global_batch_size(self) -> int | None:

@@ -1,8 +1,8 @@
 """Global batches, each split over the replicas: every process reads the rows of its own."""
 
+import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +14,7 @@ from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.rows_of_replicas import Assignment
-from tpudist.input.sources import iterable
+from tpudist.input.sources import iterable, no_batches
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY, IndexedDataset
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.transfer import host_batch, to_devices
@@ -24,7 +24,6 @@ from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
-_log = logging.getLogger("tpudist")
 
 
 class SplitBatches:
@@ -78,7 +77,8 @@ class SplitBatches:
         """Rows of a full batch; None if that is not known before the first one is read."""
         known = self.source.global_batch_size or self._sizes.largest
         if known is None and read:
-            return jax.tree.leaves(self.source.element_spec)[0].shape[0]
+            with contextlib.suppress(no_batches.NoBatches):
+                return jax.tree.leaves(self.source.element_spec)[0].shape[0]
         return known
 
     @property
@@ -86,9 +86,9 @@ class SplitBatches:
         """What a state is good for."""
         return iterable.plan_of(self.source)
 
-    def unseeded_shuffle(self) -> str | None:
+    def shuffle_without_seed(self) -> str | None:
         """The random generator without a seed that shuffles the source, if one is found."""
-        return iterable.unseeded_shuffle_of(self.source)
+        return iterable.shuffle_without_seed_of(self.source)
 
     @property
     def element_spec(self) -> PyTree:
@@ -157,14 +157,8 @@ class SplitBatches:
                 }
             yield self._take(batch, size, copy), state
             num_elements += 1
-        if not num_elements and num_batches:
-            _log.warning(
-                "All %d batches of the dataset were partial ones and dropped, so there was nothing "
-                "to do. Use partial_batch='pad'.",
-                num_batches,
-            )
-        elif not num_elements:
-            _log.warning(iterable.NO_BATCHES)
+        if not num_elements:
+            no_batches.warn(self, self.source, num_dropped=num_batches)
 
     def assignment(self, num_rows: int, size: int) -> Assignment:
         """Who reads which of the `num_rows` rows of a batch, where a full one has `size`."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.sources import iterable, unseeded_shuffles
+from tpudist.input.sources import iterable, shuffle_seeds
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.records import RandomTransform, RecordDataset
 
@@ -111,9 +111,9 @@ class HuggingFaceBatches(iterable.IterableSource):
             return _Stream(self._source)
         return iter(_with_numpy_format(self._source))
 
-    def unseeded_shuffle(self) -> str | None:
+    def shuffle_without_seed(self) -> str | None:
         """A shuffle of a stream that has no seed."""
-        return unseeded_shuffles.find_in_stream(getattr(self._source, "_ex_iterable", None))
+        return shuffle_seeds.find_in_stream(getattr(self._source, "_ex_iterable", None))
 
 
 class _Stream(Iterator[PyTree]):

@@ -19,18 +19,14 @@ import jax
 import numpy as np
 
 from tpudist.input import iterator_state
-from tpudist.input.sources import batch_checksum, unseeded_shuffles
+from tpudist.input.sources import batch_checksum, shuffle_seeds
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 
 PyTree = Any
 Source = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
-
-NO_BATCHES = (
-    "A pass through the dataset gave no batches. If it reads from an iterator that is used up by "
-    "now, give a function that makes a new one for each pass."
-)
 
 OTHER_BATCHES = (
     "The state was taken after {} batches of a pass through the dataset ({}), which were read "
@@ -48,9 +44,9 @@ def plan_of(source: Any) -> dict[str, Any]:
     return getattr(source, "plan", None) or {"kind": type(source).__name__}
 
 
-def unseeded_shuffle_of(source: Any) -> str | None:
+def shuffle_without_seed_of(source: Any) -> str | None:
     """The name of a random generator without a seed that shuffles a source, if one is found."""
-    find = getattr(source, "unseeded_shuffle", None)
+    find = getattr(source, "shuffle_without_seed", None)
     return None if find is None else find()
 
 
@@ -109,11 +105,11 @@ class IterableSource:
         """Does to the dataset what a pass does that is read: an order may be drawn at its start."""
         next(self._open(), None)
 
-    def unseeded_shuffle(self) -> str | None:
+    def shuffle_without_seed(self) -> str | None:
         """The name of a random generator that has no seed, by which the dataset is shuffled."""
         if self._made is not None:
-            return self._made.unseeded_shuffle()
-        return unseeded_shuffles.find(self._source, self._read())
+            return self._made.shuffle_without_seed()
+        return shuffle_seeds.find(self._source, self._read())
 
     # What all of them share.
 
@@ -154,7 +150,7 @@ class IterableSource:
             elif self.shuffles_anew:
                 self._peeked = again
             if first is _END:
-                raise ValueError(NO_BATCHES)
+                raise NoBatches
             return first
 
     def begin(self, pass_number: int, state: Any = None) -> "Batches":
@@ -255,7 +251,7 @@ class Elements(Iterator[PyTree]):
             element = next(iterator)
         except StopIteration:
             if self._was_read and not self.num_given:
-                raise ValueError(NO_BATCHES) from None
+                raise NoBatches from None
             raise
         self._source.note(element, self.num_given)
         self.num_given += 1

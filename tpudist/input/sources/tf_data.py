@@ -75,17 +75,17 @@ class TfDataSource(iterable.IterableSource):
     def _skip_pass(self) -> None:
         iter(self._source)  # type: ignore[call-overload]
 
-    def unseeded_shuffle(self) -> str | None:
+    def shuffle_without_seed(self) -> str | None:
         """A shuffle of the dataset, or of one that it is made of, if it has no seed."""
-        return _find_unseeded_shuffle(self._source)
+        return _find_shuffle_without_seed(self._source)
 
 
-def _find_unseeded_shuffle(dataset: Any) -> str | None:
+def _find_shuffle_without_seed(dataset: Any) -> str | None:
     seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
     if "Shuffle" in type(dataset).__name__ and None not in seeds and not any(map(int, seeds)):
         return "tf.data.Dataset.shuffle"
     below = getattr(dataset, "_inputs", list)()
-    return next(filter(None, map(_find_unseeded_shuffle, below)), None)
+    return next(filter(None, map(_find_shuffle_without_seed, below)), None)
 
 
 def _is_spec(value: Any) -> bool:

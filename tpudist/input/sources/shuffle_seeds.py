@@ -27,15 +27,15 @@ def find(source: Any, iterator: Any) -> str | None:
     code = [c for f in functions for c in _code_of(f)]
     if any("random" in c.co_names and _SHUFFLES & {*c.co_names} for c in code):
         # The module's own generator, which np.random.seed gives another one.
-        if _is_unseeded(np.random.mtrand._rand):  # type: ignore[attr-defined]
+        if _has_no_seed(np.random.mtrand._rand):  # type: ignore[attr-defined]
             return "np.random"
     for name, value in _values_of(source, iterator):
-        if isinstance(value, np.random.Generator | np.random.RandomState) and _is_unseeded(value):
+        if isinstance(value, np.random.Generator | np.random.RandomState) and _has_no_seed(value):
             return name
     return None
 
 
-def _is_unseeded(generator: Any) -> bool:
+def _has_no_seed(generator: Any) -> bool:
     bits = getattr(generator, "bit_generator", None) or generator._bit_generator
     entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
     return isinstance(entropy, int) and entropy >= _MIN_DRAWN_ENTROPY
@@ -70,12 +70,12 @@ def _values_of(source: Any, iterator: Any) -> Iterable[tuple[str, Any]]:
 
 def find_in_stream(dataset: Any) -> str | None:
     """As `find`, for the examples iterable of a stream of Hugging Face."""
-    if _generator_is_unseeded(dataset):
+    if _generator_has_no_seed(dataset):
         return "shuffle() of the dataset"
     below = [getattr(dataset, "ex_iterable", None), *(getattr(dataset, "ex_iterables", None) or ())]
     return next(filter(None, (find_in_stream(each) for each in below if each is not None)), None)
 
 
-def _generator_is_unseeded(dataset: Any) -> bool:
+def _generator_has_no_seed(dataset: Any) -> bool:
     generator = getattr(dataset, "generator", None)
-    return isinstance(generator, np.random.Generator) and _is_unseeded(generator)
+    return isinstance(generator, np.random.Generator) and _has_no_seed(generator)
