@@ -167,6 +167,10 @@ PROGRAM = """
         ]
         logging.getLogger("tpudist").removeHandler(handler)
         empty = [records, steps, ["gave no batches" in text for text in told]]
+        parts = np.arange(8.0).reshape(4, 2) + 100 * me
+        empty += [ids(strategy.distribute_batch(np.arange(16.0))),
+                  ids(strategy.distribute_batch(parts, has_device_dim=True)),
+                  ids(strategy.distribute_batch(np.arange(9.0), global_batch_size=16))]
         return [whole, found, state, dry, padding, differ, other, empty]
 
 
@@ -381,7 +385,9 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
 def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes(processes):
     here, there = _results(processes, "of functions")
     whole, found, state, dry, padding, differ, other, empty = here
-    assert empty == there[7] == [[[3, 4]], [0] * 4, [True] * 4]
+    assert empty == there[7]
+    assert empty[:3] == [[[3, 4]], [0] * 4, [True] * 4]
+    assert empty[3:] == [list(range(16)), [*range(8), *range(100, 108)], list(range(9))]
     assert found == [whole[step:] for step in range(len(whole) + 1)]
     assert state == there[2]
     assert [rows for rows, _ in dry] == [[0, 0, 0, 0, 2, 2, 2, 2], [0, 0, 0, 0, 2, 0, 0, 0]]

@@ -171,7 +171,7 @@ class SplitBatches:
             leaves = batch.take(np.arange(num_rows), copy=copy)
             return Parts(leaves, batch.treedef, None, borrowed)
         shrinks = self.partial_batch is PartialBatch.SHRINK
-        rows, positions = _shares(num_rows, size, self._mesh, shrinks, self._fills_first)
+        rows, positions = shares(num_rows, size, self._mesh, shrinks, self._fills_first)
         return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
 
     def _apply_partial_batch(self, source: IndexedDataset) -> IndexedDataset:
@@ -212,7 +212,7 @@ class SplitBatches:
                 f"Batch {index} of the dataset is structured as {batch.treedef}, but the first one "
                 f"as {self._treedef}. All batches must have the same structure."
             )
-        names = _names(batch.treedef)
+        names = names_of(batch.treedef)
         different = [
             f"{name or 'the array'} holds {_describe(found)}, before {_describe(wanted)}"
             for name, found, wanted in zip(names, _examples(batch), self._examples, strict=True)
@@ -236,8 +236,8 @@ def _assignment(
 
 
 @functools.lru_cache(maxsize=1024)
-def _shares(
-    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool, fills_first: bool
+def shares(
+    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool = False, fills_first: bool = False
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """How many of `num_rows` rows each replica reads, and where those of this process's stand."""
     assignment = _assignment(num_rows, size, mesh.num_replicas, shrinks, fills_first)
@@ -256,7 +256,8 @@ def _kind(batch: HostBatch) -> str:
     return ", ".join(map(_describe, _examples(batch)))
 
 
-def _names(treedef: jax.tree_util.PyTreeDef) -> list[str]:
+def names_of(treedef: jax.tree_util.PyTreeDef) -> list[str]:
+    """The names of the leaves of a batch, as errors have them."""
     numbered = treedef.unflatten(range(treedef.num_leaves))
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 

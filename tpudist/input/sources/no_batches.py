@@ -16,8 +16,8 @@ NO_BATCHES = (
 class NoBatches(ValueError):
     """The shapes of a dataset's batches are not known, because it has none.
 
-    Remedy: give a dataset with at least one batch, or do not ask for its `element_spec`. A loop over
-    it does no step and warns.
+    Remedy: give a dataset with at least one batch, or do not ask for its `element_spec`. A loop
+    over it does no step and warns.
     """
 
     def __init__(self) -> None:
