@@ -478,6 +478,36 @@ def test_a_loader_that_shuffles_anew_in_each_pass_resumes_exactly(make, step, pa
         assert [_ids(x) for x in resumed] == passes[pass_number + 1]
 
 
+def test_a_checkpoint_resumes_a_loader_that_shuffles_anew(tmp_path):
+    def make():
+        dataset = _distributed(Loader())
+        return dataset, tpudist.TrainState(batches=iter(dataset))
+
+    dataset, _ = make()
+    passes = [[_ids(x) for x in dataset] for _ in range(4)]
+    dataset, state = make()
+    list(state.batches), list(dataset)
+    state.batches = iter(dataset)
+    next(state.batches)
+    with tpudist.checkpoint.CheckpointManager(state, tmp_path) as manager:
+        manager.save(1)
+    dataset, state = make()
+    tpudist.checkpoint.CheckpointManager(state, tmp_path).restore()
+    assert [_ids(x) for x in state.batches] == passes[2][1:]
+    assert [_ids(x) for x in dataset] == passes[3]
+
+
+def test_a_state_of_an_earlier_release_has_no_checksum_and_is_resumed():
+    reference = [_ids(x) for x in _distributed(Loader())]
+    iterator = iter(_distributed(Loader()))
+    next(iterator), next(iterator)
+    state = iterator.get_state()
+    state["source"]["dataset"] = {"batches": 2}
+    resumed = iter(_distributed(Loader()))
+    resumed.set_state(state)
+    assert [_ids(x) for x in resumed] == reference[2:]
+
+
 def test_a_pass_that_has_ended_is_not_read_again():
     opened = []
 

@@ -31,11 +31,12 @@ Source = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 OTHER_BATCHES = (
     "The state was taken after {} batches of a pass through the dataset ({}), which were read "
     "again to return there. The last is not the batch that was read before the state was taken, "
-    "so some examples would be lost and others would come twice. If the dataset is shuffled, each "
-    "run must draw the same order: seed it, for example tf.data's shuffle(n, seed=0) or "
-    "np.random.default_rng(0) where the loader is made. Or use a dataset that resumes from a few "
-    "integers, tpudist.input.from_records(examples).shuffle(seed=0).batch(global_batch_size), or "
-    "give the iterators get_state and set_state. To start a new pass, leave the state out."
+    "so some examples would be lost and others would come twice. If the dataset is shuffled, or "
+    "changes examples at random, each run must draw the same numbers: seed it, for example "
+    "tf.data's shuffle(n, seed=0) or np.random.default_rng(0) where the loader is made. Or use a "
+    "dataset that resumes from a few integers, "
+    "tpudist.input.from_records(examples).shuffle(seed=0).batch(global_batch_size), or give the "
+    "iterators get_state and set_state. To start a new pass, leave the state out."
 )
 
 

@@ -81,8 +81,8 @@ class TfDataSource(iterable.IterableSource):
 
 
 def _find_shuffle_without_seed(dataset: Any) -> str | None:
-    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    if "Shuffle" in type(dataset).__name__ and None not in seeds and not any(map(int, seeds)):
+    seeds: list[Any] = [getattr(dataset, name, 1) for name in ("_seed", "_seed2")]
+    if "Shuffle" in type(dataset).__name__ and not any(int(x) for x in seeds):
         return "tf.data.Dataset.shuffle"
     below = getattr(dataset, "_inputs", list)()
     return next(filter(None, map(_find_shuffle_without_seed, below)), None)

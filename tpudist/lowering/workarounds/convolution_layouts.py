@@ -13,6 +13,7 @@ order.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def _convolve_in_usual_order(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.A
     given = eqn.params["dimension_numbers"]
     usual = _usual_order(given)
 
-    def order(old: tuple[int, ...], new: tuple[int, ...]) -> list[int]:
+    def order(old: Sequence[int], new: Sequence[int]) -> list[int]:
         return [old[new.index(dim)] for dim in range(len(new))]
 
     image = jax.lax.transpose(image, order(given.lhs_spec, usual.lhs_spec))

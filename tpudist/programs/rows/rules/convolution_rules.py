@@ -75,7 +75,7 @@ def _join_groups(
 def _size_of_group(operation: Operation, size: Any, count: int) -> Dim:
     each = size.quotient(count)
     if each is None:
-        operation.refuse(f"its {count} groups do not have equal numbers of rows")
+        return operation.refuse(f"its {count} groups do not have equal numbers of rows")
     return each
 
 
