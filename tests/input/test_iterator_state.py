@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import warnings
+from contextlib import nullcontext as _no_error
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import tpudist
 from tpudist import NumpyDataset, PerReplica
+from tpudist.input import AutoShardPolicy
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.sources import batch_checksum
 from tpudist.xla.mesh import make_mesh
@@ -445,11 +448,20 @@ def _stateful_function_of(loader):
     return lambda: _WithState(loader)
 
 
+def _class_of(loader):
+    class Pass(_WithState):
+        def __init__(self):
+            super().__init__(loader)
+
+    return Pass
+
+
 SHUFFLING = {
     "opened": Loader,
     "lazy": lambda: Loader(lazy=True),
     "function": lambda: _function_of(Loader(lazy=True)),
     "with a state": lambda: _stateful_function_of(Loader()),
+    "a class": lambda: _class_of(Loader()),
 }
 
 
@@ -506,6 +518,49 @@ def test_a_state_of_an_earlier_release_has_no_checksum_and_is_resumed():
     resumed = iter(_distributed(Loader()))
     resumed.set_state(state)
     assert [_ids(x) for x in resumed] == reference[2:]
+
+
+def test_a_loader_that_draws_all_along_is_an_error_in_later_passes():
+    """Passes before are opened again, but not read to their ends."""
+
+    class Drawing(Loader):
+        def _draw(self):
+            for _ in range(4):
+                yield self.rng.integers(1000, size=16)
+
+    for num_passes in (0, 1):
+        dataset = _distributed(Drawing())
+        for _ in range(num_passes):
+            list(dataset)
+        iterator = iter(dataset)
+        next(iterator)
+        resumed = iter(_distributed(Drawing(lazy=True)))
+        resumed.set_state(iterator.get_state())
+        with pytest.raises(ValueError, match="not the batch") if num_passes else _no_error():
+            assert [_ids(x) for x in resumed] == [_ids(x) for x in iterator]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("seed", [0, None])
+def test_batches_that_replicas_take_in_turn_are_resumed_or_an_error(seed, step):
+    """With auto-sharding off a batch is given in parts, and a state may be within one."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    options = tpudist.InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+
+    def make():
+        return strategy.experimental_distribute_dataset(Loader(seed=seed), options)
+
+    dataset = make()
+    list(dataset)
+    iterator = iter(dataset)
+    for _ in range(step):
+        next(iterator)
+    with warnings.catch_warnings(action="ignore"):
+        state = _through_json(iterator.get_state())
+    resumed = iter(make())
+    resumed.set_state(state)
+    with pytest.raises(ValueError, match="not the batch") if seed is None else _no_error():
+        assert [_ids(x) for x in resumed] == [_ids(x) for x in iterator]
 
 
 def test_a_pass_that_has_ended_is_not_read_again():

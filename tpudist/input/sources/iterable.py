@@ -164,7 +164,7 @@ class IterableSource:
 
     def elements(self, pass_number: int, state: Any = None) -> "Elements":
         """As `begin`, but as the user's dataset gives them."""
-        if hasattr(self._source, "__next__"):
+        if hasattr(type(self._source), "__next__"):  # one pass; a class makes one for each
             if self._used_up and (state is None or not _has_state(self._source)):
                 self._refuse_second_pass()
         elif state is not None and self.shuffles_anew:
