@@ -232,6 +232,9 @@ def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy
     iterator = iter(strategy.experimental_distribute_dataset(ones(3)))
     with pytest.raises(ValueError, match="an iterator, which ended after 3 of 8 steps .* dataset"):
         run(strategy, data=iterator)
+    used_up = iter(ones(3))
+    with pytest.raises(ValueError, match="gave no batches.* used up by now, give a function"):
+        run(strategy, data=lambda: used_up)
     passes = iter([ones(3)])
     with pytest.raises(ValueError, match="no batches any more after 3 steps, with 5 steps to do"):
         run(strategy, data=lambda: next(passes, []))

@@ -21,7 +21,7 @@ import numpy as np
 from tpudist.input import iterator_state
 from tpudist.input.sources import batch_checksum, shuffle_seeds
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY
-from tpudist.input.sources.no_batches import NoBatches
+from tpudist.input.sources.no_batches import NO_BATCHES, NoBatches
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 
@@ -252,7 +252,7 @@ class Elements(Iterator[PyTree]):
             element = next(iterator)
         except StopIteration:
             if self._was_read and not self.num_given:
-                raise NoBatches from None
+                raise ValueError(NO_BATCHES) from None
             raise
         self._source.note(element, self.num_given)
         self.num_given += 1
