@@ -45,6 +45,7 @@ def figures(tensorflow_python: Path | None) -> Iterator[Figure]:
         examples = case.examples()
         for shuffled in (False, True):
             yield from compared(strategy, case, examples, shuffled, tensorflow)
+    yield from one_batch(strategy)
     yield share_of_waiting(strategy)
     yield from slow_source(strategy)
 
@@ -109,6 +110,31 @@ def on_tensorflow(python: Path | None) -> dict[str, float]:
             f"{ended.stderr[-4000:]}"
         )
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+def one_batch(strategy: tpudist.Strategy) -> Iterator[Figure]:
+    """A batch in memory by `distribute_batch`, and by `device_put` with the same sharding."""
+    n, sharding = strategy.num_replicas_in_sync, strategy.replica_mesh.stacked
+    tokens = np.random.default_rng(0).integers(256, size=(8 * n, 1024)).astype(np.int32)
+    parts = tokens.reshape(n, 8, 1024)
+
+    def median_us(place: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(300):
+            begun = time.perf_counter()
+            jax.block_until_ready(place())
+            times.append(time.perf_counter() - begun)
+        return 1e6 * statistics.median(times)
+
+    for subject, ours in {
+        "one batch": lambda: strategy.distribute_batch(tokens),
+        "one batch of a pmap program": lambda: strategy.distribute_batch(
+            parts, has_device_dim=True
+        ),
+    }.items():
+        by_hand = median_us(lambda: jax.device_put(tokens.reshape(parts.shape), sharding))
+        figure = Figure(SUITE, subject, "us, against device_put", median_us(ours), by_hand)
+        yield at_most_times(figure, 1.5)
 
 
 def share_of_waiting(strategy: tpudist.Strategy) -> Figure:

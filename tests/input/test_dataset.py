@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 import tpudist
 from processes import run_processes
-from tpudist import context
+from tpudist import InputOptions, InputReplicationMode, context
+from tpudist.input import from_records
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.transfer.prefetch import Prefetcher
@@ -125,7 +126,6 @@ def _numpy(size=4):
         (lambda: _numpy().batch(2).batch(2), ValueError, "batched already, by 2"),
         (lambda: _numpy().batch(0), ValueError, "at least 1"),
         (lambda: _numpy().batch(2.0), ValueError, "whole number"),
-        (lambda: _numpy().batch(5, drop_remainder=True), ValueError, "no full batch of 5"),
         (lambda: _numpy().batch(2).shuffle(0), ValueError, "before batching"),
         (lambda: _numpy().shuffle(0).shuffle(1), ValueError, "shuffled already, with seed 0"),
         (lambda: _numpy().shuffle(-1), ValueError, "at least 0"),
@@ -464,6 +464,46 @@ def test_a_dtype_that_is_the_same_to_jax_may_change():
     assert {x.dtype for x in DistributedDataset(batches, _two())} == {np.dtype(np.float32)}
 
 
+WITHOUT_BATCHES = {
+    "list": list,
+    "function": lambda: lambda: iter(()),
+    "dropped remainder": lambda: NumpyDataset(np.ones(2)).batch(4, drop_remainder=True),
+    "large batch": lambda: NumpyDataset(np.ones(2)).batch(1 << 20, drop_remainder=True),
+    "no rows": lambda: NumpyDataset(np.ones(0)).shuffle(0).batch(1 << 20).repeat(),
+    "shard of examples": lambda: NumpyDataset(np.ones(2)).shard(4, 3).batch(2),
+    "shard of batches": lambda: NumpyDataset(np.ones(2)).batch(2).shard(4, 3).repeat(2),
+    "no records": lambda: from_records([]).shuffle(0).batch(4),
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT_BATCHES.values(), ids=WITHOUT_BATCHES)
+@pytest.mark.parametrize("road", ["split", "drop", "function", "each replica", "optional", "steps"])
+def test_data_without_a_batch_is_no_step_and_one_warning(make, road, caplog):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    options = InputOptions(
+        partial_batch="drop" if road == "drop" else None,
+        experimental_replication_mode=InputReplicationMode.PER_REPLICA
+        if road == "each replica"
+        else InputReplicationMode.PER_WORKER,
+    )
+    if road in ("function", "each replica"):
+        dataset = strategy.distribute_datasets_from_function(lambda _: make(), options)
+        assert dataset.cardinality in (0, -2)
+    else:
+        dataset = strategy.experimental_distribute_dataset(make(), options)
+        assert "dataset" in str(tpudist.input.explain(dataset))
+    for _ in range(2):
+        if road == "optional":
+            assert not iter(dataset).get_next_as_optional().has_value()
+        elif road == "steps":
+            with pytest.raises(StopIteration):
+                strategy.run_steps(lambda x: x.sum(), iter(dataset), 2)
+        else:
+            assert list(dataset) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "gave no batches" in caplog.text
+
+
 def test_dropping_everything_is_told(caplog):
     batches = [np.zeros(4), np.zeros(3)]
     dataset = DistributedDataset(batches, _two(), partial_batch="drop")
@@ -486,7 +526,7 @@ def test_dropping_everything_is_told(caplog):
 )
 def test_what_is_not_a_dataset_is_refused(source, error, message):
     with pytest.raises(error, match=message):
-        iter(DistributedDataset(source, _two()))
+        next(iter(DistributedDataset(source, _two())))
 
 
 @pytest.mark.parametrize(
@@ -507,8 +547,6 @@ def test_partial_numpy_batches_are_refused_before_any_step():
     source = NumpyDataset(np.zeros(7)).batch(4)
     with pytest.raises(ValueError, match="does not split into full batches of 4"):
         DistributedDataset(source, _two(), partial_batch="error")
-    with pytest.raises(ValueError, match="no full batch of 9"):
-        DistributedDataset(NumpyDataset(np.zeros(7)).batch(9), _two(), partial_batch="drop")
     DistributedDataset(NumpyDataset(np.zeros(8)).batch(4), _two(), partial_batch="error")
 
 

@@ -13,7 +13,7 @@ from tpudist import NumpyDataset
 pytestmark = [pytest.mark.multiprocess]
 
 PROGRAM = """
-    import json, sys, warnings
+    import json, logging, sys, warnings
     import jax, numpy as np
     import tpudist
     from processes import report
@@ -152,7 +152,26 @@ PROGRAM = """
         next(iterator)
         given, iterator = iterator.get_state(), iter(shuffled(7))
         other = failure(lambda: [iterator.set_state(given)])
-        return [whole, found, state, dry, padding, differ, other]
+        records = [ids(x) for x in strategy.distribute_datasets_from_function(
+            lambda _: tpudist.input.from_records([3.0, 4.0][: 2 * me]).batch(2))]
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("tpudist").addHandler(handler)
+        small = NumpyDataset(np.ones(3)).batch(64, drop_remainder=True)
+        steps = [
+            len(list(strategy.experimental_distribute_dataset([]))),
+            len(list(strategy.experimental_distribute_dataset(small))),
+            len(list(strategy.distribute_datasets_from_function(lambda _: []))),
+            len(list(strategy.distribute_datasets_from_function(lambda _: small))),
+        ]
+        logging.getLogger("tpudist").removeHandler(handler)
+        empty = [records, steps, ["gave no batches" in text for text in told]]
+        parts = np.arange(8.0).reshape(4, 2) + 100 * me
+        empty += [ids(strategy.distribute_batch(np.arange(16.0))),
+                  ids(strategy.distribute_batch(parts, has_device_dim=True)),
+                  ids(strategy.distribute_batch(np.arange(9.0), global_batch_size=16))]
+        return [whole, found, state, dry, padding, differ, other, empty]
 
 
     def read_alike():
@@ -301,7 +320,7 @@ def test_processes_that_read_alike_agree_at_every_step(processes):
     assert "holds int32[rows], before float32[rows]" in there[1][1]
     for (kind, text), step, told in zip(
         here,
-        ["at step 1", "at step 1", "at its start"],
+        ["at step 1", "at step 1", "at step 0"],
         ["OSError: disk on fire", "int32[rows]", "PermissionError: not yours"],
         strict=True,
     ):
@@ -365,7 +384,10 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
 @pytest.mark.slow
 def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes(processes):
     here, there = _results(processes, "of functions")
-    whole, found, state, dry, padding, differ, other = here
+    whole, found, state, dry, padding, differ, other, empty = here
+    assert empty == there[7]
+    assert empty[:3] == [[[3, 4]], [0] * 4, [True] * 4]
+    assert empty[3:] == [list(range(16)), [*range(8), *range(100, 108)], list(range(9))]
     assert found == [whole[step:] for step in range(len(whole) + 1)]
     assert state == there[2]
     assert [rows for rows, _ in dry] == [[0, 0, 0, 0, 2, 2, 2, 2], [0, 0, 0, 0, 2, 0, 0, 0]]

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import warnings
+from contextlib import nullcontext as _no_error
 from typing import Any
 
 import jax
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 
 import tpudist
 from tpudist import NumpyDataset, PerReplica
+from tpudist.input import AutoShardPolicy
 from tpudist.input.dataset import DistributedDataset
+from tpudist.input.sources import batch_checksum
 from tpudist.xla.mesh import make_mesh
 
 
@@ -371,7 +375,8 @@ def test_a_damaged_state_of_datasets_of_a_function_is_refused(source, message):
 
 def test_batches_that_cannot_be_read_again_are_missed():
     iterator = iter(_distributed(SOURCES["list"]()))
-    list(iterator)
+    for _ in range(6):
+        next(iterator)
     shorter = iter(_distributed(SOURCES["list"]()[:4]))
     shorter.set_state(iterator.get_state())
     with pytest.raises(ValueError, match="after 6 batches.*but now it gave 4"):
@@ -392,3 +397,237 @@ def test_a_state_that_json_cannot_write_is_refused():
 
     with pytest.raises(TypeError, match="Wrong returned .*cannot be written as JSON"):
         next(iter(_distributed(Wrong([]))))
+
+
+# Datasets that shuffle anew in each pass.
+
+
+class Loader:
+    """Draws another order in each pass: when it is opened, or (`lazy`) when it is first read."""
+
+    def __init__(self, *, seed: int | None = 0, lazy=False, num_rows=61):
+        self.rng, self.lazy, self.num_rows = np.random.default_rng(seed), lazy, num_rows
+
+    def __iter__(self):
+        if self.lazy:
+            return self._draw()
+        return iter(list(self._draw()))
+
+    def _draw(self):
+        order = self.rng.permutation(self.num_rows)
+        yield from (order[i : i + 16] for i in range(0, self.num_rows, 16))
+
+
+class _WithState:
+    """An iterator that says where it is, but not in which order."""
+
+    def __init__(self, batches):
+        self.batches, self.next = list(batches), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == len(self.batches):
+            raise StopIteration
+        self.next += 1
+        return self.batches[self.next - 1]
+
+    def get_state(self):
+        return self.next
+
+    def set_state(self, state):
+        self.next = state
+
+
+def _function_of(loader):
+    return lambda: iter(loader)
+
+
+def _stateful_function_of(loader):
+    return lambda: _WithState(loader)
+
+
+def _class_of(loader):
+    class Pass(_WithState):
+        def __init__(self):
+            super().__init__(loader)
+
+    return Pass
+
+
+SHUFFLING = {
+    "opened": Loader,
+    "lazy": lambda: Loader(lazy=True),
+    "function": lambda: _function_of(Loader(lazy=True)),
+    "with a state": lambda: _stateful_function_of(Loader()),
+    "a class": lambda: _class_of(Loader()),
+}
+
+
+@pytest.mark.parametrize("make", SHUFFLING.values(), ids=SHUFFLING)
+@pytest.mark.parametrize("step", [0, 2, 4])
+@pytest.mark.parametrize("pass_number", [0, 2])
+def test_a_loader_that_shuffles_anew_in_each_pass_resumes_exactly(make, step, pass_number):
+    """Also in the passes after it, and if the first batch is looked at before."""
+    dataset = _distributed(make())
+    passes = [[_ids(x) for x in dataset] for _ in range(4)]
+    assert passes[0] != passes[1]
+    dataset = _distributed(make())
+    for _ in range(pass_number):
+        list(dataset)
+    iterator = iter(dataset)
+    for _ in range(step):
+        next(iterator)
+    state = _through_json(iterator.get_state())
+    for looked_at in (False, True):
+        resumed = _distributed(make(), 4)
+        if looked_at:
+            assert resumed.element_spec.shape == (4,)
+        again = iter(resumed)
+        again.set_state(state)
+        assert [_ids(x) for x in again] == passes[pass_number][step:]
+        assert [_ids(x) for x in resumed] == passes[pass_number + 1]
+
+
+def test_a_checkpoint_resumes_a_loader_that_shuffles_anew(tmp_path):
+    def make():
+        dataset = _distributed(Loader())
+        return dataset, tpudist.TrainState(batches=iter(dataset))
+
+    dataset, _ = make()
+    passes = [[_ids(x) for x in dataset] for _ in range(4)]
+    dataset, state = make()
+    list(state.batches), list(dataset)
+    state.batches = iter(dataset)
+    next(state.batches)
+    with tpudist.checkpoint.CheckpointManager(state, tmp_path) as manager:
+        manager.save(1)
+    dataset, state = make()
+    tpudist.checkpoint.CheckpointManager(state, tmp_path).restore()
+    assert [_ids(x) for x in state.batches] == passes[2][1:]
+    assert [_ids(x) for x in dataset] == passes[3]
+
+
+def test_a_state_of_an_earlier_release_has_no_checksum_and_is_resumed():
+    reference = [_ids(x) for x in _distributed(Loader())]
+    iterator = iter(_distributed(Loader()))
+    next(iterator), next(iterator)
+    state = iterator.get_state()
+    state["source"]["dataset"] = {"batches": 2}
+    resumed = iter(_distributed(Loader()))
+    resumed.set_state(state)
+    assert [_ids(x) for x in resumed] == reference[2:]
+
+
+def test_a_loader_that_draws_all_along_is_an_error_in_later_passes():
+    """Passes before are opened again, but not read to their ends."""
+
+    class Drawing(Loader):
+        def _draw(self):
+            for _ in range(4):
+                yield self.rng.integers(1000, size=16)
+
+    for num_passes in (0, 1):
+        dataset = _distributed(Drawing())
+        for _ in range(num_passes):
+            list(dataset)
+        iterator = iter(dataset)
+        next(iterator)
+        resumed = iter(_distributed(Drawing(lazy=True)))
+        resumed.set_state(iterator.get_state())
+        with pytest.raises(ValueError, match="not the batch") if num_passes else _no_error():
+            assert [_ids(x) for x in resumed] == [_ids(x) for x in iterator]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("seed", [0, None])
+def test_batches_that_replicas_take_in_turn_are_resumed_or_an_error(seed, step):
+    """With auto-sharding off a batch is given in parts, and a state may be within one."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    options = tpudist.InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+
+    def make():
+        return strategy.experimental_distribute_dataset(Loader(seed=seed), options)
+
+    dataset = make()
+    list(dataset)
+    iterator = iter(dataset)
+    for _ in range(step):
+        next(iterator)
+    with warnings.catch_warnings(action="ignore"):
+        state = _through_json(iterator.get_state())
+    resumed = iter(make())
+    resumed.set_state(state)
+    with pytest.raises(ValueError, match="not the batch") if seed is None else _no_error():
+        assert [_ids(x) for x in resumed] == [_ids(x) for x in iterator]
+
+
+def test_a_pass_that_has_ended_is_not_read_again():
+    opened = []
+
+    def batches():
+        opened.append(0)
+        return [np.arange(4), np.arange(4)]
+
+    dataset = _distributed(batches)
+    iterator = iter(dataset)
+    list(iterator)
+    state = _through_json(iterator.get_state())
+    assert state["ended"]
+    resumed = _distributed(batches)
+    again = iter(resumed)
+    again.set_state(state)
+    opened.clear()
+    assert list(again) == []
+    assert opened == []
+    assert len(list(resumed)) == 2
+    assert len(opened) == 2  # the pass that has ended, and this one
+
+
+@pytest.mark.parametrize("strategy_method", ["split", "function"])
+def test_a_loader_in_another_order_is_not_resumed(strategy_method):
+    """Else examples would be lost, and others come twice, in silence."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def make(seed):
+        if strategy_method == "split":
+            return strategy.experimental_distribute_dataset(Loader(seed=seed))
+        return strategy.distribute_datasets_from_function(lambda _: Loader(seed=seed))
+
+    iterator = iter(make(0))
+    next(iterator), next(iterator)
+    resumed = iter(make(1))
+    resumed.set_state(iterator.get_state())
+    with pytest.raises(ValueError, match=r"not the batch that was read before.*seed it.*from_rec"):
+        next(resumed)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Loader(seed=None), lambda: _function_of(Loader(seed=None, lazy=True))]
+)
+def test_the_first_state_of_an_unseeded_shuffle_warns(make):
+    dataset = _distributed(make())
+    iterator = iter(dataset)
+    iterator.get_state()
+    next(iterator)
+    with pytest.warns(
+        UserWarning, match=r"shuffled by .*, which has no seed.*np.random.default_rng"
+    ):
+        iterator.get_state()
+    iterator.get_state()
+    list(iterator)
+    iterator.get_state()
+
+
+def test_a_large_batch_in_another_order_has_another_checksum():
+    """It is sampled: every row, or every so many rows if there are very many."""
+    rng = np.random.default_rng(0)
+    for shape in ((64, 1 << 15), (1 << 17, 20), (1 << 18, 5)):
+        rows = np.zeros(shape, np.float64)
+        rows[:, shape[1] // 2 :] = rng.normal(size=(shape[0], 1))
+        found = {
+            batch_checksum.checksum({"x": x}, 0) for x in (rows, rows[::-1], np.roll(rows, 1, 0))
+        }
+        assert len(found) == 3
+        assert batch_checksum.checksum({"x": rows.copy()}, 0) in found

@@ -60,7 +60,7 @@ def test_the_first_epoch_is_the_first_pass(strategy):
 
     dataset = strategy.experimental_distribute_dataset(read)
     km.make(km.mlp, strategy).fit(dataset, steps_per_epoch=3, verbose=0)
-    assert len(passes) == 2  # a batch for the spec, and the epoch: Keras would begin another
+    assert len(passes) == 1  # also read for the spec: Keras would begin another
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,19 @@ def test_shuffling_that_has_no_effect_is_told(strategy):
     model = km.make(km.mlp, strategy)
     with pytest.warns(UserWarning, match="shuffle=True, which has no effect"):
         model.fit(dataset, shuffle=True, steps_per_epoch=1, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "make", [list, lambda: tpudist.NumpyDataset((X[:2], Y[:2])).batch(4, True)]
+)
+def test_a_dataset_without_batches_is_no_step_and_one_warning(strategy, make, caplog):
+    """Keras' own loops fail on an unbound local variable."""
+    model = km.make(km.mlp, strategy)
+    for call, wanted in (
+        (lambda data: model.fit(data, epochs=2, verbose=0).epoch, []),
+        (lambda data: np.ravel(model.evaluate(data, verbose=0))[0], 0),
+        (lambda data: len(model.predict(data, verbose=0)), 0),
+    ):
+        caplog.clear()
+        assert call(strategy.experimental_distribute_dataset(make())) == wanted
+        assert [record.levelname for record in caplog.records] == ["WARNING"]

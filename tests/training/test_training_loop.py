@@ -232,8 +232,26 @@ def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy
     iterator = iter(strategy.experimental_distribute_dataset(ones(3)))
     with pytest.raises(ValueError, match="an iterator, which ended after 3 of 8 steps .* dataset"):
         run(strategy, data=iterator)
-    with pytest.raises(ValueError, match="no batches"):
-        run(strategy, data=lambda: iter(()))
+    used_up = iter(ones(3))
+    with pytest.raises(ValueError, match="gave no batches.* used up by now, give a function"):
+        run(strategy, data=lambda: used_up)
+    passes = iter([ones(3)])
+    with pytest.raises(ValueError, match="no batches any more after 3 steps, with 5 steps to do"):
+        run(strategy, data=lambda: next(passes, []))
+
+
+@pytest.mark.parametrize("data", [list, lambda: lambda: iter(()), "iterator"])
+def test_data_without_batches_trains_no_step_and_warns_once(strategy, data, caplog):
+    dataset = [] if data == "iterator" else data()
+    if data == "iterator":
+        dataset = iter(strategy.experimental_distribute_dataset(dataset))
+    measured = lambda model, optimizer: evaluate(strategy, step, model, [])  # noqa: E731
+    found, _ = run(strategy, data=dataset, evaluate=measured)
+    assert (found.num_steps, found.held_out) == (0, [(0, {})])
+    if data is list:
+        caplog.clear()
+        assert run(strategy, data=[], num_steps=None, num_epochs=2)[0].num_steps == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_the_default_strategy_trains_too(tmp_path):

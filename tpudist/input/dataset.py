@@ -6,6 +6,7 @@ while steps run. What differs between sources of data ends here: all a strategy 
 
 import itertools
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,6 +97,7 @@ class DistributedDataset:
         self.strategy = strategy
         self.is_everywhere = replica_mesh.num_processes == jax.process_count()
         self._num_passes = 0
+        self._has_warned = False
         # All processes make the datasets that they share in the same order, and read them so.
         processes = replica_mesh.processes
         number = next(_numbers[processes]) if len(processes) > 1 else None
@@ -134,6 +136,19 @@ class DistributedDataset:
         )
         self._num_passes = position.pass_number + 1
         return elements
+
+    def warn_of_shuffle_without_seed(self) -> None:
+        """Warns, once, if the order of the data comes from a generator without a seed."""
+        if self._has_warned or (name := self._feed.shuffle_without_seed()) is None:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"The state of an iterator was taken in the middle of a pass through a dataset that is "
+            f"shuffled by {name}, which has no seed. A program that resumes from it draws another "
+            f"order, so its iterator raises an error instead of losing examples. Give a seed, such "
+            f"as shuffle(n, seed=0) or np.random.default_rng(0), or save between passes only.",
+            stacklevel=3,
+        )
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -39,6 +39,10 @@ class RestartableDataset(Protocol):
         """The properties of the data that the state of an iterator depends on."""
         ...
 
+    def warn_of_shuffle_without_seed(self) -> None:
+        """Warns once if the order of the data cannot be drawn again."""
+        ...
+
     @property
     def element_spec(self) -> PyTree:
         """Shapes, dtypes and shardings of a full element."""
@@ -92,10 +96,13 @@ class DistributedIterator(Iterator[PyTree]):
             return element
         begun_s = time.perf_counter()
         with goodput.phase(goodput.Phase.INPUT):
-            element, source = next(self._elements)
+            try:
+                element, source = next(self._elements)
+            except StopIteration:
+                self._position = self._position._replace(ended=True)
+                raise
         self._waited_s += time.perf_counter() - begun_s
-        pass_number, step, _ = self._position
-        self._position = Position(pass_number, step + 1, source)
+        self._position = Position(self._position.pass_number, self._position.step + 1, source)
         return element
 
     def __iter__(self) -> "DistributedIterator":
@@ -118,7 +125,10 @@ class DistributedIterator(Iterator[PyTree]):
 
         What was made ahead does not count. The same in every process. As `set_state` takes it: of
         what is read by number, the same elements follow on any number of replicas and processes.
+        Warns if the dataset is shuffled without a seed, so that no other run can go on from here.
         """
+        if self._position.step and not self._position.ended:
+            self._dataset.warn_of_shuffle_without_seed()
         return iterator_state.encode(self._position, self._dataset.plan)
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -127,7 +137,9 @@ class DistributedIterator(Iterator[PyTree]):
         The next element is the one that it would have given, and the dataset's next `iter` begins
         the pass after this one. Examples that are read by number are gone to at once, and so are
         iterators that have a `set_state` of their own; others are read again up to there, in the
-        background. All processes must do so together.
+        background, after as many passes were opened as before. If the last batch that is read again
+        is another one than before, the next `next` raises a ValueError: the dataset is in another
+        order, and examples would be lost. All processes must do so together.
 
         Raises:
             TypeError: It is no state.

@@ -19,22 +19,37 @@ class Position(NamedTuple):
         pass_number: Which pass through the dataset.
         step: How many elements of it were given out.
         source: What the source of the data needs to go on from there; None at the beginning.
+        ended: Whether the pass has come to its end.
+        resumed: Whether this is the position of another iterator, perhaps of another program.
     """
 
     pass_number: int
     step: int = 0
     source: Any = None
+    ended: bool = False
+    resumed: bool = False
+
+    def state_for(self, said: Any) -> Any:
+        """Returns what a dataset is told that has `said` its part of `source`.
+
+        A dataset that shuffles anew must know that other passes came before, also if nothing of
+        this one was read. A pass that has ended need not be read again.
+        """
+        if said is None and (self.resumed or self.ended):
+            said = {"batches": 0}
+        return said | {"ended": True} if self.ended and isinstance(said, dict) else said
 
 
 def encode(position: Position, plan: dict[str, Any]) -> dict[str, Any]:
     """The state that says `position` in data of this `plan`."""
-    return {
+    state = {
         "version": VERSION,
         "pass": position.pass_number,
         "step": position.step,
         "source": position.source,
         "plan": plan,
     }
+    return state | {"ended": True} if position.ended else state
 
 
 def decode(state: Any, plan: dict[str, Any]) -> Position:
@@ -67,7 +82,8 @@ def decode(state: Any, plan: dict[str, Any]) -> Position:
             f"The state is damaged: it is one after {step} elements, but what it says of the "
             f"source is {source!r}. Take another one."
         )
-    return Position(read_count(state, "pass"), step, source)
+    ended = state.get("ended") is True
+    return Position(read_count(state, "pass"), step, source, ended, resumed=True)
 
 
 def require_plan(said: Any, plan: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.dataset import DistributedDataset
-from tpudist.input.feeds import from_function
+from tpudist.input.feeds import from_function, one_batch
 from tpudist.input.input_context import InputContext
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.tf1_iterator import InitializableIterator
@@ -91,6 +91,49 @@ class DataMethods(StrategyBase):
         options = from_function.options_of_function(options, self, per_replica)
         pipelines = from_function.pipelines(dataset_fn, self.replica_mesh, options)
         return self._distribute(pipelines, options)
+
+    def distribute_batch(
+        self,
+        batch: PyTree,
+        *,
+        global_batch_size: int | None = None,
+        has_device_dim: bool = False,
+    ) -> PyTree:
+        """Places one batch that is in memory on the replicas, without a dataset.
+
+        Args:
+            batch: Pytree of arrays `[rows, ...]`, of NumPy or of JAX. In several processes all must
+                give the same batch.
+            global_batch_size: Number of rows of a full batch, at least those of this one. Steps on
+                all smaller batches share one more program. Default: this batch is full.
+            has_device_dim: Whether the arrays are `[devices, rows, ...]`, as `jax.pmap` takes them.
+                In several processes each gives the parts of its own devices. The replicas take
+                equal numbers of parts, in order.
+
+        Returns:
+            What a distributed dataset gives: pytree of `PerReplica`, padded if the rows do not
+            split evenly; plain arrays with one replica.
+
+        Raises:
+            ValueError: If the arrays have different numbers of rows, or an argument does not fit
+                them; or in a replica function.
+            TypeError: If a leaf is not an array of numbers.
+            RuntimeError: In the scope of another strategy.
+
+        Cost: about one `jax.device_put` of the batch with the sharding of the replicas. As there, a
+        CPU may use the memory of NumPy's arrays in place, so do not write to them.
+        `tf.distribute` has no such method.
+        """
+        context.require_cross_replica("distribute_batch")
+        context.require_scope_or_default(self, "distribute_batch")
+        if not has_device_dim:
+            return one_batch.split(self.replica_mesh, batch, global_batch_size)
+        if global_batch_size is not None:
+            raise ValueError(
+                "distribute_batch was called with has_device_dim=True and global_batch_size, but "
+                "parts of devices are always full. Leave global_batch_size out."
+            )
+        return one_batch.split_parts(self.replica_mesh, batch)
 
     def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
         """A dataset of the rows of numpy arrays; batch it, then distribute it.

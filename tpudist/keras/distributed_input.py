@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.iterator import DistributedIterator
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.keras import keras_internals, uneven_rows
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.values.per_replica import PerReplica
@@ -69,6 +71,7 @@ def adapt(
     Raises:
         TypeError: A distributed dataset where there can be none, or an iterator of one.
         ValueError: It belongs to another strategy, or is given with what it holds itself.
+        NoBatches: If `x` has no batches; Keras' loops would fail without a clear error.
     """
     given = (*args, *kwargs.values())
     if not any(isinstance(x, DistributedDataset | DistributedIterator) for x in given):
@@ -106,14 +109,45 @@ def adapt(
                 f"shuffle the dataset before it is distributed.",
                 stacklevel=4,
             )
+        if arguments["x"].cardinality == 0:
+            raise NoBatches
+        spec = arguments["x"].element_spec
         if name != "predict":
             # By its spec: Keras would read a first element for it, which is a pass of its own.
-            spec = _rows_of(arguments["x"].element_spec, distribution)
-            keras_internals.build(model, spec)
+            keras_internals.build(model, _rows_of(spec, distribution))
     for key, value in arguments.items():
         if isinstance(value, DistributedDataset):
             arguments[key] = DistributedAdapter(value, distribution)
     return bound.args[1:], bound.kwargs
+
+
+def result_of_no_batches(name: str, model: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What `fit`, `evaluate` or `predict` returns after 0 steps; warns that there are no batches.
+
+    It is a history without epochs, metrics that were just reset, or outputs without rows.
+    """
+    import keras
+
+    dataset = next(x for x in (*args, *kwargs.values()) if isinstance(x, DistributedDataset))
+    for _ in dataset:
+        raise AssertionError("the dataset has batches")
+    if name == "fit":
+        history = keras.callbacks.History()
+        history.set_model(model)
+        history.on_train_begin()
+        return history
+    if name == "predict":
+        outputs = getattr(model, "outputs", None)
+        if outputs is None:
+            raise NoBatches
+        rows = [np.zeros((0, *x.shape[1:]), x.dtype) for x in jax.tree.leaves(outputs)]
+        return rows[0] if len(rows) == 1 else rows
+    model.reset_metrics()
+    try:
+        found = model.get_metrics_result()
+    except ValueError:  # nobody knows what the metrics would measure
+        return {"loss": 0.0} if kwargs.get("return_dict") else 0.0
+    return found if kwargs.get("return_dict") else model._flatten_metrics_in_order(found)
 
 
 def _rows_of(element: Any, distribution: MeshDistribution) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.keras import (
     chief_callbacks,
     distributed_input,
@@ -209,7 +210,10 @@ def _hook_training(name: str) -> None:
                 f"is one step of a program. Call it in `with strategy.scope():` instead."
             )
         with distribution_in_force.enter(found):
-            args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
+            try:
+                args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
+            except NoBatches:
+                return distributed_input.result_of_no_batches(name, self, args, kwargs)
             if name == "fit" and found.strategy.replica_mesh.num_processes > 1:
                 args, kwargs = _of_this_process(plain, self, found, args, kwargs)
             return plain(self, *args, **kwargs)

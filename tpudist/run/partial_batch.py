@@ -400,8 +400,9 @@ class PartialBatch:
             f"'{self._body.call.name}' was given a partial batch{have}, and cannot be followed "
             f"over its rows: {error.reason}.{where} Padding must not count, so what is not known "
             f"to leave it out is refused. Let the dataset give no partial batches "
-            f"(InputOptions(partial_batch='drop')), give each replica as many rows as there are "
-            f"(partial_batch='shrink'), or write it in another way there."
+            f"(InputOptions(partial_batch='drop')), or write it in another way there. If the rows "
+            f"of each batch are a multiple of {self._mesh.num_replicas}, the number of replicas, "
+            f"partial_batch='shrink' gives all replicas equal parts without padding."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.iterator import DistributedIterator
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.strategy.strategy import Strategy
 
 
@@ -54,12 +55,15 @@ class Passes:
 
         Raises:
             ValueError: There is none, and no way to begin anew.
+            NoBatches: The data has none at all, of which the user was warned.
         """
         try:
             return self._take()
         except StopIteration:
             pass
         if self._dataset is None:
+            if not self.batches.position.step:
+                raise NoBatches
             raise ValueError(
                 f"train was given an iterator, which ended after {step} of {num_steps} steps and "
                 f"cannot begin anew. Give the dataset itself, which is gone through again, or ask "
@@ -69,9 +73,11 @@ class Passes:
         try:
             return self._take()
         except StopIteration:
+            if not step:
+                raise NoBatches from None
             raise ValueError(
-                f"train was given data that has no batches, with {num_steps - step} steps to do. "
-                f"Give data with a batch at least."
+                f"train was given data that has no batches any more after {step} steps, with "
+                f"{num_steps - step} steps to do. Give data that has batches in each pass."
             ) from None
 
     def _take(self) -> tuple[Any, float]:
@@ -98,10 +104,10 @@ def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -
         raise ValueError(f"train was given {name}={number!r}. Give a whole number from 1.")
     if num_epochs is None:
         return number
-    if passes.cardinality < 1:
-        why = {-1: "never ends", 0: "has no batches"}.get(passes.cardinality, "has no known length")
+    if passes.cardinality < 0:
+        why = "never ends" if passes.cardinality == -1 else "has no known length"
         raise ValueError(
             f"train was given num_epochs={num_epochs} and data that {why}, so it is not known how "
             f"many steps that is. Give num_steps instead, or data with a length."
         )
-    return number * passes.cardinality
+    return number * max(passes.cardinality, 1)  # without batches, the first step finds none

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import step_results
 from tpudist.training.display import Display, clock
@@ -102,7 +103,11 @@ class StepSchedule:
             if should_stop():
                 history.ended = "interrupted"
                 return
-            self.start()
+            try:
+                self.start()
+            except NoBatches:
+                self.num_steps = 0
+                continue
             # No later step waits for compilation.
             self.settle(keep=0 if done == first else _AHEAD)
             if done == first:

@@ -75,6 +75,9 @@ def evaluate(
         evaluation_step: Of `make_evaluation_step`.
         model: What is judged.
         batches: Of `strategy.experimental_distribute_dataset`.
+
+    Returns:
+        Pytree of means; an empty dict if there are no batches.
     """
     totals: PyTree = None
     num_examples = 0
@@ -83,6 +86,8 @@ def evaluate(
         sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
         totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
         num_examples += int(count)
+    if totals is None:
+        return {}
     return jax.tree.map(lambda total: total / num_examples, totals)
 
 

@@ -154,8 +154,6 @@ def test_what_holds_no_examples_is_refused():
     for source in (iter([1]), {"x": 1}, "text", 3):
         with pytest.raises(TypeError, match="has no examples that can be read by number. Give"):
             from_records(source)
-    with pytest.raises(ValueError, match="The list has no examples. Give at least one"):
-        from_records([])
     with pytest.raises(TypeError, match="A int was given to make examples of records"):
         from_records([1], 3)
     with pytest.raises(ValueError, match="num_threads is 0. Give a whole number of at least 1"):
@@ -332,15 +330,31 @@ def test_a_tf_tensor_is_not_copied(tf):
     assert source.owns_memory
 
 
-def test_an_earlier_pass_of_a_tf_dataset_is_not_read_again_in_silence(tf):
+def test_a_state_of_an_earlier_pass_of_a_tf_dataset_is_not_resumed_with_other_batches(tf):
     dataset = distributed(tf_dataset(tf))
     iterator = iter(dataset)
     state = (take(iterator, 1), iterator.get_state())[1]
     ids(dataset)
     again = iter(dataset)
     again.set_state(state)
-    with pytest.warns(UserWarning, match="Pass 0 through the tf.data.Dataset is read again, after"):
+    with pytest.raises(ValueError, match=r"after 1 batches .* \(tf.data.Dataset\).*not the batch"):
         next(again)
+
+
+def test_a_tf_dataset_shuffled_without_a_seed_warns_and_is_not_resumed(tf):
+    for given in (lambda: tf_unseeded(tf), lambda: lambda: tf_unseeded(tf)):
+        iterator = iter(distributed(given()))
+        take(iterator, 2)
+        with pytest.warns(UserWarning, match=r"shuffled by tf.data.Dataset.shuffle, which has no"):
+            state = iterator.get_state()
+        resumed = iter(distributed(given()))
+        resumed.set_state(state)
+        with pytest.raises(ValueError, match="is not the batch that was read before"):
+            next(resumed)
+
+
+def tf_unseeded(tf):
+    return tf.data.Dataset.range(200).shuffle(200).batch(50).map(lambda i: {"id": i}).prefetch(1)
 
 
 def test_a_function_may_make_a_tf_dataset_for_each_pass(tf):
@@ -602,6 +616,122 @@ def test_rows_of_hugging_face_may_be_batches(datasets):
 def test_a_stream_of_hugging_face_goes_on_from_its_own_state(datasets):
     rows = hf_dataset(datasets, id=[[i, i + 1] for i in range(0, 12, 2)])
     goes_on_in_first_pass(rows.to_iterable_dataset)
+
+
+class BufferShuffledExamplesIterable:
+    """Named after the part of a stream that keeps rows in memory, whose state lacks them."""
+
+    def __init__(self, rows, epoch, size=3):
+        self.rows, self.rng, self.size = rows, np.random.default_rng([7, epoch]), size
+
+    def __iter__(self):
+        kept = []
+        for row in self.rows:
+            kept.append(row)
+            if len(kept) == self.size:
+                yield kept.pop(self.rng.integers(self.size))
+        yield from kept
+
+
+class StreamLikeHuggingFace:
+    """Stands in for a `datasets.IterableDataset`, which is not installed everywhere."""
+
+    features = None
+
+    def __init__(self, buffer=True):
+        self.buffer, self.epoch, self._start, self._row = buffer, 0, None, 0
+        self._ex_iterable = BufferShuffledExamplesIterable([], 0) if buffer else object()
+
+    def with_format(self, kind):
+        assert kind == "numpy"
+        return StreamLikeHuggingFace(self.buffer)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self):
+        return {"row": self._row, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self._start = state
+
+    def __iter__(self):
+        start = self._start or {"row": 0, "epoch": self.epoch}
+        self._row = start["row"] if start["epoch"] == self.epoch else 0
+        rows = self._rows()
+        yield from BufferShuffledExamplesIterable(rows, self.epoch) if self.buffer else rows
+
+    def _rows(self):
+        while self._row < 12:
+            self._row += 1
+            yield {"id": np.arange(2) + 2 * self._row + 100 * self.epoch}
+
+
+StreamLikeHuggingFace.__module__ = "datasets.iterable_dataset"
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_stream_resumes_exactly_in_each_epoch_that_the_user_has_set(buffer):
+    """Also if rows wait in a shuffle buffer; and later epochs begin at their beginning."""
+
+    def epochs(stream, dataset, numbers):
+        found = []
+        for number in numbers:
+            stream.set_epoch(number)
+            found.append(ids(dataset))
+        return found
+
+    stream = StreamLikeHuggingFace(buffer)
+    wanted = epochs(stream, distributed(stream), range(3))
+    assert wanted[0] != wanted[1]
+    for step in (1, 4, 12):
+        stream = StreamLikeHuggingFace(buffer)
+        dataset = distributed(stream)
+        epochs(stream, dataset, [0])
+        stream.set_epoch(1)
+        iterator = iter(dataset)
+        assert take(iterator, step) == wanted[1][:step]
+        state = json.loads(json.dumps(iterator.get_state()))
+        stream = StreamLikeHuggingFace(buffer)
+        dataset = distributed(stream)
+        resumed = iter(dataset)
+        resumed.set_state(state)
+        assert ids(resumed) == wanted[1][step:]
+        assert stream.epoch == 1
+        assert epochs(stream, dataset, [2]) == wanted[2:]
+
+
+def test_a_shuffled_stream_of_hugging_face_resumes_exactly_in_any_epoch(datasets):
+    def make(seed=3):
+        rows = hf_dataset(datasets, id=list(range(40))).to_iterable_dataset(num_shards=3)
+        return rows.shuffle(seed=seed, buffer_size=10).batch(8)
+
+    def epochs(stream, dataset, numbers):
+        for number in numbers:
+            stream.set_epoch(number)
+            yield ids(dataset)
+
+    stream = make()
+    wanted = list(epochs(stream, distributed(stream), range(3)))
+    stream = make()
+    iterator = iter(distributed(stream))
+    stream.set_epoch(1)
+    assert take(iterator, 2) == wanted[1][:2]
+    state = iterator.get_state()
+    stream = make()
+    dataset = distributed(stream)
+    resumed = iter(dataset)
+    resumed.set_state(state)
+    assert ids(resumed) == wanted[1][2:]
+    assert list(epochs(stream, dataset, [2])) == wanted[2:]
+    iterator = iter(distributed(make(seed=None)))
+    take(iterator, 2)
+    with pytest.warns(UserWarning, match="shuffled by shuffle.. of the dataset, which has no seed"):
+        state = iterator.get_state()
+    resumed = iter(distributed(make(seed=None)))
+    resumed.set_state(state)
+    with pytest.raises(ValueError, match="is not the batch that was read before"):
+        next(resumed)
 
 
 # None of them.

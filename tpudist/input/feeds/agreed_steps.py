@@ -7,7 +7,6 @@ many they have for it; who has none left feeds padding until nobody has any.
 import base64
 import hashlib
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +17,7 @@ import numpy as np
 from tpudist.input.feeds.batch import count_rows
 from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
-from tpudist.input.sources import iterable
+from tpudist.input.sources import no_batches
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from tpudist.input.feeds.batch import Batch, Step
 
 
-_log = logging.getLogger("tpudist")
 _ROWS_ONLY = "Of one step they may differ in the number of rows only."
 
 
@@ -124,7 +122,7 @@ def _parts(
         drops = any(answer["drops"] for answer in answers)
         # Every process decides by the same answers, so all end at the same step.
         if not any(counts) and not number:
-            _log.warning(iterable.NO_BATCHES)
+            no_batches.warn(pipelines)
         if not any(counts) or (drops and not all(counts)):
             return
         kind = _agree_on_shapes(pipelines, answers, kind, rounds)

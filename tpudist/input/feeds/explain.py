@@ -185,6 +185,8 @@ def _host(
 def _batches(source: IndexedDataset) -> tuple[int, int]:
     """How many full batches an epoch has, and how many rows one that is not full has."""
     numbers, size = source.batches_of_epoch, source.global_batch_size or 1
+    if not numbers:
+        return 0, 0
     rows_of_last = min(size, source.num_examples - numbers[-1] * size)
     return (len(numbers), 0) if rows_of_last == size else (len(numbers) - 1, rows_of_last)
 

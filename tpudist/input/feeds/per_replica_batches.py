@@ -7,7 +7,6 @@ got no batch has 0 real rows.
 """
 
 import itertools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.feeds.rebatch import Rebatched
 from tpudist.input.iterator_state import Position, require_plan
 from tpudist.input.process_rounds import Rounds
-from tpudist.input.sources import adapt, iterable
+from tpudist.input.sources import adapt, iterable, no_batches
 from tpudist.input.sources.indexed_dataset import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
@@ -33,7 +32,6 @@ from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
-_log = logging.getLogger("tpudist")
 
 
 class Pipelines:
@@ -93,6 +91,10 @@ class Pipelines:
             for key, value in iterable.plan_of(source).items()
         }
 
+    def shuffle_without_seed(self) -> str | None:
+        """The random generator without a seed that shuffles a dataset, if one is found."""
+        return next(filter(None, map(iterable.shuffle_without_seed_of, self._sources)), None)
+
     @property
     def source(self) -> str:
         """What kinds of datasets this process reads."""
@@ -105,6 +107,8 @@ class Pipelines:
         found = [source.cardinality for source in self._sources]
         if self._mesh.num_processes > 1 or UNKNOWN_CARDINALITY in found:
             return UNKNOWN_CARDINALITY
+        if not any(found):
+            return 0
         found = [math.inf if x == INFINITE_CARDINALITY else x for x in found]
         if len(self._sources) < len(self._mesh.local_replicas):
             found = [found[0] / len(self._mesh.local_replicas)]
@@ -135,10 +139,17 @@ class Pipelines:
         )
 
     def _examples(self) -> list[Batch]:
-        """The first batch of each dataset."""
+        """The first batch of each dataset that has any.
+
+        Raises:
+            ValueError: If no dataset has.
+        """
+        sources = [source for source in self._sources if source.cardinality != 0]
+        if not sources:
+            raise no_batches.NoBatches
         return [
             _as_batch(source.first(), 0) if hasattr(source, "first") else _example(source)
-            for source in self._sources
+            for source in sources
         ]
 
     @property
@@ -183,7 +194,8 @@ class Pipelines:
                 require_plan(_state_of_process(process, position.source, "plans"), self.local_plan)
             given = _states_of(process, position.source, len(self._sources))
         passes = []
-        for source, state in zip(self._sources, given, strict=True):
+        for source, said in zip(self._sources, given, strict=True):
+            state = position.state_for(said)
             if hasattr(source, "elements"):
                 batches = source.elements(position.pass_number, state)
                 passes.append((_batches(batches), batches))
@@ -218,7 +230,7 @@ class Pipelines:
             states = [batches.get_state() for batches in passes]
             yield self.join(step, count_rows(step)), self.state([states])
         if not has_begun:
-            _log.warning(iterable.NO_BATCHES)
+            no_batches.warn(self, *self._sources)
 
     def state(
         self, states: list[list[Any]], plans: list[dict[str, Any]] | None = None

@@ -67,6 +67,10 @@ class Rebatched:
             self._source.element_spec,
         )
 
+    def shuffle_without_seed(self) -> str | None:
+        """The random generator without a seed that shuffles the source, if one is found."""
+        return iterable.shuffle_without_seed_of(self._source)
+
     @property
     def global_batch_size(self) -> int | None:
         """Rows of a full batch that is split; None before one was read."""
@@ -97,20 +101,30 @@ class Parts(Iterator[Any]):
     def __init__(self, source: Rebatched, pass_number: int, state: Any):
         """After what `state` says: a state before a batch, and how many parts of it were given."""
         self._rebatched = source
-        self._before = None
+        self._before = self._after = None
         self._num_given = 0
-        if state is not None:
+        self._expected: int | None = None  # the checksum of the batch that was given in part
+        if state is not None and state.get("batches") == 0:  # the beginning of a pass
+            self._before = state
+        elif state is not None:
             self._num_given = read_count(state, "parts")
-            self._before = state.get("before")
+            self._before = state.get("before") or {"batches": 0}
+            self._expected = state.get("checksum")
             source.restore(state)
+            if state.get("ended"):
+                self._before |= {"ended": True}
         self._batches = source._source.begin(pass_number, self._before)
         self._parts: list[Part] | None = None
 
     def __next__(self) -> "Part":
         while self._parts is None or self._num_given >= len(self._parts):
             if self._parts is not None:
-                self._before, self._num_given = self._batches.get_state(), 0
+                self._before, self._num_given = self._after, 0
             self._parts = self._split(next(self._batches))
+            self._after = self._batches.get_state()
+            expected, self._expected = self._expected, None
+            if expected not in (None, self._after.get("checksum")):
+                raise ValueError(iterable.OTHER_BATCHES.format(1, self._rebatched.name))
         part = self._parts[self._num_given]
         self._num_given += 1
         return part
@@ -132,11 +146,13 @@ class Parts(Iterator[Any]):
 
     def get_state(self) -> dict[str, Any]:
         """Where it is."""
-        return {
+        state = {
             **self._rebatched.get_state(),
             "before": self._before,
             "parts": self._num_given,
         }
+        checksum = (self._after or {}).get("checksum")
+        return state if checksum is None else state | {"checksum": checksum}
 
 
 class Part:

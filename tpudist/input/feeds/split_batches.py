@@ -1,8 +1,8 @@
 """Global batches, each split over the replicas: every process reads the rows of its own."""
 
+import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +14,7 @@ from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.rows_of_replicas import Assignment
-from tpudist.input.sources import iterable
+from tpudist.input.sources import iterable, no_batches
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY, IndexedDataset
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.transfer import host_batch, to_devices
@@ -24,7 +24,6 @@ from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
-_log = logging.getLogger("tpudist")
 
 
 class SplitBatches:
@@ -78,13 +77,18 @@ class SplitBatches:
         """Rows of a full batch; None if that is not known before the first one is read."""
         known = self.source.global_batch_size or self._sizes.largest
         if known is None and read:
-            return jax.tree.leaves(self.source.element_spec)[0].shape[0]
+            with contextlib.suppress(no_batches.NoBatches):
+                return jax.tree.leaves(self.source.element_spec)[0].shape[0]
         return known
 
     @property
     def plan(self) -> dict[str, Any]:
         """What a state is good for."""
         return iterable.plan_of(self.source)
+
+    def shuffle_without_seed(self) -> str | None:
+        """The random generator without a seed that shuffles the source, if one is found."""
+        return iterable.shuffle_without_seed_of(self.source)
 
     @property
     def element_spec(self) -> PyTree:
@@ -119,6 +123,7 @@ class SplitBatches:
         if at is not None and self.source.global_batch_size is None:
             self._sizes.restore(at, "global batch size")
             at = at.get("dataset")
+        at = position.state_for(at)
         if isinstance(at, dict):
             first = at.get("batches", 0)
 
@@ -152,14 +157,8 @@ class SplitBatches:
                 }
             yield self._take(batch, size, copy), state
             num_elements += 1
-        if not num_elements and num_batches:
-            _log.warning(
-                "All %d batches of the dataset were partial ones and dropped, so there was nothing "
-                "to do. Use partial_batch='pad'.",
-                num_batches,
-            )
-        elif not num_elements:
-            _log.warning(iterable.NO_BATCHES)
+        if not num_elements:
+            no_batches.warn(self, self.source, num_dropped=num_batches)
 
     def assignment(self, num_rows: int, size: int) -> Assignment:
         """Who reads which of the `num_rows` rows of a batch, where a full one has `size`."""
@@ -172,7 +171,7 @@ class SplitBatches:
             leaves = batch.take(np.arange(num_rows), copy=copy)
             return Parts(leaves, batch.treedef, None, borrowed)
         shrinks = self.partial_batch is PartialBatch.SHRINK
-        rows, positions = _shares(num_rows, size, self._mesh, shrinks, self._fills_first)
+        rows, positions = shares(num_rows, size, self._mesh, shrinks, self._fills_first)
         return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
 
     def _apply_partial_batch(self, source: IndexedDataset) -> IndexedDataset:
@@ -213,7 +212,7 @@ class SplitBatches:
                 f"Batch {index} of the dataset is structured as {batch.treedef}, but the first one "
                 f"as {self._treedef}. All batches must have the same structure."
             )
-        names = _names(batch.treedef)
+        names = names_of(batch.treedef)
         different = [
             f"{name or 'the array'} holds {_describe(found)}, before {_describe(wanted)}"
             for name, found, wanted in zip(names, _examples(batch), self._examples, strict=True)
@@ -237,8 +236,8 @@ def _assignment(
 
 
 @functools.lru_cache(maxsize=1024)
-def _shares(
-    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool, fills_first: bool
+def shares(
+    num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool = False, fills_first: bool = False
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """How many of `num_rows` rows each replica reads, and where those of this process's stand."""
     assignment = _assignment(num_rows, size, mesh.num_replicas, shrinks, fills_first)
@@ -257,7 +256,8 @@ def _kind(batch: HostBatch) -> str:
     return ", ".join(map(_describe, _examples(batch)))
 
 
-def _names(treedef: jax.tree_util.PyTreeDef) -> list[str]:
+def names_of(treedef: jax.tree_util.PyTreeDef) -> list[str]:
+    """The names of the leaves of a batch, as errors have them."""
     numbered = treedef.unflatten(range(treedef.num_leaves))
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 

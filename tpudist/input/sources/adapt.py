@@ -4,14 +4,14 @@ A library is not imported before something of it is given.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from tpudist.input.sources.indexed_dataset import IndexedDataset
-from tpudist.input.sources.iterable import IterableSource, PyTree
+from tpudist.input.sources.iterable import IterableSource
 
 
 def to_source(source: Any) -> Any:
@@ -42,13 +42,7 @@ def to_source(source: Any) -> Any:
             f"or a function that returns one for each pass."
         )
     passes: Any = source
-    return IterableSource(passes, _adapt_pass)
-
-
-def _adapt_pass(made: Any) -> Iterator[PyTree]:
-    """What a user's function made for one pass, read as it would be if it was given itself."""
-    found = adapt_library_dataset(made)
-    return iter(made) if found is None else found._open()
+    return IterableSource(passes, adapt_library_dataset)
 
 
 def adapt_library_dataset(dataset: Any) -> Any:

@@ -36,12 +36,6 @@ class FileDataset(RecordDataset):
         self._format = format
         self._ends = np.cumsum(self._files.num_records, dtype=np.int64)
         self._num_rows = int(self._ends[-1])
-        if not self._num_rows:
-            raise ValueError(
-                f"{_paths(paths)} have no records. Give files with at least one."
-                if len(paths) > 1
-                else f"The file {paths[0]} has no records. Give one with at least one."
-            )
         self.num_files = len(paths)
         self._by_files = False
         self._begin(parse, random_transform, num_threads)
@@ -209,8 +203,3 @@ def from_files(
         num_threads=num_threads,
         format=format,
     )
-
-
-def _paths(paths: Sequence[Path]) -> str:
-    shown = ", ".join(map(str, paths[:3]))
-    return f"The files {shown}{' and others' if len(paths) > 3 else ''}"

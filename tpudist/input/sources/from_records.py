@@ -36,7 +36,7 @@ def from_records(
 
     Raises:
         TypeError: `source` is something else, or the first example holds no numbers.
-        ValueError: It has no examples, or too many to count.
+        ValueError: There are too many examples to count.
     """
     if type(source).__module__.split(".")[0] == "datasets":
         from tpudist.input.sources import hugging_face

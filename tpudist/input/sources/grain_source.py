@@ -24,6 +24,8 @@ class GrainSource(iterable.IterableSource):
     it repeats.
     """
 
+    shuffles_anew = False
+
     def __init__(self, source: Any):
         """Wraps a Grain object."""
         super().__init__(source)
@@ -38,7 +40,7 @@ class GrainSource(iterable.IterableSource):
             return UNKNOWN_CARDINALITY
         return INFINITE_CARDINALITY if len(source) == sys.maxsize else len(source)
 
-    def _open(self, state: Any = None) -> Iterator[PyTree]:
+    def _open(self) -> Iterator[PyTree]:
         source: Any = self._source
         # Grain's worker processes are given the flags of this one, and refuse if nobody has read
         # them; a program that uses absl has done so by now.

@@ -1,12 +1,13 @@
 """Hugging Face datasets: examples read by number, many at a time, or batches one after another."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from tpudist.input.sources import iterable
+from tpudist.input.sources import iterable, shuffle_seeds
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.records import RandomTransform, RecordDataset
 
@@ -62,7 +63,7 @@ def batches(dataset: Any) -> "HuggingFaceBatches":
             f"The Hugging Face {kind} is not batched: its {', '.join(map(repr, single))} holds one "
             f"value for each row. Distribute {by_number}dataset.batch(global_batch_size)."
         )
-    return HuggingFaceBatches(_with_numpy_format(dataset))
+    return HuggingFaceBatches(dataset)
 
 
 _SEVERAL = "A Hugging Face {} is several datasets: {}. Give one of them."
@@ -97,31 +98,94 @@ class HuggingFaceDataset(RecordDataset):
 
 
 class HuggingFaceBatches(iterable.IterableSource):
-    """Rows of a `Dataset` or `IterableDataset`, each of which is a global batch."""
+    """Rows of a `Dataset` or `IterableDataset`, each of which is a global batch.
 
-    def _open(self, state: Any = None) -> Iterator[PyTree]:
-        dataset: Any = self._source
-        return _StatefulIterator(dataset) if hasattr(dataset, "state_dict") else iter(dataset)
+    A pass through a stream has the epoch that the user has set with `set_epoch` when it is first
+    read. The order of an epoch does not depend on the passes before it.
+    """
+
+    shuffles_anew = False
+
+    def _open(self) -> Iterator[PyTree]:
+        if hasattr(self._source, "state_dict"):
+            return _Stream(self._source)
+        return iter(_with_numpy_format(self._source))
+
+    def shuffle_without_seed(self) -> str | None:
+        """A shuffle of a stream that has no seed."""
+        return shuffle_seeds.find_in_stream(getattr(self._source, "_ex_iterable", None))
 
 
-class _StatefulIterator(Iterator[PyTree]):
-    """An iterator of an `IterableDataset`, which keeps its state in the dataset itself."""
+class _Stream(Iterator[PyTree]):
+    """A pass through an `IterableDataset`, which keeps its position in the dataset itself.
 
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
+    That position lacks the rows in a shuffle buffer. With such a buffer the rows are counted, and
+    read again.
+    """
+
+    def __init__(self, users: Any):
+        self._users = users
+        self._dataset: Any = None
+        self._can_tell = not _has_shuffle_buffer(getattr(users, "_ex_iterable", None))
         self._iterator: Iterator[PyTree] | None = None
+        self._start: Any = None  # the state that the dataset begins at
+        self._epoch: int | None = None
+        self._num_given = 0
 
     def __next__(self) -> PyTree:
         if self._iterator is None:
-            self._iterator = iter(self._dataset)
-        return next(self._iterator)
+            self._iterator = self._begin()
+        row = next(self._iterator)
+        self._num_given += 1
+        return row
+
+    def _begin(self) -> Iterator[PyTree]:
+        if self._epoch is None:
+            self._epoch = _epoch_of(self._users)
+        else:  # the program that is resumed had set it
+            self._users.set_epoch(self._epoch)
+        # A copy for this pass: all iterations of a dataset begin at the state that it has loaded.
+        self._dataset = copy.copy(_with_numpy_format(self._users))
+        self._dataset.set_epoch(self._epoch)
+        if self._start is not None:
+            self._dataset.load_state_dict(self._start)
+        iterator = iter(self._dataset)
+        for _ in range(self._num_given if self._start is None else 0):
+            next(iterator)
+        return iterator
 
     def get_state(self) -> Any:
-        return self._dataset.state_dict()
+        """The epoch, and the position in it."""
+        epoch = _epoch_of(self._users) if self._epoch is None else self._epoch
+        told = self._can_tell and self._iterator is not None
+        return {
+            "epoch": epoch,
+            "rows": self._num_given,
+            "dataset": self._dataset.state_dict() if told else self._start,
+        }
 
     def set_state(self, state: Any) -> None:
-        self._dataset.load_state_dict(state)
+        """Begins at the position of a state."""
+        if "rows" not in state:  # of a release that kept what the dataset said
+            state = {"epoch": state.get("epoch", 0), "rows": 0, "dataset": state}
+        self._epoch, self._num_given = state["epoch"], state["rows"]
+        self._start = state["dataset"] if self._can_tell else None
         self._iterator = None
+
+
+def _epoch_of(dataset: Any) -> int:
+    return int(getattr(dataset, "epoch", getattr(dataset, "_epoch", 0)))
+
+
+def _has_shuffle_buffer(iterable: Any) -> bool:
+    """Whether a stream is made of one that keeps rows in a buffer, from which it draws them."""
+    if type(iterable).__name__ == "BufferShuffledExamplesIterable" or iterable is None:
+        return True
+    below = [
+        getattr(iterable, "ex_iterable", None),
+        *(getattr(iterable, "ex_iterables", None) or ()),
+    ]
+    return any(_has_shuffle_buffer(each) for each in below if each is not None)
 
 
 def _with_numpy_format(dataset: Any) -> Any:

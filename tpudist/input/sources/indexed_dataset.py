@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from tpudist.input import iterator_state, rows_of_replicas
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.read_batch import ReadBatch
 
 PyTree = Any
@@ -133,14 +134,15 @@ class IndexedDataset(abc.ABC):
             drop_remainder: Leave out the last batch of an epoch if it is not full.
 
         Raises:
-            ValueError: It is batched already, the size is not a number from 1, or no batch is left.
+            ValueError: It is batched already, or the size is not a number from 1, or far too large.
         """
         if self._plan.global_batch_size is not None:
             raise ValueError(
                 f"The dataset is batched already, by {self._plan.global_batch_size} examples."
             )
         size = _whole_number("batch(global_batch_size)", global_batch_size, at_least=1)
-        if size > max(_MAX_PADDED, 16 * self.num_examples):
+        has_padding = self.num_examples > 0 and not drop_remainder
+        if has_padding and size > max(_MAX_PADDED, 16 * self.num_examples):
             raise ValueError(
                 f"batch(global_batch_size) is {size}, of a dataset of {self.num_examples} examples "
                 f"in an epoch: nearly all of the batch would be padding. Use a smaller batch."
@@ -218,18 +220,7 @@ class IndexedDataset(abc.ABC):
         return not self._plan.drop_remainder and self.num_examples % size > 0
 
     def without_remainder(self) -> Self:
-        """The same full batches, without a last one that is not.
-
-        Raises:
-            ValueError: There is no full batch.
-        """
-        size = self._plan.global_batch_size or 1
-        if size > self.num_examples:
-            raise ValueError(
-                f"A dataset of {self.num_examples} examples has no full batch of {size}, so "
-                f"nothing is left of it without the last batch. Use a global batch of at most "
-                f"{self.num_examples}, or keep the last batch."
-            )
+        """The same full batches, without a last one that is not; perhaps there are none."""
         return self._replace(drop_remainder=True)
 
     @property
@@ -247,7 +238,13 @@ class IndexedDataset(abc.ABC):
 
     @property
     def element_spec(self) -> PyTree:
-        """Shapes and dtypes of a full batch, or of an example before `batch`."""
+        """Shapes and dtypes of a full batch, or of an example before `batch`.
+
+        Raises:
+            ValueError: If there is no example that says them.
+        """
+        if not self._leaf_specs:
+            raise NoBatches
         size = self._plan.global_batch_size
         leading = () if size is None else (size,)
         return self._treedef.unflatten(

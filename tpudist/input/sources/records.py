@@ -61,6 +61,9 @@ class RecordDataset(IndexedDataset):
         self._transform = transform
         self._random_transform = random_transform
         self._threads = _Threads(num_threads)
+        if not self._num_rows:  # nobody knows what an example looks like
+            self._treedef, self._leaf_specs = jax.tree_util.tree_structure(None), []
+            return
         (first,) = self._transform_records([0], self._fetch([0]), epoch=0)
         leaves, self._names, self._treedef = self._example(0, first)
         if not leaves:
@@ -213,8 +216,6 @@ def _length(source: Any) -> int:
             f"with len(source) and source[i]; distribute an iterable of batches as it is."
         )
     length = len(source)
-    if length == 0:
-        raise ValueError(f"The {type(source).__name__} has no examples. Give at least one.")
     if length >= np.iinfo(np.int64).max:  # what repeats without end in Grain
         raise ValueError(
             f"The {type(source).__name__} has no end. Leave its repeat out, and call repeat of "

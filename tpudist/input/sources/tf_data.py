@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.sources.passes_in_order import PassesInOrder
+from tpudist.input.iterator_state import read_count
+from tpudist.input.sources import iterable
 from tpudist.options import AutoShardPolicy
 
 PyTree = Any
 
 
-class TfDataSource(PassesInOrder):
+class TfDataSource(iterable.IterableSource):
     """The elements of a `tf.data.Dataset` as batches.
 
     A position is the number of batches that were given, which `skip` leaves out: TensorFlow makes
@@ -59,12 +60,32 @@ class TfDataSource(PassesInOrder):
             return treedef.unflatten(specs)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.first())
 
-    def _begin_pass(self, state: Any) -> Iterator[PyTree]:
+    def _open(self) -> Iterator[PyTree]:
         dataset: Any = self._source
-        return dataset.skip(0 if state is None else state["batches"]).as_numpy_iterator()
+        return dataset.as_numpy_iterator()
+
+    def _open_at(self, state: Any) -> tuple[Iterator[PyTree], int]:
+        """All but the last of the batches before `state` are made by TensorFlow and not read."""
+        dataset: Any = self._source
+        num_skipped = 0 if state is None else max(0, read_count(state, "batches") - 1)
+        if not num_skipped or self._peeked is not None:
+            return super()._open_at(state)
+        return dataset.skip(num_skipped).as_numpy_iterator(), num_skipped
 
     def _skip_pass(self) -> None:
         iter(self._source)  # type: ignore[call-overload]
+
+    def shuffle_without_seed(self) -> str | None:
+        """A shuffle of the dataset, or of one that it is made of, if it has no seed."""
+        return _find_shuffle_without_seed(self._source)
+
+
+def _find_shuffle_without_seed(dataset: Any) -> str | None:
+    seeds: list[Any] = [getattr(dataset, name, 1) for name in ("_seed", "_seed2")]
+    if "Shuffle" in type(dataset).__name__ and not any(int(x) for x in seeds):
+        return "tf.data.Dataset.shuffle"
+    below = getattr(dataset, "_inputs", list)()
+    return next(filter(None, map(_find_shuffle_without_seed, below)), None)
 
 
 def _is_spec(value: Any) -> bool:

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from tpudist.input.iterator_state import read_count
-from tpudist.input.sources.passes_in_order import PassesInOrder
+from tpudist.input.sources import iterable
 
 PyTree = Any
 
 
-class TorchSource(PassesInOrder):
+class TorchSource(iterable.IterableSource):
     """The elements of a `torch.utils.data.DataLoader` as batches.
 
     A `StatefulDataLoader` of torchdata is asked where it is. Of others the batches are counted, and
@@ -31,76 +31,96 @@ class TorchSource(PassesInOrder):
             # So that processes that would shuffle differently are found out before they train.
             self.plan["seed"] = str(_generator(source).initial_seed())
 
-    def _begin_pass(self, state: Any) -> Iterator[PyTree]:
-        given = None if state is None else state["iterator"]
+    def _open(self) -> Iterator[PyTree]:
         if hasattr(self._source, "load_state_dict"):
-            return _StatefulPass(self._source, given)
-        return _CountedPass(self._source, given)
+            return _StatefulPass(self._source)
+        return _CountedPass(self._source)
 
     def _skip_pass(self) -> None:
-        """Draws what a pass would: a seed for workers, and an order of the examples."""
-        import torch  # type: ignore[import-not-found]
+        _draw(self._source)
 
-        loader: Any = self._source
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        for _ in loader.batch_sampler or loader.sampler:
-            pass
-
-    def _can_go_back(self, state: Any) -> bool:
-        return state is not None
+    def elements(self, pass_number: int, state: Any = None) -> iterable.Elements:
+        """The batches of one pass, after those that `state` counts."""
+        if state is None or "iterator" not in state:
+            return super().elements(pass_number, state)
+        if state.get("ended"):  # the next pass goes on with the random numbers after this one
+            self._open().end_at(state["iterator"])  # type: ignore[attr-defined]
+        return iterable.Elements(self, state)  # it says itself with which seeds it began
 
 
 class _StatefulPass(Iterator[PyTree]):
     """A pass through a loader that keeps its state itself."""
 
-    def __init__(self, loader: Any, state: Any):
-        if state is not None:
-            loader.load_state_dict(_decode_state(state["loader"]))
+    def __init__(self, loader: Any):
         self._loader = loader
-        self._iterator = iter(loader)
-        if state is not None:  # torchdata leaves it elsewhere, so that the next pass would differ
-            _generator(loader).set_state(_decode_state(state["generator"]))
+        self._iterator: Iterator[Any] | None = None
 
     def __next__(self) -> PyTree:
+        self._iterator = self._iterator or iter(self._loader)
         return as_numpy(next(self._iterator))
 
     def get_state(self) -> Any:
         generator = _generator(self._loader).get_state()
-        return {
-            "loader": _encode_state(self._loader.state_dict()),
-            "generator": _encode_state(generator),
-        }
+        told = None if self._iterator is None else self._loader.state_dict()
+        return {"loader": _encode_state(told), "generator": _encode_state(generator)}
+
+    def set_state(self, state: Any) -> None:
+        self._iterator = None
+        if state["loader"] is not None:  # else it is at its beginning, and draws an order there
+            self._loader.load_state_dict(_decode_state(state["loader"]))
+            self._iterator = iter(self._loader)
+        # torchdata leaves it elsewhere, so that the next pass would differ
+        _generator(self._loader).set_state(_decode_state(state["generator"]))
+
+    def end_at(self, state: Any) -> None:
+        """Leaves the loader as it is at the end of the pass of `state`."""
+        self.set_state(state)
+        for _ in self:
+            pass
 
 
 class _CountedPass(Iterator[PyTree]):
     """A pass through a loader that knows nothing of where it is, counted."""
 
-    def __init__(self, loader: Any, state: Any):
-        skipped = 0
-        if state is not None:
-            _generator(loader).set_state(_decode_state(state["generator"]))
-            skipped = read_count(state, "batches")
-        self._before = _encode_state(_generator(loader).get_state())
-        self._iterator = iter(loader)
+    def __init__(self, loader: Any):
+        self._loader = loader
+        self._before: Any = None
+        self._iterator: Iterator[Any] | None = None
         self._num_given = 0
-        for _ in range(skipped):
-            if next(self._iterator, None) is None:
-                raise ValueError(
-                    f"The state is one after {skipped} batches of a pass through a "
-                    f"PyTorch DataLoader, which were read again to come back there, but now it "
-                    f"gave {self._num_given}. Make the loader as it was, or begin anew without "
-                    f"the state."
-                )
-            self._num_given += 1
 
     def __next__(self) -> PyTree:
+        if self._iterator is None:
+            self._before = _generator(self._loader).get_state()
+            self._iterator = iter(self._loader)
+            for _ in range(self._num_given):
+                next(self._iterator)
         element = next(self._iterator)
         self._num_given += 1
         return as_numpy(element)
 
     def get_state(self) -> Any:
         """How many batches it gave, and the state that the random generator began with."""
-        return {"batches": self._num_given, "generator": self._before}
+        before = _generator(self._loader).get_state() if self._iterator is None else self._before
+        return {"batches": self._num_given, "generator": _encode_state(before)}
+
+    def set_state(self, state: Any) -> None:
+        self._num_given = read_count(state, "batches")
+        _generator(self._loader).set_state(_decode_state(state["generator"]))
+        self._iterator = None
+
+    def end_at(self, state: Any) -> None:
+        """Leaves the random generator as it is at the end of the pass of `state`."""
+        self.set_state(state)
+        _draw(self._loader)
+
+
+def _draw(loader: Any) -> None:
+    """Draws what a pass would: a seed for workers, and an order of the examples."""
+    import torch  # type: ignore[import-not-found]
+
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    for _ in loader.batch_sampler or loader.sampler:
+        pass
 
 
 def convert_output(transform: Callable[[Any], PyTree] | None) -> Callable[[Any], PyTree]:

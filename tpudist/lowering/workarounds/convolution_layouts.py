@@ -4,12 +4,16 @@
 of grouped kernels, and another axis does not, XLA adds up the copies along that other axis too: the
 result is a multiple of what it should be, without a word. So here spatial dims are not split, and
 the gradient of grouped kernels (depthwise convolutions, for one) is written out: each device
-convolves its part of the rows and of the groups, and parts of rows are summed. Where there is one
-axis nothing is done.
+convolves its part of the rows and of the groups, and parts of rows are summed.
+
+Where an axis splits groups of features, and the channels are not the last dims, as in gradients per
+example, the numbers are wrong too, also if there is one axis. There the dims are put in the usual
+order.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +37,39 @@ def _needs_layout(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name != "conv_general_dilated":
         return False
     with eqn.ctx.manager:
-        return len(axes_of(AxisType.Auto)) > 1
+        axes = axes_of(AxisType.Auto)
+        return len(axes) > 1 or bool(axes and _has_groups_in_another_order(eqn))
+
+
+def _has_groups_in_another_order(eqn: core.JaxprEqn) -> bool:
+    """Whether it has groups of features, and its channels are not the last dims."""
+    numbers = eqn.params["dimension_numbers"]
+    return eqn.params["feature_group_count"] > 1 and numbers != _usual_order(numbers)
+
+
+def _usual_order(numbers: jax.lax.ConvDimensionNumbers) -> jax.lax.ConvDimensionNumbers:
+    """That of batch, spatial dims, channels, and of kernels with the channels in and out last."""
+    last = len(numbers.lhs_spec) - 1
+    images = (0, last, *range(1, last))
+    return jax.lax.ConvDimensionNumbers(images, (last, last - 1, *range(last - 1)), images)
+
+
+def _convolve_in_usual_order(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
+    given = eqn.params["dimension_numbers"]
+    usual = _usual_order(given)
+
+    def order(old: Sequence[int], new: Sequence[int]) -> list[int]:
+        return [old[new.index(dim)] for dim in range(len(new))]
+
+    image = jax.lax.transpose(image, order(given.lhs_spec, usual.lhs_spec))
+    kernel = jax.lax.transpose(kernel, order(given.rhs_spec, usual.rhs_spec))
+    found = eqn.primitive.bind(image, kernel, **eqn.params | {"dimension_numbers": usual})
+    return jax.lax.transpose(found, order(usual.out_spec, given.out_spec))
 
 
 def _lay_out(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
+    if len(axes_of(AxisType.Auto)) == 1:
+        return _convolve_in_usual_order(eqn, image, kernel)
     if eqn.params["batch_group_count"] > 1:
         return _convolve_groups_of_rows(eqn, image, kernel)
     dims = eqn.params["dimension_numbers"]
@@ -45,7 +78,10 @@ def _lay_out(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Arr
         return constrain_axes(x, (), whole_dims=spec[2:])
 
     image, kernel = keep_whole(image, dims.lhs_spec), keep_whole(kernel, dims.rhs_spec)
-    return keep_whole(eqn.primitive.bind(image, kernel, **eqn.params), dims.out_spec)
+    convolve = functools.partial(eqn.primitive.bind, **eqn.params)
+    if _has_groups_in_another_order(eqn):
+        convolve = functools.partial(_convolve_in_usual_order, eqn)
+    return keep_whole(convolve(image, kernel), dims.out_spec)
 
 
 def _convolve_groups_of_rows(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -113,6 +113,24 @@ def _count_twice(rows: bool) -> object:
     return found
 
 
+def _convolve_groups() -> object:
+    mesh = _mesh(a=2)
+    numbers = jax.lax.ConvDimensionNumbers((3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1))
+
+    def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4
+        )
+
+    x = jnp.cos(jnp.arange(4 * 5 * 5, dtype=jnp.float32)).reshape(4, 5, 5, 1)
+    kernel = jnp.sin(jnp.arange(3 * 3 * 16, dtype=jnp.float32)).reshape(1, 3, 3, 16)
+    computed = jax.jit(convolve)
+    wanted = computed(x, kernel)
+    found = computed(jax.device_put(x, NamedSharding(mesh, PartitionSpec("a"))), kernel)
+    assert np.allclose(found, wanted, rtol=1e-3), "groups are other ones"
+    return found
+
+
 def _transform() -> object:
     mesh = _mesh(a=2, b=2)
 
@@ -170,6 +188,14 @@ BUGS = {
         ("0.10.2", "0.12.0.1"),
         "tpudist.lowering.workarounds.convolution_layouts",
         functools.partial(_count_twice, False),
+    ),
+    "groups of features": Bug(
+        "A convolution with groups of features that an axis splits, whose channels are not its "
+        "last dims: its result is wrong.",
+        "groups are other ones",
+        ("0.10.2", "0.12.0.1"),
+        "tpudist.lowering.workarounds.convolution_layouts",
+        _convolve_groups,
     ),
     "transform": Bug(
         "The gradient of a Fourier transform over a dim that an axis splits (CPU only).",

@@ -82,6 +82,19 @@ class RowSize:
 
     __radd__ = __add__
 
+    def quotient(self, other: "Dim") -> "Dim | None":
+        """The size that gives this one times `other`, if one of the two depends on no rows."""
+        if isinstance(other, RowSize):
+            ratios = {
+                a / b for a, b in zip(self.coefficients, other.coefficients, strict=True) if b
+            }
+            times = ratios.pop() if len(ratios) == 1 else Fraction(0)
+            same = tuple(times * c for c in other.coefficients) == self.coefficients
+            return int(times) if same and times.denominator == 1 else None
+        parts = tuple(c / other for c in self.coefficients)
+        whole = all(c.denominator == 1 for c in parts)
+        return RowSize(parts, self.num_symbols) if whole else None
+
     def __sub__(self, other: "Dim") -> "Dim":
         if isinstance(other, RowSize):
             negative = tuple(-c for c in other.coefficients)

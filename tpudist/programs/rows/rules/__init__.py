@@ -3,6 +3,7 @@
 from tpudist.programs.rows.evaluator import Rule
 from tpudist.programs.rows.rules import (
     collective_rules,
+    convolution_rules,
     elementwise_rules,
     indexing_rules,
     kernel_rules,
@@ -18,6 +19,7 @@ _ALL: dict[str, Rule] = {
     **elementwise_rules.RULES,
     **shaping_rules.RULES,
     **reduction_rules.RULES,
+    **convolution_rules.RULES,
     **indexing_rules.RULES,
     **matrix_rules.RULES,
     **nesting_rules.RULES,

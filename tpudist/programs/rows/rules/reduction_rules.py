@@ -82,30 +82,9 @@ def _reduce_by_function(operation: Operation) -> Sequence[Any]:
 
 def _dot(operation: Operation) -> Sequence[Any]:
     operation.check_params()
-    return _contract(operation)
-
-
-def _contract(operation: Operation) -> Sequence[Any]:
     summed = dims_of_sums(operation.equation)
     # Both, since 0 times NaN is NaN.
     return operation.bind([operation.mask(i, summed.get(i, ()), 0) for i in range(2)])
-
-
-def _convolve(operation: Operation) -> Sequence[Any]:
-    operation.check_params()
-    params = operation.params
-    lhs, rhs = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
-
-    def has_rows(i: int, dim: int) -> bool:
-        return is_rows(operation.in_dims[i][dim])
-
-    if any(has_rows(1, d) for d in rhs[2:]):
-        operation.refuse("its filter is as large as the batch")
-    if params["feature_group_count"] > 1 and (has_rows(0, lhs[1]) or has_rows(1, rhs[0])):
-        operation.refuse("rows are in groups of features")
-    if params["batch_group_count"] > 1 and (has_rows(0, lhs[0]) or has_rows(1, rhs[0])):
-        operation.refuse("rows are in groups of the batch")
-    return _contract(operation)
 
 
 def _slide_window(operation: Operation) -> Sequence[Any]:
@@ -173,7 +152,6 @@ RULES: dict[str, Rule] = {
     "argmin": _find_extreme(_highest),
     "reduce": _reduce_by_function,
     "dot_general": _dot,
-    "conv_general_dilated": _convolve,
     "reduce_window": _slide_window,
     "reduce_window_sum": _slide_window,
     "reduce_window_max": _slide_window,

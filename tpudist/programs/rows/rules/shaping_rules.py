@@ -169,24 +169,38 @@ def _cut(
 
 def _reshape(operation: Operation) -> Sequence[Any]:
     operation.check_params(but=("new_sizes",))
-    if operation.params.get("dimensions") is not None:
-        operation.refuse("it moves dims too")
-    before, after = operation.in_dims[0], operation.out_dims[0]
-    if _keeps_corner(before, after):
-        return operation.bind()
-    # Each element of the result has a place in the real array, and one in the padded one.
     (x,), (aval,) = operation.values, operation.out_avals
+    before, after = operation.in_dims[0], operation.out_dims[0]
+    order = operation.params.get("dimensions")
+    if order is not None:  # `vmap` of a convolution moves rows next to the channels
+        x, before = lax.transpose(x, order), [before[d] for d in order]
+    if _keeps_corner(before, after):
+        return operation.bind([x], dimensions=None)
+    return [reshape_real(operation, x, before, after, aval.shape)]
+
+
+def reshape_real(
+    operation: Operation,
+    x: jax.Array,
+    before: Sequence[Dim],
+    after: Sequence[Dim],
+    shape: Sequence[int],
+) -> jax.Array:
+    """The padded array of this `shape` whose real part is that of `x`, reshaped.
+
+    Each element of the result has a place in the real array, and one in the padded one.
+    """
     real_before = [operation.size(d) for d in before]
     real_after = [operation.size(d) for d in after]
-    position = jnp.zeros(aval.shape, jnp.int32)
+    position = jnp.zeros(shape, jnp.int32)
     for d, stride in enumerate(_strides(real_after)):
-        position += lax.broadcasted_iota(jnp.int32, aval.shape, d) * stride
-    source = jnp.zeros(aval.shape, jnp.int32)
+        position += lax.broadcasted_iota(jnp.int32, tuple(shape), d) * stride
+    source = jnp.zeros(shape, jnp.int32)
     places = zip(real_before, _strides(real_before), _strides(list(x.shape)), strict=True)
     for size, stride, padded_stride in places:
         index = position // jnp.maximum(stride, 1) % jnp.maximum(size, 1)
         source += index * padded_stride
-    return [jnp.take(x.reshape(-1), source, mode="clip")]
+    return jnp.take(x.reshape(-1), source, mode="clip")
 
 
 def _strides(sizes: list[Any]) -> list[Any]:

@@ -1,0 +1,101 @@
+"""One batch that is in memory, on the replicas at once, as a distributed dataset would place it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpudist
+from tpudist import PerReplica
+
+X = np.arange(48, dtype=np.float32).reshape(16, 3)
+KINDS = {"numpy": np.asarray, "jax": jnp.asarray}
+
+
+def strategy_of(replica_axes, num_devices=4):
+    return tpudist.TPUStrategy(replica_axes=replica_axes, devices=jax.devices()[:num_devices])
+
+
+def assert_same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
+
+
+@pytest.mark.parametrize("convert", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("replica_axes", [{}, {"fsdp": 2}, {"tensor": 4}, {"fsdp": 4}], ids=str)
+def test_a_batch_is_placed_as_an_element_of_a_dataset(replica_axes, convert):
+    strategy = strategy_of(replica_axes)
+    batch = {"x": convert(X), "y": (convert(np.arange(16)), None)}
+    (wanted,) = strategy.experimental_distribute_dataset([batch])
+    assert_same(strategy.distribute_batch(batch), wanted)
+    with strategy.scope():
+        assert_same(strategy.distribute_batch(batch), wanted)
+
+
+@pytest.mark.parametrize("convert", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("rows", [1, 5, 13])
+def test_a_partial_batch_is_padded_and_counted(rows, convert):
+    strategy = strategy_of({})
+    *_, wanted = strategy.experimental_distribute_dataset([X, X[:rows]])
+    found = strategy.distribute_batch(convert(X[:rows]), global_batch_size=16)
+    assert_same(found, wanted)
+    total = strategy.reduce("sum", strategy.run(lambda x: x.sum(), (found,)), axis=None)
+    assert float(total) == X[:rows].sum()
+    uneven = strategy.distribute_batch(convert(X[:rows]))
+    assert sum(uneven.rows) == rows
+    np.testing.assert_array_equal(strategy.gather(uneven, axis=0), X[:rows])
+
+
+@pytest.mark.parametrize("convert", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    ("replica_axes", "num_parts"), [({}, 4), ({}, 8), ({"fsdp": 2}, 4), ({"fsdp": 4}, 4)], ids=str
+)
+def test_arrays_of_a_pmap_program_keep_their_parts(replica_axes, num_parts, convert):
+    strategy = strategy_of(replica_axes)
+    parts = convert(X.reshape(num_parts, -1, 3))
+    found = strategy.distribute_batch({"x": parts}, has_device_dim=True)
+    assert_same(found, strategy.distribute_batch({"x": convert(X)}))
+
+
+def test_what_pmap_returned_stays_where_it_is():
+    devices = jax.devices()[:4]
+    strategy = tpudist.MirroredStrategy(devices)
+    sharded = jax.device_put(X.reshape(4, 4, 3), strategy.replica_mesh.stacked)
+    found = strategy.distribute_batch(sharded, has_device_dim=True)
+    assert isinstance(found, PerReplica)
+    assert [s.data.unsafe_buffer_pointer() for s in found.array.addressable_shards] == [
+        s.data.unsafe_buffer_pointer() for s in sharded.addressable_shards
+    ]
+
+
+def test_the_default_strategy_places_a_batch_too():
+    np.testing.assert_array_equal(tpudist.get_strategy().distribute_batch(X), X)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        ({}, {}, "holds no arrays"),
+        ({"x": X, "y": X[:2]}, {}, "different numbers of rows"),
+        ({"x": jnp.ones(8), "y": jnp.ones(4)}, {}, r"\['x'\] \[8\], \['y'\] \[4\]"),
+        (np.float32(1), {}, "is a scalar"),
+        (X, {"global_batch_size": 8}, "global_batch_size=8.* a batch of 16 rows"),
+        (X, {"global_batch_size": True}, "Give the number of rows of a full batch"),
+        (X, {"has_device_dim": True, "global_batch_size": 16}, "Leave global_batch_size out"),
+        (X[:6], {"has_device_dim": True}, r"arrays of 6 parts, .* 4 replicas.* \[4, rows, ...\]"),
+        (np.ones(4), {"has_device_dim": True}, "count devices and rows.*values_from_function"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_named(batch, options, message):
+    with pytest.raises(ValueError, match=message):
+        strategy_of({}).distribute_batch(batch, **options)
+
+
+def test_texts_and_replica_functions_are_refused():
+    strategy = strategy_of({})
+    with pytest.raises(TypeError, match="dtype <U1, but devices hold numbers"):
+        strategy.distribute_batch(np.array(["a", "b"]))
+    with pytest.raises(ValueError, match="distribute_batch should be called from outside"):
+        strategy.run(lambda: strategy.distribute_batch(X))

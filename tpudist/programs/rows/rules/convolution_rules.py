@@ -1,0 +1,82 @@
+"""Convolutions, of which rows may be the batch, a dim that is summed over, or groups of channels.
+
+A group of channels is computed by itself. `vmap` makes groups of what each row has of its own, as
+in gradients per example. Then there are as many groups as rows times a fixed number, and those of
+the real rows are the first ones. If a convolution has groups already, `vmap` may also put the rows
+into each group. Then each group is padded, and the parts of the result are joined again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tpudist.programs.rows.contractions import dims_of_sums
+from tpudist.programs.rows.evaluator import Operation, Rule
+from tpudist.programs.rows.row_sizes import Dim, is_rows
+from tpudist.programs.rows.rules.shaping_rules import reshape_real
+
+
+def _convolve(operation: Operation) -> Sequence[Any]:
+    operation.check_params(but=("feature_group_count", "batch_group_count"))
+    params = operation.params
+    spec = params["dimension_numbers"]
+    if any(is_rows(operation.in_dims[1][d]) for d in spec.rhs_spec[2:]):
+        operation.refuse("its filter is as large as the batch")
+    summed = dims_of_sums(operation.equation)
+    groups = params["feature_group_count"], params["batch_group_count"]
+    of_batch = groups[1] != 1
+    count = groups[of_batch]
+    grouped = spec.lhs_spec[0 if of_batch else 1], spec.rhs_spec[0]
+    # Both operands, since 0 times NaN is NaN. XLA may compute groups by zeros in one convolution.
+    masked = [{*summed.get(i, ()), *((d,) if count != 1 else ())} for i, d in enumerate(grouped)]
+    values = [operation.mask(i, sorted(dims), 0) for i, dims in enumerate(masked)]
+    if count == 1:
+        return operation.bind(values)
+    sizes = [dims[d] for dims, d in zip(operation.in_dims, grouped, strict=True)]
+    if is_rows(count):
+        each = [size.quotient(count) if is_rows(size) else None for size in sizes]
+        if None in each or any(map(is_rows, each)):
+            operation.refuse(f"its groups are {count} and what is in one depends on the rows")
+        return operation.bind(values)
+    if not any(map(is_rows, sizes)):
+        return operation.bind(values)
+    if not of_batch and is_rows(sizes[0]):
+        operation.refuse("rows are summed over in groups of features")
+    for i, (d, size) in enumerate(zip(grouped, sizes, strict=True)):
+        if is_rows(size):
+            values[i] = _pad_each_group(operation, values[i], operation.in_dims[i], d, count)
+    (out,) = operation.bind(values)
+    if is_rows(sizes[1]):
+        out = _join_groups(operation, out, operation.out_dims[0], spec.out_spec[1], count)
+    return [out]
+
+
+def _pad_each_group(
+    operation: Operation, x: jax.Array, dims: Sequence[Dim], d: int, count: int
+) -> jax.Array:
+    """An array whose dim `d` has groups of rows, one after another, with padding in each group."""
+    each = _size_of_group(operation, dims[d], count)
+    shape = (*x.shape[:d], count, x.shape[d] // count, *x.shape[d + 1 :])
+    split = (*dims[:d], count, each, *dims[d + 1 :])
+    return reshape_real(operation, x, dims, split, shape).reshape(x.shape)
+
+
+def _join_groups(
+    operation: Operation, x: jax.Array, dims: Sequence[Dim], d: int, count: int
+) -> jax.Array:
+    """What `_pad_each_group` undoes."""
+    each = _size_of_group(operation, dims[d], count)
+    shape = (*x.shape[:d], count, x.shape[d] // count, *x.shape[d + 1 :])
+    split = (*dims[:d], count, each, *dims[d + 1 :])
+    return reshape_real(operation, x.reshape(shape), split, dims, x.shape)
+
+
+def _size_of_group(operation: Operation, size: Any, count: int) -> Dim:
+    each = size.quotient(count)
+    if each is None:
+        return operation.refuse(f"its {count} groups do not have equal numbers of rows")
+    return each
+
+
+RULES: dict[str, Rule] = {"conv_general_dilated": _convolve}
