@@ -16,7 +16,7 @@ from tpudist.port.guide_sections import ADVICE, CAPTURED, KERAS_TAPE, OLD_LEARNI
 PROGRAMS = Path(__file__).parent / "programs"
 NAMES = sorted(path.name.removesuffix("_before.py") for path in PROGRAMS.glob("*_before.py"))
 # How many things are left for hands.
-LEFT = {"fit": 0, "loop": 0, "statistics": 0, "tape": 3, "tpu": 0}
+LEFT = {"fit": 0, "loop": 0, "statistics": 0, "tape": 2, "tpu": 0}
 PRINTED = {
     "fit": ["Number of devices: 8", "Losses fall: True", "Same accuracy: True"],
     # What TensorFlow 2.21 printed of the program before.
@@ -209,9 +209,7 @@ def test_the_callback_that_writes_summaries_is_named_and_not_left():
 
 @pytest.mark.slow
 def test_marks_of_an_earlier_port_go_when_hands_are_done():
-    source = program("tape", "after").replace(
-        "        return tf.reduce_mean(loss)", "        return loss"
-    )
+    source = program("tape", "after").replace('tf.config.list_physical_devices("GPU")', "False")
     ported = port_program(source)
-    assert "tf.reduce_mean" not in ported.source
+    assert "tf.config" not in ported.source
     assert len(ported.leftovers) == LEFT["tape"] - 1

@@ -1,12 +1,12 @@
 """Single statements before and after the port, by the transformer that changes them."""
 
-import importlib
+import re
 
 import pytest
 
 import tpudist
 from tpudist.port import port_program
-from tpudist.port.array_operations import OPERATIONS
+from tpudist.port.operations.operation_table import OPERATIONS
 from tpudist.port.tensorflow_names import TPUDIST
 
 STRATEGY = "strategy = tf.distribute.get_strategy()\n"
@@ -31,19 +31,29 @@ def in_replica(statement: str) -> str:
     [
         ("tf.reduce_sum(x, [0, 1], True)", "jnp.sum(x, (0, 1), keepdims=True)"),
         ("tf.reduce_max(input_tensor=x, axis=0, name='m')", "jnp.max(x, axis=0)"),
-        ("tf.reduce_mean(x)", "tf.reduce_mean(x)"),  # of integers it gives integers
+        ("tf.reduce_mean(x)", "jnp.mean(x, dtype=x.dtype)"),  # integers of integers
+        ("tf.reduce_mean(x / y, -1)", "jnp.mean(x / y, -1)"),  # which are floats
+        ("tf.reduce_mean(f(x))", "jnp.mean(values := f(x), dtype=values.dtype)"),
+        ("tf.reduce_mean([x, y])", "jnp.mean(values := jnp.asarray([x, y]), dtype=values.dtype)"),
+        ("[tf.reduce_mean(f(a)) for a in x]", "[tf.reduce_mean(f(a)) for a in x]"),
         ("tf.transpose(x, perm=[1, 0])", "jnp.transpose(x, axes=[1, 0])"),
         ("tf.cast(x, dtype=tf.dtypes.float32)", "jnp.astype(x, jnp.float32)"),
         ("tf.argmax(x, -1, output_type=tf.int32)", "jnp.argmax(x, -1)"),
-        ("tf.argmax(x)", "tf.argmax(x)"),  # axis 0 there, all axes here
-        ("tf.matmul(x, y, transpose_b=True)", "tf.matmul(x, y, transpose_b=True)"),
+        ("tf.argmax(x)", "jnp.argmax(x, 0)"),  # where the default is all axes
+        ("tf.matmul(x, y, transpose_b=True)", "jnp.matmul(x, jnp.swapaxes(y, -1, -2))"),
+        ("tf.matmul(x, y, adjoint_b=True)", "tf.matmul(x, y, adjoint_b=True)"),
+        ("tf.matmul(x, y, transpose_b=flag)", "tf.matmul(x, y, transpose_b=flag)"),
         ("tf.where(x > 0, x, y)", "jnp.where(x > 0, x, y)"),
-        ("tf.where(x > 0)", "tf.where(x > 0)"),  # indices
+        ("tf.where(x > 0)", "tf.where(x > 0)"),  # as many rows as there are
+        ("tf.boolean_mask(x, y)", "tf.boolean_mask(x, y)"),
         ("tf.nn.softmax(x, axis=-1)", "jax.nn.softmax(x, axis=-1)"),
-        ("tf.nn.gelu(x)", "tf.nn.gelu(x)"),  # the default of `approximate` differs
+        ("tf.nn.gelu(x)", "jax.nn.gelu(x, approximate=False)"),
         ("tf.one_hot(x, depth=3)", "jax.nn.one_hot(x, 3)"),
         ("tf.shape(x)[0]", "x.shape[0]"),
-        ("tf.shape(x)", "tf.shape(x)"),
+        ("tf.shape(x)", "jnp.array(x.shape)"),
+        ("tf.split(x, y)", "jnp.split(x, np.cumsum(y)[:-1] if np.ndim(y) else y)"),
+        ("x.get_shape().as_list()", "list(x.shape)"),
+        ("tf.random.normal([3])", "tf.random.normal([3])"),  # which needs a key
         ("tf.add_n([x, y])", "sum([x, y])"),
         ("tf.constant('text')", "tf.constant('text')"),
         ("x[:, tf.newaxis]", "x[:, None]"),
@@ -62,15 +72,23 @@ def test_operations_on_replicas_are_those_of_jax(before, after):
     [
         ("a = tf.constant([1.0, -2.0])", "a = jnp.array([1.0, -2.0])"),
         ("a = tf.cast(len([1]), tf.float32)", "a = jnp.astype(len([1]), jnp.float32)"),
-        ("a = tf.cast(unknown(), tf.float32)", "a = tf.cast(unknown(), tf.float32)"),
+        (
+            "a = tf.cast(unknown(), tf.float32)",
+            "a = jnp.astype(jnp.asarray(unknown()), jnp.float32)",
+        ),
         ("print(tf.constant(1.0) + 1)", "print(jnp.array(1.0) + 1)"),
-        ("show(tf.constant(1.0))", "show(tf.constant(1.0))"),
-        ("tf.constant(1.0).get_shape()", "tf.constant(1.0).get_shape()"),
+        ("show(tf.constant(1.0))", "show(jnp.array(1.0))"),
+        ("tf.constant(1.0).get_shape()", "jnp.array(1.0).shape"),
+        ("tf.constant(1.0).set_shape(())", "tf.constant(1.0).set_shape(())"),
+        (
+            "tf.data.Dataset.range(tf.cast(9, tf.int64))",
+            "tf.data.Dataset.range(tf.cast(9, tf.int64))",
+        ),
         ("tf.print('done')", "print('done')"),
         ("with tf.device('/cpu:0'): pass", "with tf.device('/cpu:0'): pass"),
     ],
 )
-def test_operations_around_steps_change_where_no_tensor_can_come(before, after):
+def test_operations_around_steps_take_whatever_can_come(before, after):
     assert port(before + "\n") == [after]
 
 
@@ -152,7 +170,12 @@ def test_a_function_of_replicas_and_of_others_is_left():
             ["@tf.function", "def f(): pass", "f.get_concrete_function()"],
         ),
         (["for i in tf.range(3): f(i)"], ["for i in range(3): f(i)"]),
-        (["for i in tf.range(3): i.numpy()"], ["for i in tf.range(3): i.numpy()"]),
+        (["for i in tf.range(3): i.numpy()"], ["for i in range(3): np.asarray(i)[()]"]),
+        (["for i in tf.range(3): i.set_shape(())"], ["for i in tf.range(3): i.set_shape(())"]),
+        (["for _ in tf.range(tf.cast(n, tf.int32)): f()"], ["for _ in range(int(n)): f()"]),
+        (["for _ in tf.range(tf.constant(3)): f()"], ["for _ in range(3): f()"]),
+        (["for _ in tf.range(1, limit=n, delta=2): f()"], ["for _ in range(1, n, 2): f()"]),
+        (["for _ in tf.range(limit=n): f()"], ["for _ in range(n): f()"]),
     ],
 )
 def test_graphs_go_where_nobody_asks_for_them(before, after):
@@ -229,7 +252,8 @@ def test_variables_change_where_all_their_readers_are_known(before, after):
             "tf.keras.optimizers.legacy.SGD(0.1, decay=0.9)",
         ),
         ("tf.keras.optimizers.legacy.Adam()", "tf.keras.optimizers.legacy.Adam()"),
-        ("tf.keras.backend.mean(x)", "tf.keras.backend.mean(x)"),
+        ("tf.keras.backend.mean(x)", "keras.ops.mean(x)"),
+        ("tf.keras.backend.learning_phase()", "tf.keras.backend.learning_phase()"),
         ("tf.keras.backend.epsilon()", "keras.backend.epsilon()"),
         ("tf.metrics.Mean()", "keras.metrics.Mean()"),
         (
@@ -405,20 +429,13 @@ def test_every_name_is_offered():
             owner = getattr(owner, part)
 
 
-def test_every_operation_is_offered():
-    modules = {"jnp": "jax.numpy", "jax": "jax"}
-    for operation in OPERATIONS.values():
-        first, *rest = operation.jax.split(".")
-        owner = importlib.import_module(modules[first])
-        for part in rest:
-            owner = getattr(owner, part)
-
-
 @pytest.mark.slow
 def test_every_operation_of_keras_is_offered(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
-    assert [x.keras for x in OPERATIONS.values() if not hasattr(keras.ops, x.keras)] == []
+    text = " ".join(x.keras for x in OPERATIONS.values())
+    called = set(re.findall(r"keras\.ops\.(\w+)", text))
+    assert [x for x in sorted(called) if not hasattr(keras.ops, x)] == []
 
 
 @pytest.mark.parametrize(
@@ -439,9 +456,8 @@ def test_every_operation_of_keras_is_offered(monkeypatch):
             "a = strategy.run(f)\na = strategy.reduce('SUM', a, None)\na.numpy()",
             "np.asarray(a)[()]",
         ),
-        ("a = strategy.reduce('SUM', x, None)\nif b: a = y\na.numpy()", "a.numpy()"),
-        ("a = other.reduce(x)\na.numpy()", "a.numpy()"),
-        ("a = strategy.reduce('SUM', x, None)\na = y\na.numpy()", "a.numpy()"),
+        ("a = other.reduce(x)\na.numpy()", "np.asarray(a)[()]"),  # also of a tensor
+        ("a = tf.Variable(1)\na.numpy()", "a.numpy()"),
         ("model.optimizer.learning_rate.numpy()", "model.optimizer.learning_rate.numpy()"),
     ],
 )
@@ -514,15 +530,16 @@ def test_keras_is_left_under_strategies_that_it_does_not_train_under(strategy, l
         ("strategy.run(step, args=(a,))", True),
         ("print(a.numpy())", True),
         ("def f():\n    return a\nprint(f())", True),
-        ("def f():\n    return a\nshow(f())", False),
-        ("show(a)", False),
+        ("def f():\n    return a\nshow(f())", True),
+        ("show(a)", True),
+        ("a.set_shape(())", False),
+        ("b = a * 2\nb.eval()", False),
         ("print(a.device)", True),
         ("place(a.device)", False),
         ("def f(n):\n    for _ in tf.range(n): pass\nf(a)", True),
-        ("def f(n):\n    show(n)\nf(a)", False),
         ("def f(c):\n    return a\nstrategy.experimental_distribute_values_from_function(f)", True),
-        ("b = [a]", False),
-        ("dataset.map(lambda x: x + a)", False),
+        ("b = [a]", True),
+        ("dataset.map(lambda x: x + a)", True),
     ],
 )
 def test_values_around_steps_are_followed_to_all_their_readers(reader, is_known):

@@ -12,14 +12,14 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
-from tpudist.port.function_roles import Role, Roles
-from tpudist.port.keras_objects import (
+from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.keras_objects import (
     is_model,
     is_optimizer,
     is_without_keras,
     makes_model,
 )
-from tpudist.port.program import Program, Transformer
+from tpudist.port.analysis.program import Program, Transformer
 
 _TAPE = "tensorflow.GradientTape"
 _TRAINED = {"trainable_variables", "trainable_weights"}
@@ -52,9 +52,9 @@ class GradientTapes(Transformer):
     def __init__(self, program: Program):
         """Finds where functions run."""
         super().__init__(program)
-        self._roles = Roles(program)
-        self._has_keras_model = makes_model(program)
-        self._is_without_keras = is_without_keras(program)
+        self._roles = program.once(Roles)
+        self._has_keras_model = program.once(makes_model)
+        self._is_without_keras = program.once(is_without_keras)
 
     def leave_IndentedBlock(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock

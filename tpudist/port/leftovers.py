@@ -7,7 +7,9 @@ from typing import Any
 
 import libcst as cst
 
-from tpudist.port.function_roles import Role, Roles
+from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.keras_objects import is_without_keras, makes_model
+from tpudist.port.analysis.program import Program
 from tpudist.port.guide_sections import (
     CAPTURED,
     KERAS_TAPE,
@@ -18,9 +20,7 @@ from tpudist.port.guide_sections import (
     Advice,
     advise,
 )
-from tpudist.port.keras_objects import is_without_keras, makes_model
 from tpudist.port.learning_rates import is_old_rate
-from tpudist.port.program import Program
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
 MARK = "# tpudist port:"
@@ -62,13 +62,13 @@ class Leftovers(cst.CSTVisitor):
         """Looks through a program."""
         super().__init__()
         self._program = program
-        self._roles = Roles(program)
-        self._has_keras_model = makes_model(program)
+        self._roles = program.once(Roles)
+        self._has_keras_model = program.once(makes_model)
         self.found: list[tuple[cst.CSTNode, str, Advice]] = []
         self.stays: set[str] = set()
         self._trains: list[cst.Call] = []
-        self._is_without_keras = is_without_keras(program)
-        program.module.visit(self)
+        self._is_without_keras = program.once(is_without_keras)
+        program.walk(self)
         if self._is_without_keras and program.imports("keras"):
             for call in self._trains:
                 code = cst.Module([]).code_for_node(call.func)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.array_operations import DTYPES
-from tpudist.port.function_roles import Role, Roles
-from tpudist.port.program import Program, Transformer
+from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.operations.array_operations import DTYPES
 
 _VARIABLE = ("tensorflow.Variable", "tpudist.Variable")
 _METHODS = {"assign", "assign_add", "assign_sub", "numpy", "read_value", "value", "shape", "dtype"}
@@ -24,7 +24,7 @@ class StateVariables(Transformer):
     def __init__(self, program: Program):
         """Finds where functions run."""
         super().__init__(program)
-        self._roles = Roles(program)
+        self._roles = program.once(Roles)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         """One variable that is made."""

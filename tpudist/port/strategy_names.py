@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.program import Transformer, remove_statement
+from tpudist.port.analysis.program import Transformer, remove_statement
 from tpudist.port.tensorflow_names import TPUDIST
 
 _INITIALISES = (

@@ -40,8 +40,7 @@ def train_step(inputs):
         loss, gradients = tpudist.keras.value_and_grad(loss_of_batch, model)()
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         mean_loss.update_state(loss)
-        # tpudist port: tf.reduce_mean (docs/porting.md#names)
-        return tf.reduce_mean(loss)
+        return jnp.mean(loss)
 
     losses = strategy.run(step_fn, args=(inputs,))
     return strategy.reduce(tpudist.ReduceOp.SUM, losses, axis=None)

@@ -10,7 +10,7 @@ import enum
 
 import libcst as cst
 
-from tpudist.port.program import Program
+from tpudist.port.analysis.program import Program
 
 _RUNS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
 _MAPS = {"map", "filter", "flat_map", "interleave", "scan", "take_while", "group_by_window"}
@@ -43,8 +43,8 @@ class Roles(cst.CSTVisitor):
         self._calls: list[tuple[Function | None, Function]] = []
         self._gives: set[cst.CSTNode] = set()
         self._methods: dict[str, list[cst.FunctionDef]] = {}
-        program.module.visit(_Methods(self._methods))
-        program.module.visit(self)
+        program.walk(_Methods(self._methods))
+        program.walk(self)
         self._note_other_uses()
         self._spread()
 
@@ -66,7 +66,8 @@ class Roles(cst.CSTVisitor):
             self._calls.append((self._function_around(node), callee))
         if not isinstance(func, cst.Attribute):
             return
-        for method in self._methods.get(func.attr.value, ()):  # whosever it is
+        is_imported = bool(self._program.name(func))
+        for method in () if is_imported else self._methods.get(func.attr.value, ()):
             self._calls.append((self._function_around(node), method))
         is_run = func.attr.value in _RUNS and self._is_strategy(func.value, node)
         if not is_run and func.attr.value not in _MAPS and self._program.name(func) != _FUNCTION:

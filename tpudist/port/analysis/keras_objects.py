@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.program import Program
+from tpudist.port.analysis.program import Program
 
 _MODELS = ("Sequential", "Model", "Functional", "models.", "applications.")
 _OPTIMIZERS = ("optimizers.",)
@@ -67,14 +67,14 @@ def is_class_of_models(program: Program, node: cst.ClassDef) -> bool:
 def is_without_keras(program: Program) -> bool:
     """Whether Keras trains under none of the strategies that a program makes."""
     finder = _Strategies(program)
-    program.module.visit(finder)
+    program.walk(finder)
     return bool(finder.found) and finder.found <= _WITHOUT_KERAS
 
 
 def makes_model(program: Program) -> bool:
     """Whether a program makes a model of Keras anywhere, or has a class of them."""
     finder = _Finder(program)
-    program.module.visit(finder)
+    program.walk(finder)
     return finder.found
 
 
