@@ -8,7 +8,11 @@ from typing import Any
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
-from tpudist.port.analysis.keras_objects import is_without_keras, makes_model
+from tpudist.port.analysis.keras_objects import (
+    is_called_as_model,
+    is_without_keras,
+    makes_model,
+)
 from tpudist.port.analysis.program import Program
 from tpudist.port.guide_sections import (
     CAPTURED,
@@ -28,6 +32,9 @@ MARK = "# tpudist port:"
 # Methods that change a Keras object.
 _CHANGES = {"apply", "apply_gradients", "update_state"}
 _RESULT = "result"
+_TRAINED = (".trainable_variables", ".trainable_weights")
+# What functions are called, which have no state.
+_FUNCTIONS = ("fn", "func", "function", "loss")
 _GRADIENTS = "tpudist.keras.value_and_grad"
 _TRAINS = {"evaluate", "fit", "predict"}
 # A callback that writes by `tf.summary`.
@@ -93,13 +100,16 @@ class Leftovers(cst.CSTVisitor):
             self._trains.append(node)
         if isinstance(owner, cst.Attribute) and owner.attr.value in {*_CHANGES, _RESULT}:
             owner = owner.value
+        is_function = isinstance(owner, cst.Name) and owner.value.endswith(_FUNCTIONS)
         if (
             isinstance(owner, cst.Name)
+            and not (is_function and owner is node.func)
             and self._roles.of(node) is Role.REPLICA
             and self._is_keras_object(owner)
         ):
             code = cst.Module([]).code_for_node(node.func)
-            if self._is_without_keras or not self._is_by_keras(owner):
+            is_keras = self._is_by_keras(owner) or self._is_given_keras_variables(node)
+            if self._is_without_keras or not is_keras:
                 self.found.append((node.func, "".join(code.split()), CAPTURED))
             elif self._is_asked(node):
                 self.found.append((node.func, "".join(code.split()), RESULT))
@@ -163,6 +173,7 @@ class Leftovers(cst.CSTVisitor):
         values = self._program.values(name) or []
         return (
             self._has_keras_model
+            or is_called_as_model(self._program, name)
             or all(self._program.callee(value).startswith("keras.") for value in values)
             or any(
                 self._program.callee(outer) == _GRADIENTS
@@ -170,6 +181,11 @@ class Leftovers(cst.CSTVisitor):
                 for outer in self._program.around(read)
             )
         )
+
+    def _is_given_keras_variables(self, call: cst.Call) -> bool:
+        """Whether an optimizer is given gradients by the variables of a model of Keras."""
+        code = cst.Module([]).code_for_node(call)
+        return _is_update(call) and any(name in code for name in _TRAINED)
 
     def _is_asked(self, call: cst.Call) -> bool:
         return isinstance(call.func, cst.Attribute) and call.func.attr.value == _RESULT
@@ -184,6 +200,10 @@ class Leftovers(cst.CSTVisitor):
             ):
                 return True
         return False
+
+
+def _is_update(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in _CHANGES
 
 
 class Unmark(cst.CSTTransformer):

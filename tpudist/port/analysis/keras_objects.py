@@ -46,7 +46,10 @@ def is_model(program: Program, value: cst.BaseExpression, depth: int = 0) -> boo
 def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
     """Whether a value is certainly an optimizer of Keras: made by it, or that of a model."""
     if isinstance(value, cst.Attribute):
-        return value.attr.value == "optimizer" and is_model(program, value.value)
+        if value.attr.value == "optimizer" and is_model(program, value.value):
+            return True
+        made = program.attribute_values(value.attr.value)
+        return bool(made) and all(isinstance(x, cst.Call) and is_optimizer(program, x) for x in made)
     if isinstance(value, cst.Call):
         name = _in_keras(program.callee(value))
         return name.startswith(_OPTIMIZERS) and not name.startswith(_NO_OPTIMIZERS)
@@ -55,6 +58,38 @@ def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
         isinstance(one, cst.Call | cst.Attribute) and is_optimizer(program, one)
         for one in values or ()
     )
+
+
+def is_called_as_model(program: Program, value: cst.BaseExpression) -> bool:
+    """Whether an object is called with `training=`, or asked for its `losses`, as models are.
+
+    If it is no model of Keras after all, what the port writes is an error that says so.
+    """
+    return _code(value) in program.once(_called_as_models)
+
+
+def _called_as_models(program: Program) -> set[str]:
+    finder = _CalledAsModels()
+    program.walk(finder)
+    return finder.found
+
+
+class _CalledAsModels(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if any(arg.keyword is not None and arg.keyword.value == "training" for arg in node.args):
+            self.found.add(_code(node.func))
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if node.attr.value == "losses":
+            self.found.add(_code(node.value))
+
+
+def _code(node: cst.CSTNode) -> str:
+    return "".join(cst.Module([]).code_for_node(node).split())
 
 
 def is_class_of_models(program: Program, node: cst.ClassDef) -> bool:

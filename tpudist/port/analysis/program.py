@@ -184,6 +184,16 @@ class Program:
             values.append(statement.value)
         return values if values and None not in values else None
 
+    def attribute_values(self, name: str) -> list[cst.BaseExpression]:
+        """The expressions that are assigned to an attribute of this name, of whatever object."""
+        return self._attribute_values.get(name, [])
+
+    @functools.cached_property
+    def _attribute_values(self) -> dict[str, list[cst.BaseExpression]]:
+        finder = _AttributeValues()
+        self.walk(finder)
+        return finder.found
+
     def last_value(self, name: cst.Name) -> cst.BaseExpression | None:
         """The expression that a name is bound to right where it is read; None if not certain.
 
@@ -286,6 +296,23 @@ def remove_statement(
     if isinstance(parent, cst.IndentedBlock) and len(parent.body) == 1:
         return statement.with_changes(body=[cst.Pass()])
     return cst.RemoveFromParent()
+
+
+class _AttributeValues(cst.CSTVisitor):
+    """What is assigned to attributes, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[cst.BaseExpression]] = {}
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        for target in node.targets:
+            if isinstance(target.target, cst.Attribute):
+                self.found.setdefault(target.target.attr.value, []).append(node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        if isinstance(node.target, cst.Attribute) and node.value is not None:
+            self.found.setdefault(node.target.attr.value, []).append(node.value)
 
 
 class Transformer(cst.CSTTransformer):

@@ -303,6 +303,9 @@ for _name, _parameters in _RANDOM.items():
     _given = ", ".join(f"_{x.partition('=')[0]}" for x in _parameters.split())
     _add(f"random.{_name}", _parameters, f"keras.random.{_name}({_given})", "")
     RANDOM.add(f"tensorflow.random.{_name}")
+for _name in ("random.set_seed", "compat.v1.set_random_seed", "compat.v1.random.set_random_seed"):
+    _add(_name, "-seed", "keras.utils.set_random_seed(_seed)", "")
+    RANDOM.add(f"tensorflow.{_name}")
 
 # Of `keras.backend`, which Keras 3 has for its own backend only.
 _BACKEND = {
