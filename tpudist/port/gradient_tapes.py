@@ -161,8 +161,9 @@ class GradientTapes(Transformer):
         scope = self.program.scope(statement.body.body[0])
         found: dict[str, bool] = {}
         for one in scope.assignments if scope is not None else ():
-            is_named = isinstance(self.program.parent(one.node), cst.NamedExpr)
-            if isinstance(one, metadata.Assignment) and one.node in inside and not is_named:
+            if not isinstance(one, metadata.Assignment) or one.node not in inside:
+                continue
+            if not isinstance(self.program.parent(one.node), cst.NamedExpr):
                 is_read = any(access.node not in inside for access in one.references)
                 found[one.name] = found.get(one.name, False) or is_read
         return found

@@ -9,6 +9,7 @@ import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
 from tpudist.port.analysis.keras_objects import (
+    has_servers,
     is_called_as_model,
     is_without_keras,
     makes_model,
@@ -20,6 +21,8 @@ from tpudist.port.guide_sections import (
     NO_KERAS,
     OLD_LEARNING_RATE,
     RESULT,
+    SERVERS_CAPTURED,
+    SERVERS_TAPE,
     STAR,
     Advice,
     advise,
@@ -75,6 +78,7 @@ class Leftovers(cst.CSTVisitor):
         self.stays: set[str] = set()
         self._trains: list[cst.Call] = []
         self._is_without_keras = program.once(is_without_keras)
+        self._has_servers = self._is_without_keras and program.once(has_servers)
         program.walk(self)
         if self._is_without_keras and program.imports("keras"):
             for call in self._trains:
@@ -110,7 +114,8 @@ class Leftovers(cst.CSTVisitor):
             code = cst.Module([]).code_for_node(node.func)
             is_keras = self._is_by_keras(owner) or self._is_given_keras_variables(node)
             if self._is_without_keras or not is_keras:
-                self.found.append((node.func, "".join(code.split()), CAPTURED))
+                advice = SERVERS_CAPTURED if self._has_servers else CAPTURED
+                self.found.append((node.func, "".join(code.split()), advice))
             elif self._is_asked(node):
                 self.found.append((node.func, "".join(code.split()), RESULT))
 
@@ -153,8 +158,12 @@ class Leftovers(cst.CSTVisitor):
         elif not self._is_of_dataset(node):
             code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
             called = "".join(code.split())  # a name may go on in the next line
-            is_tape = name == "tensorflow.GradientTape" and self._has_keras_model
-            self.found.append((node, called, KERAS_TAPE if is_tape else advise(name)))
+            advice = advise(name)
+            if name == "tensorflow.GradientTape" and self._has_servers:
+                advice = SERVERS_TAPE
+            elif name == "tensorflow.GradientTape" and self._has_keras_model:
+                advice = KERAS_TAPE
+            self.found.append((node, called, advice))
         return False
 
     def _is_keras_object(self, name: cst.Name) -> bool:

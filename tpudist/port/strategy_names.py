@@ -110,7 +110,9 @@ class StrategyNames(Transformer):
     def _names_objects(self, node: cst.Attribute) -> bool:
         """Whether a checkpoint is given its objects by name, as it must be here."""
         call = self.program.parent(node)
-        if self.program.name(node) != "tensorflow.train.Checkpoint" or not isinstance(call, cst.Call):
+        if self.program.name(node) != "tensorflow.train.Checkpoint" or not isinstance(
+            call, cst.Call
+        ):
             return True
         return all(arg.keyword is not None or arg.star == "**" for arg in call.args)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.returned_values import Returns
 
 _MODELS = ("Sequential", "Model", "Functional", "models.", "applications.")
 _OPTIMIZERS = ("optimizers.",)
@@ -49,7 +50,9 @@ def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
         if value.attr.value == "optimizer" and is_model(program, value.value):
             return True
         made = program.attribute_values(value.attr.value)
-        return bool(made) and all(isinstance(x, cst.Call) and is_optimizer(program, x) for x in made)
+        return bool(made) and all(
+            isinstance(x, cst.Call) and is_optimizer(program, x) for x in made
+        )
     if isinstance(value, cst.Call):
         name = _in_keras(program.callee(value))
         return name.startswith(_OPTIMIZERS) and not name.startswith(_NO_OPTIMIZERS)
@@ -65,10 +68,10 @@ def is_called_as_model(program: Program, value: cst.BaseExpression) -> bool:
 
     If it is no model of Keras after all, what the port writes is an error that says so.
     """
-    return _code(value) in program.once(_called_as_models)
+    return _code(value) in program.once(_find_called_models)
 
 
-def _called_as_models(program: Program) -> set[str]:
+def _find_called_models(program: Program) -> set[str]:
     finder = _CalledAsModels()
     program.walk(finder)
     return finder.found
@@ -104,6 +107,13 @@ def is_without_keras(program: Program) -> bool:
     finder = _Strategies(program)
     program.walk(finder)
     return bool(finder.found) and finder.found <= _WITHOUT_KERAS
+
+
+def has_servers(program: Program) -> bool:
+    """Whether a program makes a strategy of parameter servers."""
+    finder = _Strategies(program)
+    program.walk(finder)
+    return any(name.endswith("ParameterServerStrategy") for name in finder.found)
 
 
 def makes_model(program: Program) -> bool:
@@ -153,27 +163,6 @@ def _in_keras(name: str) -> str:
         return name.removeprefix("tensorflow.")
     name = name.removeprefix("tensorflow.")
     return name.removeprefix("keras.") if name.startswith("keras.") else ""
-
-
-class Returns(cst.CSTVisitor):
-    """What a function returns, but not what the functions in it do."""
-
-    def __init__(self) -> None:
-        """Has found nothing yet; visit the body of the function."""
-        super().__init__()
-        self.values: list[cst.BaseExpression | None] = []
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        """A function in the function."""
-        return False
-
-    def visit_Lambda(self, node: cst.Lambda) -> bool:
-        """The same."""
-        return False
-
-    def visit_Return(self, node: cst.Return) -> None:
-        """One value; None of a bare `return`."""
-        self.values.append(node.value)
 
 
 class _Writes(cst.CSTVisitor):

@@ -64,10 +64,18 @@ class Program:
 
     def walk(self, visitor: cst.CSTVisitor) -> None:
         """Shows a visitor each node, but for what is in one for which it returns False."""
+        visits: dict[type[cst.CSTNode], Any] = {}
         left: list[cst.CSTNode] = [self.module]
         while left:
             node = left.pop()
-            visit = getattr(visitor, f"visit_{type(node).__name__}", None)
+            kind = type(node)
+            if kind not in visits:
+                name = f"visit_{kind.__name__}"
+                is_own = getattr(type(visitor), name, None) is not getattr(
+                    cst.CSTVisitor, name, None
+                )
+                visits[kind] = getattr(visitor, name) if is_own else None
+            visit = visits[kind]
             if visit is None or visit(node) is not False:
                 left.extend(reversed(_children(node)))
 
@@ -350,10 +358,18 @@ class Together(cst.CSTTransformer):
         """Asks each transformer in turn; what one removes, the others do not see."""
         super().__init__()
         self._transformers = transformers
+        self._changing: dict[type[cst.CSTNode], list[Transformer]] = {}  # by class of nodes
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Has each transformer change a node."""
-        for transformer in self._transformers:
+        kind = type(original_node)
+        if kind not in self._changing:
+            name = f"leave_{kind.__name__}"
+            inherited = getattr(cst.CSTTransformer, name, None)
+            self._changing[kind] = [
+                one for one in self._transformers if getattr(type(one), name, None) is not inherited
+            ]
+        for transformer in self._changing[kind]:
             result = transformer.on_leave(original_node, updated_node)
             if type(result) is not type(updated_node):
                 return result

@@ -182,6 +182,8 @@ class ArrayOperations(Transformer):
             return None
         if name in RANDOM and role is not Role.HOST:
             return None
+        if role is Role.HOST and self._roles.builds_model(call):
+            role = Role.KERAS  # whose operations take arrays, too
         is_keras = role is Role.KERAS
         if irregular is not None:
             parameters, arrays, choose = irregular
@@ -202,6 +204,8 @@ class ArrayOperations(Transformer):
         else:
             assert isinstance(operation, Operation)
             template = operation.keras if is_keras else operation.jax
+            if not template and self._roles.of(call) is Role.HOST:
+                template = operation.jax
             if not template or (args := bind(call, operation.parameters)) is None:
                 return None
             target = _Target(template, operation.parameters, operation.arrays)
