@@ -12,17 +12,17 @@ from tpudist import cli
 BEFORE = """import tensorflow as tf
 
 strategy = tf.distribute.MirroredStrategy()
-print(tf.random.normal(()))
+print(tf.signal.fft(x))
 """
 AFTER = """import tensorflow as tf
 import tpudist
 
 strategy = tpudist.MirroredStrategy()
-# tpudist port: tf.random.normal (docs/porting.md#names)
-print(tf.random.normal(()))
+# tpudist port: tf.signal.fft (docs/porting.md#names)
+print(tf.signal.fft(x))
 """
 LEFT = (
-    "train.py:6: tf.random.normal: jax.random with a key, or keras.random (docs/porting.md#names)\n"
+    "train.py:6: tf.signal.fft: say it in jax.numpy or keras.ops (docs/porting.md#names)\n"
     "train.py: 1 thing is left for hands; lines are those of the program after the port.\n"
 )
 
@@ -92,7 +92,7 @@ def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
     ],
 )
 def test_its_exit_code_says_whether_hands_are_needed(capsys, program, statements, line):
-    program.write_text(BEFORE.replace("print(tf.random.normal(()))\n", f"{statements}\n"))
+    program.write_text(BEFORE.replace("print(tf.signal.fft(x))\n", f"{statements}\n"))
     assert cli.main(["port", "train.py", "--write"]) == 0
     assert capsys.readouterr().err == (f"train.py: {line}\ntrain.py: nothing is left for hands.\n")
 
@@ -103,7 +103,13 @@ def test_a_notebook_is_ported_cell_by_cell(capsys, tmp_path):
     assert cli.main(["port", "train.ipynb"]) == 1
     out, err = capsys.readouterr()
     assert "+strategy = tpudist.MirroredStrategy()\n" in out
-    assert "train.ipynb, cell 1:6: tf.random.normal" in err
+    assert "train.ipynb, cell 1:6: tf.signal.fft" in err
+
+
+def test_a_port_that_takes_long_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr("tpudist.cli.port_command.SECONDS_WITHOUT_PROGRESS", 0)
+    cli.main(["port", "train.py"])
+    assert "train.py: 1 of 9 passes are done.\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

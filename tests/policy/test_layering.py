@@ -41,6 +41,7 @@ PACKAGES = (
 
 # The folders of a package, low to high: each imports those before it only.
 FOLDERS = {
+    "port": ("analysis", "operations"),
     "xla": ("hlo", "hardware", "compiler", "estimate"),
     "programs": ("rows",),
     "lowering": ("workarounds",),

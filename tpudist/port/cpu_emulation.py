@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.program import Program, Transformer, remove_statement
+from tpudist.port.analysis.program import Program, Transformer, remove_statement
 
 _SET = (
     "tensorflow.config.set_logical_device_configuration",
@@ -29,7 +29,7 @@ class CpuEmulation(Transformer):
         super().__init__(program)
         self._nums: dict[cst.CSTNode, cst.BaseExpression] = {}
         self._leads: list[cst.SimpleStatementLine] = []
-        program.module.visit(_Finder(self))
+        program.walk(_Finder(self))
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from tpudist.port.analysis.program import Program, Transformer
 from tpudist.port.pipeline_steps import (
     ONE,
     PARAMETERS,
@@ -23,7 +24,6 @@ from tpudist.port.pipeline_steps import (
     read_step,
     repeat_rows,
 )
-from tpudist.port.program import Program, Transformer
 
 _DISTRIBUTES = {"experimental_distribute_dataset"}
 _CALLS = {"distribute_datasets_from_function", "experimental_distribute_datasets_from_function"}
@@ -38,7 +38,7 @@ class DatasetPipelines(Transformer):
         self._steps: dict[cst.CSTNode, Step] = {}
         self._bases: dict[cst.CSTNode, cst.CSTNode | None] = {}
         finder = _Finder(program)
-        program.module.visit(finder)
+        program.walk(finder)
         for chain in finder.chains():
             self._steps |= {step.call: step for step in chain.steps}
             self._bases[chain.base] = chain.repeat

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.function_roles import Role, Roles
-from tpudist.port.program import Program, Transformer
+from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.program import Program, Transformer
 
 _FUNCTION = ("tensorflow.function", "tensorflow.autograph.experimental.do_not_convert")
 
@@ -22,9 +22,9 @@ class GraphFunctions(Transformer):
     def __init__(self, program: Program):
         """Finds where functions run."""
         super().__init__(program)
-        self._roles = Roles(program)
+        self._roles = program.once(Roles)
         self._asked: set[str] = set()  # of methods, something of whose graph is asked for
-        program.module.visit(_Asked(self._asked))
+        program.walk(_Asked(self._asked))
 
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
@@ -65,19 +65,48 @@ class GraphFunctions(Transformer):
         return updated_node
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
-        """A loop over `tf.range` around steps is one over `range`."""
+        """A loop over `tf.range` is one over `range`, whose numbers are those of Python."""
         call = original_node.iter
         if (
             self.program.callee(call) == "tensorflow.range"
-            and self._roles.of(original_node) is Role.HOST
+            and self._roles.of(original_node) in (Role.HOST, Role.REPLICA)
             and isinstance(call, cst.Call)
-            and not any(arg.keyword or arg.star for arg in call.args)
+            and not any(arg.star for arg in call.args)
             and self._is_only_counted(original_node.target)
         ):
             assert isinstance(updated_node.iter, cst.Call)
-            counted = updated_node.iter.with_changes(func=cst.Name("range"))
-            return updated_node.with_changes(iter=counted)
+            if (numbers := self._numbers_of_range(call)) is not None:
+                args = [cst.Arg(number) for number in numbers]
+                return updated_node.with_changes(iter=cst.Call(cst.Name("range"), args))
         return updated_node
+
+    def _numbers_of_range(self, call: cst.Call) -> list[cst.BaseExpression] | None:
+        """The arguments of `range`; None if one of them may be no integer."""
+        names = ("start", "limit", "delta")
+        given = {
+            (arg.keyword.value if arg.keyword else names[i]): arg.value
+            for i, arg in enumerate(call.args[:3])
+        }
+        given |= {arg.keyword.value: arg.value for arg in call.args[3:] if arg.keyword}
+        given.pop("dtype", None)
+        given.pop("name", None)
+        if not given or not set(given) <= set(names) or len(call.args) > 5:
+            return None
+        if any(isinstance(value, cst.Float) for value in given.values()):
+            return None
+        if "delta" in given and "limit" in given and "start" not in given:
+            given["start"] = cst.Integer("0")
+        return [self._integer(given[name]) for name in names if name in given]
+
+    def _integer(self, value: cst.BaseExpression) -> cst.BaseExpression:
+        """A number of TensorFlow as one of Python: `int(n)` of `tf.cast(n, tf.int32)`."""
+        if isinstance(value, cst.Call):
+            name = self.program.callee(value).removeprefix("tensorflow.")
+            if name in ("constant", "convert_to_tensor", "identity") and value.args:
+                return self._integer(value.args[0].value)
+            if name in ("cast", "dtypes.cast") and value.args:
+                return cst.Call(cst.Name("int"), [cst.Arg(self._integer(value.args[0].value))])
+        return value
 
     def _print(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         if any(arg.keyword or arg.star for arg in original.args):
@@ -151,7 +180,8 @@ class GraphFunctions(Transformer):
         if not isinstance(target, cst.Name):
             return False
         return not any(
-            isinstance(self.program.parent(read), cst.Attribute)
+            isinstance(outer := self.program.parent(read), cst.Attribute)
+            and outer.attr.value not in ("numpy", "dtype")
             for read in self.program.references(target)
         )
 

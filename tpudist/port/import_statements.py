@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 from libcst.metadata import ImportAssignment
 
+from tpudist.port.analysis.program import Program, remove_statement
 from tpudist.port.keras_names import BACKEND, is_backend
-from tpudist.port.program import Program, remove_statement
 from tpudist.port.tensorflow_names import TPUDIST, is_in_keras
 
 STATEMENTS = {
@@ -16,6 +16,8 @@ STATEMENTS = {
     "jnp": "import jax.numpy as jnp",
     "keras": "import keras",
     "np": "import numpy as np",
+    "optax": "import optax",
+    "os": "import os",
     "tpudist": "import tpudist",
 }
 _MODULES = {"jnp": "jax.numpy", "np": "numpy"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.program import Program, Transformer, remove_statement
+from tpudist.port.analysis.program import Program, Transformer, remove_statement
 from tpudist.port.tensorflow_names import KERAS_ALIASES, is_in_keras
 
 _KERAS = "tensorflow.keras"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.keras_objects import is_optimizer
-from tpudist.port.program import Program, Transformer
+from tpudist.port.analysis.keras_objects import is_optimizer
+from tpudist.port.analysis.program import Program, Transformer
 
 
 class LearningRates(Transformer):

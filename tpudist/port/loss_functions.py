@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.function_roles import Role, Roles
-from tpudist.port.program import Program, Transformer
+from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.program import Program, Transformer
 
 _SHARES = {
     "tensorflow.nn.compute_average_loss": "tpudist.compute_average_loss",
@@ -22,7 +22,7 @@ class LossFunctions(Transformer):
     def __init__(self, program: Program):
         """Finds where functions run."""
         super().__init__(program)
-        self._roles = Roles(program)
+        self._roles = program.once(Roles)
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute

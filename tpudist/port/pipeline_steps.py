@@ -7,7 +7,7 @@ import enum
 
 import libcst as cst
 
-from tpudist.port.program import Program
+from tpudist.port.analysis.program import Program
 
 SLICES = "tensorflow.data.Dataset.from_tensor_slices"
 ONE = "tensorflow.data.Dataset.from_tensors"

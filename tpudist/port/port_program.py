@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import libcst as cst
 
-from tpudist.port.array_operations import ArrayOperations
-from tpudist.port.array_values import ArrayValues
+from tpudist.port.analysis.program import Program, Together
 from tpudist.port.cpu_emulation import CpuEmulation
 from tpudist.port.dataset_pipelines import DatasetPipelines
 from tpudist.port.gradient_tapes import GradientTapes
@@ -15,27 +15,23 @@ from tpudist.port.graph_functions import GraphFunctions
 from tpudist.port.import_statements import ImportStatements
 from tpudist.port.keras_names import KerasNames
 from tpudist.port.learning_rates import LearningRates
-from tpudist.port.leftovers import Leftover, Leftovers, Mark, Unmark
+from tpudist.port.leftovers import MARK, Leftover, Leftovers, Mark, Unmark
 from tpudist.port.legacy_optimizers import LegacyOptimizers
 from tpudist.port.loss_functions import LossFunctions
-from tpudist.port.program import Program
+from tpudist.port.operations.array_operations import ArrayOperations
+from tpudist.port.operations.array_values import ArrayValues
 from tpudist.port.state_variables import StateVariables
 from tpudist.port.strategy_names import StrategyNames
 
-# Losses and optimizers come before Keras, whose names they have.
+# Those of one group do not change what the others of it look at.
 TRANSFORMERS = (
-    DatasetPipelines,
-    GraphFunctions,
-    StateVariables,
-    ArrayValues,
-    ArrayOperations,
-    LossFunctions,
-    LegacyOptimizers,
-    LearningRates,
-    CpuEmulation,
-    StrategyNames,
-    KerasNames,
-    GradientTapes,
+    (DatasetPipelines,),
+    (GraphFunctions, StateVariables),
+    (ArrayValues,),
+    (ArrayOperations, CpuEmulation),
+    (LossFunctions, LegacyOptimizers, LearningRates, StrategyNames),
+    (KerasNames,),
+    (GradientTapes,),
 )
 
 
@@ -58,12 +54,19 @@ class Ported:
     stays: tuple[str, ...]
 
 
-def port_program(source: str, *, is_whole: bool = True) -> Ported:
+def port_program(
+    source: str,
+    *,
+    is_whole: bool = True,
+    on_pass: Callable[[int, int], None] = lambda number, total: None,
+) -> Ported:
     """Ports the text of a Python program; what it gives is ported to itself.
 
     Args:
         source: The text.
         is_whole: Whether it makes a strategy itself; else it is a module of a program that does.
+        on_pass: Called after each pass over the program with its number, from 1, and the number of
+            passes.
 
     Raises:
         CannotPort: It is no Python, is whole and has nothing of tf.distribute and tpudist, or has
@@ -83,17 +86,28 @@ def port_program(source: str, *, is_whole: bool = True) -> Ported:
             "makes the strategy; for a module of the same program, add --module."
         )
     imports: set[str] = set()
-    for transformer in TRANSFORMERS:
-        change = transformer(program)
-        module = program.module.visit(change)
-        imports |= change.imports
-        if not module.deep_equals(program.module):  # names are resolved anew
+    num_passes = len(TRANSFORMERS) + 2  # then imports, and the list of what is left
+    for number, transformers in enumerate(TRANSFORMERS, 1):
+        changes = [transformer(program) for transformer in transformers]
+        module = program.module.visit(Together(changes))
+        imports.update(*(change.imports for change in changes))
+        if any(change.changes for change in changes):  # names are resolved again
             program = Program(module)
+        on_pass(number, num_passes)
     module = _with_imports(program, imports)
     program = Program(module)
-    module = program.module.visit(Mark(Leftovers(program), program))
-    left = Leftovers(Program(module))
-    return Ported(module.code, tuple(left.lines()), tuple(sorted(left.stays)))
+    on_pass(num_passes - 1, num_passes)
+    left = Leftovers(program)
+    module = program.module.visit(Mark(left, program))
+    lines = _lines_after_marks(module.code)
+    on_pass(num_passes, num_passes)
+    leftovers = tuple(dataclasses.replace(one, line=lines[one.line - 1]) for one in left.lines())
+    return Ported(module.code, leftovers, tuple(sorted(left.stays)))
+
+
+def _lines_after_marks(source: str) -> list[int]:
+    """The number of each line that is not a mark, from 1."""
+    return [i for i, line in enumerate(source.split("\n"), 1) if not line.lstrip().startswith(MARK)]
 
 
 def _with_imports(program: Program, imports: set[str]) -> cst.Module:
@@ -109,7 +123,7 @@ def _with_imports(program: Program, imports: set[str]) -> cst.Module:
 def _is_distributed(program: Program) -> bool:
     """Whether a program names a strategy's library, or is one that was ported."""
     finder = _Finder(program)
-    program.module.visit(finder)
+    program.walk(finder)
     return finder.found
 
 

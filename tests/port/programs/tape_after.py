@@ -1,5 +1,6 @@
 """A custom loop with a checkpoint, which hands have to port."""
 
+import jax
 import jax.numpy as jnp
 import os
 
@@ -18,7 +19,7 @@ with strategy.scope():
     loss_object = keras.losses.MeanSquaredError(reduction="none")
     mean_loss = keras.metrics.Mean()
     # tpudist port: tf.train.Checkpoint (docs/porting.md#checkpoints)
-    checkpoint = tf.train.Checkpoint(model=model)
+    checkpoint = tf.train.Checkpoint(model)
 
 dataset = tf.data.Dataset.range(64).map(lambda i: tf.reshape(tf.cast(i, tf.float32), (1,)))
 dataset = strategy.experimental_distribute_dataset(dataset.batch(16))
@@ -40,16 +41,16 @@ def train_step(inputs):
         loss, gradients = tpudist.keras.value_and_grad(loss_of_batch, model)()
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         mean_loss.update_state(loss)
-        # tpudist port: tf.reduce_mean (docs/porting.md#names)
-        return tf.reduce_mean(loss)
+        return jnp.mean(loss)
 
     losses = strategy.run(step_fn, args=(inputs,))
     return strategy.reduce(tpudist.ReduceOp.SUM, losses, axis=None)
 
 
 for batch in dataset:
-    # tpudist port: tf.config.list_physical_devices (docs/gpus.md)
-    if not tf.config.list_physical_devices("GPU"):
+    if not [x for x in jax.devices() if x.platform == "gpu"]:
         print(np.asarray(train_step(batch))[()])
+# tpudist port: tf.debugging.assert_equal (docs/porting.md#debugging)
+tf.debugging.assert_equal(1, 1)
 checkpoint.save("/tmp/checkpoint")
 mean_loss.reset_state()

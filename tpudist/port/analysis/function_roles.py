@@ -7,10 +7,12 @@ what a Keras layer computes is `keras.ops`, and what `dataset.map` is given stay
 from __future__ import annotations
 
 import enum
+import functools
 
 import libcst as cst
 
-from tpudist.port.program import Program
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.returned_values import Returns
 
 _RUNS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
 _MAPS = {"map", "filter", "flat_map", "interleave", "scan", "take_while", "group_by_window"}
@@ -19,6 +21,18 @@ _FUNCTION = "tensorflow.function"
 _FUNCTIONS = ("fn", "func", "map_func", "predicate")
 _STRATEGIES = ("tensorflow.distribute.", "tensorflow.compat.v1.distribute.", "tpudist.")
 _KERAS = ("tensorflow.keras.", "keras.")
+
+_READS = tuple(
+    f"tensorflow.{name}"
+    for name in (
+        "io.decode",
+        "io.parse",
+        "io.read_file",
+        "image.decode",
+        "image.resize",
+        "py_function",
+    )
+)
 
 Function = cst.FunctionDef | cst.Lambda
 
@@ -43,9 +57,10 @@ class Roles(cst.CSTVisitor):
         self._calls: list[tuple[Function | None, Function]] = []
         self._gives: set[cst.CSTNode] = set()
         self._methods: dict[str, list[cst.FunctionDef]] = {}
-        program.module.visit(_Methods(self._methods))
-        program.module.visit(self)
+        program.walk(_Methods(self._methods))
+        program.walk(self)
         self._note_other_uses()
+        self._note_readers_of_files()
         self._spread()
 
     def of(self, node: cst.CSTNode) -> Role | None:
@@ -66,7 +81,8 @@ class Roles(cst.CSTVisitor):
             self._calls.append((self._function_around(node), callee))
         if not isinstance(func, cst.Attribute):
             return
-        for method in self._methods.get(func.attr.value, ()):  # whosever it is
+        is_imported = bool(self._program.name(func))
+        for method in () if is_imported else self._methods.get(func.attr.value, ()):
             self._calls.append((self._function_around(node), method))
         is_run = func.attr.value in _RUNS and self._is_strategy(func.value, node)
         if not is_run and func.attr.value not in _MAPS and self._program.name(func) != _FUNCTION:
@@ -121,6 +137,31 @@ class Roles(cst.CSTVisitor):
                 if not is_call and read not in self._gives:
                     self._add(function, Role.HOST)
 
+    def _note_readers_of_files(self) -> None:
+        """Takes a function that reads or decodes examples for one of a pipeline.
+
+        It may be given to `map` in another file. It has a parameter, and gives something back.
+        """
+        finder = _Readers(self._program)
+        self._program.walk(finder)
+        for node in finder.found:
+            function = self._function_around(node)
+            if isinstance(function, cst.FunctionDef) and function not in self._roles:
+                returns = Returns()
+                function.body.visit(returns)
+                if function.params.params and any(x is not None for x in returns.values):
+                    self._add(function, Role.DATASET)
+
+    def builds_model(self, node: cst.CSTNode) -> bool:
+        """Whether the function around a node calls layers of Keras, also on symbolic tensors."""
+        return self._function_around(node) in self._builders
+
+    @functools.cached_property
+    def _builders(self) -> set[Function | None]:
+        finder = _LayerCalls(self._program)
+        self._program.walk(finder)
+        return {self._function_around(node) for node in finder.found}
+
     def _add(self, function: Function, role: Role) -> None:
         self._roles.setdefault(function, set()).add(role)
 
@@ -163,3 +204,31 @@ class _Methods(cst.CSTVisitor):
         for statement in node.body.body:
             if isinstance(statement, cst.FunctionDef):
                 self._methods.setdefault(statement.name.value, []).append(statement)
+
+
+class _Readers(cst.CSTVisitor):
+    """Operations that read or decode examples."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: list[cst.CSTNode] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if self._program.callee(node).startswith(_READS):
+            self.found.append(node)
+
+
+class _LayerCalls(cst.CSTVisitor):
+    """Layers of Keras that are made and called at once, and inputs of models."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: list[cst.CSTNode] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        made = self._program.callee(node.func)
+        is_input = self._program.callee(node).endswith(("keras.Input", "keras.layers.Input"))
+        if is_input or made.startswith(("tensorflow.keras.layers.", "keras.layers.")):
+            self.found.append(node)

@@ -6,8 +6,10 @@ variable that happens to be called `tf` is no TensorFlow. A name with two meanin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import libcst as cst
 from libcst import metadata
@@ -22,8 +24,12 @@ _WRITTEN = {
     "jnp": "jax.numpy",
     "keras": "keras",
     "np": "numpy",
+    "optax": "optax",
     "tpudist": "tpudist",
 }
+
+
+_T = TypeVar("_T")
 
 
 class Program:
@@ -33,13 +39,45 @@ class Program:
         """Resolves the names of a module."""
         self._wrapper = metadata.MetadataWrapper(module)
         self.module = self._wrapper.module
-        self._names: dict[cst.CSTNode, str] = {}
+        self._names: dict[tuple[object, str], str] = {}
+        self._memo: dict[object, Any] = {}
+
+    def once(self, make: Callable[[Program], _T]) -> _T:
+        """What a function makes of the program, which is made once."""
+        if make not in self._memo:
+            self._memo[make] = make(self)
+        return self._memo[make]
 
     # Each takes a walk through the whole module, so it is made when it is asked for.
 
     @functools.cached_property
-    def _parents(self) -> Mapping:
-        return self._wrapper.resolve(metadata.ParentNodeProvider)
+    def _parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
+        """The node around each, but for blanks, commas and parentheses."""
+        parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        left: list[cst.CSTNode] = [self.module]
+        while left:
+            node = left.pop()
+            for child in _children(node):
+                parents[child] = node
+                left.append(child)
+        return parents
+
+    def walk(self, visitor: cst.CSTVisitor) -> None:
+        """Shows a visitor each node, but for what is in one for which it returns False."""
+        visits: dict[type[cst.CSTNode], Any] = {}
+        left: list[cst.CSTNode] = [self.module]
+        while left:
+            node = left.pop()
+            kind = type(node)
+            if kind not in visits:
+                name = f"visit_{kind.__name__}"
+                is_own = getattr(type(visitor), name, None) is not getattr(
+                    cst.CSTVisitor, name, None
+                )
+                visits[kind] = getattr(visitor, name) if is_own else None
+            visit = visits[kind]
+            if visit is None or visit(node) is not False:
+                left.extend(reversed(_children(node)))
 
     @functools.cached_property
     def _positions(self) -> Mapping:
@@ -51,11 +89,6 @@ class Program:
 
     def name(self, node: cst.CSTNode) -> str:
         """What is imported under this name, as `tensorflow.keras.layers`; empty if nothing is."""
-        if (name := self._names.get(node)) is None:
-            name = self._names[node] = self._resolve(node)
-        return name
-
-    def _resolve(self, node: cst.CSTNode) -> str:
         first = node
         while isinstance(first, cst.Attribute):
             first = first.value
@@ -63,10 +96,18 @@ class Program:
             return ""
         assert isinstance(node, cst.Name | cst.Attribute)
         scope = self.scope(first)
+        key = (scope, _text_of_name(node))
+        if (name := self._names.get(key)) is None:
+            name = self._names[key] = self._resolve(node, first.value, scope)
+        return name
+
+    def _resolve(
+        self, node: cst.Name | cst.Attribute, first: str, scope: metadata.Scope | None
+    ) -> str:
         found = scope.get_qualified_names_for(node) if scope is not None else ()
-        if not found and scope is not None and not scope[first.value]:
+        if not found and scope is not None and not scope[first]:
             # What an earlier transformer has written is imported when all of them are through.
-            written, _, rest = _code(node).partition(".")
+            written, _, rest = _text_of_name(node).partition(".")
             return f"{_WRITTEN[written]}.{rest}".rstrip(".") if written in _WRITTEN else ""
         names = {one.name for one in found if one.source is QualifiedNameSource.IMPORT}
         if len(names) != 1 or len(names) != len(found):
@@ -103,6 +144,10 @@ class Program:
 
     def scopes(self) -> set[metadata.Scope]:
         """All scopes of the program."""
+        return self._all_scopes
+
+    @functools.cached_property
+    def _all_scopes(self) -> set[metadata.Scope]:
         return {scope for scope in self._scopes.values() if isinstance(scope, metadata.Scope)}
 
     def imports(self, library: str) -> bool:
@@ -146,6 +191,16 @@ class Program:
             assert isinstance(statement, cst.Assign)
             values.append(statement.value)
         return values if values and None not in values else None
+
+    def attribute_values(self, name: str) -> list[cst.BaseExpression]:
+        """The expressions that are assigned to an attribute of this name, of whatever object."""
+        return self._attribute_values.get(name, [])
+
+    @functools.cached_property
+    def _attribute_values(self) -> dict[str, list[cst.BaseExpression]]:
+        finder = _AttributeValues()
+        self.walk(finder)
+        return finder.found
 
     def last_value(self, name: cst.Name) -> cst.BaseExpression | None:
         """The expression that a name is bound to right where it is read; None if not certain.
@@ -198,10 +253,39 @@ class Program:
         return None
 
 
-def _code(name: cst.Name | cst.Attribute) -> str:
+def _text_of_name(name: cst.Name | cst.Attribute) -> str:
     """A dotted name as text."""
-    code = cst.Module([]).code_for_node(name.with_changes(lpar=[], rpar=[]))
-    return "".join(code.split())
+    parts: list[str] = []
+    node: cst.BaseExpression = name
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    assert isinstance(node, cst.Name)
+    return ".".join([node.value, *reversed(parts)])
+
+
+# Fields of nodes that hold no names.
+_BLANKS = {"comma", "lpar", "rpar", "semicolon", "equal", "header", "footer", "indent", "dot"}
+_BLANKS |= {"lbracket", "rbracket", "lbrace", "rbrace", "leading_lines", "trailing_whitespace"}
+_BLANKS |= {"lines_after_decorators", "first_colon", "second_colon", "newline", "colon", "star"}
+
+
+@functools.cache
+def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    names = [field.name for field in dataclasses.fields(kind)]
+    return tuple(x for x in names if x not in _BLANKS and not x.startswith("whitespace"))
+
+
+def _children(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """The nodes in a node, in the order of the text."""
+    found: list[cst.CSTNode] = []
+    for name in _fields(type(node)):
+        value = getattr(node, name)
+        if isinstance(value, cst.CSTNode):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += [one for one in value if isinstance(one, cst.CSTNode)]
+    return found
 
 
 def name_expression(name: str) -> cst.Name | cst.Attribute:
@@ -222,6 +306,23 @@ def remove_statement(
     return cst.RemoveFromParent()
 
 
+class _AttributeValues(cst.CSTVisitor):
+    """What is assigned to attributes, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[cst.BaseExpression]] = {}
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        for target in node.targets:
+            if isinstance(target.target, cst.Attribute):
+                self.found.setdefault(target.target.attr.value, []).append(node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        if isinstance(node.target, cst.Attribute) and node.value is not None:
+            self.found.setdefault(node.target.attr.value, []).append(node.value)
+
+
 class Transformer(cst.CSTTransformer):
     """One kind of change; `imports` are the modules that what it writes needs."""
 
@@ -230,6 +331,13 @@ class Transformer(cst.CSTTransformer):
         super().__init__()
         self.program = program
         self.imports: set[str] = set()
+        self.changes = False  # whether anything was changed
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Notes whether a node is another one now."""
+        result = super().on_leave(original_node, updated_node)
+        self.changes = self.changes or result is not updated_node
+        return result
 
     def write(self, name: str, like: cst.CSTNode | None = None) -> cst.Name | cst.Attribute:
         """An expression of a name of `jnp`, `np`, `jax`, `keras` or `tpudist`, imported so.
@@ -241,3 +349,29 @@ class Transformer(cst.CSTTransformer):
         if isinstance(like, cst.Name | cst.Attribute):
             parentheses = {"lpar": like.lpar, "rpar": like.rpar}
         return name_expression(name).with_changes(**parentheses)
+
+
+class Together(cst.CSTTransformer):
+    """Several transformers of the same module, in one walk."""
+
+    def __init__(self, transformers: Sequence[Transformer]):
+        """Asks each transformer in turn; what one removes, the others do not see."""
+        super().__init__()
+        self._transformers = transformers
+        self._changing: dict[type[cst.CSTNode], list[Transformer]] = {}  # by class of nodes
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Has each transformer change a node."""
+        kind = type(original_node)
+        if kind not in self._changing:
+            name = f"leave_{kind.__name__}"
+            inherited = getattr(cst.CSTTransformer, name, None)
+            self._changing[kind] = [
+                one for one in self._transformers if getattr(type(one), name, None) is not inherited
+            ]
+        for transformer in self._changing[kind]:
+            result = transformer.on_leave(original_node, updated_node)
+            if type(result) is not type(updated_node):
+                return result
+            updated_node = result
+        return updated_node

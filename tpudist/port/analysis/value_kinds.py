@@ -1,0 +1,274 @@
+"""Kinds of values: whether an expression is an array, a number or a list, and of which numbers."""
+
+from __future__ import annotations
+
+import enum
+
+import libcst as cst
+
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.returned_values import Returns
+
+_DEPTH = 12
+# Operations whose results are floats, whatever they are given.
+_FLOATS = set(
+    "exp cos sin tan cosh sinh tanh sqrt rsqrt log log1p expm1 sigmoid log_sigmoid erf reciprocal "
+    "divide truediv divide_no_nan reduce_std reduce_variance reduce_logsumexp softmax log_softmax "
+    "softplus softsign gelu silu swish elu selu leaky_relu l2_normalize normal truncated_normal "
+    "sparse_softmax_cross_entropy_with_logits softmax_cross_entropy_with_logits global_norm "
+    "sigmoid_cross_entropy_with_logits compute_average_loss scale_regularization_loss "
+    "reduce_euclidean_norm acos asin atan acosh asinh atanh linspace".split()
+)
+_BOOLS = set(
+    "equal not_equal greater greater_equal less less_equal logical_and logical_or logical_not "
+    "logical_xor reduce_any reduce_all is_nan is_inf is_finite".split()
+)
+_INTEGERS = {"argmax", "argmin", "argsort", "size", "rank", "count_nonzero", "shape"}
+# Operations whose results are numbers of the kind of the argument of this number.
+_OF_FIRST = set(
+    "abs sign square floor ceil round negative identity stop_gradient reduce_sum reduce_max "
+    "reduce_min reduce_prod reduce_mean cumsum cumprod transpose reshape broadcast_to expand_dims "
+    "squeeze tile repeat reverse roll gather gather_nd relu relu6 clip_by_value sort add_n stack "
+    "concat split unstack maximum minimum add subtract multiply pow squared_difference matmul "
+    "zeros_like ones_like pad boolean_mask slice".split()
+)
+_FLOAT_NAMES = ("float", "bfloat", "half", "double")
+_PYTHON = {"float": "float", "int": "integer", "len": "integer", "bool": "bool"}
+
+
+class Numbers(enum.Enum):
+    """The numbers that an array has."""
+
+    FLOATS = "floats"
+    INTEGERS = "integers or booleans"
+    UNKNOWN = "unknown"
+    ANY = "those of a value that is being looked at"
+
+
+class ValueKinds:
+    """Tells the kinds of expressions of a program."""
+
+    def __init__(self, program: Program):
+        """Looks at the expressions of `program`."""
+        self._program = program
+        self._numbers: dict[tuple[object, str], Numbers] = {}
+        self._lists: dict[tuple[object, str], bool] = {}
+        self._active: set[tuple[object, str]] = set()  # names that are being looked at
+
+    def numbers(self, value: cst.BaseExpression, depth: int = 0) -> Numbers:
+        """The numbers of an array, of a number, or of a list of them."""
+        if depth > _DEPTH:
+            return Numbers.UNKNOWN
+        if isinstance(value, cst.Float):
+            return Numbers.FLOATS
+        if isinstance(value, cst.Integer | cst.Comparison):
+            return Numbers.INTEGERS
+        if isinstance(value, cst.UnaryOperation):
+            return self.numbers(value.expression, depth + 1)
+        if isinstance(value, cst.BinaryOperation):
+            return self._of_both(value, depth)
+        if isinstance(value, cst.Subscript):
+            return self.numbers(value.value, depth + 1)
+        if isinstance(value, cst.List | cst.Tuple):
+            return self._of_all([x.value for x in value.elements], depth)
+        if isinstance(value, cst.ListComp | cst.GeneratorExp):
+            return self.numbers(value.elt, depth + 1)
+        if isinstance(value, cst.IfExp):
+            return self._of_all([value.body, value.orelse], depth)
+        if isinstance(value, cst.Name):
+            return self._of_name(value, depth)
+        if isinstance(value, cst.Call):
+            return self._of_call(value, depth)
+        return Numbers.UNKNOWN
+
+    def may_be_list(self, value: cst.BaseExpression) -> bool:
+        """Whether an expression is a list or a tuple, or a name that is bound to one anywhere."""
+        if isinstance(value, cst.List | cst.Tuple | cst.ListComp):
+            return True
+        if isinstance(value, cst.BinaryOperation):
+            return self.may_be_list(value.left) or self.may_be_list(value.right)
+        if isinstance(value, cst.IfExp):
+            return self.may_be_list(value.body) or self.may_be_list(value.orelse)
+        if isinstance(value, cst.Call):
+            name = self._program.callee(value).removeprefix("tensorflow.")
+            if name in ("split", "unstack"):
+                return True
+            return isinstance(value.func, cst.Name) and value.func.value in ("list", "tuple")
+        if isinstance(value, cst.Attribute):
+            return value.attr.value in ("losses", "values")
+        if isinstance(value, cst.Name):
+            key = (self._program.scope(value), value.value)
+            if key not in self._lists:
+                self._lists[key] = False  # of what a name is bound to by itself
+                self._lists[key] = any(self.may_be_list(one) for one in self._values(value))
+            return self._lists[key]
+        return False
+
+    def _values(self, name: cst.Name) -> list[cst.BaseExpression]:
+        """All expressions that a name is bound to, or that are added to it."""
+        found = []
+        for assignment in self._program.assignments(name):
+            target = self._program.parent(assignment.node)
+            statement = self._program.parent(target) if target is not None else None
+            if isinstance(target, cst.AssignTarget) and isinstance(statement, cst.Assign):
+                found.append(statement.value)
+            elif isinstance(target, cst.AnnAssign) and target.value is not None:
+                found.append(target.value)
+            elif isinstance(target, cst.NamedExpr | cst.AugAssign):
+                found.append(target.value)
+        return found
+
+    def is_number(self, value: cst.BaseExpression, depth: int = 0) -> bool:
+        """Whether an expression is certainly a number of Python."""
+        if isinstance(value, cst.Integer | cst.Float):
+            return True
+        if isinstance(value, cst.UnaryOperation):
+            return self.is_number(value.expression, depth)
+        if isinstance(value, cst.BinaryOperation):
+            return self.is_number(value.left, depth) and self.is_number(value.right, depth)
+        if isinstance(value, cst.Subscript):
+            of_shape = isinstance(value.value, cst.Attribute) and value.value.attr.value == "shape"
+            return of_shape or self._program.callee(value.value) == "tensorflow.shape"
+        if isinstance(value, cst.Attribute):
+            return value.attr.value == "num_replicas_in_sync"
+        if isinstance(value, cst.Call):
+            is_own = isinstance(value.func, cst.Name) and self._program.assignments(value.func)
+            return isinstance(value.func, cst.Name) and not is_own and value.func.value in _PYTHON
+        if isinstance(value, cst.Name) and depth < _DEPTH:
+            values = self._values(value)
+            is_all = len(values) == len(self._program.assignments(value))
+            return bool(values) and is_all and all(self.is_number(x, depth + 1) for x in values)
+        return False
+
+    def _of_all(self, values: list[cst.BaseExpression], depth: int) -> Numbers:
+        """What all of several values are; floats also if one is, and the others may be."""
+        return _join({self.numbers(value, depth + 1) for value in values})
+
+    def _of_both(self, value: cst.BinaryOperation, depth: int) -> Numbers:
+        """Numbers of an operation, whose operands TensorFlow wants to be of one dtype."""
+        if isinstance(value.operator, cst.Divide):
+            return Numbers.FLOATS
+        found = {self.numbers(value.left, depth + 1), self.numbers(value.right, depth + 1)}
+        if Numbers.FLOATS in found:
+            return Numbers.FLOATS
+        # An integer of Python takes the dtype of the array.
+        return _join(found)
+
+    def _of_name(self, name: cst.Name, depth: int) -> Numbers:
+        """Numbers of all that a name is bound to; what it is bound to by itself adds none."""
+        key = (self._program.scope(name), name.value)
+        if key in self._active:
+            return Numbers.ANY
+        if key in self._numbers:
+            return self._numbers[key]
+        self._active.add(key)
+        found = self._of_bindings(name, depth)
+        self._active.remove(key)
+        if not self._active:  # else it may lack what a name that is being looked at adds
+            self._numbers[key] = found
+        return found
+
+    def _of_bindings(self, name: cst.Name, depth: int) -> Numbers:
+        found = self._program.assignments(name)
+        values: list[cst.BaseExpression] = []
+        for assignment in found:
+            target = self._program.parent(assignment.node)
+            outer = self._program.parent(target) if target is not None else None
+            if isinstance(target, cst.AugAssign):
+                if isinstance(target.operator, cst.DivideAssign):
+                    return Numbers.UNKNOWN
+                values.append(target.value)
+            elif isinstance(target, cst.AssignTarget) and isinstance(outer, cst.Assign):
+                values.append(outer.value)
+            elif isinstance(target, cst.NamedExpr):
+                values.append(target.value)
+            elif isinstance(target, cst.For | cst.CompFor) and target.target is assignment.node:
+                values.append(target.iter)
+            else:
+                return Numbers.UNKNOWN
+        if not values:
+            return Numbers.UNKNOWN
+        kinds = {
+            self.numbers(value, depth + 1)
+            for value in values
+            if not (isinstance(value, cst.List) and not value.elements)
+        }
+        return _join(kinds)
+
+    def _of_call(self, call: cst.Call, depth: int) -> Numbers:
+        name = self._program.callee(call)
+        last = name.rpartition(".")[2]
+        if name.startswith(("tensorflow.keras.losses.", "keras.losses.")) and last[:1].islower():
+            return Numbers.FLOATS
+        if last in ("cast", "astype") and name.startswith(("tensorflow.", "jax.", "keras.ops.")):
+            return self._of_dtype(call)
+        if name.startswith("tensorflow."):
+            return self._of_operation(last, call, depth)
+        if isinstance(call.func, cst.Name) and not name:
+            if not self._program.assignments(call.func) and call.func.value in _PYTHON:
+                is_float = call.func.value == "float"
+                return Numbers.FLOATS if is_float else Numbers.INTEGERS
+        if isinstance(call.func, cst.Call):  # a loss or a layer of Keras
+            made = self._program.callee(call.func)
+            is_loss = made.startswith(("tensorflow.keras.losses.", "keras.losses."))
+            return Numbers.FLOATS if is_loss else Numbers.UNKNOWN
+        function = self._program.function(call.func)
+        if isinstance(function, cst.FunctionDef):
+            returns = Returns()
+            function.body.visit(returns)
+            if returns.values and None not in returns.values:
+                kinds = {self.numbers(x, depth + 1) for x in returns.values if x is not None}
+                return _join(kinds)
+            return Numbers.UNKNOWN
+        values = self._program.values(call.func) if isinstance(call.func, cst.Name) else None
+        if values and all(
+            self._program.callee(x).startswith(("tensorflow.keras.losses.", "keras.losses."))
+            for x in values
+        ):
+            return Numbers.FLOATS
+        return Numbers.UNKNOWN
+
+    def _of_operation(self, last: str, call: cst.Call, depth: int) -> Numbers:
+        """Numbers of an operation of TensorFlow, by its last name."""
+        if last in _FLOATS:
+            return Numbers.FLOATS
+        if last in _BOOLS or last in _INTEGERS:
+            return Numbers.INTEGERS
+        if last in ("ones", "zeros", "eye", "one_hot", "uniform"):
+            has_dtype = any(x.keyword and x.keyword.value == "dtype" for x in call.args)
+            may_have = last in ("ones", "zeros") and len(call.args) > 1
+            return self._of_dtype(call) if has_dtype or may_have else Numbers.FLOATS
+        if last in ("constant", "convert_to_tensor") and call.args:
+            if len(call.args) > 1:
+                return self._of_dtype(call)
+            return self.numbers(call.args[0].value, depth + 1)
+        if last == "where" and len(call.args) == 3:
+            return self._of_all([x.value for x in call.args[1:]], depth)
+        if last == "einsum" and len(call.args) > 1:
+            return self.numbers(call.args[1].value, depth + 1)
+        if last in _OF_FIRST and call.args:
+            return self.numbers(call.args[0].value, depth + 1)
+        return Numbers.UNKNOWN
+
+    def _of_dtype(self, call: cst.Call) -> Numbers:
+        """Numbers by the dtype that a call is given, by keyword or as its second argument."""
+        found = [x.value for x in call.args if x.keyword and x.keyword.value == "dtype"]
+        found = found or [x.value for x in call.args[1:2]]
+        if not found:
+            return Numbers.UNKNOWN
+        [dtype] = found
+        name = self._program.name(dtype).rpartition(".")[2]
+        if isinstance(dtype, cst.SimpleString):
+            name = str(dtype.evaluated_value)
+        if not name:
+            return Numbers.UNKNOWN
+        if name.startswith(_FLOAT_NAMES):
+            return Numbers.FLOATS
+        is_integer = name.startswith(("int", "uint", "bool"))
+        return Numbers.INTEGERS if is_integer else Numbers.UNKNOWN
+
+
+def _join(kinds: set[Numbers]) -> Numbers:
+    """What several values are, if they are the same."""
+    kinds.discard(Numbers.ANY)
+    return kinds.pop() if len(kinds) == 1 else Numbers.UNKNOWN

@@ -1,0 +1,302 @@
+"""Operations whose replacement depends on their arguments: each chooses a template for one call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import libcst as cst
+
+from tpudist.port.analysis.function_roles import Role
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of an operation: where it is, and the arguments that it gives."""
+
+    program: Program
+    kinds: ValueKinds
+    role: Role | None
+    node: cst.Call
+    args: dict[str, cst.BaseExpression]
+
+    used: set[str] = dataclasses.field(default_factory=set)
+
+    def use(self, *names: str) -> None:
+        """Notes arguments whose values the choice of the template has used up."""
+        self.used.update(names)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the call is Python's, where shapes may depend on data."""
+        return self.role is Role.HOST
+
+
+_NAMES = {"True": True, "False": False}
+
+
+def _mean(call: Call) -> str:
+    """The mean of integers is an integer: TensorFlow divides them as integers, toward zero."""
+    of = "_input_tensor, _axis, keepdims=_keepdims"
+    if call.kinds.is_number(call.args["input_tensor"]):
+        return ""
+    if call.kinds.numbers(call.args["input_tensor"]) is Numbers.FLOATS:
+        return f"jnp.mean({of})"
+    if call.role is Role.KERAS:
+        return f"keras.ops.cast(keras.ops.mean({of}), _input_tensor.dtype)"
+    return f"jnp.mean({of}, dtype=_input_tensor.dtype)"
+
+
+def _matmul(call: Call) -> str:
+    names = []
+    for name in ("a", "b"):
+        transposed = call.args.get(f"transpose_{name}")
+        text = _code(transposed) if transposed is not None else "False"
+        if text not in _NAMES:
+            return ""
+        names.append(f"jnp.swapaxes(_{name}, -1, -2)" if _NAMES[text] else f"_{name}")
+        call.use(f"transpose_{name}")
+    return f"jnp.matmul({', '.join(names)})"
+
+
+def _split(call: Call) -> str:
+    """A number of parts is the same here; sizes of parts are the places where they end."""
+    sizes = call.args["num_or_size_splits"]
+    if call.kinds.is_number(sizes):
+        return "jnp.split(_value, _num_or_size_splits, _axis)"
+    if isinstance(sizes, cst.List | cst.Tuple):
+        numbers = [_code(x.value) for x in sizes.elements]
+        if not all(x.isdigit() for x in numbers):
+            return ""
+        call.use("num_or_size_splits")
+        ends = [sum(map(int, numbers[: i + 1])) for i in range(len(numbers) - 1)]
+        return f"jnp.split(_value, {ends}, _axis)"
+    where = "np.cumsum(_num_or_size_splits)[:-1] if np.ndim(_num_or_size_splits) else "
+    return f"jnp.split(_value, {where}_num_or_size_splits, _axis)"
+
+
+def _concat(call: Call) -> str:
+    """Parts of shapes make a shape, which is known before the program runs."""
+    if _are_parts_of_shape(call.program, call.args["values"]):
+        call.use("axis")
+        return "[size for part in _values for size in part]"
+    return "jnp.concatenate(_values, _axis)"
+
+
+def _are_parts_of_shape(program: Program, values: cst.BaseExpression) -> bool:
+    """Whether values are shapes, parts of them, and lists."""
+    if not isinstance(values, cst.List | cst.Tuple):
+        return False
+    shapes = lists = 0
+    for element in values.elements:
+        part = element.value
+        if isinstance(part, cst.List):
+            lists += 1
+        elif program.callee(part.value if isinstance(part, cst.Subscript) else part) == (
+            "tensorflow.shape"
+        ):
+            shapes += 1
+    return shapes > 0 and shapes + lists == len(values.elements)
+
+
+def _stack(call: Call) -> str:
+    """Numbers that make a shape stay numbers."""
+    values = call.args["values"]
+    is_list = isinstance(values, cst.List) and "axis" not in call.args
+    if is_list and is_taken_as_shape(call.program, call.node):
+        return "_values"
+    return "jnp.stack(_values, _axis)"
+
+
+def _unstack(call: Call) -> str:
+    call.use("num")
+    return "list(jnp.unstack(_value, axis=_axis))"
+
+
+def _pad(call: Call) -> str:
+    mode = call.args.get("mode")
+    if mode is not None and not isinstance(mode, cst.SimpleString):
+        return ""
+    name = "constant" if mode is None else str(mode.evaluated_value).lower()
+    call.use("mode")
+    if name == "constant":
+        return "jnp.pad(_tensor, _paddings, constant_values=_constant_values)"
+    if name in ("reflect", "symmetric"):
+        return f'jnp.pad(_tensor, _paddings, mode="{name}")'
+    return ""
+
+
+def _range(call: Call) -> str:
+    """The one argument that is given is the end."""
+    given = [name for name in ("start", "limit", "delta") if name in call.args]
+    return f"jnp.arange({', '.join(f'_{name}' for name in given)}, dtype=_dtype)"
+
+
+def _norm(call: Call) -> str:
+    order = call.args.get("ord")
+    if order is not None and not (
+        isinstance(order, cst.SimpleString) and order.evaluated_value == "euclidean"
+    ):
+        return ""
+    call.use("ord")
+    return "jnp.linalg.norm(_tensor, axis=_axis, keepdims=_keepdims)"
+
+
+def _boolean_mask(call: Call) -> str:
+    """The number of rows that a mask leaves is known in Python only."""
+    return "_tensor[np.asarray(_mask)]" if call.is_on_host else ""
+
+
+def _where(call: Call) -> str:
+    if len(call.args) == 3:
+        return "jnp.where(_condition, _x, _y)"
+    return "jnp.argwhere(_condition)" if call.is_on_host and len(call.args) == 1 else ""
+
+
+def _band_part(call: Call) -> str:
+    call.use("num_lower", "num_upper")
+    bands = (_code(call.args["num_lower"]), _code(call.args["num_upper"]))
+    return {("-1", "0"): "jnp.tril(_input)", ("0", "-1"): "jnp.triu(_input)"}.get(bands, "")
+
+
+def _sequence_mask(call: Call) -> str:
+    if "maxlen" not in call.args:
+        return ""
+    mask = "jnp.arange(_maxlen) < jnp.expand_dims(_lengths, -1)"
+    return f"jnp.astype({mask}, _dtype)" if "dtype" in call.args else mask
+
+
+def _top_k(call: Call) -> str:
+    outer = call.program.parent(call.node)
+    call.use("sorted")
+    if "k" not in call.args:
+        return ""
+    is_unpacked = isinstance(outer, cst.Assign) and isinstance(
+        outer.targets[0].target, cst.Tuple | cst.List
+    )
+    return "jax.lax.top_k(_input, _k)" if is_unpacked or isinstance(outer, cst.Subscript) else ""
+
+
+def _shape(call: Call) -> str:
+    """A tuple of numbers where it is taken for one, else an array."""
+    array = call.args["input"]
+    is_name = isinstance(array, cst.Name | cst.Attribute) and not call.kinds.may_be_list(array)
+    shape = "_input.shape" if is_name and call.role is not Role.KERAS else "jnp.shape(_input)"
+    return shape if is_taken_as_shape(call.program, call.node) else f"jnp.array({shape})"
+
+
+_TAKES_SHAPES = set(
+    "reshape zeros ones fill broadcast_to normal uniform truncated_normal tile".split()
+)
+
+
+def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
+    """Whether whatever reads a shape takes a tuple of numbers."""
+    outer = program.parent(node)
+    if isinstance(outer, cst.Subscript) and outer.value is node:
+        [index, *more] = outer.slice
+        if more:
+            return False
+        if isinstance(index.slice, cst.Index):
+            return True
+        return is_taken_as_shape(program, outer, depth)
+    if isinstance(outer, cst.Arg):
+        call = program.parent(outer)
+        if not isinstance(call, cst.Call):
+            return False
+        name = program.callee(call)
+        last = name.rpartition(".")[2]
+        if isinstance(call.func, cst.Name) and call.func.value in ("print", "len", "tuple", "list"):
+            return True
+        return name.startswith("tensorflow.") and last in _TAKES_SHAPES
+    if isinstance(outer, cst.AssignTarget | cst.Assign) and depth < 3:
+        if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
+            return False
+        target = outer.targets[0].target
+        if isinstance(target, cst.Tuple):
+            return True
+        reads = program.references(target) if isinstance(target, cst.Name) else []
+        return bool(reads) and all(is_taken_as_shape(program, read, depth + 1) for read in reads)
+    if isinstance(outer, cst.Element):  # a part of a shape
+        values = program.parent(outer)
+        arg = program.parent(values) if values is not None else None
+        if not isinstance(arg, cst.Arg):
+            return False
+        is_concat = program.callee(program.parent(arg)) == "tensorflow.concat"
+        return is_concat and _are_parts_of_shape(program, arg.value)
+    return isinstance(outer, cst.StarredElement | cst.FormattedStringExpression)
+
+
+def _cond(call: Call) -> str:
+    if not {"pred", "true_fn", "false_fn"} <= set(call.args):
+        return ""
+    if call.is_on_host:
+        return "_true_fn() if _pred else _false_fn()"
+    return "jax.lax.cond(_pred, _true_fn, _false_fn)"
+
+
+def _one_hot(call: Call) -> str:
+    """Ones and zeros are what it gives here, too."""
+    for name, value in (("on_value", 1), ("off_value", 0)):
+        if name in call.args:
+            text = _code(call.args[name])
+            if text not in (f"{value}", f"{value}.0", f"{value}.") or "dtype" not in call.args:
+                return ""
+            call.use(name)
+    return "jax.nn.one_hot(_indices, _depth, axis=_axis, dtype=_dtype)"
+
+
+def _add_n(call: Call) -> str:
+    return "sum(_inputs)" if call.role in (Role.REPLICA, Role.KERAS) else ""
+
+
+def _code(value: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(value)
+
+
+def _parameters(text: str) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for parameter in text.split():
+        name, has_default, _ = parameter.partition("=")
+        found[name] = "" if has_default else None
+    return found
+
+
+# Functions of any number of arguments, which have a namesake.
+SAME_ARGUMENTS = {
+    "tensorflow.einsum": "jnp.einsum",
+    "tensorflow.linalg.einsum": "jnp.einsum",
+    "tensorflow.meshgrid": "jnp.meshgrid",
+    "tensorflow.nest.map_structure": "keras.tree.map_structure",
+    "tensorflow.nest.assert_same_structure": "keras.tree.assert_same_structure",
+}
+
+IRREGULAR: dict[str, tuple[dict[str, str | None], frozenset[str], Callable[[Call], str]]] = {}
+for _names, _text, _arrays, _choose in (
+    ("reduce_mean math.reduce_mean", "input_tensor axis= keepdims=", "input_tensor", _mean),
+    ("matmul linalg.matmul", "a b transpose_a= transpose_b=", "a b", _matmul),
+    ("split", "value num_or_size_splits axis=", "value", _split),
+    ("concat", "values axis", "", _concat),
+    ("stack", "values axis=", "", _stack),
+    ("one_hot", "indices depth on_value= off_value= axis= dtype=", "indices", _one_hot),
+    ("unstack", "value num= axis=", "value", _unstack),
+    ("pad", "tensor paddings mode= constant_values=", "tensor", _pad),
+    ("range", "start limit= delta= dtype=", "", _range),
+    ("norm linalg.norm", "tensor ord= axis= keepdims=", "tensor", _norm),
+    ("boolean_mask", "tensor mask", "tensor", _boolean_mask),
+    ("where", "condition x= y=", "condition x y", _where),
+    ("linalg.band_part", "input num_lower num_upper", "input", _band_part),
+    ("sequence_mask", "lengths maxlen= dtype=", "lengths", _sequence_mask),
+    ("math.top_k nn.top_k", "input k= sorted=", "input", _top_k),
+    ("shape", "input", "input", _shape),
+    ("cond", "pred true_fn= false_fn=", "", _cond),
+    ("add_n math.add_n", "inputs", "", _add_n),
+):
+    for _name in _names.split():
+        IRREGULAR[f"tensorflow.{_name}"] = (
+            _parameters(_text),
+            frozenset(_arrays.split()),
+            _choose,
+        )
