@@ -186,9 +186,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
                 the same on all, and so are Python numbers, which the function sees as arrays of a
                 weak type as in `jax.jit`. Only where it needs a number itself (a shape, `if`,
                 `range`), or `options.static_argnums` says so, is the number part of the program,
-                which is compiled anew for others. So are all other Python values. The 64 programs
-                of a function that were called last are kept. A NumPy array of more than 64 KiB is
-                read while the program runs: change it when the results are there.
+                which is compiled anew for others. So are booleans, and all other Python values. The
+                64 programs of a function that were called last are kept. A NumPy array of more than
+                64 KiB is read while the program runs: change it when the results are there.
             kwargs: Keyword arguments, alike.
             options: How to compile.
 

@@ -1,8 +1,8 @@
 """The arguments of one call of `Strategy.run`, sorted by what becomes of them.
 
 Arrays and Python numbers are fed to the compiled program; each replica gets its own part of a
-PerReplica; NNX objects are fed as the values of their Variables; everything else (strings,
-functions, Variables, and numbers that the function needs as such) is part of the program's
+PerReplica; NNX objects are fed as the values of their Variables; everything else (booleans,
+strings, functions, Variables, and numbers that the function needs as such) is part of the program's
 identity and reaches the function as it is.
 """
 
@@ -23,7 +23,7 @@ from tpudist.values.per_replica import PerReplica, is_distributed
 from tpudist.xla.settings import Setting
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_NUMBER_TYPES = frozenset((bool, int, float, complex))
+_NUMBER_TYPES = frozenset((int, float, complex))
 _LEAF_TYPES = (nnx.State, *nnx_contents.OBJECT_TYPES)
 _WHOLE = np.empty(())
 _is = operator.is_
@@ -231,7 +231,7 @@ def numbers_in_state(kinds: Kinds, structure: tuple) -> list[int]:
 
 
 def is_number(x: Any) -> bool:
-    """Whether an argument is a number of Python's own, no subclass."""
+    """Whether an argument is a number of Python's own: no subclass, and no boolean."""
     return type(x) in _NUMBER_TYPES
 
 
