@@ -239,6 +239,12 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     # What each replica holds.
 
     @property
+    def has_one_copy(self) -> bool:
+        """Whether replicas hold no copies: there is one, or one place that holds all variables."""
+        strategy = self.strategy
+        return not strategy.variables_have_components or strategy.num_replicas_in_sync == 1
+
+    @property
     def values(self) -> tuple[Any, ...]:
         """The components that this process's replicas hold, in order; see `Component`.
 

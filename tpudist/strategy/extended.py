@@ -397,6 +397,12 @@ class StrategyExtended(StepsOnIterator):
         return logical_devices.num_replicas_per_host(self._strategy.replica_mesh)
 
     @property
+    def steps_per_run(self) -> int:
+        """The argument of a `compat.v1` TPUStrategy, without effect; else 1. TPUStrategy only."""
+        self._require_tpu("steps_per_run")
+        return getattr(self._strategy, "steps_per_run", 1)
+
+    @property
     def tpu_hardware_feature(self) -> Any:
         """What the chips have, if the cluster resolver knows it; else None. TPUStrategy only."""
         self._require_tpu("tpu_hardware_feature")

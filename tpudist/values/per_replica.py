@@ -18,13 +18,13 @@ PyTree = Any
 
 
 class _OrMirrored(type):
-    """Counts plain arrays that are equal on every replica among the instances of a class."""
+    """Counts mirrored plain arrays among the instances of a class, and no Variable of one copy."""
 
     # For `isinstance` alone: `issubclass(type(x), ...)` is what `is_distributed` asks, and it keeps
     # plain arrays out.
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
-            return True
+            return cls is not DistributedValues or not getattr(instance, "has_one_copy", False)
         if cls not in (DistributedValues, Mirrored) or not isinstance(instance, jax.Array):
             return False
         return not is_traced(instance) and mesh_of_mirrored(instance) is not None
@@ -33,7 +33,8 @@ class _OrMirrored(type):
 class DistributedValues(metaclass=_OrMirrored):
     """Values that replicas hold: a PerReplica, a Variable, or a mirrored array; for `isinstance`.
 
-    As `tf.distribute.DistributedValues`.
+    A Variable with one copy (one replica, or central storage) is an ordinary variable, and not an
+    instance. As `tf.distribute.DistributedValues`.
     """
 
 
