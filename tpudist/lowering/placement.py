@@ -53,8 +53,7 @@ def shard(
     """
     leaves = jax.tree.leaves(value)
     for x in leaves:
-        if isinstance(x, integers.HOST_TYPES):
-            integers.check_fit(x, "A value to be replicated")
+        integers.check_fit(x, "A value to be replicated")
     sharding = NamedSharding(mesh.mesh, spec)
     if memory_kind is not None:
         sharding = sharding.with_memory_kind(check_memory_kind(mesh, memory_kind))

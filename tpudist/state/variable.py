@@ -27,6 +27,7 @@ from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.component import Component
 from tpudist.values.per_replica import DistributedValues, LocalPart, local_part
+from tpudist.xla import integers
 from tpudist.xla.traces import is_traced, run_eagerly
 
 _names = generations.Numbers()
@@ -234,6 +235,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
         """The rows of the value at `indices`. As `tf.Variable.sparse_read`."""
         warn_of_op_arguments("sparse_read", False, name)
+        integers.check_fit(indices, f"The indices given to sparse_read of '{self.name}'")
         return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
 
     # What each replica holds.

@@ -11,7 +11,7 @@ import numpy as np
 from tpudist.lowering import placement
 from tpudist.processes import process_agreement
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import random_keys
+from tpudist.xla import integers, random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -160,6 +160,7 @@ def _stack_keys(
 def _number(value: Any) -> Any:
     if random_keys.is_key(value):
         return value
+    integers.refuse_masks_and_buffers(value, "A value for a replica")
     array = np.asarray(value)
     if array.dtype.kind in "OSUMm":
         raise TypeError(

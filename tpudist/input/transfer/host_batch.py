@@ -114,8 +114,9 @@ def as_array(value: Any, what: str) -> np.ndarray:
 
     Raises:
         ValueError: It is ragged.
-        TypeError: Its elements are not numbers.
+        TypeError: Its elements are not numbers, it is masked, or a buffer.
     """
+    integers.refuse_masks_and_buffers(value, what)
     if random_keys.is_key(value):
         raise TypeError(
             f"{what} has random keys, {value.dtype}{list(value.shape)}, but batches are read in "

@@ -20,6 +20,7 @@ from flax import nnx
 from tpudist.run.arguments import containers
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica, is_distributed
+from tpudist.xla import integers
 from tpudist.xla.settings import Setting
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -97,7 +98,7 @@ class Flattener:
         for i, arg in enumerate((*args, kwargs) if kwargs else args):
             some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
             for x in some:
-                _refuse_masked(x)
+                integers.refuse_masks_and_buffers(x, "An argument of a replica function")
             if isinstance(arg, _ARRAY_TYPES):
                 _single_array_types.add(type(arg))
             if all(isinstance(x, _ARRAY_TYPES) for x in some):
@@ -135,15 +136,6 @@ class Flattener:
                 fed |= {first + i for i in range(treedef.num_leaves) if leaf + i in numbers}
             leaf += treedef.num_leaves
         return Kinds.of(looked_at, fed)
-
-
-def _refuse_masked(x: Any) -> None:
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"A masked numpy array of shape {list(x.shape)} was given to a replica function. A "
-            f"device knows no masks, and would compute with what is masked. Fill it, x.filled(0), "
-            f"and pass the mask beside it."
-        )
 
 
 def unflatten(
