@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from tpudist.processes import process_agreement
 from tpudist.programs import program_digest
-from tpudist.xla import integers, random_keys
+from tpudist.xla import integers, random_keys, tree_depth
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 
 PyTree = Any
@@ -51,6 +51,7 @@ def shard(
         ValueError: The devices have no such memory.
         ProcessesDifferError: The processes place different values, or do something else.
     """
+    tree_depth.check_depth(value, "A value to be replicated")
     leaves = jax.tree.leaves(value)
     for x in leaves:
         integers.check_fit(x, "A value to be replicated")

@@ -14,7 +14,14 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops
 from tpudist.values import indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
-from tpudist.xla import collectives, communication_options, integers, random_keys, traces
+from tpudist.xla import (
+    collectives,
+    communication_options,
+    integers,
+    random_keys,
+    traces,
+    tree_depth,
+)
 from tpudist.xla.communication_options import CommunicationOptions
 
 PyTree = Any
@@ -243,6 +250,7 @@ class ReplicaContext:
 
 
 def _check_host_values(value: PyTree, method: str) -> None:
-    """Refuses values of NumPy's that would become others on a device."""
+    """Refuses trees too deep for JAX, and values of NumPy's that would change on a device."""
+    tree_depth.check_depth(value, f"A value given to {method}")
     for x in jax.tree.leaves(value):
         integers.check_fit(x, f"A value given to {method}")

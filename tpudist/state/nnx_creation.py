@@ -13,7 +13,7 @@ from flax.linen.spmd import logical_to_mesh
 from tpudist.processes import process_agreement
 from tpudist.programs import axis_errors, axis_names, program_digest
 from tpudist.state import nnx_contents
-from tpudist.xla import integers
+from tpudist.xla import integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
 # Leaves of what is made: objects of NNX, and the boxes of Linen, which say how arrays are split.
@@ -141,6 +141,7 @@ def plan_creation(
 
 def _take_apart(made: Any) -> tuple[_Structure, Any, list[Any]]:
     """The structure of what was made, the arrays of what are no boxes, and those of boxes."""
+    tree_depth.check_depth(made, "The value that a function given to strategy.create returns")
     leaves, nesting = jax.tree.flatten(made, is_leaf=lambda x: isinstance(x, _WHOLE))
     boxes = {i: x for i, x in enumerate(leaves) if isinstance(x, linen.Partitioned)}
     rest = [None if i in boxes else x for i, x in enumerate(leaves)]

@@ -39,7 +39,7 @@ from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
 from tpudist.verification import first_verification
 from tpudist.verification.strategy_methods import VerifyMethods
-from tpudist.xla import integers, traces
+from tpudist.xla import integers, traces, tree_depth
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -412,6 +412,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
 
     def _map_all(self, function: Callable[[list[Any]], list[Any]], value: PyTree) -> PyTree:
         frame = context.current().frame
+        tree_depth.check_depth(value, "A value to be reduced or gathered")
 
         def note_equal(x):
             if frame is not None and not isinstance(x, PerReplica):

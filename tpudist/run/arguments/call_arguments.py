@@ -20,12 +20,13 @@ from flax import nnx
 from tpudist.run.arguments import containers
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica, is_distributed
-from tpudist.xla import integers
+from tpudist.xla import integers, tree_depth
 from tpudist.xla.settings import Setting
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _NUMBER_TYPES = frozenset((int, float, complex))
 _LEAF_TYPES = (nnx.State, *nnx_contents.OBJECT_TYPES)
+_CONTAINERS = frozenset((dict, list, tuple))
 _WHOLE = np.empty(())
 _is = operator.is_
 _single_array_types: set[type] = set()
@@ -78,6 +79,8 @@ class Flattener:
                 elements.append(arg)
                 key.append(None)
             else:
+                if type(arg) in _CONTAINERS:
+                    tree_depth.check_depth(arg, "An argument of a replica function")
                 some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
                 elements += some
                 key.append((treedef, tuple(map(type, some))))
