@@ -407,3 +407,46 @@ def test_gradients_of_activations_are_those_of_the_real_rows(strategy):
         wanted = jax.grad(lambda w, f=activation: f(w * TAIL).sum())(0.5)
         total = strategy.reduce("sum", one, axis=None)
         np.testing.assert_allclose(total, wanted, rtol=1e-4)
+
+
+_CONSTANTS_OF_ROWS = {
+    "an order of NumPy's": (
+        lambda x: x[np.random.default_rng(0).permutation(x.shape[0])].sum(),
+        "Use jax.random.permutation",
+        lambda x: x[jax.random.permutation(jax.random.key(0), x.shape[0])].sum(),
+        lambda x: x.sum(),
+    ),
+    "an order of Python's": (
+        lambda x: (x[jnp.asarray(list(range(len(x)))[::-1])] * x).sum(),
+        "jnp.arange.* and jnp.flip",
+        lambda x: (x[jnp.flip(jnp.arange(x.shape[0]))] * x).sum(),
+        lambda x: (x[::-1] * x).sum(),
+    ),
+    "a list": (
+        lambda x: (x.sum() / jnp.asarray([x.shape[0] + 1, 2])).sum(),
+        "make a scalar of it, jnp.asarray.*jnp.stack",
+        lambda x: (x.sum() / jnp.stack([jnp.asarray(x.shape[0]) + 1, 2])).sum(),
+        lambda x: x.sum() / (len(x) + 1) + x.sum() / 2,
+    ),
+    "an array of NumPy's": (
+        lambda x: (x * np.sqrt(np.arange(x.shape[0]) / x.shape[0])).sum(),
+        "Compute it with jax.numpy from jnp.arange",
+        lambda x: (x * jnp.sqrt(jnp.arange(x.shape[0]) / x.shape[0])).sum(),
+        lambda x: (x * np.sqrt(np.arange(len(x)) / max(len(x), 1))).sum(),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _CONSTANTS_OF_ROWS)
+def test_a_constant_that_depends_on_rows_is_refused_with_its_line_and_the_form_that_works(kind):
+    refused, remedy, works, expected = _CONSTANTS_OF_ROWS[kind]
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    rows = np.arange(1, 8, dtype=np.float32)
+    dataset = strategy.experimental_make_numpy_dataset(rows[:7]).batch(8)
+    (batch,) = strategy.experimental_distribute_dataset(dataset)
+    line = refused.__code__.co_firstlineno
+    with pytest.raises(ValueError, match=rf"{remedy}.* At .*test_partial_batch.py:{line}\."):
+        strategy.run(refused, (batch,))
+    got = strategy.reduce("sum", strategy.run(works, (batch,)), axis=None)
+    np.testing.assert_allclose(got, expected(rows[:4]) + expected(rows[4:]), rtol=1e-6)
