@@ -937,3 +937,20 @@ def test_a_small_numpy_array_may_be_changed_after_the_call(mirrored):
         total = mirrored.run(jnp.sum, (x,))
         x[:] = 7
         assert float(total) == x.size
+
+
+def test_compiles_of_a_partial_are_called_by_its_function(mirrored):
+    def add(x, y):
+        return x + y
+
+    class Add:
+        def __call__(self, x):
+            return x + 1
+
+    x = jnp.ones(2)
+    compiled = NewCompiles()
+    mirrored.run(functools.partial(functools.partial(add, 1.0), y=x))
+    tpudist.function(functools.partial(add, 1.0))(x)
+    mirrored.run(functools.partial(Add()), (x,))
+    mirrored.run(Add(), (x,))
+    assert [r.function for r in compiled()] == ["add", "add", "Add", "Add"]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.xla import compile_log
 
 
 class NewVariable(BaseException):
@@ -60,7 +61,7 @@ class Capture:
         self.strategy = strategy
         self.held = value
         function = inspect.unwrap(function)
-        self._function_name = getattr(function, "__name__", type(function).__name__)
+        self._function_name = compile_log.name_of(function)
         self._name, self._read = find_capture(value, function)
         self.key = id(value.array)
 

@@ -311,7 +311,7 @@ class _Function:
     """One function: its steps, and what the last compile of it was for."""
 
     def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.name = compile_log.name_of(fn)
         self.flattener = call_arguments.Flattener()
         self.forms: dict[Any, Form] = {}
         self.recent = RecentSteps(self.name)

@@ -13,7 +13,7 @@ from flax.linen.spmd import logical_to_mesh
 from tpudist.processes import process_agreement
 from tpudist.programs import axis_errors, axis_names, program_digest
 from tpudist.state import nnx_contents
-from tpudist.xla import integers, tree_depth
+from tpudist.xla import compile_log, integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
 # Leaves of what is made: objects of NNX, and the boxes of Linen, which say how arrays are split.
@@ -101,7 +101,7 @@ def plan_creation(
             NNX Variable or the box that holds it (or None).
         mesh: The replicas, over which `init` may communicate: what it makes is equal on all.
     """
-    name = getattr(init, "__name__", type(init).__name__)
+    name = compile_log.name_of(init)
     graphdef_in, state_in = nnx.split(tuple(args))
     for x in jax.tree.leaves(state_in):
         integers.check_fit(x, f"An argument of '{name}', given to strategy.create,")

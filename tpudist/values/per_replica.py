@@ -15,6 +15,10 @@ from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
 PyTree = Any
+_OF_STATE = (
+    "State that a step returns under a name, as in {'ema': value}, is one array with "
+    "run(..., options=tpudist.RunOptions(aggregation={'ema': 'mean'}))."
+)
 
 
 class _OrMirrored(type):
@@ -159,7 +163,7 @@ class PerReplica(DistributedValues):
             f"{self!r} was used as one array, but every replica has its own. Combine the parts "
             f"with strategy.reduce('sum', value, axis=None), concatenate them with "
             f"strategy.gather(value, axis=0), or read this process's with "
-            f"strategy.experimental_local_results(value)."
+            f"strategy.experimental_local_results(value). {_OF_STATE}"
         )
 
     def _as_array(self) -> Any:
@@ -179,7 +183,8 @@ class PerReplica(DistributedValues):
             return getattr(local, name)
         raise AttributeError(
             f"A {type(self).__name__} has no attribute '{name}': every replica has its own array. "
-            f"Use it in a replica function, or read it with strategy.experimental_local_results."
+            f"Use it in a replica function, or read it with strategy.experimental_local_results. "
+            f"{_OF_STATE}"
         )
 
 
