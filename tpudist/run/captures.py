@@ -140,6 +140,7 @@ class Findings:
         made_by_lines: By which of its traces a line has made something of another library's.
         compiler_options: What its communication asks of the compiler.
         remarks: The categories of the warnings that were given of it.
+        traces_apart: Whether traces share nothing with earlier ones: captured values have changed.
     """
 
     def __init__(self):
@@ -150,6 +151,7 @@ class Findings:
         self.made_by_lines: dict[str, Any] = {}
         self.compiler_options: dict[str, Any] = {}
         self.remarks: set[type[Warning]] = set()
+        self.traces_apart = False
 
 
 def check_parts(value: Any, strategy: StrategyBase, capture: Capture) -> None:
