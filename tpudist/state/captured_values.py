@@ -116,16 +116,9 @@ class Snapshot:
 def find(fn: Callable[..., Any]) -> dict[str, Place]:
     """Returns the places of the values that `fn` captures, by their expressions."""
     walk = _Walk()
-    try:
-        walk.visit("fn", fn, "")
-        walk.finish()
-    except _TooMany:
-        pass
+    walk.visit("fn", fn, "")
+    walk.finish()
     return walk.places
-
-
-class _TooMany(Exception):
-    """More values than are looked at."""
 
 
 class _Walk:
@@ -148,7 +141,7 @@ class _Walk:
     def visit(self, expression: str, value: Any, name: str) -> None:
         """Looks at a value that code uses as a whole."""
         if len(self._seen) + len(self.places) > MAX_VALUES:
-            raise _TooMany
+            return
         if isinstance(value, _SCALARS):
             self._add(expression, value, name, is_weak=False)
             return
