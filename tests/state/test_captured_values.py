@@ -185,6 +185,26 @@ def test_globals_are_compared_at_each_call(strategy, kind, monkeypatch):
         assert (before, float(call(*args))) == (3, 6)
 
 
+def test_steps_in_one_program_and_transformed_functions_are_compared_too(strategy):
+    trainer = _Trainer()
+    dataset = strategy.experimental_make_numpy_dataset(np.ones(4, np.float32)).batch(2)
+
+    def run_steps(fn):
+        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        results = strategy.run_steps(fn, iterator, 2)
+        return [float(strategy.reduce("sum", x, axis=0)) for x in results]
+
+    fn = functools.wraps(trainer.attribute)(lambda x: trainer(trainer.attribute(x)))
+    assert run_steps(fn) == [2, 2]
+    trainer.rate = 2.0
+    assert run_steps(fn) == [8, 8]
+
+    gradient = jax.value_and_grad(trainer.attribute)
+    assert float(strategy.run(gradient, (jnp.float32(3),))[0]) == 6
+    trainer.rate = 1.0
+    assert float(strategy.run(gradient, (jnp.float32(3),))[0]) == 3
+
+
 def _closure():
     rate = 1.0
 

@@ -218,8 +218,8 @@ class _Walk:
         ]
         if _is_of_library(code):
             for where, value in cells:
-                if isinstance(value, _FUNCTIONS):
-                    self.visit(where, value, getattr(value, "__name__", "?"))
+                if callable(value) and not isinstance(value, type):
+                    self.visit(where, value, _name_of(value))
             return
         environment: dict[str, tuple[str, Any, str]] = {
             name: (*cell, name) for name, cell in zip(code.co_freevars, cells, strict=True)
