@@ -1,5 +1,6 @@
 """Python values that replica functions capture: a new program when they change, and only then."""
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import tpudist
 from compiles import NewCompiles
@@ -42,6 +44,21 @@ class _Config:
     rate: float = 1.0
 
 
+class _Items:
+    def __init__(self):
+        self._held = {"rate": 1.0}
+
+    def __getitem__(self, key):
+        return self._held[key]
+
+
+class _Net(linen.Module):
+    rate: float
+
+    def __call__(self, x):
+        return x * self.rate
+
+
 class _Base:
     base = 1.0
 
@@ -58,7 +75,9 @@ class _Trainer(_Base):
         self.config, self.options, self.rates = _Config(), {"rate": 1.0}, [1.0]
         self.is_training, self.num_steps, self.function = False, 0, lambda x: x
         self.transformation = optax.scale(1.0)
-        self._hidden = 1.0
+        self._hidden, self.net, self.items = 1.0, _Net(1.0), _Items()
+        self.last_rates, self.view = collections.deque([1.0]), types.MappingProxyType(self.options)
+        self.array = np.ones(1, np.float32)
 
     def attribute(self, x):
         return x * self.rate
@@ -109,6 +128,34 @@ class _Trainer(_Base):
     def by_getattr(self, x):
         return x * getattr(self, "rate")  # noqa: B009
 
+    def by_a_method_of_a_dict(self, x):
+        return x * self.options.get("rate", 1.0)
+
+    def by_vars(self, x):
+        return x * vars(self)["_hidden"]
+
+    def by_an_item_of_its_own(self, x):
+        return x * self.items["rate"]
+
+    def of_a_deque(self, x):
+        return x * self.last_rates[0]
+
+    def of_a_view(self, x):
+        return x * self.view["rate"]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def jitted(self, x):
+        return x * self.rate
+
+    def in_a_method_under_jit(self, x):
+        return self.jitted(x)
+
+    def of_an_array(self, x):
+        return x * self.array[0]
+
+    def another_linen_module(self, x):
+        return self.net.apply({}, x)
+
     def another_function(self, x):
         return self.function(x)
 
@@ -137,6 +184,14 @@ _CHANGES = {
     "handed_on_itself": lambda t: setattr(t, "rate", 2.0),
     "by_a_local_name": lambda t: setattr(t.config, "rate", 2.0),
     "by_getattr": lambda t: setattr(t, "rate", 2.0),
+    "by_a_method_of_a_dict": lambda t: t.options.update(rate=2.0),
+    "by_vars": lambda t: setattr(t, "_hidden", 2.0),
+    "by_an_item_of_its_own": lambda t: t.items._held.update(rate=2.0),
+    "of_a_deque": lambda t: t.last_rates.appendleft(2.0),
+    "of_a_view": lambda t: t.options.update(rate=2.0),
+    "in_a_method_under_jit": lambda t: setattr(t, "rate", 2.0),
+    "of_an_array": lambda t: setattr(t, "array", np.full(1, 2, np.float32)),
+    "another_linen_module": lambda t: setattr(t, "net", _Net(2.0)),
     "another_function": lambda t: setattr(t, "function", lambda x: 2 * x),
     "another_object": lambda t: setattr(t, "config", types.SimpleNamespace(rate=2.0)),
     "an_optimizer": lambda t: setattr(t, "transformation", optax.scale(2.0)),

@@ -5,9 +5,11 @@ traced. `find` follows the names in the function's code, and in the code of what
 values. `Snapshot` compares them: by identity first, in one expression that is made once.
 
 A value that the trace itself changes, such as a counter of traces, is left out. What libraries
-capture is not followed, nor a value that code computes before it takes an attribute of it.
+capture is not followed, nor a value that code computes before it takes an attribute of it. Arrays
+and objects of libraries are known by identity: what is changed in them is not seen.
 """
 
+import collections
 import copy
 import enum
 import functools
@@ -17,7 +19,7 @@ import os
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,12 @@ from tpudist.state.code_reads import CodeReads, Read, reads_of
 MAX_VALUES = 1000
 """Values of one function, or of one container, that are looked at; more are left out."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+# Methods of these that read nothing of what they hold.
+_MUTATORS = frozenset(
+    "add append appendleft clear discard extend insert pop popitem popleft remove update".split()
+)
+_OF_SHAPE = frozenset(("dtype", "itemsize", "nbytes", "ndim", "shape", "size"))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _OURS = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy"))
 _LIBRARIES = (
@@ -60,7 +67,7 @@ class Place:
     @property
     def comparison(self) -> str:
         """How an equal value is known most of the time: by identity, if no new object is made."""
-        is_new = self.expression.startswith("len(") or isinstance(self.value, _CONTAINERS)
+        is_new = self.expression.endswith(")") or isinstance(self.value, _CONTAINERS)
         return "==" if is_new else "is"
 
 
@@ -151,8 +158,11 @@ class _Walk:
         if isinstance(value, types.MethodType):
             owner = (f"{expression}.__self__", value.__self__, _owner_name(value))
             self._add(expression, value, name, is_weak=True)
-            if isinstance(value.__func__, types.FunctionType):
-                self._visit_function(f"{expression}.__func__", value.__func__, owner)
+            function, at = value.__func__, f"{expression}.__func__"
+            if not isinstance(function, types.FunctionType):  # as of `jax.jit`
+                function, at = getattr(function, "__wrapped__", None), f"{at}.__wrapped__"
+            if isinstance(function, types.FunctionType):
+                self._visit_function(at, function, owner)
         elif isinstance(value, types.FunctionType):
             self._add(expression, value, name, is_weak=True)
             self._visit_function(expression, value)
@@ -161,6 +171,8 @@ class _Walk:
             self._visit_partial(expression, value, name)
         elif isinstance(value, jax.Array | np.ndarray):
             self._add(expression, value, name, is_weak=True)
+        elif isinstance(value, types.MappingProxyType):
+            self._visit_container(f"dict({expression})", dict(value), name)
         elif isinstance(value, _CONTAINERS):
             self._visit_container(expression, value, name)
         elif isinstance(value, type):
@@ -172,11 +184,10 @@ class _Walk:
             self.visit(f"{expression}.__wrapped__", inner, name)
         elif _is_transparent(value):
             self._objects.setdefault(id(value), (expression, value, name))
-            call = inspect.getattr_static(type(value), "__call__", None)
-            if isinstance(call, types.FunctionType):
-                self._visit_function(
-                    f"type({expression}).__call__", call, (expression, value, name)
-                )
+            for method in ("__call__", "__getitem__", "__iter__"):
+                self._attribute(expression, value, name, method)
+        elif _is_known_by_identity(value):
+            self._add(expression, value, name, is_weak=True)
 
     def _add(self, expression: str, value: Any, name: str, *, is_weak: bool) -> None:
         if expression != "fn":  # which is what programs are kept for
@@ -281,7 +292,7 @@ class _Walk:
         for kind, key in read.steps:
             if kind == "item":
                 if not isinstance(value, dict | list | tuple) or not isinstance(key, str | int):
-                    break  # the container as a whole
+                    break  # the value as a whole
                 try:
                     value = operator.getitem(value, key)  # type: ignore[call-overload]
                 except (LookupError, TypeError):
@@ -289,7 +300,11 @@ class _Walk:
                 expression, name = f"{expression}[{key!r}]", f"{name}[{key!r}]"
                 continue
             if not _may_be_read(value):
-                if isinstance(value, tuple):  # of functions, as an optimizer of Optax
+                if key not in _OF_SHAPE:  # an array, or a tuple of functions as Optax has
+                    self.visit(expression, value, name)
+                return None
+            if type(value) in _CONTAINERS:
+                if key not in _MUTATORS:
                     self.visit(expression, value, name)
                 return None
             reached = self._attribute(expression, value, name, key)
@@ -314,6 +329,9 @@ class _Walk:
         if not isinstance(value, type | types.ModuleType) and attribute not in held:
             if isinstance(static, types.FunctionType):
                 self._visit_function(in_class, static, owner)
+                if _is_of_library(static.__code__) and _is_known_by_identity(value):
+                    # It reads attributes that are not seen here: another object is another value.
+                    self._add(expression, value, name, is_weak=True)
                 return None
             if isinstance(static, staticmethod | classmethod):
                 function = static.__func__
@@ -378,6 +396,14 @@ def _key(value: Any) -> Any:
         return value_keys.key_of(value) if is_known else object()
     except TypeError:  # it holds what cannot be compared now
         return object()
+
+
+def _is_known_by_identity(value: Any) -> bool:
+    """Whether another object in the place of `value` is another value, for all that is known."""
+    excluded = (type, types.ModuleType, Iterator, *nnx_contents.OBJECT_TYPES)
+    if isinstance(value, excluded) or type(value).__module__.partition(".")[0] == "tpudist":
+        return False
+    return type(value).__weakrefoffset__ != 0
 
 
 def _may_be_read(value: Any) -> bool:

@@ -45,7 +45,8 @@ class CodeReads:
         reads: The chains, in the order of the code.
         super_calls: Names of the methods that it calls by `super()`.
         inner: The code of functions that it defines.
-        names: All names of attributes in it, and its string constants if it calls `getattr`.
+        names: All names of attributes in it, and its string constants if it calls `getattr` or
+            `vars`.
     """
 
     reads: tuple[Read, ...]
@@ -73,7 +74,7 @@ def reads_of(code: CodeType) -> CodeReads:
             in_super = False
     inner = tuple(x for x in code.co_consts if isinstance(x, CodeType))
     names = frozenset(code.co_names)
-    if "getattr" in names:
+    if names & {"getattr", "vars", "__dict__"}:
         names |= {x for x in code.co_consts if isinstance(x, str)}
     return CodeReads(tuple(reads), tuple(super_calls), inner, names)
 
