@@ -66,7 +66,7 @@ class Place:
 
     @property
     def comparison(self) -> str:
-        """How an equal value is known most of the time: by identity, if no new object is made."""
+        """Operator of the quick comparison: identity, unless the expression makes a new object."""
         is_new = self.expression.endswith(")") or isinstance(self.value, _CONTAINERS)
         return "==" if is_new else "is"
 
@@ -81,7 +81,7 @@ class Snapshot:
         self._names: dict[str, Any] = {}  # that `is_same` reads
 
     def add(self, before: dict[str, Place], fn: Callable[..., Any]) -> None:
-        """Adds the places of `find` before a trace of `fn`, but for those that it has changed."""
+        """Adds the places that `find` gave before a trace, except those that the trace changed."""
         for expression, place in before.items():
             if expression not in self.places and _is_as_before(place, _read(expression, fn)):
                 self.places[expression] = place
@@ -135,7 +135,7 @@ class _Walk:
         self.places: dict[str, Place] = {}
         self._seen: set[Any] = set()
         self._names: set[str] = set()
-        # Objects that the code hands on whole: what is read of them is known by name only.
+        # Objects that the code hands on whole: only the names of the attributes it reads are known.
         self._objects: dict[int, tuple[str, Any, str]] = {}
 
     def finish(self) -> None:
@@ -264,7 +264,7 @@ class _Walk:
             reached = None if origin is None else self._follow(origin, read)
             if reached is None:
                 continue
-            # One local name for it: what is read of that is known as well.
+            # A local name for the value: later reads begin at that name.
             alias = read.alias if read.alias not in environment else None
             is_alias = alias is not None and stored.count(alias) == 1
             if alias is not None and is_alias:
@@ -285,7 +285,7 @@ class _Walk:
                     self._visit_function(f"{at}.__dict__[{name!r}]", method, owner)
 
     def _follow(self, origin: tuple[str, Any, str], read: Read) -> tuple[str, Any, str] | None:
-        """What a chain leads to; None if it ends at something that is looked at otherwise."""
+        """Returns the value at the end of a chain; None if the value has been visited already."""
         expression, value, name = origin
         if value is _MISSING:
             return None
@@ -394,7 +394,7 @@ def _key(value: Any) -> Any:
     is_known = isinstance(value, (*_SCALARS, *_CONTAINERS))
     try:
         return value_keys.key_of(value) if is_known else object()
-    except TypeError:  # it holds what cannot be compared now
+    except TypeError:  # it holds a value that cannot be compared
         return object()
 
 

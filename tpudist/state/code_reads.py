@@ -1,7 +1,7 @@
-"""Which names and attributes the code of a function reads, found in its bytecode.
+"""Names and attributes that the code of a function reads, found in its bytecode.
 
 The source is not always there, and bytecode always is. A read is a chain that begins at a name:
-`self.config.lr` or `options["lr"]`. What is computed from it is not followed.
+`self.config.lr` or `options["lr"]`. Values computed from it are not followed.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class Read:
 
     Attributes:
         name: The name: of a parameter or local variable, of a closure, or of a module.
-        is_global: Whether it is a name of the module.
-        steps: What is taken of it in turn: ("attr", name) or ("item", key).
+        is_global: Whether the name belongs to the module.
+        steps: The attributes and items that are taken in turn: ("attr", name) or ("item", key).
         alias: The local variable that the value is stored in, or None.
     """
 
@@ -39,7 +39,7 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class CodeReads:
-    """What one code object reads.
+    """The reads of one code object.
 
     Attributes:
         reads: The chains, in the order of the code.
