@@ -17,7 +17,7 @@ from flax import linen
 
 import tpudist
 from compiles import NewCompiles
-from tpudist.state import captured_values
+from tpudist.state import capture_search, captured_values
 
 RATE = 1.0
 OPTIONS = {"rate": 1.0, "steps": 0}
@@ -356,7 +356,7 @@ def test_the_comparison_takes_less_than_two_microseconds():
         return x * trainer.rates[0] if trainer.is_training else x * OPTIONS["rate"]
 
     snapshot = captured_values.Snapshot()
-    snapshot.add(captured_values.find(step), step)
+    snapshot.add(capture_search.find(step), step)
     assert len(snapshot.places) >= 6
     assert snapshot.is_same(step)
     assert min(timeit.repeat(lambda: snapshot.is_same(step), number=1000, repeat=5)) < 10e-3
@@ -371,7 +371,7 @@ def test_a_large_captured_list_is_compared_as_a_whole():
         return x + sum(values)
 
     snapshot = captured_values.Snapshot()
-    snapshot.add(captured_values.find(step), step)
+    snapshot.add(capture_search.find(step), step)
     assert len(snapshot.places) == 1
     assert snapshot.is_same(step)
     values[-1] = True

@@ -31,7 +31,7 @@ from tpudist.run.outputs.results import Outcome, TracedStep
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
-from tpudist.state import captured_values
+from tpudist.state import capture_search
 from tpudist.state.nnx_binding import Binding
 from tpudist.values import drift
 from tpudist.xla import compile_log, traces
@@ -519,7 +519,7 @@ class Step:
         if traced is not None:
             return traced
         now = self._current_call()
-        captured = captured_values.find(now.fn)
+        captured = capture_search.find(now.fn)
         with self.owner.strategy._use_axis_rules(), self._explain_failure(now):
             traced = trace_step(
                 ReplicaCall(
