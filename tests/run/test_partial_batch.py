@@ -450,3 +450,22 @@ def test_a_constant_that_depends_on_rows_is_refused_with_its_line_and_the_form_t
         strategy.run(refused, (batch,))
     got = strategy.reduce("sum", strategy.run(works, (batch,)), axis=None)
     np.testing.assert_allclose(got, expected(rows[:4]) + expected(rows[4:]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_noted"),
+    [
+        (lambda x: x.sum(), False),
+        (lambda x: tpudist.compute_average_loss(x[:, 0]), False),
+        (lambda x: x.mean(axis=1).sum(), False),
+        (lambda x: jax.grad(lambda w: (x * w).sum())(1.0), False),
+        (lambda x: x.mean(), True),
+        (lambda x: jax.grad(lambda w: (x * w).mean())(1.0), True),
+    ],
+)
+def test_a_replica_without_rows_is_noted_only_where_a_mean_over_rows_is(step, is_noted, caplog):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    dataset = strategy.experimental_make_numpy_dataset(np.ones((1, 3), np.float32)).batch(2)
+    (batch,) = strategy.experimental_distribute_dataset(dataset)
+    strategy.run(step, (batch,))
+    assert ("have no rows" in caplog.text) == is_noted
