@@ -91,9 +91,9 @@ class RunOptions:
         donate_argnums: Positions of positional arguments whose arrays the call may overwrite. They
             must not be used afterwards.
         static_argnums: Positions of positional arguments whose Python numbers are part of the
-            program, which is compiled for each value, as in `jax.jit`. Without it numbers are
-            arrays in the function, unless it turns out to need one as it is (for a shape, in `if`
-            or `range`).
+            program, which is compiled for each value, as in `jax.jit`. Without it integers and
+            floats are arrays in the function, unless it turns out to need one as it is (for a
+            shape, in `if` or `range`). Booleans are always static.
         donate_state: Whether the old values of NNX objects and Variables that the function changes
             may be overwritten in place. Arrays read from them before the call are then gone.
         aggregation: What becomes of state in plain pytrees, such as Linen's collections, that the

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 
 import jax
 import numpy as np
@@ -10,17 +11,16 @@ import pytest
 import tpudist
 from tpudist.compat import v1
 
-# Of `dir(tf.compat.v1.distribute)` and its `experimental` in TensorFlow 2.21, without `Server` and
-# `ParameterServerStrategy`.
+# Of `dir(tf.compat.v1.distribute)` and its `experimental` in TensorFlow 2.21.
 NAMES = """
     CrossDeviceOps HierarchicalCopyAllReduce InputContext InputReplicationMode MirroredStrategy
-    NcclAllReduce OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext RunOptions Strategy
-    StrategyExtended cluster_resolver experimental experimental_set_strategy get_loss_reduction
-    get_replica_context get_strategy has_strategy in_cross_replica_context
+    NcclAllReduce OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext RunOptions Server
+    Strategy StrategyExtended cluster_resolver experimental experimental_set_strategy
+    get_loss_reduction get_replica_context get_strategy has_strategy in_cross_replica_context
 """.split()
 EXPERIMENTAL_NAMES = """
     CentralStorageStrategy CollectiveCommunication CollectiveHints CommunicationImplementation
-    CommunicationOptions MultiWorkerMirroredStrategy TPUStrategy
+    CommunicationOptions MultiWorkerMirroredStrategy ParameterServerStrategy TPUStrategy
 """.split()
 
 
@@ -50,7 +50,7 @@ def test_what_has_not_changed_is_the_same_object():
     changed = {"MirroredStrategy", "OneDeviceStrategy", "Strategy", "experimental"}
     for name in set(NAMES) - changed:
         assert getattr(v1, name) is getattr(tpudist, name), name
-    changed = {"CentralStorageStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy"}
+    changed = {name for name in EXPERIMENTAL_NAMES if name.endswith("Strategy")}
     for name in set(EXPERIMENTAL_NAMES) - changed:
         assert getattr(v1.experimental, name) is getattr(tpudist.experimental, name), name
 
@@ -121,6 +121,7 @@ SIGNATURES = {
     "OneDeviceStrategy": ["device"],
     "experimental.CentralStorageStrategy": ["compute_devices", "parameter_device"],
     "experimental.MultiWorkerMirroredStrategy": ["communication", "cluster_resolver"],
+    "experimental.ParameterServerStrategy": ["cluster_resolver"],
     "experimental.TPUStrategy": ["tpu_cluster_resolver", "steps_per_run", "device_assignment"],
 }
 
@@ -131,7 +132,7 @@ def test_parameters_are_those_of_tensorflow(name):
     for part in name.split("."):
         found = getattr(found, part)
     parameters = inspect.signature(found).parameters.values()
-    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == SIGNATURES[name]
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == SIGNATURES[name]
 
 
 def test_steps_per_run_has_no_effect_and_says_so():
@@ -139,6 +140,26 @@ def test_steps_per_run_has_no_effect_and_says_so():
         with pytest.warns(DeprecationWarning, match="use tpudist.TPUStrategy"):
             strategy = v1.experimental.TPUStrategy(steps_per_run=10)
     assert strategy.num_replicas_in_sync == len(jax.devices())
+    assert (strategy.steps_per_run, strategy.extended.steps_per_run) == (10, 10)
+    assert tpudist.TPUStrategy().extended.steps_per_run == 1
+    with pytest.raises(AttributeError, match="only TPUStrategy does"):
+        tpudist.MirroredStrategy().extended.steps_per_run  # noqa: B018
+
+
+def test_parameter_servers_are_those_of_tf_config(monkeypatch):
+    cluster = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster}))
+    strategy = v1.experimental.ParameterServerStrategy()
+    try:
+        assert isinstance(strategy, tpudist.ParameterServerStrategy)
+        assert isinstance(strategy, v1.Strategy)
+        assert (strategy.num_workers, len(strategy.servers)) == (2, 1)
+        with strategy.scope():
+            v = tpudist.Variable(3.0)
+        assert not isinstance(v, tpudist.DistributedValues)
+        assert float(v.numpy()) == 3
+    finally:
+        strategy.shutdown()
 
 
 def test_the_old_module_is_part_of_the_package():

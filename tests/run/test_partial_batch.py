@@ -466,3 +466,65 @@ def test_an_update_at_rows_leaves_a_replica_without_rows_as_it_is(update):
     first = np.full(4, 0.5)  # the mean of 4 replicas, each of which has 2 of 4 ids
     last = first + [0.25 if update is not Counts.take_maximum else 0.125, 0, 0, 0]
     np.testing.assert_allclose(counts.of_ids[...], last)
+
+
+_CONSTANTS_OF_ROWS = {
+    "an order of NumPy's": (
+        lambda x: x[np.random.default_rng(0).permutation(x.shape[0])].sum(),
+        "Use jax.random.permutation",
+        lambda x: x[jax.random.permutation(jax.random.key(0), x.shape[0])].sum(),
+        lambda x: x.sum(),
+    ),
+    "an order of Python's": (
+        lambda x: (x[jnp.asarray(list(range(len(x)))[::-1])] * x).sum(),
+        "jnp.arange.* and jnp.flip",
+        lambda x: (x[jnp.flip(jnp.arange(x.shape[0]))] * x).sum(),
+        lambda x: (x[::-1] * x).sum(),
+    ),
+    "a list": (
+        lambda x: (x.sum() / jnp.asarray([x.shape[0] + 1, 2])).sum(),
+        "make a scalar of it, jnp.asarray.*jnp.stack",
+        lambda x: (x.sum() / jnp.stack([jnp.asarray(x.shape[0]) + 1, 2])).sum(),
+        lambda x: x.sum() / (len(x) + 1) + x.sum() / 2,
+    ),
+    "an array of NumPy's": (
+        lambda x: (x * np.sqrt(np.arange(x.shape[0]) / x.shape[0])).sum(),
+        "Compute it with jax.numpy from jnp.arange",
+        lambda x: (x * jnp.sqrt(jnp.arange(x.shape[0]) / x.shape[0])).sum(),
+        lambda x: (x * np.sqrt(np.arange(len(x)) / max(len(x), 1))).sum(),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _CONSTANTS_OF_ROWS)
+def test_a_constant_that_depends_on_rows_is_refused_with_its_line_and_the_form_that_works(kind):
+    refused, remedy, works, expected = _CONSTANTS_OF_ROWS[kind]
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    rows = np.arange(1, 8, dtype=np.float32)
+    dataset = strategy.experimental_make_numpy_dataset(rows[:7]).batch(8)
+    (batch,) = strategy.experimental_distribute_dataset(dataset)
+    line = refused.__code__.co_firstlineno
+    with pytest.raises(ValueError, match=rf"{remedy}.* At .*test_partial_batch.py:{line}\."):
+        strategy.run(refused, (batch,))
+    got = strategy.reduce("sum", strategy.run(works, (batch,)), axis=None)
+    np.testing.assert_allclose(got, expected(rows[:4]) + expected(rows[4:]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_noted"),
+    [
+        (lambda x: x.sum(), False),
+        (lambda x: tpudist.compute_average_loss(x[:, 0]), False),
+        (lambda x: x.mean(axis=1).sum(), False),
+        (lambda x: jax.grad(lambda w: (x * w).sum())(1.0), False),
+        (lambda x: x.mean(), True),
+        (lambda x: jax.grad(lambda w: (x * w).mean())(1.0), True),
+    ],
+)
+def test_a_replica_without_rows_is_noted_only_where_a_mean_over_rows_is(step, is_noted, caplog):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    dataset = strategy.experimental_make_numpy_dataset(np.ones((1, 3), np.float32)).batch(2)
+    (batch,) = strategy.experimental_distribute_dataset(dataset)
+    strategy.run(step, (batch,))
+    assert ("have no rows" in caplog.text) == is_noted

@@ -1,5 +1,6 @@
 """Python numbers among the arguments: fed as in `jax.jit`, and as they are where that is needed."""
 
+import dataclasses
 import logging
 
 import jax
@@ -64,7 +65,7 @@ _NEEDS = {
     "an axis": (lambda x, n: jnp.sum(jnp.stack([x, x]), axis=n), 1),
     "an index of a list": (lambda x, n: [x, 2 * x][n], 1),
     "a key of a dict": (lambda x, n: {1: x, 2: 2 * x}[n], 2),
-    "if": (lambda x, n: x if n else -x, True),
+    "if": (lambda x, n: x if n else -x, 1),
     "arithmetic before it": (lambda x, n: jnp.zeros(2 * n + 1), 2),
     "Python's own function": (lambda x, n: x * float(n), 1.5),
     "NumPy": (lambda x, n: x * np.sqrt(n), 4.0),
@@ -137,6 +138,51 @@ def test_static_argnums_leave_numbers_as_they_are(mirrored, compiles, told):
     assert set(seen) == {0.5, 2.0}
     assert [r.cause for r in compiles()] == ["first call", "lr was the value 0.5, is the value 2.0"]
     assert told() == []
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Flags:
+    training: bool
+    rate: float
+
+
+_PLACES_OF_A_BOOL = {
+    "an argument": (lambda b: b, lambda o: o),
+    "a dict": (lambda b: {"training": b, "rate": 0.5}, lambda o: o["training"]),
+    "nested containers": (lambda b: [(), {"of": (1.0, b)}], lambda o: o[1]["of"][1]),
+    "a dataclass": (lambda b: _Flags(b, 0.5), lambda o: o.training),
+}
+
+
+@pytest.mark.parametrize("place", _PLACES_OF_A_BOOL)
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_boolean_is_static_as_in_tensorflow(mirrored, place, by_keyword, compiles):
+    """`training is True` was false in silence: the function got an array."""
+    wrap, unwrap = _PLACES_OF_A_BOOL[place]
+
+    def step(x, o):
+        return x * 100 if unwrap(o) is True else x * 10 if unwrap(o) is False else x
+
+    x = jnp.float32(3)
+    # The array comes between, as its place is not looked at closely afterwards.
+    for flag, expected in [(True, 300), (jnp.asarray(True), 3), (True, 300), (False, 30)] * 2:
+        o = wrap(flag)
+        got = mirrored.run(step, (x,), {"o": o}) if by_keyword else mirrored.run(step, (x, o))
+        assert float(got) == expected
+    assert len(compiles()) == 3
+
+
+def test_a_boolean_is_static_in_a_partial_batch_and_in_a_function(mirrored):
+    rows = mirrored.experimental_make_numpy_dataset(np.arange(3, dtype=np.float32)).batch(4)
+
+    @tpudist.function
+    def step(batch, training):
+        assert type(training) is bool
+        return mirrored.run(lambda b, t: b * 100 if t is True else b, (batch, training))
+
+    for batch in mirrored.experimental_distribute_dataset(rows):
+        assert mirrored.gather(step(batch, True), axis=0).tolist() == [0, 100, 200]
 
 
 @pytest.mark.parametrize("field", ["static_argnums", "donate_argnums"])

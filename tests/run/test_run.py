@@ -765,7 +765,9 @@ def test_masked_arrays_are_refused(mirrored, nest):
         return jax.tree.map(jnp.sum, x)
 
     for _ in range(2):
-        with pytest.raises(TypeError, match=r"A masked numpy array of shape \[2\] was given to a"):
+        with pytest.raises(
+            TypeError, match=r"An argument.* is a masked numpy array of shape \[2\]"
+        ):
             mirrored.run(step, (nest(masked),))
 
 
@@ -935,3 +937,20 @@ def test_a_small_numpy_array_may_be_changed_after_the_call(mirrored):
         total = mirrored.run(jnp.sum, (x,))
         x[:] = 7
         assert float(total) == x.size
+
+
+def test_compiles_of_a_partial_are_called_by_its_function(mirrored):
+    def add(x, y):
+        return x + y
+
+    class Add:
+        def __call__(self, x):
+            return x + 1
+
+    x = jnp.ones(2)
+    compiled = NewCompiles()
+    mirrored.run(functools.partial(functools.partial(add, 1.0), y=x))
+    tpudist.function(functools.partial(add, 1.0))(x)
+    mirrored.run(functools.partial(Add()), (x,))
+    mirrored.run(Add(), (x,))
+    assert [r.function for r in compiled()] == ["add", "add", "Add", "Add"]

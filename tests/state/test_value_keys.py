@@ -152,7 +152,7 @@ class Color(enum.Enum):
         lambda: types.SimpleNamespace(lr=0.5),
         lambda: types.MappingProxyType({"lr": 0.5}),
         lambda: collections.deque([1, 2]),
-        lambda: bytearray(b"x"),
+        lambda: types.SimpleNamespace(text=bytearray(b"x")),
         lambda: slice(1, 2),
         lambda: range(3),
         lambda: Color.RED,

@@ -1168,3 +1168,28 @@ def test_components_are_arrays_to_jax(mirrored):
 def test_a_name_that_is_no_string_is_refused(name):
     with pytest.raises(TypeError, match="variable was given name=.*Give a string"):
         tpudist.Variable(1.0, name=name)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_distributed"),
+    [
+        (tpudist.get_strategy, False),
+        (tpudist.OneDeviceStrategy, False),
+        (tpudist.experimental.CentralStorageStrategy, False),
+        (lambda: tpudist.MirroredStrategy(["cpu:0"]), False),
+        (lambda: tpudist.TPUStrategy(replica_axes={"fsdp": len(jax.devices())}), False),
+        (lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 2}), True),
+        (tpudist.MirroredStrategy, True),
+    ],
+)
+def test_a_variable_of_one_copy_is_no_distributed_value(make, is_distributed):
+    """As in TensorFlow, where it is an ordinary variable."""
+    strategy = make()
+    with strategy.scope():
+        v = tpudist.Variable(1.0)
+    seen = []
+    strategy.run(lambda: seen.append(isinstance(v, tpudist.DistributedValues)) or v.read_value())
+    assert [*seen, isinstance(v, tpudist.DistributedValues)] == [is_distributed] * 2
+    assert isinstance(v, tpudist.Variable)
+    n = strategy.num_replicas_in_sync
+    assert float(strategy.extended.reduce_to("sum", v, v)) == n

@@ -490,6 +490,20 @@ def test_a_per_replica_is_no_array(mirrored, use):
         use(x)
 
 
+def test_state_of_each_replica_names_the_option_that_makes_one_array_of_it(mirrored):
+    x = distribute(mirrored, np.arange(8, dtype=np.float32))
+
+    def step(x):
+        return {"ema": x.mean()}
+
+    for use in (jnp.sum, lambda ema: ema.astype(int)):
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            use(mirrored.run(step, (x,))["ema"])
+        assert "tpudist.RunOptions(aggregation={'ema': 'mean'})" in str(caught.value)
+    options = tpudist.RunOptions(aggregation={"ema": "mean"})
+    assert float(mirrored.run(step, (x,), options=options)["ema"]) == 3.5
+
+
 # Results that carry the rows of their batch.
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tpudist
 from tpudist.xla import integers
@@ -28,6 +29,15 @@ def _batches(strategy, dataset):
 
 def _rows(numbers):
     return np.repeat(np.asarray(numbers), 8)
+
+
+def _replica():
+    return tpudist.get_replica_context()
+
+
+def _run_eagerly(strategy, function):
+    with strategy.debug():
+        strategy.run(function)
 
 
 def _scatter(variable, indices):
@@ -60,6 +70,46 @@ _DOORS = {
         lambda s, v: tpudist.function(lambda: s.run(lambda x: x.sum(), (LARGE,)))(),
         "An argument of '<lambda>'",
     ),
+    "an array of a state": (
+        lambda s, v: s.run(lambda x: x["a"], (nnx.State({"a": LARGE}),)),
+        "An argument of '<lambda>'",
+    ),
+    "all_reduce of a captured array": (
+        lambda s, v: s.run(lambda: _replica().all_reduce("sum", {"a": [LARGE]})),
+        "A value given to all_reduce holds the integer 1099511627776",
+    ),
+    "all_reduce of a number": (
+        lambda s, v: s.run(lambda: _replica().all_reduce("mean", 2**40)),
+        "A value given to all_reduce",
+    ),
+    "all_reduce without replicas": (
+        lambda s, v: tpudist.OneDeviceStrategy().run(lambda: _replica().all_reduce("max", LARGE)),
+        "A value given to all_reduce",
+    ),
+    "all_reduce of slices": (
+        lambda s, v: s.run(
+            lambda: _replica().all_reduce("sum", tpudist.IndexedSlices(jnp.ones(2), LARGE))
+        ),
+        "A value given to all_reduce",
+    ),
+    "all_reduce where replicas run eagerly": (
+        lambda s, v: _run_eagerly(s, lambda: _replica().all_reduce("sum", LARGE)),
+        "A value given to all_reduce",
+    ),
+    "all_gather of a captured array": (
+        lambda s, v: s.run(lambda: _replica().all_gather(LARGE, axis=0)),
+        "A value given to all_gather",
+    ),
+    "reduce in a merge call": (
+        lambda s, v: s.run(
+            lambda: _replica().merge_call(lambda s: s.reduce("sum", LARGE, axis=None))
+        ),
+        "to be reduced or gathered",
+    ),
+    "broadcast_to": (lambda s, v: s.extended.broadcast_to(LARGE, "cpu:0"), "to broadcast_to holds"),
+    "a result of create": (lambda s, v: s.create(lambda: {"a": LARGE}), "create, returns, holds"),
+    "an argument of create": (lambda s, v: s.create(lambda x: x, {"a": LARGE}), "create, holds"),
+    "indices that are read": (lambda s, v: v.sparse_read(LARGE), "sparse_read of 'Variable_"),
     "reduce": (lambda s, v: s.reduce("sum", LARGE, axis=None), "to be reduced or gathered"),
     "gather": (lambda s, v: s.gather(LARGE, axis=0), "to be reduced or gathered"),
     "replicate": (lambda s, v: s.replicate(LARGE), "A value to be replicated"),
@@ -125,3 +175,50 @@ def test_with_64_bits_they_fit(strategy):
     with jax.enable_x64(True):
         integers.check_fit(LARGE, "x")
         assert tpudist.Variable(LARGE).numpy().tolist() == LARGE.tolist()
+
+
+_MASKED = np.ma.masked_array(np.ones((8, 2), np.float32), mask=True)
+_DOORS_OF_MASKS = {
+    "a dataset of batches": lambda s, v, x: _batches(s, [x]),
+    "a leaf of a dataset": lambda s, v, x: _batches(s, [{"a": [x]}]),
+    "a dataset of arrays": lambda s, v, x: s.experimental_make_numpy_dataset(x),
+    "datasets from a function": lambda s, v, x: list(
+        s.distribute_datasets_from_function(lambda _: [x])
+    ),
+    "values of replicas": lambda s, v, x: s.experimental_distribute_values_from_function(
+        lambda _: x
+    ),
+    "an argument of run": lambda s, v, x: s.run(lambda o: 1, ({"a": x},)),
+    "all_reduce": lambda s, v, x: s.run(lambda: _replica().all_reduce("sum", x)),
+    "reduce": lambda s, v, x: s.reduce("sum", x, axis=None),
+    "replicate": lambda s, v, x: s.replicate(x),
+    "create": lambda s, v, x: s.create(lambda: {"a": jnp.ones(2), "b": x}),
+    "an initial value": lambda s, v, x: tpudist.Variable(x),
+    "a value that is assigned": lambda s, v, x: v.assign(x),
+}
+
+
+@pytest.mark.parametrize("door", _DOORS_OF_MASKS)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (_MASKED, r"is a masked numpy array of shape \[8, 2\].*x.filled\(0\)"),
+        (bytearray(b"12345678"), "is a bytearray, a buffer.*numpy.frombuffer"),
+        (memoryview(np.ones((8, 2), np.float32)), "is a memoryview, a buffer"),
+    ],
+)
+def test_masks_and_buffers_are_refused(strategy, variable, door, value, message):
+    """Masked elements were data like all others, and bytes were numbers of uint8."""
+    if door == "create" and not isinstance(value, np.ndarray):
+        return  # what is no array comes back as it is
+    with pytest.raises(TypeError, match=message):
+        _DOORS_OF_MASKS[door](strategy, variable, value)
+
+
+def test_the_ways_that_the_refusals_name_work(strategy):
+    masked = np.ma.masked_array(np.ones(8, np.float32), mask=[True] + [False] * 7)
+    batch = {"x": masked.filled(0), "mask": ~np.ma.getmaskarray(masked)}
+    (rows,) = _batches(strategy, [batch])
+    total = strategy.run(lambda b: (b["x"] * b["mask"]).sum(), (rows,))
+    assert float(strategy.reduce("sum", total, axis=None)) == 7
+    assert int(strategy.run(jnp.max, (np.frombuffer(bytearray(b"ab"), np.uint8),))) == 98

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from tpudist.processes import process_agreement
 from tpudist.programs import program_digest
-from tpudist.xla import integers, internals, random_keys
+from tpudist.xla import integers, internals, random_keys, tree_depth
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 
 PyTree = Any
@@ -52,10 +52,10 @@ def shard(
         ValueError: The devices have no such memory.
         ProcessesDifferError: The processes place different values, or do something else.
     """
+    tree_depth.check_depth(value, "A value to be replicated")
     leaves = jax.tree.leaves(value)
     for x in leaves:
-        if isinstance(x, integers.HOST_TYPES):
-            integers.check_fit(x, "A value to be replicated")
+        integers.check_fit(x, "A value to be replicated")
     sharding = NamedSharding(mesh.mesh, spec)
     if memory_kind is not None:
         sharding = sharding.with_memory_kind(check_memory_kind(mesh, memory_kind))

@@ -15,7 +15,12 @@ from tpudist.lowering import placement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import destinations, eager_programs
 from tpudist.values import gathered_rows
-from tpudist.values.per_replica import DistributedValues, LocalPart, PerReplica
+from tpudist.values.per_replica import (
+    DistributedValues,
+    LocalPart,
+    PerReplica,
+    is_distributed,
+)
 from tpudist.xla import collectives, communication_options, traces
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
@@ -231,7 +236,7 @@ class CrossDeviceOps:
 def _as_part(value: Any, what: str) -> Any:
     """The value as the program that is being traced sees it; a concrete one where nothing is."""
     if not isinstance(value, PerReplica):
-        if isinstance(value, DistributedValues) and hasattr(value, "read_value"):
+        if is_distributed(value) and hasattr(value, "read_value"):
             value = value.read_value()  # type: ignore[attr-defined]
         return jax.numpy.asarray(value)
     if isinstance(value, LocalPart) or traces.is_traced(value.array):
@@ -274,7 +279,7 @@ def _arrays(ops: Any, results: Any, count: int) -> list[jax.Array]:
         )
     arrays = [x.array if isinstance(x, LocalPart) else x for x in results]
     for x in arrays:
-        if x is None or isinstance(x, DistributedValues):
+        if x is None or is_distributed(x) or isinstance(x, DistributedValues):
             raise ValueError(
                 f"{type(ops).__name__} reduced a value to {x!r}. It must be an array that is equal "
                 f"on every replica, such as the sum of `per_replica_value.values`."

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.xla import compile_log
 
 
 class NewVariable(BaseException):
@@ -60,7 +61,7 @@ class Capture:
         self.strategy = strategy
         self.held = value
         function = inspect.unwrap(function)
-        self._function_name = getattr(function, "__name__", type(function).__name__)
+        self._function_name = compile_log.name_of(function)
         self._name, self._read = find_capture(value, function)
         self.key = id(value.array)
 
@@ -139,6 +140,7 @@ class Findings:
         made_by_lines: By which of its traces a line has made something of another library's.
         compiler_options: What its communication asks of the compiler.
         remarks: The categories of the warnings that were given of it.
+        traces_apart: Whether traces share nothing with earlier ones: captured values have changed.
     """
 
     def __init__(self):
@@ -149,6 +151,7 @@ class Findings:
         self.made_by_lines: dict[str, Any] = {}
         self.compiler_options: dict[str, Any] = {}
         self.remarks: set[type[Warning]] = set()
+        self.traces_apart = False
 
 
 def check_parts(value: Any, strategy: StrategyBase, capture: Capture) -> None:

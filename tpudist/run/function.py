@@ -23,6 +23,7 @@ from tpudist.run.eager import eager_mode
 from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica
+from tpudist.xla import compile_log
 
 PyTree = Any
 
@@ -122,12 +123,13 @@ class Function:
             result = func(*args, **kwargs)
             if frame.elements:
                 raise RuntimeError(
-                    f"'{func.__name__}' took fewer elements of its iterators than when it was "
+                    f"'{body.__name__}' took fewer elements of its iterators than when it was "
                     f"traced for other shapes: {len(frame.elements)} would be lost. Take the same "
                     f"number in each call."
                 )
             return result
 
+        body.__name__ = compile_log.name_of(func)
         try:
             signature = inspect.signature(func)
         except (TypeError, ValueError):

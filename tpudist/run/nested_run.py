@@ -31,7 +31,7 @@ from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.variable_references import check_references
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import LocalPart, PerReplica
-from tpudist.xla import integers
+from tpudist.xla import compile_log, integers
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
     """Calls `fn` on every replica, as a part of the trace of `frame`; see `Strategy.run`."""
     assert isinstance(frame, ReplicaFrame), frame
     strategy = frame.strategy
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = compile_log.name_of(fn)
     leaves, structure = call_arguments.Flattener().leaves(args, kwargs)
     for x in leaves:
         if isinstance(x, integers.HOST_TYPES):

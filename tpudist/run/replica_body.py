@@ -25,7 +25,7 @@ from tpudist.state import nnx_captures, nnx_contents
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
-from tpudist.xla import collectives, random_keys, traces
+from tpudist.xla import collectives, random_keys, traces, tree_depth
 
 _SUM = VariableAggregation.SUM
 
@@ -147,6 +147,7 @@ class ReplicaBody:
         copies: tuple,
         partial: bool,
     ) -> list[Any]:
+        tree_depth.check_depth(result, f"The result of '{self.call.name}'")
         inputs = self.call.inputs
         positions = {id(x): i for i, x in enumerate(nnx_contents.nodes_of(copies))}
         of_argument = {

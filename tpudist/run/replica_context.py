@@ -14,7 +14,14 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops
 from tpudist.values import indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
-from tpudist.xla import collectives, communication_options, random_keys, traces
+from tpudist.xla import (
+    collectives,
+    communication_options,
+    integers,
+    random_keys,
+    traces,
+    tree_depth,
+)
 from tpudist.xla.communication_options import CommunicationOptions
 
 PyTree = Any
@@ -95,6 +102,7 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         self._check_current("all_reduce")
         options = self._check_options(options, "all_reduce(options")
+        _check_host_values(value, "all_reduce")
         if self._frame is None:
             return jax.tree.map(jnp.asarray, value)
         return indexed_slices.all_reduce(
@@ -121,6 +129,7 @@ class ReplicaContext:
         self._check_current("all_gather")
         options = self._check_options(options, "all_gather(options")
         indexed_slices.check_dense(value, "all_gather")
+        _check_host_values(value, "all_gather")
         if self._frame is None:
             return jax.tree.map(jnp.asarray, value)
         return cross_device_ops.all_gather(value, axis, options)
@@ -238,3 +247,10 @@ class ReplicaContext:
             f"context is valid only inside the call of the replica function that got it: call "
             f"tpudist.get_replica_context() again where you need it."
         )
+
+
+def _check_host_values(value: PyTree, method: str) -> None:
+    """Refuses trees too deep for JAX, and values of NumPy's that would change on a device."""
+    tree_depth.check_depth(value, f"A value given to {method}")
+    for x in jax.tree.leaves(value):
+        integers.check_fit(x, f"A value given to {method}")

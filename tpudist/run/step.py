@@ -31,6 +31,7 @@ from tpudist.run.outputs.results import Outcome, TracedStep
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
+from tpudist.state import capture_search
 from tpudist.state.nnx_binding import Binding
 from tpudist.values import drift
 from tpudist.xla import compile_log, traces
@@ -527,6 +528,7 @@ class Step:
         if traced is not None:
             return traced
         now = self._current_call()
+        captured = capture_search.find(now.fn)
         with self.owner.strategy._use_axis_rules(), self._explain_failure(now):
             traced = trace_step(
                 ReplicaCall(
@@ -552,6 +554,7 @@ class Step:
         stand_in = self.owner.strategy._stand_in
         if stand_in is not None and stand_in.rewrite is not None:
             traced = rehearsal.rewrite(traced, stand_in.rewrite, self.function.name)
+        self.function.captured.add(captured, now.fn)
         self.traced[key] = traced
         self._given_back.update(traced.returned.values())
         known = set(self.captured)
@@ -577,14 +580,12 @@ class Step:
 
     def _record(self, seconds: float, now: call_arguments.Call) -> None:
         leaves = now.leaves()
-        self.function.record(
-            call_description.describe_call(
-                now.fn,
-                now.args,
-                now.kwargs,
-                leaves,
-                self.options,
-                [i for i in self.kinds_of_leaves.numbers if call_arguments.is_number(leaves[i])],
-            ),
-            seconds,
+        signature = call_description.describe_call(
+            now.fn,
+            now.args,
+            now.kwargs,
+            leaves,
+            self.options,
+            [i for i in self.kinds_of_leaves.numbers if call_arguments.is_number(leaves[i])],
         )
+        self.function.record(signature | self.function.captured.describe(), seconds)

@@ -21,12 +21,12 @@ from tpudist.run.arguments import call_arguments, call_description, python_numbe
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.captures import Findings
 from tpudist.run.outputs.results import TracedStep
-from tpudist.run.recent_steps import Form, RecentSteps
+from tpudist.run.recent_steps import MAX_STEPS, Form, RecentSteps
 from tpudist.run.rehearsal import Rehearsal
 from tpudist.run.step import ArgumentsChanged, Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.throttle import Throttle
-from tpudist.state import nnx_binding, value_keys
+from tpudist.state import captured_values, nnx_binding, value_keys
 from tpudist.xla import compile_log, internals
 from tpudist.xla.settings import Setting
 
@@ -212,6 +212,9 @@ class Replicator:
 
     def _find(self, function: "_Function", fn, args, kwargs, options, *, careful: bool) -> Any:
         """The step for these arguments; None if it must be looked for with care."""
+        is_same = function.captured.is_same
+        if is_same is not None and not is_same(fn):
+            function.choose_snapshot(fn)
         structure: tuple = ()
         leaves: list[Any] = []
         if careful:
@@ -320,9 +323,12 @@ class _Function:
     """One function: its steps, and what the last compile of it was for."""
 
     def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.name = compile_log.name_of(fn)
         self.flattener = call_arguments.Flattener()
         self.forms: dict[Any, Form] = {}
+        # Programs of other captured values, which are used again if these come back.
+        self.captured = captured_values.Snapshot()
+        self._others: list[tuple[captured_values.Snapshot, dict[Any, Form]]] = []
         self.recent = RecentSteps(self.name)
         # The arguments that are to be Python numbers, as they are.
         self.static_names: set[str] = set()
@@ -337,6 +343,23 @@ class _Function:
         self.earlier_copies = definitions[code] if code is not None else 0
         if code is not None:
             definitions[code] += 1
+
+    def choose_snapshot(self, fn: Callable) -> None:
+        """Makes `forms` the programs of what `fn` captures now: none yet if it never did before."""
+        if self.captured.fits(fn):
+            return  # another object of the same value
+        self._others.append((self.captured, self.forms))
+        for i, (captured, forms) in enumerate(self._others):
+            if captured.fits(fn):
+                self.captured, self.forms = captured, forms
+                del self._others[i]
+                return
+        self.captured, self.forms = captured_values.Snapshot(), {}
+        # JAX keeps what it has traced of functions inside, with the old values.
+        self.findings.traces_apart = True
+        if len(self._others) > MAX_STEPS:
+            for form in self._others.pop(0)[1].values():
+                self.recent.drop(form)
 
     def step_for_numbers(
         self, key: tuple, kinds: call_arguments.Kinds, options: RunOptions

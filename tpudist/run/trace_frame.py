@@ -98,7 +98,9 @@ class ReplicaFrame(Frame):
         self._trace_state = trace_state()
         # Functions that JAX has traced before would not tell what they assign, and would read what
         # another trace has made.
-        self._is_apart = bool(self._assigned_inside)
+        root_findings = self.root.findings
+        assert root_findings is not None
+        self._is_apart = bool(root_findings.assigned_inside) or root_findings.traces_apart
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:

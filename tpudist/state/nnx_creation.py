@@ -13,6 +13,7 @@ from flax.linen.spmd import logical_to_mesh
 from tpudist.processes import process_agreement
 from tpudist.programs import axis_errors, axis_names, program_digest
 from tpudist.state import nnx_contents
+from tpudist.xla import compile_log, integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
 # Leaves of what is made: objects of NNX, and the boxes of Linen, which say how arrays are split.
@@ -100,10 +101,15 @@ def plan_creation(
             NNX Variable or the box that holds it (or None).
         mesh: The replicas, over which `init` may communicate: what it makes is equal on all.
     """
+    name = compile_log.name_of(init)
     graphdef_in, state_in = nnx.split(tuple(args))
+    for x in jax.tree.leaves(state_in):
+        integers.check_fit(x, f"An argument of '{name}', given to strategy.create,")
 
     def arrays(state_in):
         structure, state, values = _take_apart(init(*nnx.merge(graphdef_in, state_in)))
+        for x in jax.tree.leaves((state, values)):
+            integers.check_fit(x, f"A value that '{name}', given to strategy.create, returns,")
         found.append(structure)
         return state, values
 
@@ -111,7 +117,6 @@ def plan_creation(
         return axis_names.call_for_all(mesh, arrays, state_in)
 
     found: list[_Structure] = []
-    name = getattr(init, "__name__", type(init).__name__)
     with axis_errors.explain_axes(mesh, name):
         state, values = jax.eval_shape(arrays_of_all, state_in)
     flat, treedef = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -136,6 +141,7 @@ def plan_creation(
 
 def _take_apart(made: Any) -> tuple[_Structure, Any, list[Any]]:
     """The structure of what was made, the arrays of what are no boxes, and those of boxes."""
+    tree_depth.check_depth(made, "The value that a function given to strategy.create returns")
     leaves, nesting = jax.tree.flatten(made, is_leaf=lambda x: isinstance(x, _WHOLE))
     boxes = {i: x for i, x in enumerate(leaves) if isinstance(x, linen.Partitioned)}
     rest = [None if i in boxes else x for i, x in enumerate(leaves)]

@@ -27,7 +27,7 @@ from tpudist.state.variable_in_checkpoint import SavedInCheckpoints
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.component import Component
 from tpudist.values.per_replica import DistributedValues, LocalPart, local_part
-from tpudist.xla import internals
+from tpudist.xla import integers, internals
 from tpudist.xla.traces import is_traced, run_eagerly
 
 _names = generations.Numbers()
@@ -235,9 +235,16 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
         """The rows of the value at `indices`. As `tf.Variable.sparse_read`."""
         warn_of_op_arguments("sparse_read", False, name)
+        integers.check_fit(indices, f"The indices given to sparse_read of '{self.name}'")
         return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
 
     # What each replica holds.
+
+    @property
+    def has_one_copy(self) -> bool:
+        """Whether replicas hold no copies: there is one, or one place that holds all variables."""
+        strategy = self.strategy
+        return not strategy.variables_have_components or strategy.num_replicas_in_sync == 1
 
     @property
     def values(self) -> tuple[Any, ...]:

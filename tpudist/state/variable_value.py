@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.values.array_like import ReadsAsArray
-from tpudist.xla import internals
+from tpudist.xla import integers, internals
 from tpudist.xla.traces import is_traced, run_eagerly
 
 
@@ -31,6 +31,7 @@ def initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
             value = value()
         if isinstance(value, ReadsAsArray):
             value = value.read_value()
+        integers.refuse_masks_and_buffers(value, f"The initial value of variable '{name}'")
         if not is_traced(value):
             if _has_no_precision(value):
                 value = _convert_integers(value, name, dtype)
@@ -76,6 +77,7 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
             integer does not fit.
     """
     value = value.read_value() if isinstance(value, ReadsAsArray) else value
+    integers.refuse_masks_and_buffers(value, f"A value for variable '{name}'")
     plain = _has_no_precision(value)
     with internals.place_explicitly():
         array = jnp.asarray(_convert_integers(value, name, dtype) if plain else value)

@@ -24,7 +24,7 @@ from tpudist.strategy import logical_devices
 from tpudist.strategy.steps_on_iterator import StepsOnIterator
 from tpudist.values.component import Component
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part
-from tpudist.xla import communication_options, traces
+from tpudist.xla import communication_options, integers, traces
 from tpudist.xla.communication_options import CommunicationOptions
 
 PyTree = Any
@@ -114,6 +114,7 @@ class StrategyExtended(StepsOnIterator):
             )
         if isinstance(tensor, int | float) or traces.is_traced(tensor):
             return tensor
+        integers.check_fit(tensor, "The value given to broadcast_to")
         if device is not None:
             return jax.device_put(tensor, device)
         return self._strategy.replicate(tensor)
@@ -395,6 +396,12 @@ class StrategyExtended(StepsOnIterator):
         """The largest number of replicas with a device on the same host. TPUStrategy only."""
         self._require_tpu("num_replicas_per_host")
         return logical_devices.num_replicas_per_host(self._strategy.replica_mesh)
+
+    @property
+    def steps_per_run(self) -> int:
+        """The argument of a `compat.v1` TPUStrategy, without effect; else 1. TPUStrategy only."""
+        self._require_tpu("steps_per_run")
+        return getattr(self._strategy, "steps_per_run", 1)
 
     @property
     def tpu_hardware_feature(self) -> Any:

@@ -15,6 +15,7 @@ from tpudist import context
 from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.state.variable import Variable
+from tpudist.xla import integers
 from tpudist.xla.traces import is_traced
 
 PyTree = Any
@@ -166,6 +167,7 @@ def _context_of(extended: Any, fn: Callable[..., Any]) -> MultiStepContext:
 
 
 def _keep_in_variable(name: str, value: Any) -> Variable:
+    integers.check_fit(value, f"The initial value of '{name}'")
     value = jnp.asarray(value)
     shape, dtype = value.shape, value.dtype
     variable = Variable(lambda: jnp.zeros(shape, dtype), trainable=False, name=f"{name}_of_step")

@@ -39,7 +39,7 @@ from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import PerReplica
 from tpudist.verification import first_verification
 from tpudist.verification.strategy_methods import VerifyMethods
-from tpudist.xla import integers, traces
+from tpudist.xla import integers, traces, tree_depth
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -186,9 +186,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
                 the same on all, and so are Python numbers, which the function sees as arrays of a
                 weak type as in `jax.jit`. Only where it needs a number itself (a shape, `if`,
                 `range`), or `options.static_argnums` says so, is the number part of the program,
-                which is compiled anew for others. So are all other Python values. The 64 programs
-                of a function that were called last are kept. A NumPy array of more than 64 KiB is
-                read while the program runs: change it when the results are there.
+                which is compiled anew for others. So are booleans, and all other Python values. The
+                64 programs of a function that were called last are kept. A NumPy array of more than
+                64 KiB is read while the program runs: change it when the results are there.
             kwargs: Keyword arguments, alike.
             options: How to compile.
 
@@ -412,6 +412,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
 
     def _map_all(self, function: Callable[[list[Any]], list[Any]], value: PyTree) -> PyTree:
         frame = context.current().frame
+        tree_depth.check_depth(value, "A value to be reduced or gathered")
 
         def note_equal(x):
             if frame is not None and not isinstance(x, PerReplica):

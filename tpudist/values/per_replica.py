@@ -15,16 +15,20 @@ from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
 PyTree = Any
+_OF_STATE = (
+    "State that a step returns under a name, as in {'ema': value}, is one array with "
+    "run(..., options=tpudist.RunOptions(aggregation={'ema': 'mean'}))."
+)
 
 
 class _OrMirrored(type):
-    """Counts plain arrays that are equal on every replica among the instances of a class."""
+    """Counts mirrored plain arrays among the instances of a class, and no Variable of one copy."""
 
     # For `isinstance` alone: `issubclass(type(x), ...)` is what `is_distributed` asks, and it keeps
     # plain arrays out.
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
-            return True
+            return cls is not DistributedValues or not getattr(instance, "has_one_copy", False)
         if cls not in (DistributedValues, Mirrored) or not isinstance(instance, jax.Array):
             return False
         return not is_traced(instance) and mesh_of_mirrored(instance) is not None
@@ -33,7 +37,8 @@ class _OrMirrored(type):
 class DistributedValues(metaclass=_OrMirrored):
     """Values that replicas hold: a PerReplica, a Variable, or a mirrored array; for `isinstance`.
 
-    As `tf.distribute.DistributedValues`.
+    A Variable with one copy (one replica, or central storage) is an ordinary variable, and not an
+    instance. As `tf.distribute.DistributedValues`.
     """
 
 
@@ -158,7 +163,7 @@ class PerReplica(DistributedValues):
             f"{self!r} was used as one array, but every replica has its own. Combine the parts "
             f"with strategy.reduce('sum', value, axis=None), concatenate them with "
             f"strategy.gather(value, axis=0), or read this process's with "
-            f"strategy.experimental_local_results(value)."
+            f"strategy.experimental_local_results(value). {_OF_STATE}"
         )
 
     def _as_array(self) -> Any:
@@ -178,7 +183,8 @@ class PerReplica(DistributedValues):
             return getattr(local, name)
         raise AttributeError(
             f"A {type(self).__name__} has no attribute '{name}': every replica has its own array. "
-            f"Use it in a replica function, or read it with strategy.experimental_local_results."
+            f"Use it in a replica function, or read it with strategy.experimental_local_results. "
+            f"{_OF_STATE}"
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from tpudist.lowering import placement
 from tpudist.processes import process_agreement
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import random_keys
+from tpudist.xla import integers, random_keys, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -95,6 +95,8 @@ def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> N
 
 def _columns(trees: Sequence[PyTree]) -> tuple[Any, list[list[Any]]]:
     """The structure of the trees, and for each leaf what the replicas have there."""
+    for tree in trees:
+        tree_depth.check_depth(tree, "A value for a replica")
     structures = {jax.tree.structure(tree) for tree in trees}
     if len(structures) > 1:
         raise ValueError(
@@ -160,6 +162,7 @@ def _stack_keys(
 def _number(value: Any) -> Any:
     if random_keys.is_key(value):
         return value
+    integers.refuse_masks_and_buffers(value, "A value for a replica")
     array = np.asarray(value)
     if array.dtype.kind in "OSUMm":
         raise TypeError(

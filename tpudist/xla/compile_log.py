@@ -121,6 +121,13 @@ def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     return "; ".join(changed[:3]) + more
 
 
+def name_of(function: Any) -> str:
+    """Returns the name of a function: of a `functools.partial`, that of its function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def describe(value: Any) -> str:
     """An array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
     shape = ",".join(map(str, value.shape))

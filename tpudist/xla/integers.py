@@ -1,7 +1,8 @@
 """Integers of 64 bits on their way to JAX, which keeps the lower 32 and says nothing.
 
 Unless 64-bit numbers are enabled. Most NumPy integers are of 64 bits and small; one that does not
-fit is refused where it comes in. Arrays of other dtypes cost a look at their type.
+fit is refused where it comes in. Arrays of other dtypes cost a look at their type. Masked arrays
+and buffers of bytes are refused at the same places: they too would become other numbers.
 """
 
 import functools
@@ -17,6 +18,31 @@ HOST_TYPES = (np.ndarray, np.generic)
 """What NumPy gives, and what libraries derive of it, such as arrays in files."""
 
 
+def refuse_masks_and_buffers(value: Any, what: str | Callable[[], str]) -> None:
+    """Refuses masked arrays, whose masks would be lost, and buffers of bytes.
+
+    Args:
+        value: Any value.
+        what: Name of the value, for the message, or a function that returns it.
+
+    Raises:
+        TypeError: If `value` is one.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{what if isinstance(what, str) else what()} is a masked numpy array of shape "
+            f"{list(value.shape)}, but devices hold no masks: the step would compute with the "
+            f"masked elements. Give x.filled(0), and the mask ~numpy.ma.getmaskarray(x) as an "
+            f"array of its own."
+        )
+    if isinstance(value, bytearray | memoryview):
+        raise TypeError(
+            f"{what if isinstance(what, str) else what()} is a {type(value).__name__}, a buffer "
+            f"whose bytes may be numbers of any dtype. Say which: "
+            f"numpy.frombuffer(x, dtype=numpy.uint8)."
+        )
+
+
 def check_fit(value: Any, what: str | Callable[[], str]) -> None:
     """Refuses integers of NumPy's that JAX would cut to 32 bits; anything else is fine.
 
@@ -26,7 +52,9 @@ def check_fit(value: Any, what: str | Callable[[], str]) -> None:
 
     Raises:
         ValueError: An integer does not fit the dtype that JAX makes of its own.
+        TypeError: If `value` is a masked array or a buffer.
     """
+    refuse_masks_and_buffers(value, what)
     if isinstance(value, np.ndarray | np.generic):
         dtype: np.dtype = value.dtype
     elif type(value) is int:

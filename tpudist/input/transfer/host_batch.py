@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.input.transfer import reused_memory
-from tpudist.xla import integers, random_keys
+from tpudist.xla import integers, random_keys, tree_depth
 from tpudist.xla.settings import Setting
 
 PyTree = Any
@@ -104,6 +104,7 @@ def as_arrays(
     element: PyTree, what: str
 ) -> tuple[list[np.ndarray], list[str], jax.tree_util.PyTreeDef]:
     """The leaves of an element as arrays, with their names, and its structure; see `as_array`."""
+    tree_depth.check_depth(element, what)
     named, treedef = jax.tree_util.tree_flatten_with_path(element, is_leaf=_is_list_of_numbers)
     leaves = [as_array(leaf, f"{what}{_name(path)}") for path, leaf in named]
     return leaves, [_name(path) for path, _ in named], treedef
@@ -114,8 +115,9 @@ def as_array(value: Any, what: str) -> np.ndarray:
 
     Raises:
         ValueError: It is ragged.
-        TypeError: Its elements are not numbers.
+        TypeError: Its elements are not numbers, it is masked, or a buffer.
     """
+    integers.refuse_masks_and_buffers(value, what)
     if random_keys.is_key(value):
         raise TypeError(
             f"{what} has random keys, {value.dtype}{list(value.shape)}, but batches are read in "

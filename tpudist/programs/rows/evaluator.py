@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -83,10 +84,10 @@ class Evaluator:
         ):
             enter(variable, value, dims)
         for variable, value in zip(labelled.jaxpr.constvars, labelled.consts, strict=True):
-            env[variable] = self.constant(value, variable.aval)
+            env[variable] = self.constant(value, variable.aval, _line_of_use(labelled, variable))
         for equation in labelled.equations:
             values = [
-                self.constant(equation.literals[i], atom.aval)
+                self.constant(equation.literals[i], atom.aval, equation.line)
                 if i in equation.literals
                 else env[atom]
                 for i, atom in enumerate(equation.eqn.invars)
@@ -135,15 +136,15 @@ class Evaluator:
     def _counts_or_zero(self) -> list[Any]:
         return [0 if count is None else count for count in self.counts]
 
-    def constant(self, value: Any, aval: Any) -> Any:
-        """A constant or a literal for the real numbers of rows."""
+    def constant(self, value: Any, aval: Any, line: str = "") -> Any:
+        """A constant or a literal for the real numbers of rows, which the user's `line` reads."""
         if isinstance(value, RowSize):
             self.size(value)  # refuses what is not known here
             return jnp.asarray(value.at(self._counts_or_zero()), aval.dtype)
         if isinstance(value, RowNumber):
             return jnp.asarray(value.at(self._counts_or_zero()), aval.dtype)
         if isinstance(value, Piecewise):
-            general = self.constant(value.general, aval)
+            general = self.constant(value.general, aval, line)
             if any(self.counts[i] is None for piece in value.pieces for i, _ in piece.counts):
                 raise RowsError(_OUTSIDE_OF_PART)
             return jnp.asarray(Piecewise(general, value.pieces).at(self.counts), aval.dtype)
@@ -156,7 +157,8 @@ class Evaluator:
         if isinstance(value, Varies):
             raise RowsError(
                 f"a constant depends on the number of rows in a way that is not known: "
-                f"{_shorten(value)}"
+                f"{_shorten(value)}. {_way_to_write(value)}",
+                line,
             )
         return value
 
@@ -325,7 +327,33 @@ def close_over_counts(
     return jaxprs.open_jaxpr(closed), [*given, *args]
 
 
+def _line_of_use(labelled: LabelledProgram, variable: Any) -> str:
+    """The user's line of the first operation that reads `variable`."""
+    readers = (e.line for e in labelled.equations if any(x is variable for x in e.eqn.invars))
+    return next(readers, "")
+
+
+def _way_to_write(value: Varies) -> str:
+    """Returns how to write a constant that NumPy or Python computes from the number of rows."""
+    arrays = [np.asarray(x) for x in value.values]
+    if len({x.shape for x in arrays}) == 1:
+        return (
+            "An array of a list, such as jnp.asarray([n]), hides where the number is: make a "
+            "scalar of it, jnp.asarray(x.shape[0]), and combine scalars with jnp.stack"
+        )
+    if all(x.ndim == 1 and (np.sort(x) == np.arange(len(x))).all() for x in arrays):
+        return (
+            "NumPy or Python has made an order of the rows. Use "
+            "jax.random.permutation(key, x.shape[0]), or jnp.arange(x.shape[0]) and jnp.flip"
+        )
+    return (
+        "NumPy or Python has made an array of it. Compute it with jax.numpy from "
+        "jnp.arange(x.shape[0]), or put it into the dataset, where each row has its own"
+    )
+
+
 def _shorten(value: Any) -> str:
     values = value.values if isinstance(value, Varies) else value
-    text = str(values)
+    arrays = (np.asarray(x).tolist() if hasattr(x, "dtype") else x for x in values)
+    text = ", ".join(map(str, arrays))
     return text if len(text) < 120 else text[:117] + "..."

@@ -1,8 +1,8 @@
 """The arguments of one call of `Strategy.run`, sorted by what becomes of them.
 
 Arrays and Python numbers are fed to the compiled program; each replica gets its own part of a
-PerReplica; NNX objects are fed as the values of their Variables; everything else (strings,
-functions, Variables, and numbers that the function needs as such) is part of the program's
+PerReplica; NNX objects are fed as the values of their Variables; everything else (booleans,
+strings, functions, Variables, and numbers that the function needs as such) is part of the program's
 identity and reaches the function as it is.
 """
 
@@ -20,11 +20,13 @@ from flax import nnx
 from tpudist.run.arguments import containers
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica, is_distributed
+from tpudist.xla import integers, tree_depth
 from tpudist.xla.settings import Setting
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_NUMBER_TYPES = frozenset((bool, int, float, complex))
+_NUMBER_TYPES = frozenset((int, float, complex))
 _LEAF_TYPES = (nnx.State, *nnx_contents.OBJECT_TYPES)
+_CONTAINERS = frozenset((dict, list, tuple))
 _WHOLE = np.empty(())
 _is = operator.is_
 _single_array_types: set[type] = set()
@@ -77,6 +79,8 @@ class Flattener:
                 elements.append(arg)
                 key.append(None)
             else:
+                if type(arg) in _CONTAINERS:
+                    tree_depth.check_depth(arg, "An argument of a replica function")
                 some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
                 elements += some
                 key.append((treedef, tuple(map(type, some))))
@@ -97,7 +101,7 @@ class Flattener:
         for i, arg in enumerate((*args, kwargs) if kwargs else args):
             some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
             for x in some:
-                _refuse_masked(x)
+                integers.refuse_masks_and_buffers(x, "An argument of a replica function")
             if isinstance(arg, _ARRAY_TYPES):
                 _single_array_types.add(type(arg))
             if all(isinstance(x, _ARRAY_TYPES) for x in some):
@@ -135,15 +139,6 @@ class Flattener:
                 fed |= {first + i for i in range(treedef.num_leaves) if leaf + i in numbers}
             leaf += treedef.num_leaves
         return Kinds.of(looked_at, fed)
-
-
-def _refuse_masked(x: Any) -> None:
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"A masked numpy array of shape {list(x.shape)} was given to a replica function. A "
-            f"device knows no masks, and would compute with what is masked. Fill it, x.filled(0), "
-            f"and pass the mask beside it."
-        )
 
 
 def unflatten(
@@ -231,7 +226,7 @@ def numbers_in_state(kinds: Kinds, structure: tuple) -> list[int]:
 
 
 def is_number(x: Any) -> bool:
-    """Whether an argument is a number of Python's own, no subclass."""
+    """Whether an argument is a number of Python's own: no subclass, and no boolean."""
     return type(x) in _NUMBER_TYPES
 
 

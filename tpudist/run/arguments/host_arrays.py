@@ -101,4 +101,5 @@ def place_state(
 def _name_of(argument: Any, now: call_arguments.Call, function: str) -> str:
     names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
     found = [name for name, x in zip(names, now.leaves(), strict=True) if x is argument]
-    return f"Argument '{(found or ['?'])[0]}' of '{function}'"
+    # An array of an nnx.State is no argument by itself.
+    return f"Argument '{found[0]}' of '{function}'" if found else f"An argument of '{function}'"

@@ -1,8 +1,9 @@
 """Which Python numbers among the arguments are fed, and which a function needs as they are.
 
 As in `jax.jit`, a number is an array of a weak type to the function, so that another learning rate
-is the same program. Some functions need the number itself: as a shape, in `range` or `if`. No list
-of such uses is complete, so a trace that fails is made again with the numbers as they are.
+is the same program. A boolean stays what it is, as in TensorFlow: two programs at most, and
+`training is True` holds. Some functions need the number itself: as a shape, in `range` or `if`. No
+list of such uses is complete, so a trace that fails is made again with the numbers as they are.
 """
 
 import logging
@@ -55,7 +56,7 @@ class TraceFailed(Exception):
             _, _, origin = str(error).partition("depends on the value")
             places = map(int, _INPUT.findall(origin.partition("\n")[0]))
             named = {inputs[i] for i in places if i < len(inputs)} & set(numbers)
-        whole = {i for i in numbers if type(leaves[i]) in (bool, int)}
+        whole = {i for i in numbers if type(leaves[i]) is int}
         return cls(frozenset(named or whole or numbers))
 
 

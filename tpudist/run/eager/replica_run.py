@@ -28,7 +28,7 @@ from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.step_cache import Replicator
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import integers, internals, traces
+from tpudist.xla import compile_log, integers, internals, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 _NO_OPTIONS = RunOptions()
@@ -46,7 +46,7 @@ def run(
     Raises:
         RuntimeError: In several processes, or inside of a transformation of JAX.
     """
-    check_possible(strategy, getattr(fn, "__name__", type(fn).__name__))
+    check_possible(strategy, compile_log.name_of(fn))
     replicator: Replicator = strategy._replicator
     with replicator.one_at_a_time:
         return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()

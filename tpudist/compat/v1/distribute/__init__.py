@@ -1,4 +1,4 @@
-"""The names of `tf.compat.v1.distribute`, but for parameter servers."""
+"""The names of `tf.compat.v1.distribute`."""
 
 from tpudist import cluster_resolver
 from tpudist.compat.deprecated import get_loss_reduction
@@ -10,6 +10,7 @@ from tpudist.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from tpudist.coordinator.server import Server
 from tpudist.input.input_context import InputContext
 from tpudist.options import InputReplicationMode, RunOptions
 from tpudist.reduce_op import ReduceOp
@@ -35,6 +36,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "cluster_resolver",

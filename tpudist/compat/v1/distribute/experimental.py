@@ -1,8 +1,9 @@
-"""What `tf.compat.v1.distribute` keeps under `experimental`, but for parameter servers."""
+"""What `tf.compat.v1.distribute` keeps under `experimental`."""
 
 from tpudist.compat.v1.strategies import (
     CentralStorageStrategy,
     MultiWorkerMirroredStrategy,
+    ParameterServerStrategy,
     TPUStrategy,
 )
 from tpudist.experimental import (
@@ -19,5 +20,6 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "TPUStrategy",
 ]
