@@ -30,10 +30,10 @@ class Position(NamedTuple):
     resumed: bool = False
 
     def state_for(self, said: Any) -> Any:
-        """Returns what a dataset is told that has `said` its part of `source`.
+        """Returns the state for a dataset whose part of `source` is `said`.
 
-        A dataset that shuffles anew must know that other passes came before, also if nothing of
-        this one was read. A pass that has ended need not be read again.
+        A dataset that shuffles in each pass must know that other passes came before, even if
+        nothing of this one was read. A pass that has ended need not be read again.
         """
         if said is None and (self.resumed or self.ended):
             said = {"batches": 0}

@@ -1,4 +1,4 @@
-"""Convolutions under `vmap`, which puts rows among channels, on padded rows and on rows alone."""
+"""Convolutions under `vmap`, which puts rows among channels: padded rows count as exact ones."""
 
 import functools
 
@@ -39,7 +39,7 @@ def kernels(x, scale=1.0):
     return scale * x[:, :3, :3, :, None] * jnp.arange(1.0, 5.0)
 
 
-# What has rows: the images, the kernels, or both; in groups of features or of the batch.
+# Rows are in the images, the kernels, or both; in groups of features or of the batch.
 CASES = {
     "gradients": per_example(KERNEL),
     "gradients of a linear loss": per_example(KERNEL, power=1),
@@ -117,7 +117,7 @@ def test_where_rows_are_refused_shrunk_batches_of_equal_parts_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("partial_batch", ["pad", "shrink"])
 @pytest.mark.parametrize("replica_axes", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
-def test_clipped_gradients_per_example_are_those_of_one_device(replica_axes, partial_batch):
+def test_clipped_gradients_per_example_match_one_device(replica_axes, partial_batch):
     """Tails of 2 rows, and a batch whose rows a replica's devices share."""
     strategy = tpudist.TPUStrategy(replica_axes=replica_axes)
     images = RNG.normal(size=(18, 4, 4, 2)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What users are told of a dataset without batches: one warning, because its loop does no step."""
+"""Warns of a dataset without batches, once: a loop over it does no step."""
 
 import logging
 import weakref
@@ -21,7 +21,7 @@ class NoBatches(ValueError):
     """
 
     def __init__(self) -> None:
-        """Says so in the words of the warning."""
+        """Has the text of the warning."""
         super().__init__(NO_BATCHES)
 
 
@@ -29,7 +29,7 @@ def warn(feed: Any, *sources: Any, num_dropped: int = 0) -> None:
     """Warns, once for each feed, that a pass through its sources gave no batches.
 
     Args:
-        feed: What gives the elements of a distributed dataset.
+        feed: The feed of a distributed dataset.
         sources: Its sources of batches.
         num_dropped: Number of partial batches that were left out.
     """

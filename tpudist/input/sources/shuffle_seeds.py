@@ -1,7 +1,7 @@
 """Finds random generators of a dataset that have no seed, so that no run draws the order again.
 
-A generator that is found is unseeded for certain. One that is not found shows when a run is
-resumed: the last batch that is read again differs from its checksum.
+A generator that is found is unseeded for certain. If one is not found, the checksum of the last
+batch differs when a run is resumed.
 """
 
 import inspect
@@ -69,7 +69,7 @@ def _values_of(source: Any, iterator: Any) -> Iterable[tuple[str, Any]]:
 
 
 def find_in_stream(dataset: Any) -> str | None:
-    """As `find`, for the examples iterable of a stream of Hugging Face."""
+    """Does the same for the examples iterable of a stream of Hugging Face."""
     if _generator_has_no_seed(dataset):
         return "shuffle() of the dataset"
     below = [getattr(dataset, "ex_iterable", None), *(getattr(dataset, "ex_iterables", None) or ())]

@@ -1,4 +1,4 @@
-"""Convolutions, of which rows may be the batch, a dim that is summed over, or groups of channels.
+"""Rules of convolutions: rows may be the batch, a dim that is summed over, or groups of channels.
 
 A group of channels is computed by itself. `vmap` makes groups of what each row has of its own, as
 in gradients per example. Then there are as many groups as rows times a fixed number, and those of
@@ -37,7 +37,7 @@ def _convolve(operation: Operation) -> Sequence[Any]:
     if is_rows(count):
         each = [size.quotient(count) if is_rows(size) else None for size in sizes]
         if None in each or any(map(is_rows, each)):
-            operation.refuse(f"its groups are {count} and what is in one depends on the rows")
+            operation.refuse(f"it has {count} groups, and the size of a group depends on the rows")
         return operation.bind(values)
     if not any(map(is_rows, sizes)):
         return operation.bind(values)
@@ -65,7 +65,7 @@ def _pad_each_group(
 def _join_groups(
     operation: Operation, x: jax.Array, dims: Sequence[Dim], d: int, count: int
 ) -> jax.Array:
-    """What `_pad_each_group` undoes."""
+    """Undoes `_pad_each_group`: the real rows of all groups are at the front."""
     each = _size_of_group(operation, dims[d], count)
     shape = (*x.shape[:d], count, x.shape[d] // count, *x.shape[d + 1 :])
     split = (*dims[:d], count, each, *dims[d + 1 :])
