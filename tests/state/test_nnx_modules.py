@@ -1,5 +1,6 @@
 """NNX modules as users write them: settings of any kind, sown values, scanned layers."""
 
+import contextlib
 import dataclasses
 import warnings
 
@@ -246,3 +247,28 @@ def test_only_settings_are_looked_at_in_each_call():
     optimizer = tpudist.Optimizer(optax.adam(0.1), model)
     found = nnx_binding.Binding([model, optimizer])._settings._values
     assert found == [model.settings, model.plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "debug"])
+def test_a_cache_is_made_in_a_step_on_a_copy_as_the_error_says(eager):
+    strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+    attention = lambda: nnx.MultiHeadAttention(  # noqa: E731
+        2, 8, decode=True, deterministic=True, rngs=nnx.Rngs(0)
+    )
+    model = strategy.create(attention)
+    rows = np.random.default_rng(0).normal(size=(3, 3, 8)).astype(np.float32)
+    [batch] = strategy.experimental_distribute_dataset([rows])  # partial: 2 rows and 1
+
+    def decode(model, x, copies):
+        model = nnx.clone(model) if copies else model
+        model.init_cache(x.shape)
+        return model(x[:, :1])
+
+    with strategy.debug() if eager else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=r"Cache 'cached_key'.*model = nnx.clone\(model\)"):
+            strategy.run(decode, (model, batch, None))
+        found = strategy.run(decode, (model, batch, "copies"))
+    alone = attention()
+    alone.init_cache(rows.shape)
+    np.testing.assert_allclose(strategy.gather(found, axis=0), alone(rows[:, :1]), atol=1e-6)

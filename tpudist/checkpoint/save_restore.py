@@ -55,7 +55,8 @@ def gather(
         raise CheckpointError(
             f"Step {step} cannot be saved: these arrays have been donated to a step or "
             f"deleted: {', '.join(gone)}. Give the checkpoint the arrays that the step "
-            f"returned instead."
+            f"returned instead, or a copy from before that step (copy.deepcopy(model); nnx.clone "
+            f"shares its arrays)."
         )
     if abstract:
         raise CheckpointError(

@@ -74,6 +74,9 @@ class Replicator:
                     step.needs_care = True
                 except TraceFailed:
                     pass  # for other shapes than before: it is tried again
+                except RuntimeError as error:
+                    call_description.explain_overwritten(error, fn, args, kwargs)
+                    raise
             if self.before_first_call is not None and not function.was_called and not whole:
                 function.was_called = True
                 self.before_first_call(self.strategy, fn, args, kwargs, options)
@@ -196,10 +199,11 @@ class Replicator:
             except TraceFailed as failed:
                 names = call_description.names_of_leaves(fn, args, kwargs)
                 function.make_static(step, {names[i] for i in failed.wanted})
-            except Exception:
+            except Exception as error:
                 if function.static_names != known:
                     function.static_names = known
                     function.give_up(step)
+                call_description.explain_overwritten(error, fn, args, kwargs)
                 raise
             else:
                 if found := sorted(function.static_names - known):

@@ -12,7 +12,7 @@ from flax.linen.spmd import logical_to_mesh
 
 from tpudist.processes import process_agreement
 from tpudist.programs import axis_errors, axis_names, program_digest
-from tpudist.state import nnx_contents
+from tpudist.state import missing_arrays, nnx_contents
 from tpudist.xla.mesh import ReplicaMesh
 
 # Leaves of what is made: objects of NNX, and the boxes of Linen, which say how arrays are split.
@@ -67,7 +67,17 @@ class Creation:
         """
         if process_agreement.is_needed(self._mesh):
             process_agreement.agree(self._mesh, self._intention())
-        return self._structure.fill(*self._program(self._arguments))
+        try:
+            made = self._program(self._arguments)
+        except RuntimeError as error:
+            if "deleted" in str(error):
+                found = jax.tree_util.tree_flatten_with_path(self._arguments)[0]
+                named = [
+                    (jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in found
+                ]
+                missing_arrays.explain(error, self._name, named)
+            raise
+        return self._structure.fill(*made)
 
     def _intention(self) -> process_agreement.Intention:
         found = jax.tree_util.tree_flatten_with_path(self._arguments)[0]

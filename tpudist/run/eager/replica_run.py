@@ -49,7 +49,11 @@ def run(
     check_possible(strategy, getattr(fn, "__name__", type(fn).__name__))
     replicator: Replicator = strategy._replicator
     with replicator.one_at_a_time:
-        return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()
+        try:
+            return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()
+        except RuntimeError as error:
+            call_description.explain_overwritten(error, fn, args, kwargs)
+            raise
 
 
 def check_possible(strategy: StrategyBase, name: str) -> None:
@@ -112,6 +116,7 @@ class EagerRun(ReplicaGroup):
         before = written_state.save(self.strategy, self.binding)
         try:
             ended = self.turns.run(self._run_replica)
+            written_state.check_structure(self, ended)
             merged = eager_results.merge_results(self, ended)
             written_state.write(self, ended)
         except BaseException:

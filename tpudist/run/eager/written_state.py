@@ -38,8 +38,7 @@ def write(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
     """Writes what the replicas have changed.
 
     Raises:
-        ValueError: State that they share differs between them; or an NNX object has another
-            structure than before.
+        ValueError: State that they share differs between them.
     """
     refused: list[tuple[str, str, str]] = []
     variables = _collect_variables(run, refused)
@@ -52,6 +51,16 @@ def write(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
         assert run.binding is not None, "they are of its Variables"
         holders = [run.binding.variables[i] for i in leaves]
         nnx_binding.write(holders, list(leaves.values()))
+
+
+def check_structure(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
+    """Raises ValueError if an NNX object has another structure than before on some replica."""
+    binding = run.binding
+    for x in ended if binding is not None else ():
+        values = binding.values_of(x.copies)
+        if values is None or jax.tree.structure(values) != jax.tree.structure(binding.values()):
+            change = binding.describe_changes(x.copies)
+            raise ValueError(outputs.describe_structure_change(run.name, change))
 
 
 def write_variables(run: ReplicaGroup) -> None:
@@ -99,10 +108,6 @@ def _collect_objects(
         return {}
     before = binding.values()
     after = [binding.values_of(x.copies) for x in ended]
-    for x, values in zip(ended, after, strict=True):
-        if values is None or jax.tree.structure(values) != jax.tree.structure(before):
-            change = binding.describe_changes(x.copies)
-            raise ValueError(outputs.describe_structure_change(run.name, change))
     found = {}
     for i, old in enumerate(before):
         parts = [jax.tree.leaves(x[i]) for x in after]  # type: ignore[index]

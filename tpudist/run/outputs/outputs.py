@@ -81,7 +81,9 @@ def remedy_of(kind: str) -> str:
         return (
             "All-reduce the gradients before they are applied: "
             "tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
-            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself."
+            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself. "
+            "All-reduce also the value= that the optimizer is given (reduce_on_plateau): "
+            "value=tpudist.get_replica_context().all_reduce('sum', loss)."
         )
     return (
         f"All-reduce what it is computed from, or give the Variable a rule: "
@@ -94,8 +96,9 @@ def describe_structure_change(name: str, change: str) -> str:
     """The refusal of a function that changes the structure of an NNX object in some way."""
     return (
         f"'{name}' changed the structure of an NNX object: {change}. After a replica function only "
-        f"the values of Variables can be other ones. Change the object before strategy.run; take "
-        f"what a module has sown out of it in the function, and return it: "
+        f"the values of Variables can be other ones. Change a copy in the function, "
+        f"model = nnx.clone(model), as for init_cache; or change the object before strategy.run. "
+        f"Take what a module has sown out of it in the function, and return it: "
         f"nnx.pop(model, nnx.Intermediate)."
     )
 
