@@ -79,17 +79,22 @@ def run(
     if found.interruption is not None:
         _begin_variables(frame, found, compile.evaluate(closed, values))
         raise found.interruption
-    causes = causes_of_variables(variables) + [None] * inputs.num_nnx
-    causes += ["an argument" if s else None for s in inputs.stacked[inputs.num_nnx :]]
+    causes = causes_of_variables(variables)
+    causes += ["an argument" if s else None for s in inputs.stacked]
     keys = outputs_of_random_keys(binding, found, len(variables))
     closed, _ = unchanged_keys.keep_unchanged_keys(closed, keys)
     proof = replica_equality.prove(closed, causes, [frame.cause_of(x) for x in closed.consts])
     check_references(proof, found.references, name)
     own = proof.causes[: len(proof.causes) - len(found.computed)]
     proof = dataclasses.replace(proof, causes=own)
-    changed = [i for i, _ in found.nnx]
     stack, aggregated = outputs.place_outputs(
-        proof, found.variables, changed, binding, name, strategy.num_replicas_in_sync
+        proof,
+        found.variables,
+        found.nnx,
+        inputs.parts_of_objects,
+        binding,
+        name,
+        strategy.num_replicas_in_sync,
     )
     place_collections(
         call,

@@ -4,7 +4,7 @@ NNX objects are copied around traced values, random streams are folded with the 
 sums over examples start from zero on all replicas but the first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from tpudist.run.traced_rows import TracedRows
 from tpudist.state import nnx_captures, nnx_contents
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
-from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
+from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed, is_per_replica
 from tpudist.xla import collectives, random_keys, traces
 
 _SUM = VariableAggregation.SUM
@@ -118,11 +118,12 @@ class ReplicaBody:
 
     def _wrap_arguments(self, arguments: list[Any]) -> list[Any]:
         """What the function gets for the arrays among its arguments."""
-        inputs = self.call.inputs
+        return self._wrap(arguments, self.call.inputs.stacked[self.call.inputs.num_nnx :])
+
+    def _wrap(self, arrays: list[Any], stacked: Sequence[bool]) -> list[Any]:
         if not self.call.whole or self.call.strategy.num_replicas_in_sync == 1:
-            return arguments
-        stacked = inputs.stacked[inputs.num_nnx :]
-        pairs = zip(arguments, stacked, strict=False)
+            return arrays
+        pairs = zip(arrays, stacked, strict=False)
         return [LocalPart(x) if is_part else x for x, is_part in pairs]
 
     def _enter_objects(self, nnx_values: list[Any]) -> tuple[tuple, list[Any]]:
@@ -133,8 +134,13 @@ class ReplicaBody:
         strategy = self.call.strategy
         # One device that several replicas are compared with draws the numbers of the first one.
         several = strategy.num_replicas_in_sync > 1 or strategy._stand_in is not None
+        parts = self.call.inputs.parts_of_objects
         if several and not self.call.whole:
-            values = make_values_of_replica(binding, values)
+            values = make_values_of_replica(binding, values, {i for i, _ in parts})
+        if self.call.whole and parts:
+            stacked = self.call.inputs.stacked[: self.call.inputs.num_nnx]
+            flat = self._wrap(jax.tree.leaves(values), stacked)
+            values = self.call.inputs.nnx_structure.unflatten(flat)
         return binding.copy_with(values), values
 
     def _collect_results(
@@ -183,12 +189,15 @@ class ReplicaBody:
         if binding is None:
             return []
         values = binding.values_of(copies)
+        if values is not None:
+            values = jax.tree.map(_take_part, values, is_leaf=is_per_replica)
         if values is None or jax.tree.structure(values) != inputs.nnx_structure:
             found.structure_change = binding.describe_changes(copies)
             return []
         outputs = []
         for i, (new, old) in enumerate(zip(values, entered, strict=True)):
-            pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+            olds = jax.tree.leaves(jax.tree.map(_take_part, old, is_leaf=is_per_replica))
+            pairs = list(zip(jax.tree.leaves(new), olds, strict=True))
             if all(x is y for x, y in pairs):
                 continue
             if binding.variables[i] is None:
@@ -200,14 +209,23 @@ class ReplicaBody:
         return outputs
 
 
-def make_values_of_replica(binding: Binding, values: Sequence[Any]) -> list[Any]:
+def _take_part(x: Any) -> Any:
+    return x.array if isinstance(x, PerReplica) else x
+
+
+def make_values_of_replica(
+    binding: Binding, values: Sequence[Any], parts: Collection[int]
+) -> list[Any]:
     """The values of NNX objects as one of several replicas begins with them.
 
-    Random keys are its own; of a sum over examples the first replica has all that there was.
+    Random keys are its own; of a sum over examples the first replica has all that there was. What
+    is one of its own already (`parts`) stays.
     """
     me = collectives.replica_id()
     own = list(values)
     for i, x in enumerate(own):
+        if i in parts:
+            continue
         if binding.is_random_key(i):
             own[i] = random_keys.fold_in(x, me)
         elif binding.aggregation(i) is _SUM:

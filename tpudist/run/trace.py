@@ -23,7 +23,7 @@ from tpudist.programs import (
 from tpudist.reduce_op import ReduceOp
 from tpudist.run import larger_trace, program_checks, remarks
 from tpudist.run.arguments import call_arguments
-from tpudist.run.arguments.inputs import Inputs, positions
+from tpudist.run.arguments.inputs import positions
 from tpudist.run.captures import NewVariable
 from tpudist.run.outputs import drift_finder, outputs, returned_state, state_collections
 from tpudist.run.outputs.results import CallOutputs, TracedStep
@@ -54,7 +54,7 @@ def trace_step(
     strategy, name, inputs = call.strategy, call.name, call.inputs
     assert call.findings is not None, "nested traces are made in `nested_run`"
     mesh = strategy.replica_mesh
-    call_arguments.check_leaves(call.leaves, call.kinds, mesh.num_replicas, name)
+    call_arguments.check_leaves(call.leaves, call.kinds, call.binding, mesh.num_replicas, name)
     variables = [*strategy._list_variables(), *call.findings.captures]
     values = map(strategy._value_of, variables)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
@@ -73,7 +73,7 @@ def trace_step(
     axis_errors.check_constraints(mesh, program.closed, name)
     if found.structure_change:
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
-    causes = causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
+    causes = causes_of_variables(variables) + _causes_of_arguments(call, labels())
     partial, plain = None, program
     if rows is None:
         proof = replica_equality.prove(program.closed, causes)
@@ -84,9 +84,15 @@ def trace_step(
     check_references(proof, found.references, name)
     if mesh.num_replicas > 1:
         program_checks.check_hazards(proof, name)
-    changed = [i for i, _ in found.nnx]
     stack_outputs, aggregated = outputs.place_outputs(
-        proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole
+        proof,
+        found.variables,
+        found.nnx,
+        inputs.parts_of_objects,
+        call.binding,
+        name,
+        mesh.num_replicas,
+        call.whole,
     )
     returned = place_collections(
         call, found, program.closed, proof, len(variables), labels, (stack_outputs, aggregated)
@@ -259,9 +265,13 @@ def outputs_of_random_keys(
     }
 
 
-def _causes_of_arguments(inputs: Inputs, labels: Sequence[str]) -> list[str | None]:
+def _causes_of_arguments(call: ReplicaCall, labels: Sequence[str]) -> list[str | None]:
     """Why the inputs after the Variables differ between replicas, in words, or None."""
-    causes: list[str | None] = [None] * inputs.num_nnx
+    inputs = call.inputs
+    causes: list[str | None] = [
+        "an NNX object that holds one value for each replica" if differs else None
+        for differs in inputs.stacked[: inputs.num_nnx]
+    ]
     arguments = zip(inputs.leaves_of_arguments, inputs.stacked[inputs.num_nnx :], strict=False)
     causes += [f"argument '{labels[leaf]}'" if differs else None for leaf, differs in arguments]
     num_groups = len(inputs.groups.sizes) if inputs.groups else 0

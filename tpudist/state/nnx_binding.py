@@ -9,7 +9,7 @@ attributes.
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from flax import nnx
 
 from tpudist.reduce_op import VariableAggregation
 from tpudist.state import nnx_contents, value_keys
+from tpudist.values.per_replica import is_per_replica
 
 
 class Structure:
@@ -43,22 +44,26 @@ class Binding:
 
     def __init__(self, objects: Sequence[Any]):
         """Finds the Variables of `objects`."""
-        self._graphdef, state = nnx.graphlib.flatten(tuple(objects), with_paths=True)
-        leaves = list(state.leaves)
-        self.paths: list[tuple] = list(state.paths)
+        graph = list(nnx.iter_graph(tuple(objects)))
+        self._graphdef, self.paths, leaves = _flatten(tuple(objects), graph)
         self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
         self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
         self.kinds = tuple(type(x) for x in leaves)
-        nodes = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
+        nodes = [x for _, x in graph if isinstance(x, nnx.Pytree)]
         self.summed = _ids_of_summed_metrics(nodes)
         # Holding the attribute dicts, not the objects: a binding must not keep a model alive.
         self._attributes = [vars(node) for node in nodes]
         self._seen = [tuple(attributes.values()) for attributes in self._attributes]
         self._roots = [_reference(x) for x in objects]
         self._settings = MutableSettings(self._attributes)
-        static = _GraphKey(self._graphdef), jax.tree.structure(self.values()), self._settings.keys
+        self._value_structure = jax.tree.structure(self.values())
+        static = _GraphKey(self._graphdef), self._value_structure, self._settings.keys
         with _structures_lock:
             self.structure = _structures.setdefault(static, Structure())
+
+    def has_same_values(self) -> bool:
+        """Whether the values are nested as before, with a PerReplica where there was one."""
+        return jax.tree.structure(self.values()) == self._value_structure
 
     def is_of(self, objects: Sequence[Any]) -> bool:
         """Whether this is the binding of `objects`, and nothing but values has changed in them."""
@@ -92,13 +97,7 @@ class Binding:
             write([variable], [value])
             return
         node, *parts = self.paths[index]
-        node = self._roots[node]()
-        for part in parts[:-1]:
-            node = getattr(node, part) if _is_attribute(node, part) else node[part]
-        if _is_attribute(node, parts[-1]):
-            setattr(node, parts[-1], value)
-        else:
-            node[parts[-1]] = value
+        _set_at(self._roots[node](), parts, value)
         self._bare[index] = value
 
     def aggregation(self, index: int) -> VariableAggregation | None:
@@ -127,7 +126,7 @@ class Binding:
 
     def values_of(self, copies: tuple) -> list[Any] | None:
         """The values that copies made by `copy_with` hold now; None if their structure changed."""
-        graphdef, leaves = nnx.graphlib.flatten(copies, with_paths=False)
+        graphdef, _, leaves = _flatten(copies, nnx.iter_graph(copies))
         if _GraphKey(graphdef) != _GraphKey(self._graphdef):
             return None
         # In tree mode the leaves are the Variables themselves.
@@ -135,13 +134,37 @@ class Binding:
 
     def describe_changes(self, copies: tuple) -> str:
         """Which Variables and arrays copies have, or miss, of those that the objects have."""
-        _, state = nnx.graphlib.flatten(copies, with_paths=True)
-        now = dict(zip(state.paths, state.leaves, strict=True))
+        _, paths, leaves = _flatten(copies, nnx.iter_graph(copies))
+        now = dict(zip(paths, leaves, strict=True))
         new = [f"{type(now[p]).__name__} '{_name_of(p)}'" for p in now if p not in self.paths]
         gone = [f"'{_name_of(p)}'" for p in self.paths if p not in now]
         found = [f"{', '.join(new[:4])} was added"] if new else []
         found += [f"{', '.join(gone[:4])} is gone"] if gone else []
         return " and ".join(found) or "an attribute that is no array was changed"
+
+
+def _flatten(
+    objects: tuple, graph: Iterable[tuple[tuple, Any]]
+) -> tuple[Any, list[tuple], list[Any]]:
+    """The graphdef, paths and leaves of objects; a PerReplica without a Variable is a leaf.
+
+    Args:
+        objects: The objects.
+        graph: Their nodes with paths, of `nnx.iter_graph`.
+    """
+    graphdef, state = nnx.graphlib.flatten(objects, with_paths=True)
+    paths, leaves = list(state.paths), list(state.leaves)
+    parts = {path: x for path, x in graph if is_per_replica(x)}
+    positions = [i for i, path in enumerate(paths) if path[:-1] in parts]
+    if positions:  # to NNX it is a pytree of one array
+        values = [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
+        copies = nnx.graphlib.unflatten(graphdef, values)
+        for i in positions:
+            paths[i] = paths[i][:-1]
+            leaves[i] = parts[paths[i]]
+            _set_at(copies, paths[i], leaves[i].array)
+        graphdef, _ = nnx.graphlib.flatten(copies, with_paths=False)
+    return graphdef, paths, leaves
 
 
 class _GraphKey:
@@ -217,6 +240,16 @@ def _name_of(path: tuple) -> str:
     return ".".join(map(str, path[1:]))
 
 
+def _set_at(node: Any, path: Sequence[Any], value: Any) -> None:
+    """Replaces what is at a path below an object."""
+    for part in path[:-1]:
+        node = getattr(node, part) if _is_attribute(node, part) else node[part]
+    if _is_attribute(node, path[-1]):
+        setattr(node, path[-1], value)
+    else:
+        node[path[-1]] = value
+
+
 def _is_attribute(node: Any, part: Any) -> bool:
     """Whether a part of a path is an attribute: the items of an `nnx.List` have numbers."""
     return isinstance(node, nnx.Pytree) and isinstance(part, str)
@@ -248,11 +281,18 @@ class Bindings:
         """Empty."""
         self._by_id: dict[tuple[int, ...], Binding] = {}
 
-    def find(self, objects: Sequence[Any]) -> Binding:
-        """The binding of `objects`: the known one if it still holds, or a new one."""
+    def find(self, objects: Sequence[Any], *, careful: bool = True) -> Binding:
+        """The binding of `objects`: the known one if it still holds, or a new one.
+
+        A Variable that holds another kind of value now is noticed if the look is `careful`.
+        """
         key = tuple(map(id, objects))
         binding = self._by_id.get(key)
-        if binding is None or not binding.is_of(objects):
+        if (
+            binding is None
+            or not binding.is_of(objects)
+            or (careful and not binding.has_same_values())
+        ):
             known = binding is not None
             binding = Binding(objects)
             if any(isinstance(x, nnx.Variable) for x in objects):

@@ -13,6 +13,7 @@ from tpudist.run.eager import eager_results, replica_evaluation
 from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import outputs
 from tpudist.state import nnx_binding
+from tpudist.values.per_replica import open_parts
 from tpudist.xla.mesh import ReplicaMesh
 
 _SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
@@ -58,7 +59,7 @@ def check_structure(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -
     binding = run.binding
     for x in ended if binding is not None else ():
         values = binding.values_of(x.copies)
-        if values is None or jax.tree.structure(values) != jax.tree.structure(binding.values()):
+        if values is None or jax.tree.structure(values) != open_parts(binding.values())[0]:
             change = binding.describe_changes(x.copies)
             raise ValueError(outputs.describe_structure_change(run.name, change))
 
@@ -120,8 +121,8 @@ def _collect_objects(
             change = f"the array '{binding.name(i)}' was replaced"
             raise ValueError(outputs.describe_structure_change(run.name, change))
         arrays = [
-            _combine(run, i, [replica_evaluation.fetch(p[j]) for p in parts], refused)
-            for j in range(len(parts[0]))
+            _combine(run, i, [replica_evaluation.fetch(p[j]) for p in parts], refused, is_part)
+            for j, is_part in enumerate(open_parts(old)[1])
         ]
         olds, structure = jax.tree.flatten(old)
         placed = [_place(run, x, y) for x, y in zip(arrays, olds, strict=True)]
@@ -130,9 +131,11 @@ def _collect_objects(
 
 
 def _combine(
-    run: ReplicaGroup, i: int, parts: list[Any], refused: list[tuple[str, str, str]]
+    run: ReplicaGroup, i: int, parts: list[Any], refused: list[tuple[str, str, str]], is_part: bool
 ) -> Any:
     """What becomes of an NNX Variable's values on all replicas, by its rule."""
+    if is_part:  # each replica has its own, and keeps it
+        return replica_evaluation.stack_values(parts)
     binding, count = run.binding, run.mesh.num_replicas
     assert binding is not None, "it has the Variable"
     rule = binding.aggregation(i)

@@ -1,6 +1,6 @@
 """Where the outputs of a replica function go: those that may differ, and state that may not."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tpudist.programs import replica_agreement
 from tpudist.reduce_op import ReduceOp, VariableAggregation
@@ -11,7 +11,8 @@ from tpudist.state.variable import Variable
 def place_outputs(
     proof: replica_agreement.Agreement,
     variables: Sequence[Variable],
-    nnx_leaves: Sequence[int],
+    nnx_leaves: Sequence[tuple[int, int]],
+    parts: Collection[tuple[int, int]],
     binding: nnx_binding.Binding | None,
     name: str,
     num_replicas: int,
@@ -22,7 +23,8 @@ def place_outputs(
     Args:
         proof: For each output, in order: results, Variables, NNX leaves.
         variables: The Variables that were assigned.
-        nnx_leaves: The leaves of `binding` that were changed; one may occur several times.
+        nnx_leaves: The leaves of `binding` that were changed, each with an array of it.
+        parts: Those that are one for each replica, and stay so.
         binding: The NNX objects.
         name: Of the function.
         num_replicas: How many replicas there are.
@@ -47,8 +49,13 @@ def place_outputs(
             refused.append((f"Variable '{v.name}'", proof.describe_cause(k), remedy))
         stack[k] = v.on_read
         k += 1
-    for i in nnx_leaves:
+    for at in nnx_leaves:
         assert binding is not None
+        i, _ = at
+        if at in parts:
+            stack[k] = True
+            k += 1
+            continue
         rule = binding.aggregation(i)
         # Of a sum each replica holds its own share, even if it is as large as the others'.
         shares = rule is VariableAggregation.SUM and num_replicas > 1 and not whole
