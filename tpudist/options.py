@@ -99,11 +99,13 @@ class RunOptions:
         aggregation: What becomes of state in plain pytrees, such as Linen's collections, that the
             function takes as an argument and gives back, or returns under the name of a collection
             (`{"batch_stats": ...}`), and that differs between replicas: by that name a
-            `tpudist.VariableAggregation` or its name, `none` for one value for each replica. By
+            `tpudist.VariableAggregation` or its name, `max` or `min`, or `none` for one value for
+            each replica. NNX Variables have the names of their types (`{"MetricState": "max"}`). By
             default `{"batch_stats": "mean"}`; `params` and `opt_state` that are given back and
             differ are refused, if there is an integer beside them, such as the number of the step
             (gradients are nested alike), and state without a name here becomes a PerReplica. Just
-            `"none"` keeps one value for each replica of all such state. Kept as pairs.
+            `"none"` keeps one value for each replica of all such state, and of all NNX Variables
+            that differ: they hold a `PerReplica` then. Kept as pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -139,7 +141,7 @@ class RunOptions:
 ALL_COLLECTIONS = ""
 """The name in `RunOptions.aggregation` that stands for all state in plain pytrees."""
 
-_AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
+_AGGREGATIONS = ("none", "sum", "mean", "max", "min", "only_first_replica")
 
 
 def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:

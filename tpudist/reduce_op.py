@@ -41,12 +41,14 @@ class ReduceOp(enum.Enum):
         )
 
     @staticmethod
-    def from_variable_aggregation(aggregation: "VariableAggregation") -> "ReduceOp":
-        """The reduction that a variable's aggregation asks for: `SUM` or `MEAN`.
+    def from_variable_aggregation(aggregation: "VariableAggregation | ReduceOp") -> "ReduceOp":
+        """The reduction that a variable's aggregation asks for: `SUM` or `MEAN`, or itself.
 
         Raises:
             ValueError: For `NONE` and `ONLY_FIRST_REPLICA`, which reduce nothing.
         """
+        if isinstance(aggregation, ReduceOp):
+            return aggregation
         if aggregation is VariableAggregation.SUM:
             return ReduceOp.SUM
         if aggregation is VariableAggregation.MEAN:

@@ -118,7 +118,7 @@ def test_a_statistic_without_a_rule_is_refused_and_told_which_rules_there_are(st
     with pytest.raises(ValueError, match="would differ") as error:
         strategy.run(count, args=(Counter(), batch))
     assert "Variable 'seen' would differ between replicas after 'count'" in str(error.value)
-    assert "Variable(value, aggregation='mean'), 'sum' or 'only_first_replica'" in str(error.value)
+    assert "Variable(value, aggregation='mean'), 'sum', 'max', 'min'," in str(error.value)
 
 
 @pytest.mark.parametrize("rule", ["mean", "sum", "only_first_replica"])

@@ -95,6 +95,8 @@ def run(
         binding,
         name,
         strategy.num_replicas_in_sync,
+        rules=dict(call.rules),
+        is_nested=True,
     )
     place_collections(
         call,
@@ -113,7 +115,13 @@ def run(
     rest = results[found.num_results :]
     for variable, value in zip(found.variables, rest, strict=False):
         frame.set(variable, value)
-    _write_objects(binding, found, rest[len(found.variables) :])
+    new = rest[len(found.variables) :]
+    is_local = stack[len(stack) - len(new) :]
+    for k, at in enumerate(found.nnx):
+        if is_local[k] and at not in inputs.parts_of_objects:
+            new[k] = LocalPart(new[k])
+            frame.note_part(new[k])
+    _write_objects(binding, found, new)
     return _build_result(frame, found, results, stack, leaves, binding)
 
 

@@ -4,7 +4,7 @@ NNX objects are copied around traced values, random streams are folded with the 
 sums over examples start from zero on all replicas but the first.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,13 @@ from tpudist.run.traced_rows import TracedRows
 from tpudist.state import nnx_captures, nnx_contents
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
-from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed, is_per_replica
+from tpudist.values.per_replica import (
+    LocalPart,
+    PerReplica,
+    is_distributed,
+    is_per_replica,
+    open_parts,
+)
 from tpudist.xla import collectives, random_keys, traces
 
 _SUM = VariableAggregation.SUM
@@ -136,7 +142,8 @@ class ReplicaBody:
         several = strategy.num_replicas_in_sync > 1 or strategy._stand_in is not None
         parts = self.call.inputs.parts_of_objects
         if several and not self.call.whole:
-            values = make_values_of_replica(binding, values, {i for i, _ in parts})
+            own = {i for i, _ in parts}
+            values = make_values_of_replica(binding, values, own, dict(self.call.rules))
         if self.call.whole and parts:
             stacked = self.call.inputs.stacked[: self.call.inputs.num_nnx]
             flat = self._wrap(jax.tree.leaves(values), stacked)
@@ -190,6 +197,10 @@ class ReplicaBody:
             return []
         values = binding.values_of(copies)
         if values is not None:
+            flags = open_parts(values)[1]
+            found.local = {
+                at for at, part in zip(inputs.arrays_of_objects, flags, strict=False) if part
+            }
             values = jax.tree.map(_take_part, values, is_leaf=is_per_replica)
         if values is None or jax.tree.structure(values) != inputs.nnx_structure:
             found.structure_change = binding.describe_changes(copies)
@@ -214,7 +225,7 @@ def _take_part(x: Any) -> Any:
 
 
 def make_values_of_replica(
-    binding: Binding, values: Sequence[Any], parts: Collection[int]
+    binding: Binding, values: Sequence[Any], parts: Collection[int], rules: Mapping[str, str]
 ) -> list[Any]:
     """The values of NNX objects as one of several replicas begins with them.
 
@@ -228,8 +239,12 @@ def make_values_of_replica(
             continue
         if binding.is_random_key(i):
             own[i] = random_keys.fold_in(x, me)
-        elif binding.aggregation(i) is _SUM:
-            own[i] = _share_of_replica(x)
+        else:
+            rule = binding.aggregation(i, rules)
+            if rule is VariableAggregation.NONE:
+                rule = binding.aggregation(i)  # local from now on: see `local_state`
+            if rule is _SUM:
+                own[i] = _share_of_replica(x)
     return own
 
 

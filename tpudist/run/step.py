@@ -87,6 +87,7 @@ class Step:
         self.traced: dict[Any, TracedStep] = {}
         self._given_back: set[int] = set()  # inputs after the Variables, for all that is traced
         self._checked_rows: set[Any] = set()
+        self.local_leaves: frozenset[tuple[int, int]] = frozenset()  # see `local_state`
         self.needs_care = False  # arguments that must be moved to the mesh at each call
         # The call under way, for the trace that it may start.
         self._now: call_arguments.Call | None = None

@@ -18,7 +18,8 @@ from tpudist.lowering import compile
 from tpudist.options import RunOptions
 from tpudist.run.arguments import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.arguments.python_numbers import TraceFailed
-from tpudist.run.captures import Findings
+from tpudist.run.captures import Findings, LocalState
+from tpudist.run.outputs import local_state
 from tpudist.run.outputs.results import TracedStep
 from tpudist.run.recent_steps import Form, RecentSteps
 from tpudist.run.rehearsal import Rehearsal
@@ -71,7 +72,10 @@ class Replicator:
                 try:
                     return step(now)
                 except ArgumentsChanged:
-                    step.needs_care = True
+                    # A Variable that holds another kind of value now makes another step.
+                    step.needs_care = now.binding is None or now.binding.has_same_values()
+                except LocalState:
+                    pass
                 except TraceFailed:
                     pass  # for other shapes than before: it is tried again
                 except RuntimeError as error:
@@ -194,8 +198,13 @@ class Replicator:
         known = set(function.static_names)
         while True:
             step, now = self._find(function, fn, args, kwargs, options, careful=True)
+            if step.local_leaves:
+                local_state.make_local(now.binding, step.local_leaves, self.mesh)
+                continue
             try:
                 result = act(step, now)
+            except LocalState as wanted:
+                step.local_leaves = wanted.leaves
             except TraceFailed as failed:
                 names = call_description.names_of_leaves(fn, args, kwargs)
                 function.make_static(step, {names[i] for i in failed.wanted})

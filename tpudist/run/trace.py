@@ -24,7 +24,7 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.run import larger_trace, program_checks, remarks
 from tpudist.run.arguments import call_arguments
 from tpudist.run.arguments.inputs import positions
-from tpudist.run.captures import NewVariable
+from tpudist.run.captures import LocalState, NewVariable
 from tpudist.run.outputs import drift_finder, outputs, returned_state, state_collections
 from tpudist.run.outputs.results import CallOutputs, TracedStep
 from tpudist.run.partial_batch import PartialBatch
@@ -73,6 +73,8 @@ def trace_step(
     axis_errors.check_constraints(mesh, program.closed, name)
     if found.structure_change:
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
+    if local := found.local - inputs.parts_of_objects:
+        raise LocalState(local)
     causes = causes_of_variables(variables) + _causes_of_arguments(call, labels())
     partial, plain = None, program
     if rows is None:
@@ -93,6 +95,7 @@ def trace_step(
         name,
         mesh.num_replicas,
         call.whole,
+        dict(call.rules),
     )
     returned = place_collections(
         call, found, program.closed, proof, len(variables), labels, (stack_outputs, aggregated)
@@ -225,7 +228,12 @@ def place_collections(
             names = labels()
             known |= {i: names[leaves[k - call.inputs.num_nnx]] for i, k in returned.items()}
         if rules:
-            given = [*labels(), *state_collections.paths_of(found.treedef).values()]
+            kinds = call.binding.kinds if call.binding is not None else ()
+            given = [
+                *labels(),
+                *(kind.__name__ for kind in kinds),
+                *state_collections.paths_of(found.treedef).values(),
+            ]
             if text := state_collections.describe_unknown(rules, given, call.name):
                 remarks.warn_once([remarks.Remark(UserWarning, text)], set())
         dtypes = [x.dtype for x in closed.out_avals]

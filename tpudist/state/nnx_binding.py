@@ -9,16 +9,19 @@ attributes.
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from tpudist.reduce_op import VariableAggregation
+from tpudist.options import ALL_COLLECTIONS
+from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.state import nnx_contents, value_keys
 from tpudist.values.per_replica import is_per_replica
+
+_NO_RULES: Mapping[str, str] = {}
 
 
 class Structure:
@@ -100,11 +103,21 @@ class Binding:
         _set_at(self._roots[node](), parts, value)
         self._bare[index] = value
 
-    def aggregation(self, index: int) -> VariableAggregation | None:
-        """How a Variable that differs between replicas becomes one; None if it must not differ."""
+    def aggregation(
+        self, index: int, rules: Mapping[str, str] = _NO_RULES
+    ) -> VariableAggregation | ReduceOp | None:
+        """How a Variable that differs between replicas becomes one; None if it must not differ.
+
+        Args:
+            index: The number of the Variable.
+            rules: See `RunOptions.aggregation`.
+        """
         variable = self.variables[index]
         if variable is None:
             return None
+        rule = rules.get(ALL_COLLECTIONS, rules.get(self.kinds[index].__name__))
+        if rule is not None:
+            return _parse_aggregation(rule, variable)
         asked = variable.get_metadata().get("aggregation")
         if asked is not None:
             return _parse_aggregation(asked, variable)
@@ -255,10 +268,12 @@ def _is_attribute(node: Any, part: Any) -> bool:
     return isinstance(node, nnx.Pytree) and isinstance(part, str)
 
 
-def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggregation:
+def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggregation | ReduceOp:
     if isinstance(aggregation, VariableAggregation):
         return aggregation
-    names = VariableAggregation.__members__
+    if aggregation in (ReduceOp.MAX, ReduceOp.MIN):
+        return aggregation
+    names = {**VariableAggregation.__members__, "MAX": ReduceOp.MAX, "MIN": ReduceOp.MIN}
     if not isinstance(aggregation, str) or aggregation.upper() not in names:
         raise ValueError(
             f"A {type(variable).__name__} was made with aggregation={aggregation!r}. Use a "
@@ -311,7 +326,19 @@ def _reference(x: Any) -> Callable[[], Any]:
     return (lambda: x) if isinstance(x, nnx.Variable) else weakref.ref(x)
 
 
+_UPDATES_THAT_SUM = (nnx.metrics.Average.update, nnx.metrics.Accuracy.update)
+
+
 def _ids_of_summed_metrics(nodes: Sequence[Any]) -> set[int]:
-    """Ids of the Variables whose value is a sum over examples: those of NNX's averages."""
-    averages = [x for x in nodes if isinstance(x, nnx.metrics.Average)]
+    """Ids of the Variables whose value is a sum over examples: those of NNX's averages.
+
+    What a subclass does in an `update` of its own is not known to be a sum.
+    """
+    averages = [
+        x
+        for x in nodes
+        if isinstance(x, nnx.metrics.Average)
+        and type(x).update in _UPDATES_THAT_SUM
+        and "update" not in vars(x)
+    ]
     return {id(v) for x in averages for v in (x.total, x.count)}

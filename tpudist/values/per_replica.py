@@ -7,6 +7,7 @@ one stacked array `[num_replicas, ...]`, of which each replica holds its own par
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpudist import context
 from tpudist.lowering import placement
@@ -178,10 +179,22 @@ class PerReplica(DistributedValues):
         return self._as_array()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise TypeError(
-            f"{self!r} cannot be assigned to. Replace the whole value: variable.set_value(value) "
-            f"for an NNX Variable."
-        )
+        """Replaces all parts, by a PerReplica or by one value for all: `variable[...] = 0`.
+
+        Raises:
+            TypeError: If `key` is not `...`, or in a replica function.
+        """
+        array = self.array
+        if key is not ... or is_traced(array) or context.current().frame is not None:
+            raise TypeError(
+                f"{self!r} was assigned to at {key!r}. Outside of replica functions all parts can "
+                f"be replaced: variable[...] = value."
+            )
+        if isinstance(value, PerReplica):
+            self.array = value.array
+            return
+        every = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
+        self.array = jax.device_put(every, array.sharding)
 
     def __getattr__(self, name: str) -> Any:
         """What arrays have (`sum`, `astype`, ...), where this stands for a replica's own part."""

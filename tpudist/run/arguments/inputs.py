@@ -62,11 +62,16 @@ class Inputs:
         )
 
     @property
-    def parts_of_objects(self) -> set[tuple[int, int]]:
-        """The arrays of NNX objects that are one part for each replica: (leaf, array of it)."""
+    def arrays_of_objects(self) -> list[tuple[int, int]]:
+        """The arrays of NNX objects, in order, each as a leaf and the number of the array in it."""
         sizes = [child.num_leaves for child in self.nnx_structure.children()]
-        arrays = [(i, j) for i, size in enumerate(sizes) for j in range(size)]
-        return {at for at, part in zip(arrays, self.stacked, strict=False) if part}
+        return [(i, j) for i, size in enumerate(sizes) for j in range(size)]
+
+    @property
+    def parts_of_objects(self) -> set[tuple[int, int]]:
+        """The arrays of NNX objects that are one part for each replica."""
+        pairs = zip(self.arrays_of_objects, self.stacked, strict=False)
+        return {at for at, part in pairs if part}
 
     @property
     def num_groups(self) -> int:

@@ -196,7 +196,7 @@ class EagerRun(ReplicaGroup):
         values = jax.tree.map(put, self.host_objects, is_leaf=_is_parts)
         if self.mesh.num_replicas > 1:
             parts = {i for i, x in enumerate(self.binding.values()) if any(open_parts(x)[1])}
-            values = make_values_of_replica(self.binding, values, parts)
+            values = make_values_of_replica(self.binding, values, parts, dict(self.rules))
         return self.binding.copy_with(values), values
 
     def _make_arguments(

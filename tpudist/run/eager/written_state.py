@@ -13,7 +13,7 @@ from tpudist.run.eager import eager_results, replica_evaluation
 from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import outputs
 from tpudist.state import nnx_binding
-from tpudist.values.per_replica import open_parts
+from tpudist.values.per_replica import PerReplica, open_parts
 from tpudist.xla.mesh import ReplicaMesh
 
 _SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
@@ -138,16 +138,20 @@ def _combine(
         return replica_evaluation.stack_values(parts)
     binding, count = run.binding, run.mesh.num_replicas
     assert binding is not None, "it has the Variable"
-    rule = binding.aggregation(i)
+    rule = binding.aggregation(i, dict(run.rules))
     shares = rule is _SUM and count > 1  # each replica holds its own share of a sum
     if replica_evaluation.are_equal(parts) and not shares:
         return parts[0]
-    if rule is None or rule is _NONE:
+    if rule is _NONE:
+        return PerReplica(replica_evaluation.stack_values(parts))
+    if rule is None:
         remedy = outputs.remedy_of(binding.kinds[i].__name__)
         refused.append((binding.name(i), _describe_difference(parts), remedy))
         return parts[0]
     if rule is VariableAggregation.ONLY_FIRST_REPLICA:
         return parts[0]
+    if isinstance(rule, ReduceOp):
+        return (np.max if rule is ReduceOp.MAX else np.min)(np.stack(parts), axis=0)
     total = np.sum(np.stack(parts), axis=0, dtype=parts[0].dtype)
     mean = ReduceOp.from_variable_aggregation(rule) is ReduceOp.MEAN
     return (total / count).astype(parts[0].dtype) if mean else total
@@ -155,6 +159,9 @@ def _combine(
 
 def _place(run: ReplicaGroup, value: Any, old: Any) -> Any:
     """A new value where the old one was; on the mesh, if that was elsewhere."""
+    if isinstance(value, PerReplica):  # one for each replica from now on
+        stacked = replica_evaluation.to_array(value.array)
+        return PerReplica(jax.device_put(stacked, run.mesh.stacked))
     array = replica_evaluation.to_array(value)
     storage = run.strategy.storage
     if storage is not None:

@@ -1,9 +1,10 @@
 """Where the outputs of a replica function go: those that may differ, and state that may not."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tpudist.programs import replica_agreement
 from tpudist.reduce_op import ReduceOp, VariableAggregation
+from tpudist.run.captures import LocalState
 from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
 
@@ -17,6 +18,8 @@ def place_outputs(
     name: str,
     num_replicas: int,
     whole: bool = False,
+    rules: Mapping[str, str] | None = None,
+    is_nested: bool = False,
 ) -> tuple[list[bool], dict[ReduceOp | None, list[int]]]:
     """Decides what becomes of each output of a trace, by the proof of what is equal.
 
@@ -29,6 +32,8 @@ def place_outputs(
         name: Of the function.
         num_replicas: How many replicas there are.
         whole: Whether it is a function of all replicas: what replicas share out is summed already.
+        rules: How NNX Variables combine; see `RunOptions.aggregation`.
+        is_nested: Whether the trace is a part of another one.
 
     Returns:
         Which outputs leave stacked, one part per replica; and, by reduction (None for the first
@@ -36,7 +41,9 @@ def place_outputs(
 
     Raises:
         ValueError: State that replicas share would differ between them.
+        LocalState: NNX Variables must hold one value for each replica first.
     """
+    local: list[tuple[int, int]] = []
     stack = [x and num_replicas > 1 for x in proof.differs]
     aggregated: dict[ReduceOp | None, list[int]] = {}
     refused = []
@@ -56,11 +63,15 @@ def place_outputs(
             stack[k] = True
             k += 1
             continue
-        rule = binding.aggregation(i)
+        rule = binding.aggregation(i, rules or {})
         # Of a sum each replica holds its own share, even if it is as large as the others'.
         shares = rule is VariableAggregation.SUM and num_replicas > 1 and not whole
         if stack[k] or shares:
-            if rule is None or rule is VariableAggregation.NONE:
+            if rule is VariableAggregation.NONE:
+                local.append(at)
+                k += 1
+                continue
+            if rule is None:
                 remedy = remedy_of(binding.kinds[i].__name__)
                 refused.append((binding.name(i), proof.describe_cause(k), remedy))
             elif rule is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -72,6 +83,8 @@ def place_outputs(
         k += 1
     if refused:
         raise ValueError(describe_divergence(name, refused))
+    if local and not is_nested:
+        raise LocalState(local)
     return stack, aggregated
 
 
@@ -94,8 +107,10 @@ def remedy_of(kind: str) -> str:
         )
     return (
         f"All-reduce what it is computed from, or give the Variable a rule: "
-        f"{kind}(value, aggregation='mean'), 'sum' or 'only_first_replica'. nnx.BatchStat and the "
-        f"state of nnx.metrics.Average have one."
+        f"{kind}(value, aggregation='mean'), 'sum', 'max', 'min', 'only_first_replica', or 'none' "
+        f"for one value for each replica. nnx.BatchStat and the "
+        f"state of nnx.metrics.Average have one, but not that of a subclass with its own update(): "
+        f"give it self.total = nnx.metrics.MetricState(0.0, aggregation='sum') if it adds up rows."
     )
 
 
