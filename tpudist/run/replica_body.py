@@ -21,7 +21,7 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.traced_rows import TracedRows
-from tpudist.state import nnx_captures, nnx_contents
+from tpudist.state import nnx_captures, nnx_contents, norm_statistics
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import (
@@ -32,6 +32,7 @@ from tpudist.values.per_replica import (
     open_parts,
 )
 from tpudist.xla import collectives, random_keys, traces
+from tpudist.xla.mesh import REPLICA_AXIS
 
 _SUM = VariableAggregation.SUM
 
@@ -85,7 +86,10 @@ class ReplicaBody:
                         frame.note_part(x)
             try:
                 explained = nnx_captures.explain_captures(call.name)
-                with context.enter(self._mode(frame)), frame.enter(), explained:
+                weighed = norm_statistics.weigh_by_rows(
+                    self._names_of_replicas() if rows is not None else ()
+                )
+                with context.enter(self._mode(frame)), frame.enter(), explained, weighed:
                     result = call.fn(*args, **kwargs)
                 if frame.missed_assignment:
                     raise NewVariable
@@ -106,6 +110,10 @@ class ReplicaBody:
             return outputs + initial_values  # of what is made in a nested `run`
 
         return flat
+
+    def _names_of_replicas(self) -> list[str]:
+        mesh = self.call.strategy.replica_mesh
+        return [x for x in (REPLICA_AXIS, mesh.axis_name) if x is not None]
 
     def _begin_counts(self, values: dict[Any, Any]) -> dict[Any, Any]:
         if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
