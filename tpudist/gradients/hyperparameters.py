@@ -49,8 +49,8 @@ def write(state: Any, name: str, value: Any) -> None:
     old = _value_of(holder)
     if any(_SCHEDULES in keys and name in keys for _, keys in _flatten(state)):
         raise AttributeError(
-            f"optimizer.{name} = ... would have no effect: it was made with a schedule, which sets "
-            f"it at each update. Make the optimizer with a number to assign it: "
+            f"An assignment of optimizer.{name} would have no effect: it was made with a schedule, "
+            f"which sets it at each update. Make the optimizer with a number to assign it: "
             f"optax.inject_hyperparams(optax.sgd)({name}=0.1)."
         )
     if callable(value) or jnp.shape(value) != jnp.shape(old):
