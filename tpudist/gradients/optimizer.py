@@ -10,7 +10,7 @@ from flax import nnx
 
 from tpudist import context
 from tpudist.gradients import hyperparameters
-from tpudist.options import warn_if_given
+from tpudist.options import shorten, warn_if_given
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.captures import NewVariable
 from tpudist.state import nnx_contents, scatter_updates
@@ -83,7 +83,8 @@ class Optimizer(nnx.Optimizer):
             nnx.filterlib.to_predicate(wrt)
         except Exception:
             raise TypeError(
-                f"Optimizer was given wrt={wrt!r}, which chooses no Variables of a model. Give a "
+                f"Optimizer was given wrt={shorten(wrt)}, which chooses no Variables of a model. "
+                f"Give a "
                 f"type such as nnx.Param, or a filter of NNX's."
             ) from None
         try:
@@ -368,12 +369,14 @@ def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"Optimizer was given reduce_dtype={dtype!r}. Gradients travel in a floating dtype, "
+            f"Optimizer was given reduce_dtype={shorten(dtype)}. Gradients travel in a floating "
+            f"dtype, "
             f"such as 'bfloat16' or 'float32'."
         )
     if reduce_op is None:
         raise ValueError(
-            f"Optimizer was given reduce_dtype={dtype!r} and reduce_op=None, by which it reduces "
+            f"Optimizer was given reduce_dtype={shorten(dtype)} and reduce_op=None, by which it "
+            f"reduces "
             f"nothing. Leave one of them out."
         )
     return found

@@ -17,7 +17,7 @@ from flax import nnx
 from tpudist import context, step_boundaries
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.options import warn_if_given
+from tpudist.options import shorten, warn_if_given
 from tpudist.run.arguments import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
 from tpudist.run.eager import eager_mode
@@ -94,7 +94,7 @@ def function(
     if func is None:
         return function
     if not callable(func):
-        raise TypeError(f"tpudist.function compiles functions, but was given {func!r}.")
+        raise TypeError(f"tpudist.function compiles functions, but was given {shorten(func)}.")
     return Function(func)
 
 

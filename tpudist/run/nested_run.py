@@ -115,7 +115,7 @@ def run(
     rest = results[found.num_results :]
     for variable, value in zip(found.variables, rest, strict=False):
         frame.set(variable, value)
-    new = rest[len(found.variables) :]
+    new: list[Any] = [*rest[len(found.variables) :]]
     is_local = stack[len(stack) - len(new) :]
     for k, at in enumerate(found.nnx):
         if is_local[k] and at not in inputs.parts_of_objects:

@@ -15,7 +15,7 @@ import jax
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import compile
-from tpudist.options import RunOptions
+from tpudist.options import RunOptions, shorten
 from tpudist.run.arguments import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.captures import Findings, LocalState
@@ -229,7 +229,7 @@ class Replicator:
         if options is not _DEFAULT_OPTIONS:
             if not isinstance(options, RunOptions):
                 raise TypeError(
-                    f"options={options!r} of type {type(options).__name__} was given to run "
+                    f"options={shorten(options)} of type {type(options).__name__} was given to run "
                     f"'{function.name}'. It must be a tpudist.RunOptions, or None."
                 )
             key_of_form = key, options

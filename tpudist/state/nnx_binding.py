@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tpudist.options import ALL_COLLECTIONS
+from tpudist.options import ALL_COLLECTIONS, shorten
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.state import nnx_contents, value_keys
 from tpudist.values.per_replica import is_per_replica
@@ -276,7 +276,7 @@ def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggr
     names = {**VariableAggregation.__members__, "MAX": ReduceOp.MAX, "MIN": ReduceOp.MIN}
     if not isinstance(aggregation, str) or aggregation.upper() not in names:
         raise ValueError(
-            f"A {type(variable).__name__} was made with aggregation={aggregation!r}. Use a "
+            f"A {type(variable).__name__} was made with aggregation={shorten(aggregation)}. Use a "
             f"tpudist.VariableAggregation or its name: {', '.join(names).lower()}."
         )
     return names[aggregation.upper()]

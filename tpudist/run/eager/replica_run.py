@@ -16,7 +16,7 @@ from flax import nnx
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.options import RunOptions
+from tpudist.options import RunOptions, shorten
 from tpudist.run.arguments import call_arguments, call_description, python_numbers
 from tpudist.run.arguments.row_groups import RowGroups
 from tpudist.run.eager import eager_merge, eager_results, replica_evaluation, written_state
@@ -109,7 +109,8 @@ class EagerRun(ReplicaGroup):
         self.host_values = {
             i: fetch_argument(self.mesh, self.leaves[i]) for i in self.kinds.dynamic
         }
-        self.host_objects = fetch_argument(self.mesh, self.binding.values() if objects else [])
+        values = self.binding.values() if self.binding is not None else []
+        self.host_objects = fetch_argument(self.mesh, values)
         self.turns = Turns(self.mesh.num_replicas, self.name)
         self.frames: dict[int, EagerFrame] = {}
         self._outside = internals.settings_of_thread()
@@ -131,7 +132,7 @@ class EagerRun(ReplicaGroup):
         """Which of the flat arguments are Python numbers that the function gets as arrays."""
         if not isinstance(options, RunOptions):
             raise TypeError(
-                f"options={options!r} of type {type(options).__name__} was given to run "
+                f"options={shorten(options)} of type {type(options).__name__} was given to run "
                 f"'{self.name}'. It must be a tpudist.RunOptions, or None."
             )
         positions = options.static_argnums

@@ -57,7 +57,9 @@ def write(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
 def check_structure(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
     """Raises ValueError if an NNX object has another structure than before on some replica."""
     binding = run.binding
-    for x in ended if binding is not None else ():
+    if binding is None:
+        return
+    for x in ended:
         values = binding.values_of(x.copies)
         if values is None or jax.tree.structure(values) != open_parts(binding.values())[0]:
             change = binding.describe_changes(x.copies)
