@@ -1,4 +1,4 @@
-"""What an error of the index says to do is done, and works: a wrong remedy is worse than none.
+"""Tests follow the remedies in the index of errors: a wrong remedy is worse than none.
 
 Each row is a mistake, and the program that the message leads to. The message is looked up in the
 index, so a row that nothing raises any more fails. Messages that are put together elsewhere than

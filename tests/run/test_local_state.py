@@ -85,7 +85,7 @@ def test_local_state_is_compiled_once_and_may_be_set_to_zero(strategy, batch):
         counter.total[0] = 1.0
 
 
-def test_a_local_average_counts_what_was_there_once(strategy, batch):
+def test_a_local_average_counts_earlier_rows_once(strategy, batch):
     metric = strategy.create(nnx.metrics.Average)
     update = lambda metric, batch: metric.update(values=batch)  # noqa: E731
     strategy.run(update, args=(metric, batch))

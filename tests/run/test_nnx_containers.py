@@ -92,7 +92,7 @@ def test_each_replica_adds_to_its_own(strategy, batches, kind, way):
 
 
 def test_an_object_changed_in_place_stays_one_for_each_replica(strategy, batches):
-    """It is compiled once, though the objects are others than those that the first call gave."""
+    """It is compiled once."""
     layer = strategy.run(add, args=(Layer(), batches[0]))
 
     def grow(layer, batch):
@@ -127,7 +127,7 @@ def test_an_object_changed_in_debug_mode_and_in_a_function_is_the_same(strategy,
     assert float(strategy.reduce("sum", layer.total[...], axis=None)) == ROWS.sum()
 
 
-def test_several_steps_in_one_program_keep_what_is_of_each_replica(strategy, batches):
+def test_several_steps_in_one_program_keep_local_values(strategy, batches):
     layer = strategy.run(add, args=(Layer(), batches[0]))
 
     def grow(layer, batch):

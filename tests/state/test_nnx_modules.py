@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import warnings
 
 import jax
@@ -272,3 +273,12 @@ def test_a_cache_is_made_in_a_step_on_a_copy_as_the_error_says(eager):
     alone = attention()
     alone.init_cache(rows.shape)
     np.testing.assert_allclose(strategy.gather(found, axis=0), alone(rows[:, :1]), atol=1e-6)
+
+
+def test_a_captured_model_is_found_after_gc_freeze():
+    """The collector does not look at frozen objects: the model became a constant, in silence."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    gc.freeze()
+    with pytest.raises(ValueError, match="uses an NNX object that it captures"):
+        tpudist.MirroredStrategy().run(lambda: model.kernel[...].sum())
+    assert gc.get_freeze_count() > 0

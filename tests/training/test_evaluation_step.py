@@ -1,4 +1,4 @@
-"""What `make_evaluation_step` sums: examples, and nothing else."""
+"""`make_evaluation_step` sums examples, and nothing else."""
 
 import contextlib
 
@@ -57,7 +57,9 @@ NOT_ROWS = {
 
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "debug"])
 @pytest.mark.parametrize("kind", list(NOT_ROWS))
-def test_what_is_not_of_each_example_is_refused_by_name(strategy, model, kind, eager):
+def test_a_value_without_a_row_for_each_example_raises_an_error_that_names_it(
+    strategy, model, kind, eager
+):
     """A vector of as many classes as a replica has rows was summed over the classes."""
     judge = make_evaluation_step(NOT_ROWS[kind])
     with strategy.debug() if eager else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Hyperparameters of an optimizer that change between steps: those that Optax keeps in its state.
+"""Hyperparameters of an optimizer that change between steps.
 
 Optax bakes the numbers that a transformation is made with into its functions. Only
 `optax.inject_hyperparams` keeps them in the optimizer state, where they can be read and assigned.

@@ -2,8 +2,8 @@
 
 A layer with `axis_name` averages over the replicas the mean of each replica's own rows. On a
 partial batch that is not the mean of all rows, and NaN where a replica has none. So in the trace
-for a partial batch the sums and the number of elements are added up instead, of which the gradient
-follows. The program for full batches is Flax's.
+for a partial batch the sums and the number of elements are added up instead, and JAX differentiates
+the quotient. The program for full batches is Flax's.
 """
 
 import contextlib

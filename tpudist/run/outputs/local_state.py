@@ -1,8 +1,8 @@
 """State of NNX objects that each replica has for itself: its Variables hold a PerReplica.
 
 A rule says which may (`aggregation="none"`, of a Variable or of `RunOptions`), and the proof of a
-trace which do. Those are given one value for each replica, and the function is traced again: what
-is fed for them and what replaces them is of one kind then, from the first call on.
+trace shows which do. These Variables get one value for each replica, and the function is traced
+again. So inputs and outputs have the same kind, and the first call is compiled once.
 """
 
 from collections.abc import Collection
