@@ -86,3 +86,44 @@ def test_a_metric_of_a_user_is_that_of_one_device(mirrored, kind):
     assert float(metric.total[...]) == float(alone.total[...])
     assert int(metric.count[...]) == int(alone.count[...])
     np.testing.assert_allclose(metric.compute(), alone.compute(), rtol=1e-6)
+
+
+def assigned(metric, values):
+    metric.total[...] = values.mean()
+
+
+def decayed(metric, values):
+    metric.total[...] = 0.9 * metric.total[...] + 0.1 * values.mean()
+
+
+def counted(metric, values):
+    metric.count[...] = 3
+
+
+def begun_again(metric, values):
+    metric.reset()
+    metric.update(values=values)
+
+
+def where(metric, values):
+    metric.total[...] = jnp.where(values.size > 0, metric.total[...] + values.sum(), 0.0)
+
+
+@pytest.mark.parametrize("step", [assigned, decayed])
+def test_an_average_of_nnx_is_not_summed_if_a_step_does_something_else(mirrored, step):
+    metric = mirrored.create(nnx.metrics.Average)
+    [batch] = mirrored.experimental_distribute_dataset([np.arange(16, dtype=np.float32)])
+    with pytest.raises(ValueError, match="MetricState 'total' would differ"):
+        mirrored.run(step, args=(metric, batch))
+
+
+@pytest.mark.parametrize("step", [counted, begun_again, where])
+def test_an_average_of_nnx_is_changed_by_a_step_as_on_one_device(mirrored, step):
+    rows = np.arange(16, dtype=np.float32)
+    metric, alone = mirrored.create(nnx.metrics.Average), nnx.metrics.Average()
+    [batch] = mirrored.experimental_distribute_dataset([rows])
+    for _ in range(2):
+        mirrored.run(step, args=(metric, batch))
+        step(alone, rows)
+    assert float(metric.total[...]) == float(alone.total[...])
+    assert int(metric.count[...]) == int(alone.count[...])

@@ -151,7 +151,9 @@ class ReplicaBody:
         parts = self.call.inputs.parts_of_objects
         if several and not self.call.whole:
             own = {i for i, _ in parts}
-            values = make_values_of_replica(binding, values, own, dict(self.call.rules))
+            values = make_values_of_replica(
+                binding, values, own, dict(self.call.rules), self.call.not_sums
+            )
         if self.call.whole and parts:
             stacked = self.call.inputs.stacked[: self.call.inputs.num_nnx]
             flat = self._wrap(jax.tree.leaves(values), stacked)
@@ -233,7 +235,11 @@ def _take_part(x: Any) -> Any:
 
 
 def make_values_of_replica(
-    binding: Binding, values: Sequence[Any], parts: Collection[int], rules: Mapping[str, str]
+    binding: Binding,
+    values: Sequence[Any],
+    parts: Collection[int],
+    rules: Mapping[str, str],
+    not_sums: Collection[int] = (),
 ) -> list[Any]:
     """The values of NNX objects as one of several replicas begins with them.
 
@@ -251,7 +257,7 @@ def make_values_of_replica(
             rule = binding.aggregation(i, rules)
             if rule is VariableAggregation.NONE:
                 rule = binding.aggregation(i)  # local from now on: see `local_state`
-            if rule is _SUM:
+            if rule is _SUM and i not in not_sums:
                 own[i] = _share_of_replica(x)
     return own
 

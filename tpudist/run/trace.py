@@ -14,13 +14,14 @@ import jax
 from tpudist.lowering import compile
 from tpudist.options import ALL_COLLECTIONS
 from tpudist.programs import (
+    accumulation,
     axis_errors,
     jaxprs,
     replica_agreement,
     replica_equality,
     unchanged_keys,
 )
-from tpudist.reduce_op import ReduceOp
+from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.run import larger_trace, program_checks, remarks
 from tpudist.run.arguments import call_arguments
 from tpudist.run.arguments.inputs import positions
@@ -75,6 +76,9 @@ def trace_step(
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
     if local := found.local - inputs.parts_of_objects:
         raise LocalState(local)
+    if not_sums := _find_not_summed(call, found, program.closed, len(variables)):
+        not_sums |= call.not_sums
+        return trace_step(dataclasses.replace(call, not_sums=not_sums), rest, labels)
     causes = causes_of_variables(variables) + _causes_of_arguments(call, labels())
     partial, plain = None, program
     if rows is None:
@@ -96,6 +100,7 @@ def trace_step(
         mesh.num_replicas,
         call.whole,
         dict(call.rules),
+        not_sums=call.not_sums,
     )
     returned = place_collections(
         call, found, program.closed, proof, len(variables), labels, (stack_outputs, aggregated)
@@ -141,6 +146,26 @@ def trace_step(
         ),
         faults=tuple(x for x in faults if x is fault or x.is_draw),
         remarks=remarks.find_remarks(call, variables, plain, proof, labels, fault),
+    )
+
+
+def _find_not_summed(
+    call: ReplicaCall, found: CallOutputs, closed: jaxprs.ClosedJaxpr, num_variables: int
+) -> frozenset[int]:
+    """Returns the leaves of NNX's averages to which the function does something else than add."""
+    binding = call.binding
+    if binding is None or not binding.summed or call.whole:
+        return frozenset()
+    flat, first = positions(binding.values()), found.num_results + len(found.variables)
+    rules, parts = dict(call.rules), call.inputs.parts_of_objects
+    return frozenset(
+        i
+        for n, (i, j) in enumerate(found.nnx)
+        if binding.is_average(i)
+        and i not in call.not_sums
+        and (i, j) not in parts
+        and binding.aggregation(i, rules) is VariableAggregation.SUM
+        and accumulation.replaces_state(closed, first + n, num_variables + flat[i][j])
     )
 
 

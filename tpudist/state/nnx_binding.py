@@ -125,6 +125,13 @@ class Binding:
             return VariableAggregation.MEAN
         return VariableAggregation.SUM if id(variable) in self.summed else None
 
+    def is_average(self, index: int) -> bool:
+        """Whether a Variable is summed only because it belongs to an average of NNX."""
+        variable = self.variables[index]
+        if variable is None or id(variable) not in self.summed:
+            return False
+        return "aggregation" not in variable.get_metadata()
+
     def is_random_key(self, index: int) -> bool:
         """Whether a Variable is the key of an NNX random stream."""
         return isinstance(self.variables[index], nnx.RngKey)

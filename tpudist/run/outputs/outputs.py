@@ -20,6 +20,7 @@ def place_outputs(
     whole: bool = False,
     rules: Mapping[str, str] | None = None,
     is_nested: bool = False,
+    not_sums: Collection[int] = (),
 ) -> tuple[list[bool], dict[ReduceOp | None, list[int]]]:
     """Decides what becomes of each output of a trace, by the proof of what is equal.
 
@@ -34,6 +35,7 @@ def place_outputs(
         whole: Whether it is a function of all replicas: what replicas share out is summed already.
         rules: How NNX Variables combine; see `RunOptions.aggregation`.
         is_nested: Whether the trace is a part of another one.
+        not_sums: The leaves of NNX's averages that the function does not add to.
 
     Returns:
         Which outputs leave stacked, one part per replica; and, by reduction (None for the first
@@ -63,7 +65,7 @@ def place_outputs(
             stack[k] = True
             k += 1
             continue
-        rule = binding.aggregation(i, rules or {})
+        rule = None if i in not_sums else binding.aggregation(i, rules or {})
         # Of a sum each replica holds its own share, even if it is as large as the others'.
         shares = rule is VariableAggregation.SUM and num_replicas > 1 and not whole
         if stack[k] or shares:
