@@ -91,6 +91,15 @@ def test_each_replica_adds_to_its_own(strategy, batches, kind, way):
         assert strategy.reduce("sum", x, axis=None).ravel()[0] == ROWS.sum(), x
 
 
+@pytest.mark.parametrize("kind", ["State", "Dict of Variables"])
+def test_sums_of_a_partial_batch_are_of_each_replica(strategy, kind):
+    container = CONTAINERS[kind]()
+    for batch in strategy.experimental_distribute_dataset([ROWS[:4], ROWS[4:7], ROWS[7:8]]):
+        container = strategy.run(add, args=(container, batch))
+    for x in leaves_of(container):
+        assert strategy.reduce("sum", x, axis=None).ravel()[0] == ROWS[:8].sum()
+
+
 def test_an_object_changed_in_place_stays_one_for_each_replica(strategy, batches):
     """It is compiled once."""
     layer = strategy.run(add, args=(Layer(), batches[0]))
