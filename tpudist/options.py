@@ -9,7 +9,7 @@ from typing import Any
 def warn_if_given(what: str, value: Any, why: str) -> None:
     """Warns that `what`, a parameter of `tf.distribute`, was given a value that has no effect."""
     if value is not None:
-        warnings.warn(f"{what}={value!r}) has no effect: {why}.", stacklevel=3)
+        warnings.warn(f"{what}={shorten(value)}) has no effect: {why}.", stacklevel=3)
 
 
 def warn_of_deprecation(name: str, instead: str, *, stacklevel: int = 3) -> None:
@@ -99,11 +99,13 @@ class RunOptions:
         aggregation: What becomes of state in plain pytrees, such as Linen's collections, that the
             function takes as an argument and gives back, or returns under the name of a collection
             (`{"batch_stats": ...}`), and that differs between replicas: by that name a
-            `tpudist.VariableAggregation` or its name, `none` for one value for each replica. By
+            `tpudist.VariableAggregation` or its name, `max` or `min`, or `none` for one value for
+            each replica. NNX Variables have the names of their types (`{"MetricState": "max"}`). By
             default `{"batch_stats": "mean"}`; `params` and `opt_state` that are given back and
             differ are refused, if there is an integer beside them, such as the number of the step
             (gradients are nested alike), and state without a name here becomes a PerReplica. Just
-            `"none"` keeps one value for each replica of all such state. Kept as pairs.
+            `"none"` keeps one value for each replica of all such state, and of all NNX Variables
+            that differ: they hold a `PerReplica` then. Kept as pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -136,10 +138,17 @@ class RunOptions:
             )
 
 
+def shorten(value: Any) -> str:
+    """A value in a message: its `repr`, or only its type if that is long, as of a model."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST and "\n" not in text else f"<{type(value).__name__}>"
+
+
+_LONGEST = 120
 ALL_COLLECTIONS = ""
 """The name in `RunOptions.aggregation` that stands for all state in plain pytrees."""
 
-_AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
+_AGGREGATIONS = ("none", "sum", "mean", "max", "min", "only_first_replica")
 
 
 def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
@@ -152,7 +161,7 @@ def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
         known = ("none",) if collection == ALL_COLLECTIONS else _AGGREGATIONS
         if name not in known or not isinstance(collection, str):
             raise ValueError(
-                f"RunOptions(aggregation={rules!r}) was asked for. It says by the name of a "
+                f"RunOptions(aggregation={shorten(rules)}) was asked for. It says by the name of a "
                 f"collection what becomes of it: a tpudist.VariableAggregation or its name "
                 f"({', '.join(_AGGREGATIONS)}), as in {{'batch_stats': 'mean'}}."
             )
@@ -166,7 +175,8 @@ def _check_positions(name: str, value: Any) -> tuple[int, ...]:
         isinstance(i, int) and not isinstance(i, bool) for i in positions
     ):
         raise TypeError(
-            f"RunOptions({name}={value!r}) names no positions of arguments. Give a tuple of whole "
+            f"RunOptions({name}={shorten(value)}) names no positions of arguments. Give a tuple "
+            f"of whole "
             f"numbers from 0, such as (1,)."
         )
     return tuple(positions)
@@ -261,7 +271,7 @@ class PartialBatch(enum.Enum):
             return cls.PAD if value is None else cls(value)
         except ValueError:
             known = ", ".join(repr(policy.value) for policy in cls)
-            raise ValueError(f"partial_batch is {value!r}. Known are {known}.") from None
+            raise ValueError(f"partial_batch is {shorten(value)}. Known are {known}.") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,17 +36,19 @@ class ReduceOp(enum.Enum):
                 return cls[op.upper()]
             raise ValueError(f"'{op}' is not a valid ReduceOp. Use one of {names}.")
         raise TypeError(
-            f"A reduction was asked for with {op!r} of type {type(op).__name__}. "
+            f"A reduction was asked for with a value of type {type(op).__name__}. "
             f"It must be a tpudist.ReduceOp or its name: {names}."
         )
 
     @staticmethod
-    def from_variable_aggregation(aggregation: "VariableAggregation") -> "ReduceOp":
-        """The reduction that a variable's aggregation asks for: `SUM` or `MEAN`.
+    def from_variable_aggregation(aggregation: "VariableAggregation | ReduceOp") -> "ReduceOp":
+        """The reduction that a variable's aggregation asks for: `SUM` or `MEAN`, or itself.
 
         Raises:
             ValueError: For `NONE` and `ONLY_FIRST_REPLICA`, which reduce nothing.
         """
+        if isinstance(aggregation, ReduceOp):
+            return aggregation
         if aggregation is VariableAggregation.SUM:
             return ReduceOp.SUM
         if aggregation is VariableAggregation.MEAN:

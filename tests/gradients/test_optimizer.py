@@ -323,9 +323,29 @@ def test_a_gradient_that_is_left_out_is_refused(mirrored):
 
 
 def test_a_transformation_that_is_none_is_refused():
-    model = Layer()
-    with pytest.raises(TypeError, match=r"(?s)Optimizer was given Layer.*the model comes second"):
-        tpudist.Optimizer(model, optax.sgd(0.1))
+    for wrong in (Layer(), {"w": jnp.ones(3)}):
+        with pytest.raises(
+            TypeError, match=r"^The arguments are Optimizer\(tx, model\), but tx is"
+        ):
+            tpudist.Optimizer(wrong, Layer())
+
+
+@pytest.mark.parametrize("wrong", [{"w": jnp.ones(3)}, jnp.ones(3)])
+def test_no_message_of_an_optimizer_prints_its_arguments(wrong):
+    for args in ((wrong, optax.sgd(0.1)), (wrong, wrong), (optax.sgd(0.1), [Layer])):
+        with pytest.raises(TypeError) as caught:
+            tpudist.Optimizer(*args)
+        assert len(str(caught.value)) < 250
+        assert "Array(" not in str(caught.value)
+
+
+def test_the_order_of_nnx_is_accepted():
+    """`nnx.Optimizer(model, tx, wrt=nnx.Param)` becomes `tpudist.Optimizer` by its name alone."""
+    tx, model = optax.sgd(0.1), Layer()
+    for args in ((model, tx), (tx, model)):
+        optimizer = tpudist.Optimizer(*args, wrt=nnx.Param)
+        assert optimizer.tx is tx
+        assert optimizer.has_model
 
 
 def test_updating_without_a_model_is_refused():
@@ -471,7 +491,7 @@ def test_a_model_that_is_no_nnx_object_is_refused(model):
     """It was an IndexError: tuple index out of range."""
     with pytest.raises(TypeError, match="given a model of type .* no NNX object. Give an nnx.Mod"):
         tpudist.Optimizer(optax.sgd(0.1), model)
-    with pytest.raises(TypeError, match=r"given \[\] as its model, which holds no NNX Variables"):
+    with pytest.raises(TypeError, match="given a model of type list, which holds no NNX Variables"):
         tpudist.Optimizer(optax.sgd(0.1), [])
 
 
@@ -485,5 +505,117 @@ def test_a_transformation_that_cannot_be_hashed_is_refused():
     tx = types.SimpleNamespace(init=lambda x: x, update=lambda *x: x)
     with pytest.raises(TypeError, match="type SimpleNamespace that cannot be hashed"):
         tpudist.Optimizer(tx)
-    with pytest.raises(TypeError, match="to transform gradients. It must be an optax"):
+    with pytest.raises(TypeError, match="It must be an optax.GradientTransformation"):
         tpudist.Optimizer(types.SimpleNamespace(init=1, update=2))
+
+
+# Hyperparameters that change between steps.
+
+INJECTED = {
+    "alone": lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
+    "in a chain": lambda: optax.chain(
+        optax.clip(9.0), optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    ),
+    "accumulated": lambda: optax.MultiSteps(
+        optax.inject_hyperparams(optax.sgd)(learning_rate=1.0), every_k_schedule=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["alone", "in a chain", "accumulated"])
+def test_an_injected_learning_rate_is_assigned_between_steps(mirrored, name):
+    model = mirrored.create(lambda: nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)))
+    optimizer = mirrored.create(lambda: tpudist.Optimizer(INJECTED[name](), model))
+
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda m: m.kernel[...].sum() / N)(model))
+
+    found = [float(model.kernel[0, 0])]
+    mirrored.run(step, (model, optimizer))
+    compiles = NewCompiles()
+    for rate in (0.5, np.float64(0.25), 0):
+        optimizer.learning_rate = rate
+        assert float(optimizer.learning_rate) == rate
+        found.append(float(model.kernel[0, 0]))
+        mirrored.run(step, (model, optimizer))
+    found.append(float(model.kernel[0, 0]))
+    assert np.diff(found) == pytest.approx([-1.0, -0.5, -0.25, 0.0])
+    assert not compiles()
+
+
+def test_a_learning_rate_is_assigned_and_read_in_a_step(mirrored):
+    model = Layer()
+    optimizer = tpudist.Optimizer(INJECTED["alone"](), model)
+
+    def halve(optimizer):
+        optimizer.learning_rate = optimizer.learning_rate / 2
+
+    mirrored.run(halve, (optimizer,))
+    assert float(optimizer.learning_rate) == 0.5
+
+
+def test_the_learning_rate_for_variables_is_assigned_once_they_are_known(mirrored):
+    with mirrored.scope():
+        variable = tpudist.Variable(1.0)
+        optimizer = tpudist.Optimizer(INJECTED["alone"]())
+    with pytest.raises(AttributeError, match=r"exists after optimizer.build\(variables\)"):
+        optimizer.learning_rate = 0.5
+    optimizer.build([variable])
+    optimizer.learning_rate = 0.5
+    step = lambda: optimizer.apply_gradients([(jnp.float32(1 / N), variable)])  # noqa: E731
+    mirrored.run(step)
+    assert (float(optimizer.learning_rate), float(variable)) == (0.5, 0.5)
+
+
+def test_a_hyperparameter_is_assigned_by_its_name():
+    optimizer = tpudist.Optimizer(optax.inject_hyperparams(optax.adam)(1e-3, b1=0.5), Layer())
+    optimizer.b1 = 0.75
+    assert (float(optimizer.b1), float(optimizer.learning_rate)) == (0.75, np.float32(1e-3))
+
+
+SCHEDULE = optax.linear_schedule(1.0, 0.0, 4)
+NOT_ASSIGNED = {
+    "baked in": (lambda: optax.sgd(0.1), "inject_hyperparams.*learning_rate = 0.01"),
+    "two of them": (
+        lambda: optax.chain(INJECTED["alone"](), INJECTED["alone"]()),
+        "2 transformations.*in optimizer.opt_state",
+    ),
+    "of a schedule": (
+        lambda: optax.inject_hyperparams(optax.sgd)(SCHEDULE),
+        "would have no effect: it was made with a schedule",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["baked in", "two of them", "of a schedule"])
+def test_a_learning_rate_that_would_have_no_effect_is_not_assigned(kind):
+    tx, message = NOT_ASSIGNED[kind]
+    optimizer = tpudist.Optimizer(tx(), Layer())
+    with pytest.raises(AttributeError, match=message):
+        optimizer.learning_rate = 0.5
+    assert hasattr(optimizer, "learning_rate") == (kind == "of a schedule")
+    with pytest.raises(AttributeError, match="inject_hyperparams"):
+        optimizer.lr = 0.5
+
+
+def test_a_schedule_is_not_assigned_as_a_learning_rate():
+    optimizer = tpudist.Optimizer(INJECTED["alone"](), Layer())
+    for wrong in (SCHEDULE, jnp.ones(2)):
+        with pytest.raises(ValueError, match="optimizer.learning_rate was assigned.*shape \\[\\]"):
+            optimizer.learning_rate = wrong
+
+
+def test_a_subclass_of_an_optimizer_has_attributes_of_its_own():
+    class Decaying(tpudist.Optimizer):
+        decay = 0.5
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.momentum, self.note = 0.9, "mine"
+
+    optimizer = Decaying(optax.sgd(0.1), Layer())
+    optimizer.decay = 0.25
+    assert (optimizer.decay, optimizer.momentum, optimizer.note) == (0.25, 0.9, "mine")
+    assert nnx.clone(optimizer).note == "mine"
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        _ = optimizer.other

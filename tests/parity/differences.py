@@ -116,7 +116,8 @@ COPIES_DIVERGE = Difference(
     "What replicas assign to a mirrored variable without aggregation goes to each one's copy, and "
     "the copies diverge in silence.",
     "A value that is equal on every replica is assigned; one that may differ is a ValueError that "
-    "names the variable, when the function is compiled.",
+    "names the variable, when the function is compiled. An NNX Variable with `aggregation='none'` "
+    "keeps one value for each replica, as a `PerReplica`.",
     "A forgotten all-reduce is the most common mistake in distributed training.",
 )
 INTEGER_SHARES = Difference(

@@ -94,6 +94,7 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
         "model_parallelism",
         "debugging",
         "determinism",
+        "gradients",
         "parameter_servers",
         "pretrained",
     ],

@@ -23,6 +23,7 @@ INTERNAL = {
     "FailedElsewhere": "the cause of a CheckpointError",
     "GenerationEnded": "ends a thread that was left behind",
     "HbmExceeded": "`plan.refusal`",
+    "LocalState": "the function is traced again",
     "MakesVariables": "the function is traced again",
     "NewVariable": "the function is traced again",
     "NextElement": "the function is traced again",

@@ -21,6 +21,7 @@ from jax.extend import core
 
 from places import PACKAGE
 from tpudist.programs import jaxprs, out_shardings, user_lines
+from tpudist.state import norm_statistics
 from tpudist.xla import compile_log, internals, topology, traces
 from tpudist.xla.settings import Setting
 
@@ -346,3 +347,13 @@ def test_jax_is_pinned_nowhere():
 def test_described_devices_are_of_jax_experimental_topologies():
     """The way in is public; only the class of the client is not."""
     assert callable(topologies.get_topology_desc)
+
+
+@pytest.mark.parametrize(
+    "module", [norm_statistics.linen_normalization, norm_statistics.nnx_normalization]
+)
+def test_flax_computes_statistics_in_a_function_that_is_known(module):
+    """`state/norm_statistics.py` replaces it; otherwise a partial batch gives NaN again."""
+    with norm_statistics.weigh_by_rows(()):
+        function = module._compute_stats
+    assert function.__wrapped__ is not function, VERSIONS

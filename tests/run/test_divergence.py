@@ -118,7 +118,7 @@ def test_a_statistic_without_a_rule_is_refused_and_told_which_rules_there_are(st
     with pytest.raises(ValueError, match="would differ") as error:
         strategy.run(count, args=(Counter(), batch))
     assert "Variable 'seen' would differ between replicas after 'count'" in str(error.value)
-    assert "Variable(value, aggregation='mean'), 'sum' or 'only_first_replica'" in str(error.value)
+    assert "Variable(value, aggregation='mean'), 'sum', 'max', 'min'," in str(error.value)
 
 
 @pytest.mark.parametrize("rule", ["mean", "sum", "only_first_replica"])
@@ -257,3 +257,45 @@ def test_a_collective_that_would_end_the_process_works(axes):
         result = strategy.run(function, args=(jnp.ones((4,), jnp.bfloat16),))
         assert result.dtype == jnp.bfloat16
         np.testing.assert_array_equal(result.astype(jnp.float32), strategy.num_replicas_in_sync)
+
+
+def plateau_step(reduced):
+    def step(model, optimizer, batch):
+        def loss_fn(model):
+            return tpudist.compute_average_loss(jnp.square(model(batch["x"]))[:, 0])
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        if reduced:  # as the error says
+            loss = tpudist.get_replica_context().all_reduce("sum", loss)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    return step
+
+
+@pytest.mark.slow
+def test_a_local_value_of_an_optimizer_is_named_and_its_remedy_works(strategy, batch):
+    """The gradients are reduced, so the advice to reduce them would lead nowhere."""
+    model = strategy.create(lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    optimizer = strategy.create(lambda: tpudist.Optimizer(tx, model))
+    with pytest.raises(ValueError, match=r"would differ.*value=.*all_reduce\('sum', loss\)"):
+        strategy.run(plateau_step(reduced=False), args=(model, optimizer, batch))
+    losses = [strategy.run(plateau_step(reduced=True), (model, optimizer, batch)) for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
+def test_a_local_value_of_a_plain_optax_state_is_named(strategy, batch):
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+
+    def step(params, state, batch):
+        loss = lambda p: tpudist.compute_average_loss(batch["x"] @ p)  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(params)
+        grads = tpudist.get_replica_context().all_reduce("sum", grads)
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.ones(4)
+    args = strategy.run(step, args=(params, tx.init(params), batch))
+    with pytest.raises(ValueError, match=r"Reduce also the value= .*reduce_on_plateau"):
+        strategy.run(step, args=(*args, batch))

@@ -367,7 +367,7 @@ def test_integers_are_not_averaged():
 
 
 def test_a_rule_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="none, sum, mean, only_first_replica"):
+    with pytest.raises(ValueError, match="none, sum, mean, max, min, only_first_replica"):
         tpudist.RunOptions(aggregation={"batch_stats": "median"})
 
 

@@ -1,6 +1,8 @@
 """NNX modules as users write them: settings of any kind, sown values, scanned layers."""
 
+import contextlib
 import dataclasses
+import gc
 import warnings
 
 import jax
@@ -246,3 +248,37 @@ def test_only_settings_are_looked_at_in_each_call():
     optimizer = tpudist.Optimizer(optax.adam(0.1), model)
     found = nnx_binding.Binding([model, optimizer])._settings._values
     assert found == [model.settings, model.plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "debug"])
+def test_a_cache_is_made_in_a_step_on_a_copy_as_the_error_says(eager):
+    strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+    attention = lambda: nnx.MultiHeadAttention(  # noqa: E731
+        2, 8, decode=True, deterministic=True, rngs=nnx.Rngs(0)
+    )
+    model = strategy.create(attention)
+    rows = np.random.default_rng(0).normal(size=(3, 3, 8)).astype(np.float32)
+    [batch] = strategy.experimental_distribute_dataset([rows])  # partial: 2 rows and 1
+
+    def decode(model, x, copies):
+        model = nnx.clone(model) if copies else model
+        model.init_cache(x.shape)
+        return model(x[:, :1])
+
+    with strategy.debug() if eager else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=r"Cache 'cached_key'.*model = nnx.clone\(model\)"):
+            strategy.run(decode, (model, batch, None))
+        found = strategy.run(decode, (model, batch, "copies"))
+    alone = attention()
+    alone.init_cache(rows.shape)
+    np.testing.assert_allclose(strategy.gather(found, axis=0), alone(rows[:, :1]), atol=1e-6)
+
+
+def test_a_captured_model_is_found_after_gc_freeze():
+    """The collector does not look at frozen objects: the model became a constant, in silence."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    gc.freeze()
+    with pytest.raises(ValueError, match="uses an NNX object that it captures"):
+        tpudist.MirroredStrategy().run(lambda: model.kernel[...].sum())
+    assert gc.get_freeze_count() > 0

@@ -181,7 +181,12 @@ def test_nests_reduce_leaf_by_leaf(strategy):
     ("op", "axis", "error", "message"),
     [
         ("median", None, ValueError, "'median' is not a valid ReduceOp. Use one of SUM, MEAN"),
-        (None, None, TypeError, "asked for with None of type NoneType. It must be a tpudist.Red"),
+        (
+            None,
+            None,
+            TypeError,
+            "asked for with a value of type NoneType. It must be a tpudist.Red",
+        ),
         (tpudist.VariableAggregation.SUM, None, TypeError, "of type VariableAggregation"),
         ("sum", 2, ValueError, r"`axis` = 2 out of range for `value` with rank 2.*holds \[2, 3\]"),
         ("mean", -3, ValueError, "`axis` = -3 out of range for `value` with rank 2"),

@@ -9,6 +9,7 @@ from etils import epath
 
 from tpudist.checkpoint import manifest
 from tpudist.checkpoint.errors import CheckpointError
+from tpudist.options import shorten
 
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 DAMAGED_SUFFIX = ".damaged"
@@ -27,7 +28,7 @@ class Directory:
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
-                f"The directory of checkpoints is {path!r}. Give a path: 'runs/a', or a "
+                f"The directory of checkpoints is {shorten(path)}. Give a path: 'runs/a', or a "
                 f"pathlib.Path."
             )
         text = os.fspath(path)

@@ -22,7 +22,7 @@ from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import Saver, finish_other
 from tpudist.checkpoint.steps_on_disk import History
 from tpudist.goodput import goodput
-from tpudist.options import warn_if_given
+from tpudist.options import shorten, warn_if_given
 from tpudist.processes import generations
 from tpudist.processes.coordination import TIMEOUT_S, Channel
 
@@ -307,7 +307,7 @@ class CheckpointManager:
             return (self._agree_on_latest() or 0) + 1
         number = as_int(asked)
         if number is None or number < 0:
-            raise ValueError(f"checkpoint_number is {asked!r}. Give a whole number from 0.")
+            raise ValueError(f"checkpoint_number is {shorten(asked)}. Give a whole number from 0.")
         return number
 
     # Restoring.

@@ -5,6 +5,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from tpudist.options import shorten
+
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
@@ -30,7 +32,9 @@ class Retention:
             value = getattr(self, name)
             wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
             if value is not None and wrong:
-                raise ValueError(f"{name} is {value!r}. Give a whole number from 1, or None.")
+                raise ValueError(
+                    f"{name} is {shorten(value)}. Give a whole number from 1, or None."
+                )
         every = self.keep_every_s
         if every is not None and not (isinstance(every, int | float) and every > 0):
             hours = every / 3600 if isinstance(every, int | float) else every

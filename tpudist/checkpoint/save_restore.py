@@ -56,7 +56,8 @@ def gather(
         raise CheckpointError(
             f"Step {step} cannot be saved: these arrays have been donated to a step or "
             f"deleted: {', '.join(gone)}. Give the checkpoint the arrays that the step "
-            f"returned instead."
+            f"returned instead, or a copy from before that step (copy.deepcopy(model); nnx.clone "
+            f"shares its arrays), or pass RunOptions(donate_state=False) to that step."
         )
     if abstract:
         raise CheckpointError(

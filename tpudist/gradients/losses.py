@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
+from tpudist.options import shorten
 from tpudist.xla.traces import is_traced
 
 
@@ -55,7 +56,8 @@ def compute_average_loss(
         )
     if global_batch_size is not None and not _is_positive_number(global_batch_size):
         raise ValueError(
-            f"compute_average_loss was given a global batch size of {global_batch_size!r}. It must "
+            f"compute_average_loss was given a global batch size of {shorten(global_batch_size)}. "
+            f"It must "
             f"be a number, and positive."
         )
     loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))  # counts need the precision

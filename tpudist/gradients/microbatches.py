@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from tpudist import context
+from tpudist.options import shorten
 from tpudist.programs.rows import parts_of_rows
 from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
@@ -72,7 +73,7 @@ def value_and_grad_in_microbatches(
     """
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(
-            f"num_microbatches is {num_microbatches!r}. Give a whole number of at least 1."
+            f"num_microbatches is {shorten(num_microbatches)}. Give a whole number of at least 1."
         )
     op = ReduceOp.parse(reduce_op)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):

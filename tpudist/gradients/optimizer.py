@@ -9,7 +9,8 @@ import optax
 from flax import nnx
 
 from tpudist import context
-from tpudist.options import warn_if_given
+from tpudist.gradients import hyperparameters
+from tpudist.options import shorten, warn_if_given
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.captures import NewVariable
 from tpudist.state import nnx_contents, scatter_updates
@@ -32,7 +33,9 @@ class Optimizer(nnx.Optimizer):
     use `reduce_op="mean"`. They travel in their own dtype, float32 as a rule, unless
     `reduce_dtype` says otherwise: bfloat16 is half the bytes, of sums that are rounded to 8 bits.
 
-    Clipping, schedules and accumulation are Optax's.
+    Clipping, schedules and accumulation are Optax's. A learning rate that you assign between steps
+    must be in the optimizer state: `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`. Then
+    `optimizer.learning_rate = 0.01` takes effect, as does any other hyperparameter by its name.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class Optimizer(nnx.Optimizer):
 
         Args:
             tx: The Optax transformation.
-            model: An NNX model whose state the optimizer keeps; None for Variables.
+            model: An NNX model whose state the optimizer keeps; None for Variables. The order of
+                `nnx.Optimizer`, `Optimizer(model, tx)`, is accepted too.
             wrt: Which of the model's Variables are trained.
             reduce_op: How gradients combine over replicas; None if they are reduced already.
             reduce_dtype: In which floating dtype gradients travel between replicas and are added
@@ -60,11 +64,12 @@ class Optimizer(nnx.Optimizer):
             TypeError: `tx` is no Optax transformation, or `model` no NNX object.
             ValueError: `reduce_dtype` is not a floating dtype, or `reduce_op` is None.
         """
-        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        if isinstance(tx, nnx_contents.OBJECT_TYPES) and _is_transformation(model):
+            tx, model = model, tx  # in the order of nnx.Optimizer
+        if isinstance(tx, nnx_contents.OBJECT_TYPES) or not _is_transformation(tx):
             raise TypeError(
-                f"Optimizer was given {tx!r} of type {type(tx).__name__} to transform gradients. "
-                f"It must be an optax.GradientTransformation, such as optax.adam(1e-3); the model "
-                f"comes second: Optimizer(tx, model)."
+                f"The arguments are Optimizer(tx, model), but tx is of type {type(tx).__name__}. "
+                f"It must be an optax.GradientTransformation, such as optax.adam(1e-3)."
             )
         try:
             hash(tx)
@@ -78,7 +83,8 @@ class Optimizer(nnx.Optimizer):
             nnx.filterlib.to_predicate(wrt)
         except Exception:
             raise TypeError(
-                f"Optimizer was given wrt={wrt!r}, which chooses no Variables of a model. Give a "
+                f"Optimizer was given wrt={shorten(wrt)}, which chooses no Variables of a model. "
+                f"Give a "
                 f"type such as nnx.Param, or a filter of NNX's."
             ) from None
         try:
@@ -93,8 +99,8 @@ class Optimizer(nnx.Optimizer):
         is_object = model is None or isinstance(model, nnx_contents.OBJECT_TYPES)
         if not is_object and not jax.tree.leaves(nnx.state(model)):
             raise TypeError(
-                f"Optimizer was given {model!r} as its model, which holds no NNX Variables. Give "
-                f"an nnx.Module, or none for tpudist.Variables: Optimizer(tx)."
+                f"Optimizer was given a model of type {type(model).__name__}, which holds no NNX "
+                f"Variables. Give an nnx.Module, or none for tpudist.Variables: Optimizer(tx)."
             )
         self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
@@ -102,6 +108,32 @@ class Optimizer(nnx.Optimizer):
         strategy = context.get_strategy()
         self.number_on_servers = None if self.has_model else strategy._number_optimizer(tx)
         self.slots = _Slots(None if self.number_on_servers is None else strategy)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; the name of a hyperparameter sets that, or raises AttributeError."""
+        if name not in vars(self) and self._is_hyperparameter(name):
+            hyperparameters.write(self._state_here(), name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a hyperparameter of `optax.inject_hyperparams`, such as `learning_rate`."""
+        if self._is_hyperparameter(name):
+            return hyperparameters.read(self._state_here(), name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def _is_hyperparameter(self, name: str) -> bool:
+        own = vars(self)
+        # Graphs of NNX make objects without `__init__`, and ask them for what they may not have.
+        if name.startswith("_") or "slots" not in own or hasattr(type(self), name):
+            return False
+        # A subclass may have attributes of its own; nothing else would read those of this class.
+        names = hyperparameters.NAMES if type(self) is Optimizer else ("learning_rate",)
+        return name in names or bool(hyperparameters.find(self._state_here(), name))
+
+    def _state_here(self) -> PyTree:
+        """The optimizer state, in NNX Variables or `tpudist.Variable`s; None if it is elsewhere."""
+        return self.opt_state if self.has_model else self.slots.state()
 
     @property
     def handle_parts(self) -> tuple | None:
@@ -323,6 +355,10 @@ class _Slots:
         self._made_for = [v.name for v in variables]
 
 
+def _is_transformation(x: Any) -> bool:
+    return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
+
+
 def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
     """A dtype by its name or itself, for gradients to travel in; None if none was asked for."""
     if dtype is None:
@@ -333,12 +369,14 @@ def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"Optimizer was given reduce_dtype={dtype!r}. Gradients travel in a floating dtype, "
+            f"Optimizer was given reduce_dtype={shorten(dtype)}. Gradients travel in a floating "
+            f"dtype, "
             f"such as 'bfloat16' or 'float32'."
         )
     if reduce_op is None:
         raise ValueError(
-            f"Optimizer was given reduce_dtype={dtype!r} and reduce_op=None, by which it reduces "
+            f"Optimizer was given reduce_dtype={shorten(dtype)} and reduce_op=None, by which it "
+            f"reduces "
             f"nothing. Leave one of them out."
         )
     return found

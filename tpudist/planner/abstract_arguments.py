@@ -123,7 +123,9 @@ def move_arguments(
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=call_arguments.is_leaf)
     looked_at = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
-    call_arguments.check_leaves(looked_at, call_arguments.Kinds.of(looked_at), 1, function_name)
+    call_arguments.check_leaves(
+        looked_at, call_arguments.Kinds.of(looked_at), None, 1, function_name
+    )
     mover = _Mover(strategy, twin)
     made = [mover.leaf(x, name) for x, name in zip(leaves, names, strict=True)]
     mover.copy_objects(made)

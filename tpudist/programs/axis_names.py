@@ -34,18 +34,13 @@ def use_replica_axis(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr) -> jaxprs.Cl
 def call_for_all(mesh: ReplicaMesh, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function that makes state, which may communicate over the replicas by axis name.
 
-    All of them have the same there. So it is called as it is, and where it asks for the axis, as
-    models that normalise over replicas do in their initialisers, on one value that all have.
+    All of them have the same there. Where it asks for the axis, as models that normalise over
+    replicas do in their initialisers, it gets one value that all have.
 
     Raises:
         ValueError: What it gives depends on the number of the replica.
     """
-    try:
-        return function(*args)
-    except NameError as error:
-        names = [x for x in (REPLICA_AXIS, mesh.axis_name) if x is not None]
-        if not any(f"axis name: {name}" in str(error) for name in names):
-            raise
+    names = [x for x in (REPLICA_AXIS, mesh.axis_name) if x is not None]
     for name in names:
         function = _for_axis(function, name, mesh.num_replicas)
     try:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from tpudist.options import shorten
 from tpudist.values.component import Component
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import DistributedValues
@@ -33,7 +34,8 @@ def device_of(destinations: Any, what: str) -> jax.Device | None:
     if is_value or hasattr(destinations, "__jax_array__") or hasattr(destinations, "__array__"):
         return None
     raise ValueError(
-        f"{what} was given destinations={destinations!r} of type {type(destinations).__name__}. "
+        f"{what} was given destinations={shorten(destinations)} of type "
+        f"{type(destinations).__name__}. "
         f"Destinations must be one value (a Variable, a PerReplica or an array), where the result "
         f"is wanted, or one device (such as 'cpu:0')."
     )

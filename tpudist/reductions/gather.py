@@ -10,6 +10,7 @@ import numpy as np
 
 from tpudist import context
 from tpudist.lowering import placement
+from tpudist.options import shorten
 from tpudist.reductions import eager_programs
 from tpudist.values import gathered_rows, indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica
@@ -56,7 +57,9 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
     """Concatenates one leaf's parts along dim `axis`, in replica order, without padding rows."""
     indexed_slices.check_dense(value, "gather")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
-        raise TypeError(f"gather was asked for axis={axis!r}. It concatenates along one int axis.")
+        raise TypeError(
+            f"gather was asked for axis={shorten(axis)}. It concatenates along one int axis."
+        )
     value = capture_in_trace(value)
     if not isinstance(value, PerReplica):
         if not is_on_every_replica(mesh, value):

@@ -14,6 +14,7 @@ import numpy as np
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
+from tpudist.options import shorten
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
 from tpudist.reductions.gather import capture_in_trace, gather
@@ -127,7 +128,8 @@ def _reduce_slices(mesh: ReplicaMesh, op: ReduceOp, value: IndexedSlices, axis: 
     """The slices of all replicas behind each other; see `indexed_slices.all_reduce`."""
     if axis is not None:
         raise ValueError(
-            f"reduce of IndexedSlices was asked for with axis={axis!r}. Slices are combined over "
+            f"reduce of IndexedSlices was asked for with axis={shorten(axis)}. Slices are "
+            f"combined over "
             f"replicas only: axis=None."
         )
     parts = [capture_in_trace(value.values), capture_in_trace(value.indices)]
@@ -149,7 +151,8 @@ def _parse_axis(axis: Any, value: Any) -> tuple[int, ...] | None:
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes):
         raise TypeError(
-            f"reduce was asked for axis={axis!r}. An axis is an int (the dim of the examples, as a "
+            f"reduce was asked for axis={shorten(axis)}. An axis is an int (the dim of the "
+            f"examples, as a "
             f"rule 0), a tuple of ints, or None to reduce over replicas only."
         )
     shape = tuple(np.shape(value)) if not hasattr(value, "shape") else tuple(value.shape)

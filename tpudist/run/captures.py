@@ -1,7 +1,7 @@
 """What a trace turns out to need beside its arguments: it is provided, and the trace made again."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -20,6 +20,15 @@ class NewVariable(BaseException):
         """`provide` is called outside of all traces, with a function that gives the inputs."""
         super().__init__()
         self.provide = provide
+
+
+class LocalState(BaseException):
+    """NNX Variables must hold one value for each replica before the trace: see `local_state`."""
+
+    def __init__(self, leaves: Collection[tuple[int, int]]):
+        """`leaves` are those of the binding, each with an array of it."""
+        super().__init__()
+        self.leaves = frozenset(leaves)
 
 
 class MakesVariables(BaseException):

@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from flax import nnx
 
 from tpudist import context, step_boundaries
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.options import warn_if_given
+from tpudist.options import shorten, warn_if_given
 from tpudist.run.arguments import call_arguments
 from tpudist.run.captures import NextElement, OtherStrategy, find_capture
 from tpudist.run.eager import eager_mode
 from tpudist.run.recent_steps import MAX_STEPS
-from tpudist.state import nnx_contents, value_keys
-from tpudist.values.per_replica import PerReplica
+from tpudist.state import nnx_binding, nnx_contents, value_keys
+from tpudist.values.per_replica import PerReplica, open_parts
 from tpudist.xla import compile_log
 
 PyTree = Any
@@ -94,7 +95,7 @@ def function(
     if func is None:
         return function
     if not callable(func):
-        raise TypeError(f"tpudist.function compiles functions, but was given {func!r}.")
+        raise TypeError(f"tpudist.function compiles functions, but was given {shorten(func)}.")
     return Function(func)
 
 
@@ -280,9 +281,16 @@ def _is_per_replica(x: Any) -> bool:
 
 def _with_one_part(tree: PyTree) -> PyTree:
     def one(x):
-        if not _is_per_replica(x):
-            return x
-        return PerReplica(jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
+        if _is_per_replica(x):
+            return PerReplica(jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
+        if isinstance(x, nnx.State):
+            return jax.tree.map(one, x, is_leaf=_is_per_replica)
+        if isinstance(x, nnx_contents.OBJECT_TYPES):
+            binding = nnx_binding.Binding([x])
+            values = binding.values()
+            if any(open_parts(values)[1]):
+                [x] = binding.copy_with(jax.tree.map(one, values, is_leaf=_is_per_replica))
+        return x
 
     return jax.tree.map(one, tree, is_leaf=_is_leaf)
 

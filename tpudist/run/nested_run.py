@@ -79,17 +79,24 @@ def run(
     if found.interruption is not None:
         _begin_variables(frame, found, compile.evaluate(closed, values))
         raise found.interruption
-    causes = causes_of_variables(variables) + [None] * inputs.num_nnx
-    causes += ["an argument" if s else None for s in inputs.stacked[inputs.num_nnx :]]
+    causes = causes_of_variables(variables)
+    causes += ["an argument" if s else None for s in inputs.stacked]
     keys = outputs_of_random_keys(binding, found, len(variables))
     closed, _ = unchanged_keys.keep_unchanged_keys(closed, keys)
     proof = replica_equality.prove(closed, causes, [frame.cause_of(x) for x in closed.consts])
     check_references(proof, found.references, name)
     own = proof.causes[: len(proof.causes) - len(found.computed)]
     proof = dataclasses.replace(proof, causes=own)
-    changed = [i for i, _ in found.nnx]
     stack, aggregated = outputs.place_outputs(
-        proof, found.variables, changed, binding, name, strategy.num_replicas_in_sync
+        proof,
+        found.variables,
+        found.nnx,
+        inputs.parts_of_objects,
+        binding,
+        name,
+        strategy.num_replicas_in_sync,
+        rules=dict(call.rules),
+        is_nested=True,
     )
     place_collections(
         call,
@@ -108,7 +115,13 @@ def run(
     rest = results[found.num_results :]
     for variable, value in zip(found.variables, rest, strict=False):
         frame.set(variable, value)
-    _write_objects(binding, found, rest[len(found.variables) :])
+    new: list[Any] = [*rest[len(found.variables) :]]
+    is_local = stack[len(stack) - len(new) :]
+    for k, at in enumerate(found.nnx):
+        if is_local[k] and at not in inputs.parts_of_objects:
+            new[k] = LocalPart(new[k])
+            frame.note_part(new[k])
+    _write_objects(binding, found, new)
     return _build_result(frame, found, results, stack, leaves, binding)
 
 

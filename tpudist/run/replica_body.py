@@ -4,7 +4,7 @@ NNX objects are copied around traced values, random streams are folded with the 
 sums over examples start from zero on all replicas but the first.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,18 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.trace_frame import ReplicaFrame
 from tpudist.run.traced_rows import TracedRows
-from tpudist.state import nnx_captures, nnx_contents
+from tpudist.state import nnx_captures, nnx_contents, norm_statistics
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
-from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
+from tpudist.values.per_replica import (
+    LocalPart,
+    PerReplica,
+    is_distributed,
+    is_per_replica,
+    open_parts,
+)
 from tpudist.xla import collectives, random_keys, traces, tree_depth
+from tpudist.xla.mesh import REPLICA_AXIS
 
 _SUM = VariableAggregation.SUM
 
@@ -81,7 +88,10 @@ class ReplicaBody:
                         frame.note_part(x)
             try:
                 explained = nnx_captures.explain_captures(call.name)
-                with context.enter(self._mode(frame)), frame.enter(), explained:
+                weighed = norm_statistics.weigh_by_rows(
+                    self._names_of_replicas() if rows is not None else ()
+                )
+                with context.enter(self._mode(frame)), frame.enter(), explained, weighed:
                     result = call.fn(*args, **kwargs)
                 if frame.missed_assignment:
                     raise NewVariable
@@ -103,6 +113,10 @@ class ReplicaBody:
 
         return flat
 
+    def _names_of_replicas(self) -> list[str]:
+        mesh = self.call.strategy.replica_mesh
+        return [x for x in (REPLICA_AXIS, mesh.axis_name) if x is not None]
+
     def _begin_counts(self, values: dict[Any, Any]) -> dict[Any, Any]:
         if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
             for v in self.variables:
@@ -120,11 +134,12 @@ class ReplicaBody:
 
     def _wrap_arguments(self, arguments: list[Any]) -> list[Any]:
         """What the function gets for the arrays among its arguments."""
-        inputs = self.call.inputs
+        return self._wrap(arguments, self.call.inputs.stacked[self.call.inputs.num_nnx :])
+
+    def _wrap(self, arrays: list[Any], stacked: Sequence[bool]) -> list[Any]:
         if not self.call.whole or self.call.strategy.num_replicas_in_sync == 1:
-            return arguments
-        stacked = inputs.stacked[inputs.num_nnx :]
-        pairs = zip(arguments, stacked, strict=False)
+            return arrays
+        pairs = zip(arrays, stacked, strict=False)
         return [LocalPart(x) if is_part else x for x, is_part in pairs]
 
     def _enter_objects(self, nnx_values: list[Any]) -> tuple[tuple, list[Any]]:
@@ -135,8 +150,16 @@ class ReplicaBody:
         strategy = self.call.strategy
         # One device that several replicas are compared with draws the numbers of the first one.
         several = strategy.num_replicas_in_sync > 1 or strategy._stand_in is not None
+        parts = self.call.inputs.parts_of_objects
         if several and not self.call.whole:
-            values = make_values_of_replica(binding, values)
+            own = {i for i, _ in parts}
+            values = make_values_of_replica(
+                binding, values, own, dict(self.call.rules), self.call.not_sums
+            )
+        if self.call.whole and parts:
+            stacked = self.call.inputs.stacked[: self.call.inputs.num_nnx]
+            flat = self._wrap(jax.tree.leaves(values), stacked)
+            values = self.call.inputs.nnx_structure.unflatten(flat)
         return binding.copy_with(values), values
 
     def _collect_results(
@@ -188,12 +211,19 @@ class ReplicaBody:
         if binding is None:
             return []
         values = binding.values_of(copies)
+        if values is not None:
+            flags = open_parts(values)[1]
+            found.local = {
+                at for at, part in zip(inputs.arrays_of_objects, flags, strict=False) if part
+            }
+            values = jax.tree.map(_take_part, values, is_leaf=is_per_replica)
         if values is None or jax.tree.structure(values) != inputs.nnx_structure:
             found.structure_change = binding.describe_changes(copies)
             return []
         outputs = []
         for i, (new, old) in enumerate(zip(values, entered, strict=True)):
-            pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+            olds = jax.tree.leaves(jax.tree.map(_take_part, old, is_leaf=is_per_replica))
+            pairs = list(zip(jax.tree.leaves(new), olds, strict=True))
             if i not in changed and all(x is y for x, y in pairs):
                 continue
             if binding.variables[i] is None:
@@ -205,18 +235,35 @@ class ReplicaBody:
         return outputs
 
 
-def make_values_of_replica(binding: Binding, values: Sequence[Any]) -> list[Any]:
+def _take_part(x: Any) -> Any:
+    return x.array if isinstance(x, PerReplica) else x
+
+
+def make_values_of_replica(
+    binding: Binding,
+    values: Sequence[Any],
+    parts: Collection[int],
+    rules: Mapping[str, str],
+    not_sums: Collection[int] = (),
+) -> list[Any]:
     """The values of NNX objects as one of several replicas begins with them.
 
-    Random keys are its own; of a sum over examples the first replica has all that there was.
+    Random keys are its own; of a sum over examples the first replica has all that there was. What
+    is one of its own already (`parts`) stays.
     """
     me = collectives.replica_id()
     own = list(values)
     for i, x in enumerate(own):
+        if i in parts:
+            continue
         if binding.is_random_key(i):
             own[i] = random_keys.fold_in(x, me)
-        elif binding.aggregation(i) is _SUM:
-            own[i] = _share_of_replica(x)
+        else:
+            rule = binding.aggregation(i, rules)
+            if rule is VariableAggregation.NONE:
+                rule = binding.aggregation(i)  # local from now on: see `local_state`
+            if rule is _SUM and i not in not_sums:
+                own[i] = _share_of_replica(x)
     return own
 
 

@@ -30,7 +30,8 @@ class ReplicaCall:
         findings: What the function was found to need beside its arguments; None in a nested trace.
         whole: Whether it is a function of all replicas, in cross-replica context.
         outer: The trace that this one is a part of, for `strategy.run` in a function.
-        rules: How collections in plain pytrees are aggregated; see `RunOptions.aggregation`.
+        rules: How state is aggregated; see `RunOptions.aggregation`.
+        not_sums: The leaves of NNX's averages that the function does not add to.
     """
 
     strategy: StrategyBase
@@ -47,3 +48,4 @@ class ReplicaCall:
     whole: bool = False
     outer: ReplicaFrame | None = None
     rules: tuple[tuple[str, str], ...] = ()
+    not_sums: frozenset[int] = frozenset()

@@ -34,6 +34,7 @@ from tpudist.run.trace import trace_step
 from tpudist.state import capture_search
 from tpudist.state.nnx_binding import Binding
 from tpudist.values import drift
+from tpudist.values.per_replica import is_per_replica
 from tpudist.xla import compile_log, traces
 from tpudist.xla.compiler import executables
 
@@ -87,6 +88,7 @@ class Step:
         self.traced: dict[Any, TracedStep] = {}
         self._given_back: set[int] = set()  # inputs after the Variables, for all that is traced
         self._checked_rows: set[Any] = set()
+        self.local_leaves: frozenset[tuple[int, int]] = frozenset()  # see `local_state`
         self.needs_care = False  # arguments that must be moved to the mesh at each call
         # The call under way, for the trace that it may start.
         self._now: call_arguments.Call | None = None
@@ -359,8 +361,17 @@ class Step:
         Without `stacked`, which may be one part per replica, what is on its devices stays.
         """
         how = functools.partial(placement.prepare_step_input, self.mesh, abstract=self._lowering)
+
+        def place(x: Any, *, is_stacked: bool) -> Any:
+            if is_per_replica(x):  # in an NNX object or an nnx.State
+                return jax.tree.map(functools.partial(how, is_stacked=True), x)
+            return how(x, is_stacked=is_stacked)
+
         pairs = zip(values, stacked or [True] * len(values), strict=True)
-        return [jax.tree.map(functools.partial(how, is_stacked=s), value) for value, s in pairs]
+        return [
+            jax.tree.map(functools.partial(place, is_stacked=s), value, is_leaf=is_per_replica)
+            for value, s in pairs
+        ]
 
     def _current_call(self) -> call_arguments.Call:
         assert self._now is not None, "traces happen in calls only"
@@ -471,6 +482,8 @@ class Step:
             return True
         leaves, structure = self.function.flattener.leaves(now.args, now.kwargs)
         if structure != self.structure:
+            return False
+        if now.binding is not None and not now.binding.has_same_values():
             return False
         numbers = self.kinds_of_leaves.numbers
         if call_arguments.Kinds.of(leaves, numbers) != self.kinds_of_leaves:

@@ -16,10 +16,11 @@ import jax
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import compile
-from tpudist.options import RunOptions
+from tpudist.options import RunOptions, shorten
 from tpudist.run.arguments import call_arguments, call_description, python_numbers, row_groups
 from tpudist.run.arguments.python_numbers import TraceFailed
-from tpudist.run.captures import Findings
+from tpudist.run.captures import Findings, LocalState
+from tpudist.run.outputs import local_state
 from tpudist.run.outputs.results import TracedStep
 from tpudist.run.recent_steps import MAX_STEPS, Form, RecentSteps
 from tpudist.run.rehearsal import Rehearsal
@@ -75,9 +76,15 @@ class Replicator:
                 try:
                     return step(now)
                 except ArgumentsChanged:
-                    step.needs_care = True
+                    # A Variable that holds another kind of value now makes another step.
+                    step.needs_care = now.binding is None or now.binding.has_same_values()
+                except LocalState:
+                    pass
                 except TraceFailed:
                     pass  # for other shapes than before: it is tried again
+                except RuntimeError as error:
+                    call_description.explain_overwritten(error, fn, args, kwargs)
+                    raise
             if self.before_first_call is not None and not function.was_called and not whole:
                 function.was_called = True
                 self.before_first_call(self.strategy, fn, args, kwargs, options)
@@ -195,15 +202,21 @@ class Replicator:
         known = set(function.static_names)
         while True:
             step, now = self._find(function, fn, args, kwargs, options, careful=True)
+            if step.local_leaves:
+                local_state.make_local(now.binding, step.local_leaves, self.mesh)
+                continue
             try:
                 result = act(step, now)
+            except LocalState as wanted:
+                step.local_leaves = wanted.leaves
             except TraceFailed as failed:
                 names = call_description.names_of_leaves(fn, args, kwargs)
                 function.make_static(step, {names[i] for i in failed.wanted})
-            except Exception:
+            except Exception as error:
                 if function.static_names != known:
                     function.static_names = known
                     function.give_up(step)
+                call_description.explain_overwritten(error, fn, args, kwargs)
                 raise
             else:
                 if found := sorted(function.static_names - known):
@@ -223,7 +236,7 @@ class Replicator:
         if options is not _DEFAULT_OPTIONS:
             if not isinstance(options, RunOptions):
                 raise TypeError(
-                    f"options={options!r} of type {type(options).__name__} was given to run "
+                    f"options={shorten(options)} of type {type(options).__name__} was given to run "
                     f"'{function.name}'. It must be a tpudist.RunOptions, or None."
                 )
             key_of_form = key, options
@@ -249,7 +262,7 @@ class Replicator:
         rows: tuple = ()
         if not kinds.only_arrays:
             if kinds.objects:
-                binding = self.bindings.find([elements[i] for i in kinds.objects])
+                binding = self.bindings.find([elements[i] for i in kinds.objects], careful=careful)
             if kinds.per_replica:
                 groups, rows = row_groups.RowGroups.of([elements[i] for i in kinds.per_replica])
             step_key = (

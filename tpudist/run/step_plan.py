@@ -50,6 +50,8 @@ class StepPlan:
     take_donated: Callable[[list[Any]], list[Any]]
     take_kept: Callable[[list[Any]], list[Any]]
     places: list[Any]
+    # Whether an NNX leaf that is changed holds a pytree or a PerReplica, and not one array.
+    _holds_trees: bool
     # How the values of calls are nested, by the id of their kinds, which are kept for that; None
     # where each value is one array.
     _nestings: dict[int, tuple[Kinds, Any]] = dataclasses.field(default_factory=dict)
@@ -103,6 +105,7 @@ class StepPlan:
             ]
             if mesh.devices_per_replica > 1
             else [],
+            _holds_trees=any(not hasattr(values[first + i], "sharding") for i in leaves),
         )
 
     def flatten(self, values: list[Any], kinds: Kinds) -> list[Any] | None:
@@ -167,7 +170,7 @@ class StepPlan:
         if self.written_leaves:
             assert binding is not None, "they belong to the objects that it holds"
             rest = written[len(variables) :]
-            if len(rest) != len(self.written_leaves):  # a Variable holds a pytree of arrays
+            if self._holds_trees:
                 raw = binding.values()
                 held = jax.tree.structure([raw[i] for i in self.written_leaves])
                 rest = held.unflatten(rest)

@@ -14,17 +14,18 @@ import jax
 from tpudist.lowering import compile
 from tpudist.options import ALL_COLLECTIONS
 from tpudist.programs import (
+    accumulation,
     axis_errors,
     jaxprs,
     replica_agreement,
     replica_equality,
     unchanged_keys,
 )
-from tpudist.reduce_op import ReduceOp
+from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.run import larger_trace, program_checks, remarks
 from tpudist.run.arguments import call_arguments
-from tpudist.run.arguments.inputs import Inputs, positions
-from tpudist.run.captures import NewVariable
+from tpudist.run.arguments.inputs import positions
+from tpudist.run.captures import LocalState, NewVariable
 from tpudist.run.outputs import drift_finder, outputs, returned_state, state_collections
 from tpudist.run.outputs.results import CallOutputs, TracedStep
 from tpudist.run.partial_batch import PartialBatch
@@ -54,7 +55,7 @@ def trace_step(
     strategy, name, inputs = call.strategy, call.name, call.inputs
     assert call.findings is not None, "nested traces are made in `nested_run`"
     mesh = strategy.replica_mesh
-    call_arguments.check_leaves(call.leaves, call.kinds, mesh.num_replicas, name)
+    call_arguments.check_leaves(call.leaves, call.kinds, call.binding, mesh.num_replicas, name)
     variables = [*strategy._list_variables(), *call.findings.captures]
     values = map(strategy._value_of, variables)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
@@ -73,7 +74,12 @@ def trace_step(
     axis_errors.check_constraints(mesh, program.closed, name)
     if found.structure_change:
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
-    causes = causes_of_variables(variables) + _causes_of_arguments(inputs, labels())
+    if local := found.local - inputs.parts_of_objects:
+        raise LocalState(local)
+    if not_sums := _find_not_summed(call, found, program.closed, len(variables)):
+        not_sums |= call.not_sums
+        return trace_step(dataclasses.replace(call, not_sums=not_sums), rest, labels)
+    causes = causes_of_variables(variables) + _causes_of_arguments(call, labels())
     partial, plain = None, program
     if rows is None:
         proof = replica_equality.prove(program.closed, causes)
@@ -84,9 +90,17 @@ def trace_step(
     check_references(proof, found.references, name)
     if mesh.num_replicas > 1:
         program_checks.check_hazards(proof, name)
-    changed = [i for i, _ in found.nnx]
     stack_outputs, aggregated = outputs.place_outputs(
-        proof, found.variables, changed, call.binding, name, mesh.num_replicas, call.whole
+        proof,
+        found.variables,
+        found.nnx,
+        inputs.parts_of_objects,
+        call.binding,
+        name,
+        mesh.num_replicas,
+        call.whole,
+        dict(call.rules),
+        not_sums=call.not_sums,
     )
     returned = place_collections(
         call, found, program.closed, proof, len(variables), labels, (stack_outputs, aggregated)
@@ -132,6 +146,26 @@ def trace_step(
         ),
         faults=tuple(x for x in faults if x is fault or x.is_draw),
         remarks=remarks.find_remarks(call, variables, plain, proof, labels, fault),
+    )
+
+
+def _find_not_summed(
+    call: ReplicaCall, found: CallOutputs, closed: jaxprs.ClosedJaxpr, num_variables: int
+) -> frozenset[int]:
+    """Returns the leaves of NNX's averages to which the function does something else than add."""
+    binding = call.binding
+    if binding is None or not binding.summed or call.whole:
+        return frozenset()
+    flat, first = positions(binding.values()), found.num_results + len(found.variables)
+    rules, parts = dict(call.rules), call.inputs.parts_of_objects
+    return frozenset(
+        i
+        for n, (i, j) in enumerate(found.nnx)
+        if binding.is_average(i)
+        and i not in call.not_sums
+        and (i, j) not in parts
+        and binding.aggregation(i, rules) is VariableAggregation.SUM
+        and accumulation.replaces_state(closed, first + n, num_variables + flat[i][j])
     )
 
 
@@ -219,7 +253,12 @@ def place_collections(
             names = labels()
             known |= {i: names[leaves[k - call.inputs.num_nnx]] for i, k in returned.items()}
         if rules:
-            given = [*labels(), *state_collections.paths_of(found.treedef).values()]
+            kinds = call.binding.kinds if call.binding is not None else ()
+            given = [
+                *labels(),
+                *(kind.__name__ for kind in kinds),
+                *state_collections.paths_of(found.treedef).values(),
+            ]
             if text := state_collections.describe_unknown(rules, given, call.name):
                 remarks.warn_once([remarks.Remark(UserWarning, text)], set())
         dtypes = [x.dtype for x in closed.out_avals]
@@ -259,9 +298,13 @@ def outputs_of_random_keys(
     }
 
 
-def _causes_of_arguments(inputs: Inputs, labels: Sequence[str]) -> list[str | None]:
+def _causes_of_arguments(call: ReplicaCall, labels: Sequence[str]) -> list[str | None]:
     """Why the inputs after the Variables differ between replicas, in words, or None."""
-    causes: list[str | None] = [None] * inputs.num_nnx
+    inputs = call.inputs
+    causes: list[str | None] = [
+        "an NNX object that holds one value for each replica" if differs else None
+        for differs in inputs.stacked[: inputs.num_nnx]
+    ]
     arguments = zip(inputs.leaves_of_arguments, inputs.stacked[inputs.num_nnx :], strict=False)
     causes += [f"argument '{labels[leaf]}'" if differs else None for leaf, differs in arguments]
     num_groups = len(inputs.groups.sizes) if inputs.groups else 0

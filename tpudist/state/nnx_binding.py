@@ -9,15 +9,19 @@ attributes.
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from tpudist.reduce_op import VariableAggregation
+from tpudist.options import ALL_COLLECTIONS, shorten
+from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.state import nnx_contents, value_keys
+from tpudist.values.per_replica import is_per_replica
+
+_NO_RULES: Mapping[str, str] = {}
 
 
 class Structure:
@@ -43,22 +47,26 @@ class Binding:
 
     def __init__(self, objects: Sequence[Any]):
         """Finds the Variables of `objects`."""
-        self._graphdef, state = nnx.graphlib.flatten(tuple(objects), with_paths=True)
-        leaves = list(state.leaves)
-        self.paths: list[tuple] = list(state.paths)
+        graph = list(nnx.iter_graph(tuple(objects)))
+        self._graphdef, self.paths, leaves = _flatten(tuple(objects), graph)
         self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
         self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
         self.kinds = tuple(type(x) for x in leaves)
-        nodes = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
+        nodes = [x for _, x in graph if isinstance(x, nnx.Pytree)]
         self.summed = _ids_of_summed_metrics(nodes)
         # Holding the attribute dicts, not the objects: a binding must not keep a model alive.
         self._attributes = [vars(node) for node in nodes]
         self._seen = [tuple(attributes.values()) for attributes in self._attributes]
         self._roots = [_reference(x) for x in objects]
         self._settings = MutableSettings(self._attributes)
-        static = _GraphKey(self._graphdef), jax.tree.structure(self.values()), self._settings.keys
+        self._value_structure = jax.tree.structure(self.values())
+        static = _GraphKey(self._graphdef), self._value_structure, self._settings.keys
         with _structures_lock:
             self.structure = _structures.setdefault(static, Structure())
+
+    def has_same_values(self) -> bool:
+        """Whether the values are nested as before, with a PerReplica where there was one."""
+        return jax.tree.structure(self.values()) == self._value_structure
 
     def is_of(self, objects: Sequence[Any]) -> bool:
         """Whether this is the binding of `objects`, and nothing but values has changed in them."""
@@ -92,26 +100,37 @@ class Binding:
             write([variable], [value])
             return
         node, *parts = self.paths[index]
-        node = self._roots[node]()
-        for part in parts[:-1]:
-            node = getattr(node, part) if _is_attribute(node, part) else node[part]
-        if _is_attribute(node, parts[-1]):
-            setattr(node, parts[-1], value)
-        else:
-            node[parts[-1]] = value
+        _set_at(self._roots[node](), parts, value)
         self._bare[index] = value
 
-    def aggregation(self, index: int) -> VariableAggregation | None:
-        """How a Variable that differs between replicas becomes one; None if it must not differ."""
+    def aggregation(
+        self, index: int, rules: Mapping[str, str] = _NO_RULES
+    ) -> VariableAggregation | ReduceOp | None:
+        """How a Variable that differs between replicas becomes one; None if it must not differ.
+
+        Args:
+            index: The number of the Variable.
+            rules: See `RunOptions.aggregation`.
+        """
         variable = self.variables[index]
         if variable is None:
             return None
+        rule = rules.get(ALL_COLLECTIONS, rules.get(self.kinds[index].__name__))
+        if rule is not None:
+            return _parse_aggregation(rule, variable)
         asked = variable.get_metadata().get("aggregation")
         if asked is not None:
             return _parse_aggregation(asked, variable)
         if isinstance(variable, nnx.BatchStat):
             return VariableAggregation.MEAN
         return VariableAggregation.SUM if id(variable) in self.summed else None
+
+    def is_average(self, index: int) -> bool:
+        """Whether a Variable is summed only because it belongs to an average of NNX."""
+        variable = self.variables[index]
+        if variable is None or id(variable) not in self.summed:
+            return False
+        return "aggregation" not in variable.get_metadata()
 
     def is_random_key(self, index: int) -> bool:
         """Whether a Variable is the key of an NNX random stream."""
@@ -127,7 +146,7 @@ class Binding:
 
     def values_of(self, copies: tuple) -> list[Any] | None:
         """The values that copies made by `copy_with` hold now; None if their structure changed."""
-        graphdef, leaves = nnx.graphlib.flatten(copies, with_paths=False)
+        graphdef, _, leaves = _flatten(copies, nnx.iter_graph(copies))
         if _GraphKey(graphdef) != _GraphKey(self._graphdef):
             return None
         # In tree mode the leaves are the Variables themselves.
@@ -135,13 +154,37 @@ class Binding:
 
     def describe_changes(self, copies: tuple) -> str:
         """Which Variables and arrays copies have, or miss, of those that the objects have."""
-        _, state = nnx.graphlib.flatten(copies, with_paths=True)
-        now = dict(zip(state.paths, state.leaves, strict=True))
+        _, paths, leaves = _flatten(copies, nnx.iter_graph(copies))
+        now = dict(zip(paths, leaves, strict=True))
         new = [f"{type(now[p]).__name__} '{_name_of(p)}'" for p in now if p not in self.paths]
         gone = [f"'{_name_of(p)}'" for p in self.paths if p not in now]
         found = [f"{', '.join(new[:4])} was added"] if new else []
         found += [f"{', '.join(gone[:4])} is gone"] if gone else []
         return " and ".join(found) or "an attribute that is no array was changed"
+
+
+def _flatten(
+    objects: tuple, graph: Iterable[tuple[tuple, Any]]
+) -> tuple[Any, list[tuple], list[Any]]:
+    """The graphdef, paths and leaves of objects; a PerReplica without a Variable is a leaf.
+
+    Args:
+        objects: The objects.
+        graph: Their nodes with paths, of `nnx.iter_graph`.
+    """
+    graphdef, state = nnx.graphlib.flatten(objects, with_paths=True)
+    paths, leaves = list(state.paths), list(state.leaves)
+    parts = {path: x for path, x in graph if is_per_replica(x)}
+    positions = [i for i, path in enumerate(paths) if path[:-1] in parts]
+    if positions:  # to NNX it is a pytree of one array
+        values = [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
+        copies = nnx.graphlib.unflatten(graphdef, values)
+        for i in positions:
+            paths[i] = paths[i][:-1]
+            leaves[i] = parts[paths[i]]
+            _set_at(copies, paths[i], leaves[i].array)
+        graphdef, _ = nnx.graphlib.flatten(copies, with_paths=False)
+    return graphdef, paths, leaves
 
 
 class _GraphKey:
@@ -217,18 +260,30 @@ def _name_of(path: tuple) -> str:
     return ".".join(map(str, path[1:]))
 
 
+def _set_at(node: Any, path: Sequence[Any], value: Any) -> None:
+    """Replaces what is at a path below an object."""
+    for part in path[:-1]:
+        node = getattr(node, part) if _is_attribute(node, part) else node[part]
+    if _is_attribute(node, path[-1]):
+        setattr(node, path[-1], value)
+    else:
+        node[path[-1]] = value
+
+
 def _is_attribute(node: Any, part: Any) -> bool:
     """Whether a part of a path is an attribute: the items of an `nnx.List` have numbers."""
     return isinstance(node, nnx.Pytree) and isinstance(part, str)
 
 
-def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggregation:
+def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggregation | ReduceOp:
     if isinstance(aggregation, VariableAggregation):
         return aggregation
-    names = VariableAggregation.__members__
+    if aggregation in (ReduceOp.MAX, ReduceOp.MIN):
+        return aggregation
+    names = {**VariableAggregation.__members__, "MAX": ReduceOp.MAX, "MIN": ReduceOp.MIN}
     if not isinstance(aggregation, str) or aggregation.upper() not in names:
         raise ValueError(
-            f"A {type(variable).__name__} was made with aggregation={aggregation!r}. Use a "
+            f"A {type(variable).__name__} was made with aggregation={shorten(aggregation)}. Use a "
             f"tpudist.VariableAggregation or its name: {', '.join(names).lower()}."
         )
     return names[aggregation.upper()]
@@ -248,11 +303,18 @@ class Bindings:
         """Empty."""
         self._by_id: dict[tuple[int, ...], Binding] = {}
 
-    def find(self, objects: Sequence[Any]) -> Binding:
-        """The binding of `objects`: the known one if it still holds, or a new one."""
+    def find(self, objects: Sequence[Any], *, careful: bool = True) -> Binding:
+        """The binding of `objects`: the known one if it still holds, or a new one.
+
+        A Variable that holds another kind of value now is noticed if the look is `careful`.
+        """
         key = tuple(map(id, objects))
         binding = self._by_id.get(key)
-        if binding is None or not binding.is_of(objects):
+        if (
+            binding is None
+            or not binding.is_of(objects)
+            or (careful and not binding.has_same_values())
+        ):
             known = binding is not None
             binding = Binding(objects)
             if any(isinstance(x, nnx.Variable) for x in objects):
@@ -271,7 +333,19 @@ def _reference(x: Any) -> Callable[[], Any]:
     return (lambda: x) if isinstance(x, nnx.Variable) else weakref.ref(x)
 
 
+_UPDATES_THAT_SUM = (nnx.metrics.Average.update, nnx.metrics.Accuracy.update)
+
+
 def _ids_of_summed_metrics(nodes: Sequence[Any]) -> set[int]:
-    """Ids of the Variables whose value is a sum over examples: those of NNX's averages."""
-    averages = [x for x in nodes if isinstance(x, nnx.metrics.Average)]
+    """Ids of the Variables whose value is a sum over examples: those of NNX's averages.
+
+    What a subclass does in an `update` of its own is not known to be a sum.
+    """
+    averages = [
+        x
+        for x in nodes
+        if isinstance(x, nnx.metrics.Average)
+        and type(x).update in _UPDATES_THAT_SUM
+        and "update" not in vars(x)
+    ]
     return {id(v) for x in averages for v in (x.total, x.count)}

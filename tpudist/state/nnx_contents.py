@@ -31,7 +31,14 @@ def holders_of(array: jax.Array) -> list[nnx.Variable]:
     """The NNX Variables that hold this very array (to say whose constant it is). Slow."""
     import gc
 
-    return [x for x in gc.get_referrers(array) if isinstance(x, nnx.Variable)]
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:  # the collector would not look at what the program has frozen
+        gc.unfreeze()
+    try:
+        return [x for x in gc.get_referrers(array) if isinstance(x, nnx.Variable)]
+    finally:
+        if is_frozen:
+            gc.freeze()
 
 
 def role_of(variable: nnx.Variable | None) -> str:

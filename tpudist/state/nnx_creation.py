@@ -10,9 +10,10 @@ import numpy as np
 from flax import linen, nnx
 from flax.linen.spmd import logical_to_mesh
 
+from tpudist.lowering import compile
 from tpudist.processes import process_agreement
 from tpudist.programs import axis_errors, axis_names, program_digest
-from tpudist.state import nnx_contents
+from tpudist.state import missing_arrays, nnx_contents
 from tpudist.xla import compile_log, integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -68,7 +69,18 @@ class Creation:
         """
         if process_agreement.is_needed(self._mesh):
             process_agreement.agree(self._mesh, self._intention())
-        return self._structure.fill(*self._program(self._arguments))
+        try:
+            with jax.disable_jit(False):  # which would leave the arrays on one device
+                made = self._program(self._arguments)
+        except RuntimeError as error:
+            if "deleted" in str(error):
+                found = jax.tree_util.tree_flatten_with_path(self._arguments)[0]
+                named = [
+                    (jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in found
+                ]
+                missing_arrays.explain(error, self._name, named)
+            raise
+        return self._structure.fill(*made)
 
     def _intention(self) -> process_agreement.Intention:
         found = jax.tree_util.tree_flatten_with_path(self._arguments)[0]
@@ -118,7 +130,9 @@ def plan_creation(
 
     found: list[_Structure] = []
     with axis_errors.explain_axes(mesh, name):
-        state, values = jax.eval_shape(arrays_of_all, state_in)
+        # The one call of `init`: what runs is what this trace has found.
+        closed, made = jax.make_jaxpr(arrays_of_all, return_shape=True)(state_in)
+    state, values = made
     flat, treedef = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     shardings, abstract = [], []
     for leaf in flat:
@@ -134,7 +148,13 @@ def plan_creation(
         for box, value in zip(structure.boxes.values(), values, strict=True)
     ]
     places = treedef.unflatten(shardings), [where for where, _ in of_boxes]
-    program = jax.jit(arrays_of_all, out_shardings=places)
+    treedef_of_all = jax.tree.structure(made)
+
+    def create(state_in):
+        arrays = compile.evaluate(closed, jax.tree.leaves(state_in))
+        return treedef_of_all.unflatten(arrays)
+
+    program = jax.jit(create, out_shardings=places)
     shapes = treedef.unflatten(abstract), [placed for _, placed in of_boxes]
     return Creation(name, mesh, structure, shapes, program, state_in)
 

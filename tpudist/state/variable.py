@@ -18,7 +18,7 @@ from tpudist import context
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase, VariableHome
 from tpudist.lowering import placement
-from tpudist.options import warn_if_given, warn_of_op_arguments
+from tpudist.options import shorten, warn_if_given, warn_of_op_arguments
 from tpudist.processes import generations
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import aggregation, colocation, variable_text, variable_value
@@ -143,7 +143,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         self.is_of_closure = place is not None
         self.strategy = strategy._twin_of or strategy
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"A variable was given name={name!r}. Give a string, or none.")
+            raise TypeError(f"A variable was given name={shorten(name)}. Give a string, or none.")
         self.is_named = name is not None
         self.name = f"Variable_{next(_names)}" if name is None else name
         self.synchronization = variable_value.check_member(
@@ -159,7 +159,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             )
         if constraint is not None and not callable(constraint):
             raise ValueError(
-                f"Variable '{self.name}' was given constraint={constraint!r}, which is neither "
+                f"Variable '{self.name}' was given constraint={shorten(constraint)}, which is "
+                f"neither "
                 f"None nor a function of the value."
             )
         self.constraint = constraint

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.options import shorten
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.xla import integers, internals
 from tpudist.xla.traces import is_traced, run_eagerly
@@ -15,7 +16,9 @@ def check_member(kind: type, value: Any, what: str, name: str) -> Any:
     """`value`, if it is a member of the enum `kind`; else a ValueError."""
     if not isinstance(value, kind):
         names = ", ".join(f"{kind.__name__}.{m}" for m in kind.__members__)
-        raise ValueError(f"Variable '{name}' was given {what}={value!r}. Use one of {names}.")
+        raise ValueError(
+            f"Variable '{name}' was given {what}={shorten(value)}. Use one of {names}."
+        )
     return value
 
 
@@ -47,7 +50,7 @@ def check_shape(shape: Any, value: jax.Array, name: str) -> None:
     sizes = zip(dims, value.shape, strict=False)
     if len(dims) != value.ndim or any(dim not in (None, size) for dim, size in sizes):
         raise ValueError(
-            f"Variable '{name}' was made with shape={shape!r} and an initial value of shape "
+            f"Variable '{name}' was made with shape={shorten(shape)} and an initial value of shape "
             f"{value.shape}. The shape of a variable does not change: leave `shape` out."
         )
 

@@ -15,6 +15,7 @@ from tpudist.context import ContextKind
 from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
+from tpudist.options import shorten
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import destinations as places
 from tpudist.run.arguments.call_arguments import is_leaf
@@ -158,7 +159,8 @@ class StrategyExtended(StepsOnIterator):
         """
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise ValueError(
-                f"update was asked for {var!r}, which is not a Variable of {self._strategy!r}. "
+                f"update was asked for {shorten(var)}, which is not a Variable of "
+                f"{self._strategy!r}. "
                 f"Make it in the strategy's scope (and update it whole, not one component)."
             )
         mode = context.current()

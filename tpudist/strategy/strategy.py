@@ -18,7 +18,7 @@ from tpudist.goodput import goodput
 from tpudist.input.strategy_methods import DataMethods
 from tpudist.keras import keras_scope
 from tpudist.lowering import placement
-from tpudist.options import RunOptions, ValueContext
+from tpudist.options import RunOptions, ValueContext, shorten
 from tpudist.planner.strategy_methods import PlanMethods
 from tpudist.processes import process_agreement
 from tpudist.reduce_op import ReduceOp
@@ -244,7 +244,9 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
         As `steps_per_execution` of Keras, and `experimental_run_steps_on_iterator`.
         """
         if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise ValueError(f"run_steps was asked for {num_steps!r} steps. Give at least 1.")
+            raise ValueError(
+                f"run_steps was asked for {shorten(num_steps)} steps. Give at least 1."
+            )
         context.require_scope_or_default(self, "run_steps")
         if context.current().frame is not None:
             raise RuntimeError(

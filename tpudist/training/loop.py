@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from tpudist.goodput import goodput as time_records
+from tpudist.options import shorten
 from tpudist.processes.preemption_service import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import metrics_writers
@@ -213,12 +214,14 @@ def _check_options(
     for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if value is not None and not is_count:
-            raise ValueError(f"train was given {name}={value!r}. Give a whole number from 1.")
+            raise ValueError(
+                f"train was given {name}={shorten(value)}. Give a whole number from 1."
+            )
     needing = {"checkpoint_every": checkpoint_every, "goodput": goodput, "saved": saved}
     for name, value in needing.items():
         if value and folder is None:
             raise ValueError(
-                f"train was given {name}={value!r} and no folder to keep anything in. Give "
+                f"train was given {name}={shorten(value)} and no folder to keep anything in. Give "
                 f"folder='runs/first', or leave {name} out."
             )
     if evaluate_every is not None and evaluate is None:

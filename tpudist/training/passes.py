@@ -7,6 +7,7 @@ from typing import Any
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.iterator import DistributedIterator
 from tpudist.input.sources.no_batches import NoBatches
+from tpudist.options import shorten
 from tpudist.strategy.strategy import Strategy
 
 
@@ -101,7 +102,7 @@ def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -
         )
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"train was given {name}={number!r}. Give a whole number from 1.")
+        raise ValueError(f"train was given {name}={shorten(number)}. Give a whole number from 1.")
     if num_epochs is None:
         return number
     if passes.cardinality < 0:

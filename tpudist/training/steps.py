@@ -53,16 +53,48 @@ def make_evaluation_step(
 
     Args:
         measure: `measure(model, batch)`, a pytree of what is measured on each example,
-            `[batch, ...]`.
+            `[batch, ...]`. A vector over classes is one row for each example:
+            `jax.nn.one_hot(labels, num_classes) * correct[:, None]`. It is traced a second time
+            with more examples, to prove that dim 0 counts them.
+
+    The step raises a ValueError that names a value whose dim 0 does not.
     """
 
     def evaluation_step(model: Any, batch: PyTree) -> tuple[PyTree, jax.Array]:
         replica = context.get_replica_context()
         rows = jax.tree.leaves(batch)[0]
-        sums = jax.tree.map(lambda measured: measured.sum(axis=0), measure(model, batch))
+        measured = measure(model, batch)
+        _check_rows(measure, model, batch, measured)
+        sums = jax.tree.map(lambda measured: measured.sum(axis=0), measured)
         return replica.all_reduce("sum", (sums, jnp.asarray(rows.shape[0])))
 
     return evaluation_step
+
+
+def _check_rows(
+    measure: Callable[..., PyTree], model: Any, batch: PyTree, measured: PyTree
+) -> None:
+    """Refuses what is measured if its dim 0 is not the examples, whatever its size."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    twice = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]) if x.ndim else (), x.dtype),
+        batch,
+    )
+    is_object = isinstance(model, nnx.Pytree | nnx.Variable)  # which the second trace may change
+    copy = (lambda: nnx.clone(model)) if is_object else (lambda: model)
+    larger = jax.eval_shape(lambda batch: measure(copy(), batch), twice)
+    found = jax.tree_util.tree_flatten_with_path(measured)[0]
+    for (path, x), y in zip(found, jax.tree.leaves(larger), strict=True):
+        x = jnp.asarray(x)
+        if not x.ndim or (x.shape[0], *y.shape) != (rows, 2 * rows, *x.shape[1:]):
+            name = jax.tree_util.keystr(path) or "a value"
+            raise ValueError(
+                f"make_evaluation_step: measure(model, batch) returned {name} of "
+                f"{x.dtype}{list(x.shape)}, whose dim 0 does not count the examples of the batch. "
+                f"Return what is measured on each example, [batch, ...]: not a mean or a sum over "
+                f"them. For a vector over classes: jax.nn.one_hot(labels, num_classes) * "
+                f"correct[:, None]."
+            )
 
 
 def evaluate(

@@ -63,8 +63,9 @@ def check(values: Sequence[Any], names: Sequence[str], what: str) -> None:
             f"one value for each replica in its place{where}, because it depends on {drift.cause} "
             f"and was not reduced. Each replica would continue with a model of its own. Reduce the "
             f"gradients: tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a "
-            f"loss divided by the rows of all replicas (compute_average_loss). If each replica "
-            f"must keep its own value, start it per replica: "
+            f"loss divided by the rows of all replicas (compute_average_loss). Reduce also the "
+            f"value= that the optimizer is given (reduce_on_plateau). If each replica must keep "
+            f"its own value, start it per replica: "
             f"strategy.experimental_distribute_values_from_function(...); or pass "
             f"RunOptions(aggregation='none')."
         )

@@ -7,6 +7,7 @@ one stacked array `[num_replicas, ...]`, of which each replica holds its own par
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpudist import context
 from tpudist.lowering import placement
@@ -176,6 +177,30 @@ class PerReplica(DistributedValues):
     def __jax_array__(self) -> Any:
         return self._as_array()
 
+    def __getitem__(self, key: Any) -> Any:
+        """An item of this replica's part; with `...`, as an NNX Variable is read, all parts."""
+        if key is ... and self._local() is None:
+            return self
+        return self._as_array()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Replaces all parts, by a PerReplica or by one value for all: `variable[...] = 0`.
+
+        Raises:
+            TypeError: If `key` is not `...`, or in a replica function.
+        """
+        array = self.array
+        if key is not ... or is_traced(array) or context.current().frame is not None:
+            raise TypeError(
+                f"{self!r} was assigned to at {key!r}. Outside of replica functions all parts can "
+                f"be replaced: variable[...] = value."
+            )
+        if isinstance(value, PerReplica):
+            self.array = value.array
+            return
+        every = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
+        self.array = jax.device_put(every, array.sharding)
+
     def __getattr__(self, name: str) -> Any:
         """What arrays have (`sum`, `astype`, ...), where this stands for a replica's own part."""
         is_own = name.startswith("_") or name in ("array", "rows", "dim", "other_rows")
@@ -202,7 +227,7 @@ def _forward(name: str) -> None:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     _forward(f"__{_name}__")
     _forward(f"__r{_name}__")
-for _name in ("lt", "le", "gt", "ge", "neg", "abs", "getitem", "len", "iter"):
+for _name in ("lt", "le", "gt", "ge", "neg", "abs", "len", "iter"):
     _forward(f"__{_name}__")
 for _name in ("array", "float", "int", "bool", "index", "complex"):
     _forward(f"__{_name}__")
@@ -235,6 +260,20 @@ class LocalPart(PerReplica):
 
     def __repr__(self) -> str:
         return f"PerReplica({self.array.dtype}{list(self.shape)} on each replica, being traced)"
+
+
+def open_parts(tree: PyTree) -> tuple[Any, list[bool]]:
+    """The structure of `tree` with each PerReplica as one leaf, and which leaves are PerReplicas.
+
+    The leaves are as many as `jax.tree.leaves(tree)` gives, and in that order.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
+    return structure, list(map(is_per_replica, leaves))
+
+
+def is_per_replica(x: Any) -> bool:
+    """Whether `x` is a PerReplica: one value for each replica."""
+    return isinstance(x, PerReplica)
 
 
 def local_part(value: Any) -> Any:

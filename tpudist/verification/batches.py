@@ -12,7 +12,7 @@ import numpy as np
 from tpudist.lowering import placement
 from tpudist.run.arguments import call_arguments
 from tpudist.state import nnx_binding, nnx_contents
-from tpudist.values.per_replica import PerReplica
+from tpudist.values.per_replica import PerReplica, open_parts
 from tpudist.xla import random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -116,7 +116,11 @@ class Arguments:
     """The arguments of one call, as replicas and one device get them."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], mesh: ReplicaMesh, one: ReplicaMesh):
-        """Flattens the arguments of a call on `mesh`; `one` is the mesh of one device."""
+        """Flattens the arguments of a call on `mesh`; `one` is the mesh of one device.
+
+        Raises:
+            ValueError: If an NNX container holds a value for each replica.
+        """
         self._leaves, self._structure = jax.tree.flatten(
             (args, kwargs), is_leaf=call_arguments.is_leaf
         )
@@ -129,6 +133,14 @@ class Arguments:
         self._objects = [
             i for i, x in enumerate(self._leaves) if isinstance(x, nnx_contents.OBJECT_TYPES)
         ]
+        objects = nnx_binding.Binding([self._leaves[i] for i in self._objects])
+        states = [self._leaves[i] for i in call_arguments.Kinds.of(self._leaves).states]
+        if any(open_parts([objects.values(), states])[1]):
+            raise ValueError(
+                "Strategy.verify was given an NNX container that holds one value for each replica, "
+                "which one device cannot have. Verify the step before it has local state, or pass "
+                "that state in a dict or a list."
+            )
 
     @property
     def each(self) -> int:

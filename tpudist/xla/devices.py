@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from tpudist.options import shorten
+
 
 def as_devices(
     devices: Sequence[jax.Device | str] | None, *, local: bool = False
@@ -31,7 +33,8 @@ def as_devices(
     for device in found:
         if not isinstance(device, jax.Device):
             raise ValueError(
-                f"A device was named by {device!r} of type {type(device).__name__}. Use one of "
+                f"A device was named by {shorten(device)} of type {type(device).__name__}. Use "
+                f"one of "
                 f"jax.devices(), or a name such as 'cpu:0'."
             )
         if local and device.process_index != jax.process_index():

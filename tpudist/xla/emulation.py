@@ -10,6 +10,7 @@ import os
 
 import jax
 
+from tpudist.options import shorten
 from tpudist.xla.settings import Setting
 
 ENVIRONMENT_VARIABLE = "TPUDIST_EMULATE"
@@ -92,7 +93,8 @@ def _parse_num_devices(num_devices: int | None) -> int:
         number = 0
     if number < 1 or isinstance(asked, float):
         raise ValueError(
-            f"{origin} asks for {asked!r} devices. It must be a whole number of at least 1, such "
+            f"{origin} asks for {shorten(asked)} devices. It must be a whole number of at least "
+            f"1, such "
             f"as 8."
         )
     return number

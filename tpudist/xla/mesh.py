@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tpudist.options import shorten
 from tpudist.xla.ordered_sums import Block
 
 REPLICA_AXIS = "replica"
@@ -251,7 +252,8 @@ def _check_axis_name(name: str | None, inner_axes: Sequence[str]) -> None:
         return
     axes = ", ".join(map(repr, inner_axes)) or "none"
     raise ValueError(
-        f"axis_name={name!r} was asked for. It is another name of the axis of replicas, as of "
+        f"axis_name={shorten(name)} was asked for. It is another name of the axis of replicas, as "
+        f"of "
         f"jax.pmap: a text such as 'batch' that is no axis inside a replica (these are: {axes}). "
         f"Leave it out, and the axis is called '{REPLICA_AXIS}' alone."
     )
@@ -282,11 +284,13 @@ def _check_axes(devices: Sequence[jax.Device], inner_axes: Mapping[str, int]) ->
     for name, size in inner_axes.items():
         if name == REPLICA_AXIS or not isinstance(name, str) or not name.isidentifier():
             raise ValueError(
-                f"An axis inside a replica is named {name!r}. Use an identifier other than "
+                f"An axis inside a replica is named {shorten(name)}. Use an identifier other than "
                 f"'{REPLICA_AXIS}', such as 'fsdp' or 'tensor'."
             )
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"Axis '{name}' has size {size!r}. A size is a whole number from 1.")
+            raise ValueError(
+                f"Axis '{name}' has size {shorten(size)}. A size is a whole number from 1."
+            )
     per_replica = math.prod(inner_axes.values())
     if len(devices) % per_replica:
         axes = ", ".join(f"{name}={size}" for name, size in inner_axes.items())

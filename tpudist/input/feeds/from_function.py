@@ -14,6 +14,7 @@ from tpudist.options import (
     InputOptions,
     InputReplicationMode,
     PartialBatch,
+    shorten,
     warn_if_given,
 )
 from tpudist.xla.mesh import ReplicaMesh
@@ -30,7 +31,7 @@ def check_options(options: Any) -> InputOptions | None:
     """
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(
-            f"The options of a dataset are {options!r}. Give a tpudist.InputOptions or None."
+            f"The options of a dataset are {shorten(options)}. Give a tpudist.InputOptions or None."
         )
     return options
 

@@ -19,7 +19,7 @@ from flax import nnx
 
 from tpudist.run.arguments import containers
 from tpudist.state import nnx_contents
-from tpudist.values.per_replica import PerReplica, is_distributed
+from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed, is_per_replica
 from tpudist.xla import integers, tree_depth
 from tpudist.xla.settings import Setting
 
@@ -282,7 +282,9 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
-def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: str) -> None:
+def check_leaves(
+    leaves: Sequence[Any], kinds: Kinds, binding: Any, num_replicas: int, name: str
+) -> None:
     """Refuses a PerReplica that was made for another number of replicas, and arrays of objects."""
     for i in kinds.arrays:
         if isinstance(leaves[i], np.ndarray | np.generic) and leaves[i].dtype.kind in "OSUMm":
@@ -298,11 +300,20 @@ def check_leaves(leaves: Sequence[Any], kinds: Kinds, num_replicas: int, name: s
                 f"dataclass (@jax.tree_util.register_dataclass), or pass a plain dict, list or "
                 f"tuple."
             )
-    for i in kinds.per_replica:
-        parts = leaves[i].array.shape[0]
+    held = [binding.values() if binding is not None else [], *(leaves[i] for i in kinds.states)]
+    held = list(filter(is_per_replica, jax.tree.leaves(held, is_leaf=is_per_replica)))
+    for x in held:
+        if x.is_padded and not isinstance(x, LocalPart):
+            raise ValueError(
+                f"'{name}' was given an NNX container that holds {x!r}, which is part of a partial "
+                f"batch. Its rows are counted only where it is an argument, or in a dict, list or "
+                f"tuple. Take it out of the container, and pass it by itself."
+            )
+    for x in [*(leaves[i] for i in kinds.per_replica), *held]:
+        parts = num_replicas if isinstance(x, LocalPart) else x.array.shape[0]
         if parts != num_replicas:
             raise ValueError(
-                f"'{name}' was given {leaves[i]!r}, but runs on {num_replicas} replica(s). It was "
+                f"'{name}' was given {x!r}, but runs on {num_replicas} replica(s). It was "
                 f"made under another strategy: distribute it with the one that runs the function."
             )
 

@@ -9,7 +9,7 @@ import jax
 
 from tpudist.options import RunOptions
 from tpudist.run.arguments.call_arguments import is_leaf
-from tpudist.state import nnx_contents, value_keys
+from tpudist.state import missing_arrays, nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log
 
@@ -57,6 +57,17 @@ def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any])
             i = key.idx
             names.append((parameters[i] if i < len(parameters) else f"args[{i}]") + rest)
     return names
+
+
+def explain_overwritten(
+    error: Exception, fn: Callable[..., Any], args: tuple, kwargs: dict
+) -> None:
+    """Raises an error that names the argument whose array is gone, if `error` is due to that."""
+    if "deleted" in str(error):
+        names = names_of_leaves(fn, args, kwargs)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_leaf)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        missing_arrays.explain(error, name, zip(names, leaves, strict=True))
 
 
 def _describe(value: Any) -> str:

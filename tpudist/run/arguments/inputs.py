@@ -10,6 +10,7 @@ import jax
 from tpudist.lowering import placement
 from tpudist.run.arguments import call_arguments, row_groups
 from tpudist.state import nnx_binding
+from tpudist.values.per_replica import open_parts
 from tpudist.xla.mesh import ReplicaMesh
 
 
@@ -37,8 +38,9 @@ class Inputs:
         groups: row_groups.RowGroups | None,
     ) -> "Inputs":
         """The inputs of a call with these flat arguments."""
-        nnx_structure = jax.tree.structure(binding.values() if binding is not None else [])
-        states = {i: jax.tree.structure(leaves[i]) for i in kinds.states}
+        nnx_structure, stacked = open_parts(binding.values() if binding is not None else [])
+        opened = {i: open_parts(leaves[i]) for i in kinds.states}
+        states = {i: structure for i, (structure, _) in opened.items()}
         per_replica = set(kinds.per_replica)
         with_rows = dict(zip(kinds.per_replica, groups.members, strict=True)) if groups else {}
         arguments: list[int] = []
@@ -47,7 +49,7 @@ class Inputs:
             size = states[i].num_leaves if i in states else 1
             arguments += [i] * size
             rows_of += [with_rows.get(i, ())] * size
-        stacked = [False] * nnx_structure.num_leaves + [i in per_replica for i in arguments]
+            stacked += opened[i][1] if i in states else [i in per_replica]
         stacked += [True] * (len(groups.sizes) if groups else 0)
         return cls(
             nnx_structure,
@@ -58,6 +60,18 @@ class Inputs:
             groups,
             tuple(rows_of),
         )
+
+    @property
+    def arrays_of_objects(self) -> list[tuple[int, int]]:
+        """The arrays of NNX objects, in order, each as a leaf and the number of the array in it."""
+        sizes = [child.num_leaves for child in self.nnx_structure.children()]
+        return [(i, j) for i, size in enumerate(sizes) for j in range(size)]
+
+    @property
+    def parts_of_objects(self) -> set[tuple[int, int]]:
+        """The arrays of NNX objects that are one part for each replica."""
+        pairs = zip(self.arrays_of_objects, self.stacked, strict=False)
+        return {at for at, part in pairs if part}
 
     @property
     def num_groups(self) -> int:

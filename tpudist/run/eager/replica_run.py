@@ -6,6 +6,7 @@ its values, and written; if anything fails it is what it was before.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from flax import nnx
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.options import RunOptions
+from tpudist.options import RunOptions, shorten
 from tpudist.run.arguments import call_arguments, call_description, python_numbers
 from tpudist.run.arguments.row_groups import RowGroups
 from tpudist.run.eager import eager_merge, eager_results, replica_evaluation, written_state
@@ -27,7 +28,7 @@ from tpudist.run.replica_body import make_values_of_replica
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.step_cache import Replicator
 from tpudist.state import nnx_binding
-from tpudist.values.per_replica import PerReplica
+from tpudist.values.per_replica import PerReplica, is_per_replica, open_parts
 from tpudist.xla import compile_log, integers, internals, traces
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -49,7 +50,11 @@ def run(
     check_possible(strategy, compile_log.name_of(fn))
     replicator: Replicator = strategy._replicator
     with replicator.one_at_a_time:
-        return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()
+        try:
+            return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()
+        except RuntimeError as error:
+            call_description.explain_overwritten(error, fn, args, kwargs)
+            raise
 
 
 def check_possible(strategy: StrategyBase, name: str) -> None:
@@ -91,18 +96,21 @@ class EagerRun(ReplicaGroup):
         self.args, self.kwargs, self.rules = args, kwargs, options.aggregation
         self.leaves, self.structure = call_arguments.Flattener().leaves(args, kwargs)
         self.kinds = call_arguments.Kinds.of(self.leaves, self._find_numbers(args, kwargs, options))
-        call_arguments.check_leaves(self.leaves, self.kinds, self.mesh.num_replicas, self.name)
         names = call_description.names_of_leaves(fn, args, kwargs)
         for x, name in zip(self.leaves, names, strict=True):
             if isinstance(x, integers.HOST_TYPES):
                 integers.check_fit(x, f"Argument '{name}' of '{self.name}'")
         objects = [self.leaves[i] for i in self.kinds.objects]
         self.binding = nnx_binding.Binding(objects) if objects else None
+        num_replicas = self.mesh.num_replicas
+        call_arguments.check_leaves(self.leaves, self.kinds, self.binding, num_replicas, self.name)
         values = [self.leaves[i] for i in self.kinds.per_replica]
         self.groups, self.rows = RowGroups.of(values)
         self.host_values = {
             i: fetch_argument(self.mesh, self.leaves[i]) for i in self.kinds.dynamic
         }
+        values = self.binding.values() if self.binding is not None else []
+        self.host_objects = fetch_argument(self.mesh, values)
         self.turns = Turns(self.mesh.num_replicas, self.name)
         self.frames: dict[int, EagerFrame] = {}
         self._outside = internals.settings_of_thread()
@@ -112,6 +120,7 @@ class EagerRun(ReplicaGroup):
         before = written_state.save(self.strategy, self.binding)
         try:
             ended = self.turns.run(self._run_replica)
+            written_state.check_structure(self, ended)
             merged = eager_results.merge_results(self, ended)
             written_state.write(self, ended)
         except BaseException:
@@ -123,7 +132,7 @@ class EagerRun(ReplicaGroup):
         """Which of the flat arguments are Python numbers that the function gets as arrays."""
         if not isinstance(options, RunOptions):
             raise TypeError(
-                f"options={options!r} of type {type(options).__name__} was given to run "
+                f"options={shorten(options)} of type {type(options).__name__} was given to run "
                 f"'{self.name}'. It must be a tpudist.RunOptions, or None."
             )
         positions = options.static_argnums
@@ -184,12 +193,11 @@ class EagerRun(ReplicaGroup):
     def _enter_objects(self, evaluation: ReplicaEvaluation) -> tuple[tuple, list[Any]]:
         if self.binding is None:
             return (), []
-        values = [
-            jax.tree.map(lambda x: evaluation.put(replica_evaluation.fetch(x), own=False), value)
-            for value in self.binding.values()
-        ]
+        put = functools.partial(put_argument, evaluation)
+        values = jax.tree.map(put, self.host_objects, is_leaf=_is_parts)
         if self.mesh.num_replicas > 1:
-            values = make_values_of_replica(self.binding, values)
+            parts = {i for i, x in enumerate(self.binding.values()) if any(open_parts(x)[1])}
+            values = make_values_of_replica(self.binding, values, parts, dict(self.rules))
         return self.binding.copy_with(values), values
 
     def _make_arguments(
@@ -199,12 +207,11 @@ class EagerRun(ReplicaGroup):
         made: dict[int, Any] = dict(zip(self.kinds.objects, copies, strict=True))
         numbers = set(self.kinds.numbers)
         for i, value in self.host_values.items():
-            if i in self.kinds.per_replica:
-                made[i] = evaluation.put(value[evaluation.replica], own=True)
-            elif i in numbers:
+            if i in numbers:
                 made[i] = jax.numpy.asarray(value)  # of a weak type
             else:
-                made[i] = jax.tree.map(lambda x: evaluation.put(x, own=False), value)
+                put = functools.partial(put_argument, evaluation)
+                made[i] = jax.tree.map(put, value, is_leaf=_is_parts)
         return made
 
     @contextlib.contextmanager
@@ -232,8 +239,27 @@ class EagerRun(ReplicaGroup):
 def fetch_argument(mesh: ReplicaMesh, x: Any) -> Any:
     """A flat argument that is fed to a compiled function: its arrays as host values.
 
-    Of a PerReplica, a list of the parts without padding.
+    Of a PerReplica, or one in an `nnx.State`, the parts without padding.
     """
-    if isinstance(x, PerReplica):
-        return [replica_evaluation.fetch(part) for part in eager_results.real_parts(mesh, x)]
-    return x if call_arguments.is_number(x) else jax.tree.map(replica_evaluation.fetch, x)
+
+    def fetch(x: Any) -> Any:
+        if not isinstance(x, PerReplica):
+            return replica_evaluation.fetch(x)
+        return Parts(map(replica_evaluation.fetch, eager_results.real_parts(mesh, x)))
+
+    return x if call_arguments.is_number(x) else jax.tree.map(fetch, x, is_leaf=is_per_replica)
+
+
+class Parts(list):
+    """The host values that are one replica's each."""
+
+
+def _is_parts(x: Any) -> bool:
+    return isinstance(x, Parts)
+
+
+def put_argument(evaluation: ReplicaEvaluation, value: Any) -> jax.Array:
+    """What `fetch_argument` gives, on the replica's device: its own part, or what all share."""
+    if isinstance(value, Parts):
+        return evaluation.put(value[evaluation.replica], own=True)
+    return evaluation.put(value, own=False)

@@ -13,6 +13,7 @@ from tpudist.run.eager import eager_results, replica_evaluation
 from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import outputs
 from tpudist.state import nnx_binding
+from tpudist.values.per_replica import PerReplica, open_parts
 from tpudist.xla.mesh import ReplicaMesh
 
 _SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
@@ -38,8 +39,7 @@ def write(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
     """Writes what the replicas have changed.
 
     Raises:
-        ValueError: State that they share differs between them; or an NNX object has another
-            structure than before.
+        ValueError: State that they share differs between them.
     """
     refused: list[tuple[str, str, str]] = []
     variables = _collect_variables(run, refused)
@@ -52,6 +52,18 @@ def write(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
         assert run.binding is not None, "they are of its Variables"
         holders = [run.binding.variables[i] for i in leaves]
         nnx_binding.write(holders, list(leaves.values()))
+
+
+def check_structure(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
+    """Raises ValueError if an NNX object has another structure than before on some replica."""
+    binding = run.binding
+    if binding is None:
+        return
+    for x in ended:
+        values = binding.values_of(x.copies)
+        if values is None or jax.tree.structure(values) != open_parts(binding.values())[0]:
+            change = binding.describe_changes(x.copies)
+            raise ValueError(outputs.describe_structure_change(run.name, change))
 
 
 def write_variables(run: ReplicaGroup) -> None:
@@ -99,10 +111,6 @@ def _collect_objects(
         return {}
     before = binding.values()
     after = [binding.values_of(x.copies) for x in ended]
-    for x, values in zip(ended, after, strict=True):
-        if values is None or jax.tree.structure(values) != jax.tree.structure(before):
-            change = binding.describe_changes(x.copies)
-            raise ValueError(outputs.describe_structure_change(run.name, change))
     found = {}
     for i, old in enumerate(before):
         parts = [jax.tree.leaves(x[i]) for x in after]  # type: ignore[index]
@@ -115,8 +123,8 @@ def _collect_objects(
             change = f"the array '{binding.name(i)}' was replaced"
             raise ValueError(outputs.describe_structure_change(run.name, change))
         arrays = [
-            _combine(run, i, [replica_evaluation.fetch(p[j]) for p in parts], refused)
-            for j in range(len(parts[0]))
+            _combine(run, i, [replica_evaluation.fetch(p[j]) for p in parts], refused, is_part)
+            for j, is_part in enumerate(open_parts(old)[1])
         ]
         olds, structure = jax.tree.flatten(old)
         placed = [_place(run, x, y) for x, y in zip(arrays, olds, strict=True)]
@@ -125,21 +133,27 @@ def _collect_objects(
 
 
 def _combine(
-    run: ReplicaGroup, i: int, parts: list[Any], refused: list[tuple[str, str, str]]
+    run: ReplicaGroup, i: int, parts: list[Any], refused: list[tuple[str, str, str]], is_part: bool
 ) -> Any:
     """What becomes of an NNX Variable's values on all replicas, by its rule."""
+    if is_part:  # each replica has its own, and keeps it
+        return replica_evaluation.stack_values(parts)
     binding, count = run.binding, run.mesh.num_replicas
     assert binding is not None, "it has the Variable"
-    rule = binding.aggregation(i)
+    rule = binding.aggregation(i, dict(run.rules))
     shares = rule is _SUM and count > 1  # each replica holds its own share of a sum
     if replica_evaluation.are_equal(parts) and not shares:
         return parts[0]
-    if rule is None or rule is _NONE:
+    if rule is _NONE:
+        return PerReplica(replica_evaluation.stack_values(parts))
+    if rule is None:
         remedy = outputs.remedy_of(binding.kinds[i].__name__)
         refused.append((binding.name(i), _describe_difference(parts), remedy))
         return parts[0]
     if rule is VariableAggregation.ONLY_FIRST_REPLICA:
         return parts[0]
+    if isinstance(rule, ReduceOp):
+        return (np.max if rule is ReduceOp.MAX else np.min)(np.stack(parts), axis=0)
     total = np.sum(np.stack(parts), axis=0, dtype=parts[0].dtype)
     mean = ReduceOp.from_variable_aggregation(rule) is ReduceOp.MEAN
     return (total / count).astype(parts[0].dtype) if mean else total
@@ -147,6 +161,9 @@ def _combine(
 
 def _place(run: ReplicaGroup, value: Any, old: Any) -> Any:
     """A new value where the old one was; on the mesh, if that was elsewhere."""
+    if isinstance(value, PerReplica):  # one for each replica from now on
+        stacked = replica_evaluation.to_array(value.array)
+        return PerReplica(jax.device_put(stacked, run.mesh.stacked))
     array = replica_evaluation.to_array(value)
     storage = run.strategy.storage
     if storage is not None:

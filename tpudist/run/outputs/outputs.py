@@ -1,9 +1,10 @@
 """Where the outputs of a replica function go: those that may differ, and state that may not."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tpudist.programs import replica_agreement
 from tpudist.reduce_op import ReduceOp, VariableAggregation
+from tpudist.run.captures import LocalState
 from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
 
@@ -11,22 +12,30 @@ from tpudist.state.variable import Variable
 def place_outputs(
     proof: replica_agreement.Agreement,
     variables: Sequence[Variable],
-    nnx_leaves: Sequence[int],
+    nnx_leaves: Sequence[tuple[int, int]],
+    parts: Collection[tuple[int, int]],
     binding: nnx_binding.Binding | None,
     name: str,
     num_replicas: int,
     whole: bool = False,
+    rules: Mapping[str, str] | None = None,
+    is_nested: bool = False,
+    not_sums: Collection[int] = (),
 ) -> tuple[list[bool], dict[ReduceOp | None, list[int]]]:
     """Decides what becomes of each output of a trace, by the proof of what is equal.
 
     Args:
         proof: For each output, in order: results, Variables, NNX leaves.
         variables: The Variables that were assigned.
-        nnx_leaves: The leaves of `binding` that were changed; one may occur several times.
+        nnx_leaves: The leaves of `binding` that were changed, each with an array of it.
+        parts: Those that are one for each replica, and stay so.
         binding: The NNX objects.
         name: Of the function.
         num_replicas: How many replicas there are.
         whole: Whether it is a function of all replicas: what replicas share out is summed already.
+        rules: How NNX Variables combine; see `RunOptions.aggregation`.
+        is_nested: Whether the trace is a part of another one.
+        not_sums: The leaves of NNX's averages that the function does not add to.
 
     Returns:
         Which outputs leave stacked, one part per replica; and, by reduction (None for the first
@@ -34,7 +43,9 @@ def place_outputs(
 
     Raises:
         ValueError: State that replicas share would differ between them.
+        LocalState: NNX Variables must hold one value for each replica first.
     """
+    local: list[tuple[int, int]] = []
     stack = [x and num_replicas > 1 for x in proof.differs]
     aggregated: dict[ReduceOp | None, list[int]] = {}
     refused = []
@@ -47,13 +58,22 @@ def place_outputs(
             refused.append((f"Variable '{v.name}'", proof.describe_cause(k), remedy))
         stack[k] = v.on_read
         k += 1
-    for i in nnx_leaves:
+    for at in nnx_leaves:
         assert binding is not None
-        rule = binding.aggregation(i)
+        i, _ = at
+        if at in parts:
+            stack[k] = True
+            k += 1
+            continue
+        rule = None if i in not_sums else binding.aggregation(i, rules or {})
         # Of a sum each replica holds its own share, even if it is as large as the others'.
         shares = rule is VariableAggregation.SUM and num_replicas > 1 and not whole
         if stack[k] or shares:
-            if rule is None or rule is VariableAggregation.NONE:
+            if rule is VariableAggregation.NONE:
+                local.append(at)
+                k += 1
+                continue
+            if rule is None:
                 remedy = remedy_of(binding.kinds[i].__name__)
                 refused.append((binding.name(i), proof.describe_cause(k), remedy))
             elif rule is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -65,6 +85,8 @@ def place_outputs(
         k += 1
     if refused:
         raise ValueError(describe_divergence(name, refused))
+    if local and not is_nested:
+        raise LocalState(local)
     return stack, aggregated
 
 
@@ -81,12 +103,16 @@ def remedy_of(kind: str) -> str:
         return (
             "All-reduce the gradients before they are applied: "
             "tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
-            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself."
+            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself. "
+            "All-reduce also the value= that the optimizer is given (reduce_on_plateau): "
+            "value=tpudist.get_replica_context().all_reduce('sum', loss)."
         )
     return (
         f"All-reduce what it is computed from, or give the Variable a rule: "
-        f"{kind}(value, aggregation='mean'), 'sum' or 'only_first_replica'. nnx.BatchStat and the "
-        f"state of nnx.metrics.Average have one."
+        f"{kind}(value, aggregation='mean'), 'sum', 'max', 'min', 'only_first_replica', or 'none' "
+        f"for one value for each replica. nnx.BatchStat and the "
+        f"state of nnx.metrics.Average have one, but not that of a subclass with its own update(): "
+        f"give it self.total = nnx.metrics.MetricState(0.0, aggregation='sum') if it adds up rows."
     )
 
 
@@ -94,8 +120,9 @@ def describe_structure_change(name: str, change: str) -> str:
     """The refusal of a function that changes the structure of an NNX object in some way."""
     return (
         f"'{name}' changed the structure of an NNX object: {change}. After a replica function only "
-        f"the values of Variables can be other ones. Change the object before strategy.run; take "
-        f"what a module has sown out of it in the function, and return it: "
+        f"the values of Variables can be other ones. Change a copy in the function, "
+        f"model = nnx.clone(model), as for init_cache; or change the object before strategy.run. "
+        f"Take what a module has sown out of it in the function, and return it: "
         f"nnx.pop(model, nnx.Intermediate)."
     )
 

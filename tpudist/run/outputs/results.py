@@ -57,6 +57,8 @@ class CallOutputs:
     read: set[Variable] = dataclasses.field(default_factory=set)
     nnx: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     structure_change: str = ""
+    # The arrays of NNX objects that `run` in the function has made one for each replica.
+    local: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     plain: bool = False
     # The trace is to be made again, with the Variables that it made; those with computed values.
     incomplete: bool = False

@@ -1,0 +1,131 @@
+"""Arguments whose arrays an earlier call has overwritten, and how they are kept instead."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import tpudist
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+
+def grow(net):
+    net.layers[0].kernel[...] += 1.0
+
+
+def total(net):
+    return net.layers[0].kernel[...].sum()
+
+
+@pytest.fixture
+def old(strategy):
+    """A copy that shares its arrays with a model that was changed since."""
+    net = strategy.create(Net)
+    clone, array = nnx.clone(net), net.layers[0].kernel[...]
+    strategy.run(grow, args=(net,))
+    return {"clone": clone, "array": array}
+
+
+USES = {
+    "an NNX object": (
+        lambda s, old: s.run(total, args=(old["clone"],)),
+        r"'total' received argument 'net', but its array 'layers.0.kernel' float32\[2,2\] no long",
+    ),
+    "by the function that changed it": (
+        lambda s, old: s.run(grow, args=(old["clone"],)),
+        "'grow' received argument 'net'",
+    ),
+    "the second of two": (
+        lambda s, old: s.run(lambda a, b: total(a) + total(b), args=(Net(), old["clone"])),
+        "received argument 'b', but its array 'layers.0.kernel'",
+    ),
+    "by its name": (
+        lambda s, old: s.run(total, kwargs={"net": old["clone"]}),
+        "received argument 'net'",
+    ),
+    "in a pytree": (
+        lambda s, old: s.run(lambda tree: tree["w"].sum(), args=({"w": old["array"]},)),
+        r"received argument 'tree\['w'\]', but its array float32\[2,2\] no longer",
+    ),
+    "in an nnx.State": (
+        lambda s, old: s.run(jax.tree.leaves, args=(nnx.state(old["clone"], nnx.Param),)),
+        "received argument 'tree', but its array 'layers.0.kernel",
+    ),
+    "in a tpudist.function": (
+        lambda s, old: tpudist.function(total)(old["clone"]),
+        "'total' received argument 'net'",
+    ),
+    "in strategy.create": (
+        lambda s, old: s.create(total, old["clone"]),
+        "'total' received argument '0.layers.0.kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_an_argument_that_was_overwritten_is_named(strategy, old, use):
+    act, message = USES[use]
+    with strategy.scope(), pytest.raises(RuntimeError, match=message) as caught:
+        act(strategy, old)
+    assert "donate_state=False" in str(caught.value)
+
+
+def test_an_argument_that_was_overwritten_is_named_in_debug_mode(strategy, old):
+    with strategy.debug(), pytest.raises(RuntimeError, match="received argument 'net'"):
+        strategy.run(total, args=(old["clone"],))
+
+
+def test_a_call_that_worked_before_names_an_array_that_is_gone(strategy):
+    """The steady path looks at arguments no further than `jit` does."""
+
+    def add(net, x):
+        return total(net) + x.sum()
+
+    net, x = strategy.create(Net), jnp.ones(3)
+    for _ in range(2):
+        strategy.run(add, args=(net, x))
+    x.delete()
+    with pytest.raises(
+        RuntimeError, match=r"'add' received argument 'x', but its array float32\[3"
+    ):
+        strategy.run(add, args=(net, x))
+
+
+def test_a_value_of_each_replica_that_was_overwritten_is_named(strategy):
+    values = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones(3))
+    double = lambda x: x * 2  # noqa: E731
+    strategy.run(double, args=(values,), options=tpudist.RunOptions(donate_argnums=0))
+    with pytest.raises(RuntimeError, match="received argument 'x', but its array"):
+        strategy.run(double, args=(values,))
+
+
+def test_each_way_to_keep_old_values_keeps_them(strategy):
+    net = strategy.create(Net)
+    start = float(total(net))
+    graphdef, state = nnx.split(net)
+    copies = [copy.deepcopy(net), nnx.merge(graphdef, jax.tree.map(jnp.copy, state))]
+    strategy.run(grow, args=(net,))
+    shared = nnx.clone(net)
+    strategy.run(grow, args=(net,), options=tpudist.RunOptions(donate_state=False))
+    found = [float(strategy.run(total, args=(x,))) for x in [*copies, shared, net]]
+    assert found == pytest.approx([start, start, start + 4, start + 8])
+
+
+def test_an_error_of_the_function_about_what_is_deleted_stays(strategy):
+    def fail(x):
+        raise RuntimeError("a file was deleted")
+
+    with pytest.raises(RuntimeError, match="^a file was deleted"):
+        strategy.run(fail, args=(jnp.ones(2),))

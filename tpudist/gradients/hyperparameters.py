@@ -1,0 +1,100 @@
+"""Hyperparameters of an optimizer that change between steps.
+
+Optax bakes the numbers that a transformation is made with into its functions. Only
+`optax.inject_hyperparams` keeps them in the optimizer state, where they can be read and assigned.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpudist.state.variable import Variable
+from tpudist.xla import traces
+
+NAMES = frozenset(
+    (
+        *("learning_rate", "lr", "momentum", "nesterov", "rho", "decay", "weight_decay"),
+        *("beta_1", "beta_2", "b1", "b2", "eps", "epsilon", "clipnorm", "clipvalue"),
+        "global_clipnorm",
+    )
+)
+"""Hyperparameters of the optimizers of Keras and Optax: an attribute of such a name is one."""
+_SCHEDULES = "hyperparams_states"
+
+
+def find(state: Any, name: str) -> list[Any]:
+    """Returns the Variables of an optimizer state that hold the injected hyperparameter `name`."""
+    return [x for x, keys in _flatten(state) if keys[-2:] == ["hyperparams", name]]
+
+
+def read(state: Any, name: str) -> Any:
+    """Returns the value of the injected hyperparameter `name`.
+
+    Raises:
+        AttributeError: If `state` does not have exactly one.
+    """
+    return _value_of(_find_one(state, name))
+
+
+def write(state: Any, name: str, value: Any) -> None:
+    """Assigns the injected hyperparameter `name`, which keeps its dtype and its place.
+
+    Raises:
+        AttributeError: If `state` does not have exactly one, or a schedule sets it at each step.
+        ValueError: If `value` is not of its shape, as a schedule is not.
+    """
+    holder = _find_one(state, name)
+    old = _value_of(holder)
+    if any(_SCHEDULES in keys and name in keys for _, keys in _flatten(state)):
+        raise AttributeError(
+            f"An assignment of optimizer.{name} would have no effect: it was made with a schedule, "
+            f"which sets it at each update. Make the optimizer with a number to assign it: "
+            f"optax.inject_hyperparams(optax.sgd)({name}=0.1)."
+        )
+    if callable(value) or jnp.shape(value) != jnp.shape(old):
+        given = "a function" if callable(value) else f"an array of shape {list(jnp.shape(value))}"
+        raise ValueError(
+            f"optimizer.{name} was assigned {given}, but it has shape {list(jnp.shape(old))}. Give "
+            f"a schedule to Optax when you make the optimizer: optax.sgd(schedule)."
+        )
+    new = jnp.asarray(value, old.dtype)
+    if isinstance(holder, Variable):
+        holder.assign(new, read_value=False)
+        return
+    if not traces.is_traced(new) and not traces.is_traced(old):
+        new = jax.device_put(new, old.sharding)
+    holder.set_value(new)
+
+
+def _find_one(state: Any, name: str) -> Any:
+    found = find(state, name)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise AttributeError(
+            f"optimizer.{name} is not one number: {len(found)} transformations of this optimizer "
+            f"have an injected hyperparameter of that name. Assign each in optimizer.opt_state."
+        )
+    raise AttributeError(
+        f"This optimizer has no {name} that can be read or assigned: Optax computes with the "
+        f"number that the transformation was made with. Keep it in the optimizer state: "
+        f"Optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), model), and then "
+        f"optimizer.learning_rate = 0.01. The state for tpudist.Variables exists after "
+        f"optimizer.build(variables), that on parameter servers cannot be assigned: give Optax a "
+        f"schedule, optax.sgd(schedule)."
+    )
+
+
+def _flatten(state: Any) -> list[tuple[Any, list[Any]]]:
+    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)[0]
+    return [(x, [getattr(k, "key", getattr(k, "name", None)) for k in path]) for path, x in found]
+
+
+def _value_of(holder: Any) -> Any:
+    return holder.read_value() if isinstance(holder, Variable) else holder[...]
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable | Variable)

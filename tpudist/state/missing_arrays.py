@@ -1,0 +1,52 @@
+"""Arguments whose arrays are gone, because an earlier call has overwritten them in place."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tpudist.state import nnx_contents
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import compile_log
+
+
+def explain(error: Exception, user: str, arguments: Iterable[tuple[str, Any]]) -> None:
+    """Raises an error that names the argument whose array is gone, if there is one.
+
+    Args:
+        error: The error of JAX that is due to it.
+        user: The name of the function that got the arguments.
+        arguments: The flat arguments, each with its name.
+
+    Raises:
+        RuntimeError: If an array of an argument is gone.
+    """
+    for name, value in arguments:
+        for part, array in _arrays_of(value):
+            if isinstance(array, jax.Array) and array.is_deleted():
+                raise RuntimeError(
+                    f"'{user}' received argument '{name}', but its array{part} "
+                    f"{compile_log.describe(array)} no longer exists: an earlier call has "
+                    f"overwritten it in place. A call may overwrite NNX objects that it changes, "
+                    f"and arguments in RunOptions(donate_argnums=...). nnx.clone shares its arrays "
+                    f"with the original. To keep old values, copy them before that call: "
+                    f"copy.deepcopy(model), or jax.tree.map(jnp.copy, arrays). Or pass "
+                    f"RunOptions(donate_state=False) to that call."
+                ) from error
+
+
+def _arrays_of(value: Any) -> list[tuple[str, Any]]:
+    """The arrays of a flat argument, each with a text for where it is."""
+    if isinstance(value, PerReplica):
+        return [("", value.array)]
+    if isinstance(value, nnx.Variable):
+        return [("", x) for x in jax.tree.leaves(value.get_raw_value())]
+    if isinstance(value, nnx.State):
+        paths = nnx_contents.variables_of_state(value)
+        arrays = jax.tree.leaves(value)
+        return [(f" '{p[1:]}'", x) for (p, _), x in zip(paths, arrays, strict=True)]
+    if isinstance(value, nnx_contents.OBJECT_TYPES):
+        held = nnx_contents.contents(value)
+        return [(f" '{'.'.join(path)}'", x) for path, x in held]
+    return [("", value)]
