@@ -37,30 +37,35 @@ class Fault:
 
         Such a program is right for one number of replicas, or of rows, and for no other.
         """
+        # 2 is hardly ever the number of rows: each derivative of a square has it.
+        powers = (-1, 0, 1) if num_rows != 2 else (0,)
         right = [
             float(num_rows) ** i * float(num_replicas) ** j
-            for i, j in itertools.product((-1, 0, 1), (-1, 0, 1))
+            for i, j in itertools.product(powers, (-1, 0, 1))
             if i - j == self.excess
         ]
-        factors = [abs(x) for x in self.factors + self.before_sum]
-        products = (
-            math.prod(some)
-            for k in range(1, len(factors) + 1)
-            for some in itertools.combinations(factors, k)
-        )
+        factors = self.factors + self.before_sum
+        # Other products of many are often a power of n by chance.
+        together = [*itertools.combinations(factors, 2)]
+        for some in (self.factors, self.before_sum):
+            ends = itertools.combinations(range(len(some) + 1), 2)
+            together += [some[start:end] for start, end in ends]
+        products = [abs(math.prod(some)) for some in together]
         if any(abs(x / y - 1) < 1e-4 for x in products for y in right):
             return True
-        return any(_may_contain(num_replicas, x) for x in factors[len(self.factors) :])
+        return any(_may_contain(num_replicas, abs(x)) for x in self.before_sum)
 
 
 def _may_contain(n: int, factor: float) -> bool:
     """Whether a factor of a loss may contain 1 / n.
 
     The inverse of a multiple of n may, and a number that has fewer digits if it is multiplied by n,
-    such as 0.025 with 4 replicas. A count of features may not, nor 0.9.
+    such as 0.025 with 4 replicas. A count of features may not, nor 0.9, nor the 1.25 of a dropout.
     """
-    whole = 1 / factor if factor < 1 else factor
+    if factor >= 1:
+        return False
+    whole = 1 / factor
     if abs(whole - round(whole)) < 1e-4:
-        return factor < 1 and round(whole) % n == 0
+        return round(whole) % n == 0
     digits, without = (f"{x:.4e}".partition("e")[0].rstrip("0.") for x in (factor, factor * n))
     return len(without) < len(digits) or without == "1"
