@@ -1,5 +1,6 @@
 """What is saved comes back, bit by bit, wherever the objects are now; what does not fit is said."""
 
+import dataclasses
 import warnings
 
 import hypothesis
@@ -15,7 +16,8 @@ from hypothesis import strategies as some
 import tpudist
 from checkpoint_program import MEAN, ON_READ, SUM, Counter, digest, make_state
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
-from tpudist.checkpoint.entries import join_path
+from tpudist.checkpoint.entries import VALUE, Entries, join_path
+from tpudist.checkpoint.restore_match import match
 
 STRATEGIES = {
     "one device": tpudist.OneDeviceStrategy,
@@ -388,6 +390,68 @@ def test_names_may_be_others_than_in_the_checkpoint(tmp_path):
     assert target.steps == 4
     with pytest.raises(CheckpointError, match="no such name in the checkpoint to rename: decoder"):
         CheckpointManager(target, tmp_path).restore(rename={**rename, "decoder": "x"})
+
+
+@pytest.mark.parametrize(
+    ("only", "restored"),
+    [
+        ("*.kernel", ["net.0.kernel", "net.1.in.kernel", "net.10.kernel"]),
+        ("net.*.kernel", ["net.0.kernel", "net.1.in.kernel", "net.10.kernel"]),
+        ("net.1*", ["net.1.in.kernel", "net.10.kernel"]),
+        ("net.*.in", ["net.1.in.kernel"]),
+        (["net.**.bias", "st*p"], ["net.0.bias", "step"]),
+        ("*", ["net.0.bias", "net.0.kernel", "net.1.in.kernel", "net.10.kernel", "step"]),
+    ],
+)
+def test_a_pattern_names_what_to_restore(only, restored):
+    net = {"0": {"kernel": 1, "bias": 2}, "1": {"in": {"kernel": 3}}, "10": {"kernel": 4}}
+    found = Entries({"net": net, "step": 5}, lambda name, x: None)
+    saved = {x.name: {"kind": x.kind, "shape": (), "dtype": "int"} for x in found.entries}
+    chosen = match(found, saved, {}, "there", only=only)
+    assert sorted(name for _, name in chosen.pairs) == restored
+    others = match(found, saved, {}, "there", exclude=only) if restored != sorted(saved) else None
+    if others is not None:
+        assert {name for _, name in others.pairs} == saved.keys() - set(restored)
+
+
+@pytest.mark.parametrize(
+    ("rename", "names"),
+    [
+        ({"layers_*": "net.*"}, ["net.0.w", "net.12.w", "top"]),
+        ({"layers_*.w": "net.*.kernel", "top": "head"}, ["net.0.kernel", "net.12.kernel", "head"]),
+        ({"layers_*": "net.*", "layers_0": "first"}, ["first.w", "net.12.w", "top"]),
+        ({"*": "model.*"}, ["model.layers_0.w", "model.layers_12.w", "model.top"]),
+        ({"l*_*": "*.*"}, ["ayers.0.w", "ayers.12.w", "top"]),
+        ({"layers_0": "top"}, ["top.w", "layers_12.w", "top"]),
+    ],
+)
+def test_a_pattern_renames_what_it_stands_for(rename, names):
+    saved = dict.fromkeys(["layers_0.w", "layers_12.w", "top"], {"kind": VALUE, "dtype": "int"})
+    saved = {name: x | {"shape": ()} for name, x in saved.items()}
+    found = Entries({name: 0 for name in names}, lambda name, x: None)
+    found.entries = [
+        dataclasses.replace(x, path=tuple(x.path[0].split("."))) for x in found.entries
+    ]
+    paired = match(found, saved, {}, "there", rename=rename).pairs
+    assert [(entry.name, old) for entry, old in paired] == list(zip(names, saved, strict=True))
+
+
+def test_a_rename_that_is_not_clear_is_an_error(tmp_path):
+    _saved(tmp_path, a={"x": 1, "y": 2}, b=3)
+    manager = CheckpointManager(Checkpoint(b=0), tmp_path)
+    with pytest.raises(CheckpointError, match=r"several names are renamed to b: a.x, a.y"):
+        manager.restore(rename={"a.x": "b", "a.y": "b"}, only="b")
+    assert manager.restore(rename={"a.x": "b"}, only="b").restored == ("b",)
+    assert manager.checkpoint.b == 1
+    with pytest.raises(ValueError, match=r"the old name has 1 '\*' and the new one 0"):
+        manager.restore(rename={"a.*": "b"})
+
+
+def test_a_star_in_a_name_is_found_as_it_is(tmp_path):
+    _saved(tmp_path, t={"a*": 1, "ab": 2})
+    target = Checkpoint(t={"c": 0, "ab": 0})
+    CheckpointManager(target, tmp_path).restore(rename={"t.a*": "t.c"} | {"t.ab": "t.ab"})
+    assert target.t == {"c": 1, "ab": 2}
 
 
 def test_a_part_that_is_not_there_is_an_error(tmp_path):

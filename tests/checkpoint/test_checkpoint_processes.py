@@ -17,7 +17,7 @@ PROGRAM = """
     from jax.sharding import PartitionSpec
     from checkpoint_program import digest, make_state
     from processes import report
-    from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+    from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager, latest_checkpoint
 
     tpudist.emulate()
     tpudist.MultiWorkerMirroredStrategy()
@@ -60,8 +60,28 @@ PROGRAM = """
     except CheckpointError as error:
         found["error"] = str(error)
     found["waited_s"] = time.monotonic() - start
+    try:
+        checkpoint.write(faulty + "/best")
+    except CheckpointError as error:
+        found["write_error"] = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     found["steps"] = manager.steps
+
+    # At paths of their own.
+    try:
+        checkpoint.write(faulty + f"/best-{jax.process_index()}")
+    except CheckpointError as error:
+        found["paths_apart"] = str(error)
+    few = Checkpoint(n=1, v=strategy.create(lambda: jax.numpy.ones(4)))
+    found["paths"] = [few.save(faulty + "/ckpt"), few.write(faulty + "/best")]
+    few.n = 2
+    few.save(faulty + "/ckpt"), few.write(faulty + "/best")
+    found["paths"].append(latest_checkpoint(faulty))
+    few.n = 0
+    few.restore(found["paths"][0]).assert_consumed()
+    found["numbers"] = [few.n, few.save_counter]
+    few.read(faulty + "/best").assert_consumed()
+    found["numbers"].append(few.n)
     checkpoint.x = checkpoint.x * np.nan
     try:
         manager.save(3)
@@ -141,4 +161,15 @@ def test_a_process_that_cannot_write_fails_the_save_of_all_at_once(finished):
 
 def test_what_the_failed_save_has_written_is_gone(finished):
     folder, _, _ = finished
-    assert sorted(x.name for x in (folder / "faulty").iterdir()) == ["1", "3"]
+    names = ["1", "3", "best", "checkpoint", "ckpt-1", "ckpt-2"]
+    assert sorted(x.name for x in (folder / "faulty").iterdir()) == names
+
+
+def test_processes_save_and_restore_checkpoints_at_paths(finished):
+    folder, _, results = finished
+    ckpt = f"{folder}/faulty/ckpt"
+    for result in results:
+        assert "could not be written" in result["write_error"]
+        assert "Processes were to write different paths" in result["paths_apart"]
+        assert result["paths"] == [f"{ckpt}-1", f"{folder}/faulty/best", f"{ckpt}-2"]
+        assert result["numbers"] == [1, 1, 2]

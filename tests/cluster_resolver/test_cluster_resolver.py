@@ -69,6 +69,27 @@ def test_a_task_that_is_not_in_the_cluster_is_refused(task_type, task_id):
         resolver.process_index()
 
 
+@pytest.mark.parametrize("more", [{}, {"evaluator": ["e:5"]}])
+@pytest.mark.parametrize("make", [tpudist.MultiWorkerMirroredStrategy, tpudist.TPUStrategy])
+def test_an_evaluator_runs_alone(tf_config, monkeypatch, make, more):
+    """Whether the cluster lists it or not, as in TensorFlow."""
+    monkeypatch.setattr(connection, "connect", lambda *args: pytest.fail("it has nobody to meet"))
+    tf_config({"cluster": CLUSTER | more, "task": {"type": "evaluator", "index": 0}})
+    strategy = make()
+    assert strategy.num_replicas_in_sync == len(jax.devices())
+    assert strategy.extended.should_checkpoint
+    assert float(strategy.run(lambda: tpudist.get_replica_context().all_reduce("sum", 1.0))) == 8
+
+
+def test_an_evaluator_is_none_of_the_workers_that_others_connect_to(tf_config, monkeypatch):
+    met = []
+    monkeypatch.setattr(connection, "connect", lambda *args: met.append(args))
+    cluster = {"worker": ["a:1", "b:2"], "evaluator": ["e:5"]}
+    tf_config({"cluster": cluster, "task": {"type": "worker", "index": 1}})
+    tpudist.MultiWorkerMirroredStrategy()
+    assert met == [("a:1", 2, 1, None)]
+
+
 def test_a_resolver_is_made_by_saying_what_the_cluster_is():
     class Mine(ClusterResolver):
         def cluster_spec(self):

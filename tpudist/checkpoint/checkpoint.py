@@ -1,8 +1,16 @@
 """Checkpoint: what belongs to one state, by name."""
 
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tpudist import context
 from tpudist.checkpoint import entries
+from tpudist.checkpoint.checkpoint_state import COUNTER, record_latest
+from tpudist.checkpoint.path_checkpoints import read_at, write_at
+from tpudist.checkpoint.restore_status import RestoreStatus
+from tpudist.goodput import goodput
+from tpudist.options import warn_if_given
 
 
 class Checkpoint(entries.Container):
@@ -17,10 +25,14 @@ class Checkpoint(entries.Container):
         checkpoint = tpudist.checkpoint.Checkpoint(model=model, optimizer=optimizer, step=0)
         checkpoint.step += 1
 
-    As `tf.train.Checkpoint`; `CheckpointManager` saves and restores it, and it has no `save` of its
-    own. What is captured in closures is not found: TensorFlow tracks objects through attributes,
-    and so do we.
+    `CheckpointManager` keeps the checkpoints of a run: it saves in the background, and removes old
+    ones. `save` and `restore` are for single checkpoints at paths that the program names.
+
+    As `tf.train.Checkpoint`. What is captured in closures is not found: TensorFlow tracks objects
+    through attributes, and so do we.
     """
+
+    _save_counter = 0
 
     def __init__(self, **objects: Any):
         """Of these objects.
@@ -35,6 +47,147 @@ class Checkpoint(entries.Container):
                     f"taken. Use a name that is no method's and does not begin with '_'."
                 )
             setattr(self, name, x)
+
+    @property
+    def save_counter(self) -> int:
+        """Number of the last checkpoint that `save` wrote, or that `restore` found."""
+        return self._save_counter
+
+    @goodput.count_as(goodput.Phase.CHECKPOINT)
+    def save(
+        self, file_prefix: str | os.PathLike, options: Any = None, *, allow_nan: bool = False
+    ) -> str:
+        """Saves the objects to `PREFIX-N`, where N counts the saves; returns that path.
+
+            path = checkpoint.save("runs/a/ckpt")  # runs/a/ckpt-1
+            checkpoint.restore(path)
+
+        Returns when all is written, in all processes, and records the path for
+        `latest_checkpoint`. The count is part of the checkpoint, so a program that restores goes on
+        counting. One that does not replaces `PREFIX-1`, as in TensorFlow.
+
+        Args:
+            file_prefix: Directory and first part of the name.
+            options: For `tf.train.Checkpoint`.
+            allow_nan: Whether to save arrays that hold NaN or infinities.
+
+        Raises:
+            CheckpointError: If the path cannot be written, or arrays hold NaN or infinities, or
+                have been donated.
+            TypeError: If an object cannot be saved.
+
+        As `tf.train.Checkpoint.save`, but a checkpoint is a directory, and NaN is refused.
+        """
+        warn_if_given("Checkpoint.save(options", options, "Orbax's defaults are used")
+        context.require_cross_replica("Checkpoint.save")
+        number = self._save_counter + 1
+        path = f"{os.fspath(file_prefix)}-{number}"
+        write_at(
+            self,
+            path,
+            number=number,
+            notes={COUNTER: number},
+            allow_nan=allow_nan,
+            on_written=record_latest,
+        )
+        self._save_counter = number
+        return path
+
+    @goodput.count_as(goodput.Phase.CHECKPOINT)
+    def write(
+        self, file_prefix: str | os.PathLike, options: Any = None, *, allow_nan: bool = False
+    ) -> str:
+        """Saves the objects to this path; returns it.
+
+        Like `save`, but it neither counts nor records the path. A checkpoint that is there already
+        is replaced when the new one is complete; in an object store, it is removed first.
+
+        Args:
+            file_prefix: The path.
+            options: For `tf.train.Checkpoint`.
+            allow_nan: Whether to save arrays that hold NaN or infinities.
+
+        Raises:
+            CheckpointError: If the path cannot be written, or arrays hold NaN or infinities, or
+                have been donated.
+            TypeError: If an object cannot be saved.
+
+        As `tf.train.Checkpoint.write`.
+        """
+        warn_if_given("Checkpoint.write(options", options, "Orbax's defaults are used")
+        context.require_cross_replica("Checkpoint.write")
+        write_at(self, file_prefix, number=self._save_counter, notes={}, allow_nan=allow_nan)
+        return os.fspath(file_prefix)
+
+    def restore(
+        self,
+        save_path: str | os.PathLike | None,
+        options: Any = None,
+        *,
+        only: str | type | Sequence[str | type] | None = None,
+        exclude: str | type | Sequence[str | type] = (),
+        rename: Mapping[str, str] | None = None,
+        cast: bool = False,
+        verify: bool = True,
+    ) -> RestoreStatus:
+        """Restores the objects from a checkpoint, in place, and its `save_counter`.
+
+        Values that only the checkpoint has, or only the objects, are left as they are, and the
+        status that is returned names them; with `only` or `exclude` that is an error, as in
+        `CheckpointManager.restore`. Shapes and dtypes must agree in any case.
+
+        Args:
+            save_path: Path that `save`, `write`, `latest_checkpoint` or a `CheckpointManager`
+                returned. With None nothing is restored.
+            options: For `tf.train.Checkpoint`.
+            only: Same as in `CheckpointManager.restore`.
+            exclude: Same as in `CheckpointManager.restore`.
+            rename: Same as in `CheckpointManager.restore`.
+            cast: Same as in `CheckpointManager.restore`.
+            verify: Same as in `CheckpointManager.restore`.
+
+        Returns:
+            The status: `restore(path).assert_consumed()` raises unless all was restored.
+
+        Raises:
+            CheckpointError: If no checkpoint is at that path, it is damaged, or it does not fit the
+                objects. Nothing is restored then.
+
+        As `tf.train.Checkpoint.restore`, but objects that are attached later are not restored.
+        """
+        how = {"only": only, "exclude": exclude, "rename": rename, "cast": cast, "verify": verify}
+        return self._restore("restore", save_path, options, how)
+
+    def read(
+        self,
+        save_path: str | os.PathLike,
+        options: Any = None,
+        *,
+        only: str | type | Sequence[str | type] | None = None,
+        exclude: str | type | Sequence[str | type] = (),
+        rename: Mapping[str, str] | None = None,
+        cast: bool = False,
+        verify: bool = True,
+    ) -> RestoreStatus:
+        """Restores the objects like `restore`, but leaves `save_counter` as it is.
+
+        As `tf.train.Checkpoint.read`.
+        """
+        how = {"only": only, "exclude": exclude, "rename": rename, "cast": cast, "verify": verify}
+        return self._restore("read", save_path, options, how)
+
+    @goodput.count_as(goodput.Phase.CHECKPOINT)
+    def _restore(self, method: str, path: Any, options: Any, how: dict[str, Any]) -> RestoreStatus:
+        warn_if_given(f"Checkpoint.{method}(options", options, "Orbax's defaults are used")
+        context.require_cross_replica(f"Checkpoint.{method}")
+        if path is None:
+            return RestoreStatus(None)
+        report, notes = read_at(self, path, partial=True, **how)
+        if method == "restore":
+            self._save_counter = notes.get(COUNTER, self._save_counter)
+        status = RestoreStatus(report)
+        in_parts = how["only"] is not None or how["exclude"]
+        return status.expect_partial() if in_parts else status
 
     def checkpoint_objects(self) -> dict[str, Any]:
         """The objects, by name."""

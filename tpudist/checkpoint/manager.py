@@ -221,7 +221,9 @@ class CheckpointManager:
             arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
             contents["notes"] = dict(self.notes)
             if not allow_nan:
-                refuse_not_finite(found, arrays, step, self.latest_step)
+                latest = self.latest_step
+                newest = f"The newest is that of step {latest}." if latest is not None else ""
+                refuse_not_finite(found, arrays, step, newest or "There is none yet.")
             self._prepare(step)
             self._is_clean = False  # until it has begun, or if that is broken off
             self._saver.begin(step, arrays, contents)
@@ -347,10 +349,13 @@ class CheckpointManager:
         Args:
             step: Its number; by default the newest that is whole.
             only: What of the objects to restore: names such as `"model.layer"`, which stand for all
-                below, or types of NNX Variables such as `nnx.Param`; one or several. What else
-                the checkpoint has is left in it.
+                below, patterns such as `"model.*.kernel"`, in which `*` stands for any text, or
+                types of NNX Variables such as `nnx.Param`; one or several. What else the
+                checkpoint has is left in it.
             exclude: What not to, likewise.
-            rename: Other names: of what is in the checkpoint, the name here.
+            rename: From names or patterns in the checkpoint to names here, such as
+                `{"encoder": "model.body", "layers_*.w": "layers.*.kernel"}`. Each `*` stands for
+                the same text in both. Names go before patterns, long ones before short ones.
             cast: Whether to convert arrays to the dtypes that the objects have.
             verify: Whether to read all files first and compare their checksums. Without, damage may
                 go unnoticed, and checkpoints that Orbax wrote alone are taken.
@@ -361,6 +366,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: There is no such checkpoint, or none that is whole; or it does not fit
                 the objects, and then the error lists all that does not. Nothing is restored then.
+            ValueError: If a pattern of `rename` and its new name have another number of `*`.
         """
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()

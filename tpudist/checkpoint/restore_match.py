@@ -1,10 +1,12 @@
 """What of a checkpoint goes where: compares it with the objects before anything is read."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from tpudist.checkpoint import entries
+from tpudist.checkpoint import entries, numbers
 from tpudist.checkpoint.entries import ARRAY, KEY, VALUE, Entry, describe
 from tpudist.checkpoint.errors import CheckpointError
 
@@ -64,6 +66,7 @@ def match(
     exclude: str | type | Sequence[str | type] = (),
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
+    partial: bool = False,
 ) -> Match:
     """Pairs the entries of objects with what is in a checkpoint.
 
@@ -76,16 +79,16 @@ def match(
         exclude: Which of them not to.
         rename: From names in the checkpoint to names in the objects.
         cast: Whether arrays may have another dtype.
+        partial: Whether to pair the names that both have, if all are to be restored.
 
     Raises:
         CheckpointError: Something does not fit; lists all of it.
+        ValueError: If a pattern and its new name have another number of `*`.
     """
     only = [only] if isinstance(only, str | type) else only
     exclude = [exclude] if isinstance(exclude, str | type) else exclude
     renaming = _Renames(rename or {})
-    # Under the name it has in the objects: what it is called in the checkpoint.
-    by_name = {renaming(name): name for name in (*aliases, *saved)}
-    by_name = {name: aliases.get(old, old) for name, old in by_name.items()}
+    by_name, ambiguous = _rename_all((*aliases, *saved), renaming, aliases)
     asked = [x for x in found.entries if _is_chosen(x, only, exclude)]
     problems = [
         f"no such name in the checkpoint to rename: {name}" for name in renaming.list_unused()
@@ -95,11 +98,17 @@ def match(
         for x in (*(only or ()), *exclude)
         if not any(_covers(x, entry) for entry in found.entries)
     ]
+    everything = only is None and not exclude
+    partial = partial and everything
     pairs, casts, used = [], [], set()
     for entry in asked:
         old = by_name.get(entry.name)
+        if entry.name in ambiguous:
+            problems.append(f"several names are renamed to {entry.name}: {ambiguous[entry.name]}")
+            continue
         if old is None:
-            problems.append(f"missing in the checkpoint: {entry}")
+            if not partial:
+                problems.append(f"missing in the checkpoint: {entry}")
             continue
         used.add(old)
         known = saved[old]
@@ -115,15 +124,17 @@ def match(
         for name, x in saved.items()
         if name not in used
     ]
-    if only is None and not exclude:
+    if everything and not partial:
         problems += [f"in the checkpoint, but not in the objects: {x}" for x in left]
+    if partial and asked and not pairs and not problems:
+        problems = [f"no name in common; the checkpoint has: {', '.join(left) or 'nothing'}"]
     if problems:
         listed = "\n".join(f"  {x}" for x in problems)
         raise CheckpointError(
             f"The checkpoint {path} does not fit the objects:\n{listed}\nNothing was restored. "
             f"Make objects like the saved ones, or restore a part: only=[...] or exclude=[...] "
-            f"with names or NNX types, rename={{name in the checkpoint: name here}}, cast=True "
-            f"for other dtypes."
+            f"with names, patterns or NNX types, rename={{name in the checkpoint: name here}}, "
+            f"cast=True for other dtypes."
         )
     chosen = {entry.name for entry, _ in pairs}
     not_restored = tuple(str(x) for x in found.entries if x.name not in chosen)
@@ -133,6 +144,8 @@ def match(
 def _difference(entry: Entry, known: Mapping[str, Any], cast: bool) -> str | None:
     there = describe(known["kind"], known["shape"], known["dtype"])
     here = describe(entry.kind, entry.shape, entry.dtype)
+    if numbers.needs_conversion(entry, known):
+        return None
     fits = known["kind"] == entry.kind
     if entry.kind in (ARRAY, KEY):
         fits = fits and tuple(known["shape"]) == entry.shape
@@ -158,22 +171,74 @@ def _covers(what: str | type, entry: Entry) -> bool:
 
 
 def _is_below(name: str, prefix: str) -> bool:
+    exact = _is_exactly_below(name, prefix)
+    return exact or ("*" in prefix and _pattern(prefix).fullmatch(name) is not None)
+
+
+def _is_exactly_below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
+@functools.cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """Matches a name, or one above it, where each `*` stands for as few characters as possible."""
+    parts = [re.escape(part) for part in re.split(r"\*+", text)]
+    return re.compile(f"{'(.*?)'.join(parts)}(?P<below>\\..*)?", re.DOTALL)
+
+
+def _rename_all(
+    names: Iterable[str], renaming: "_Renames", aliases: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Under the name it has in the objects: what it is called in the checkpoint.
+
+    A name that is renamed goes before one that has been called so already. The second dict has
+    what several are renamed to, with these.
+    """
+    by_name: dict[str, str] = {}
+    renamed: dict[str, str] = {}
+    ambiguous: dict[str, str] = {}
+    for name in names:
+        new, old = renaming(name), aliases.get(name, name)
+        if new == name:
+            by_name.setdefault(new, old)
+            continue
+        if aliases.get(other := renamed.setdefault(new, name), other) != old:
+            ambiguous[new] = f"{other}, {name}"
+        by_name[new] = old
+    return by_name, ambiguous
+
+
 class _Renames:
-    """New names for those that begin with one of the old ones; the longest of these counts."""
+    """New names for those that begin with one of the old ones; the longest of these counts.
+
+    A `*` in an old name stands for any text, and the one in the new name for the same text. Names
+    without it go first.
+    """
 
     def __init__(self, rename: Mapping[str, str]):
-        self._rename = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+        self._rename = sorted(rename.items(), key=lambda pair: ("*" in pair[0], -len(pair[0])))
         self._used: set[str] = set()
 
     def __call__(self, name: str) -> str:
         for old, new in self._rename:
-            if _is_below(name, old):
+            if _is_exactly_below(name, old):
                 self._used.add(old)
                 return new + name[len(old) :]
+            found = _pattern(old).fullmatch(name) if "*" in old else None
+            if found:
+                self._used.add(old)
+                return _fill(old, new, found.groups()[:-1]) + (found["below"] or "")
         return name
 
     def list_unused(self) -> Iterable[str]:
         return [old for old, _ in self._rename if old not in self._used]
+
+
+def _fill(old: str, new: str, texts: Sequence[str]) -> str:
+    parts = re.split(r"\*+", new)
+    if len(parts) != len(texts) + 1:
+        raise ValueError(
+            f"rename={{{old!r}: {new!r}}}: the old name has {len(texts)} '*' and the new one "
+            f"{len(parts) - 1}. Use as many in both: each stands for the same text."
+        )
+    return "".join(x for pair in zip(parts, (*texts, ""), strict=True) for x in pair)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from tpudist.checkpoint import entry_values, not_finite, restore_match
+from tpudist.checkpoint import entry_values, not_finite, numbers, restore_match
 from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry, Path, join_path
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_contents
@@ -72,22 +73,19 @@ def gather(
     }
 
 
-def refuse_not_finite(
-    found: Entries, arrays: Mapping[Path, Any], step: int, latest: int | None
-) -> None:
+def refuse_not_finite(found: Entries, arrays: Mapping[Path, Any], step: int, good: str) -> None:
     """Refuses to save a step with NaN or infinities.
 
     Raises:
-        CheckpointError: Names the arrays, and `latest`, the step that was saved last.
+        CheckpointError: Names the arrays, and says `good`: which checkpoint there is.
     """
     values = {x.name: arrays[x.path] for x in found.entries if x.path in arrays}
     bad = not_finite.find_not_finite(values)
     if bad:
-        good = "There is none yet" if latest is None else f"The newest is that of step {latest}"
         arrays_hold = "1 array holds" if len(bad) == 1 else f"{len(bad)} arrays hold"
         raise CheckpointError(
             f"Step {step} was not saved: {arrays_hold} NaN or infinities: {', '.join(bad)}. "
-            f"{good}. Save with allow_nan=True if this state is worth keeping."
+            f"{good} Save with allow_nan=True if this state is worth keeping."
         )
 
 
@@ -103,13 +101,25 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
     match = restore_match.match(found, leaves, aliases, str(path), **how)
     wanted: dict[Path, Any] = {}
     for entry, name in match.pairs:
-        if entry.kind in (ARRAY, KEY) and 0 not in entry.shape:
-            wanted.setdefault(tuple(leaves[name]["path"]), entry_values.target(entry))
+        leaf = leaves[name]
+        if leaf["kind"] in (ARRAY, KEY) and 0 not in entry.shape:
+            target = entry_values.target(entry)
+            if numbers.needs_conversion(entry, leaf):
+                target = jax.ShapeDtypeStruct((), jnp.dtype(leaf["dtype"]))
+            wanted.setdefault(tuple(leaf["path"]), target)
     values = read_arrays(item, wanted)
+    converted = {  # before anything is written: a number may not fit
+        entry.name: numbers.convert(entry, leaf, _number_of(leaf, values))
+        for entry, leaf in ((entry, leaves[name]) for entry, name in match.pairs)
+        if numbers.needs_conversion(entry, leaf)
+    }
     used: set[str] = set()
     for entry, name in match.pairs:
         leaf = leaves[name]
-        if entry.kind in (VALUE, STATE):
+        if entry.name in converted:
+            number = converted[entry.name]
+            entry.write(number if entry.kind == VALUE else entry_values.place(entry, number))
+        elif entry.kind in (VALUE, STATE):
             entry.write(leaf["value"])
         elif 0 in entry.shape:
             entry.write(entry_values.empty(entry))
@@ -127,6 +137,10 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
         match.left_in_checkpoint,
         match.cast,
     )
+
+
+def _number_of(leaf: Mapping[str, Any], values: Mapping[Path, Any]) -> Any:
+    return leaf["value"] if leaf["kind"] == VALUE else values[tuple(leaf["path"])]
 
 
 def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], dict[str, str]]:

@@ -143,13 +143,17 @@ class Saver:
         self._history.forget(step)
         latest = self._history.latest()
         good = (
-            "There is no earlier one." if latest is None else f"The last one is of step {latest}."
+            "There is no earlier one. " if latest is None else f"The last one is of step {latest}. "
         )
-        return CheckpointError(
-            f"The checkpoint of step {step} could not be saved to {self._files}: "
-            f"{type(error).__name__}: {_shorten(error)}\n{good} What was written of this one "
-            f"has been removed. Make room or mend the directory, and save again."
-        )
+        return make_failure(f"of step {step} could not be saved to {self._files}", error, good)
+
+
+def make_failure(what: str, error: BaseException, good: str) -> CheckpointError:
+    """Returns the error of a checkpoint that was not written: `what` failed, and what is `good`."""
+    return CheckpointError(
+        f"The checkpoint {what}: {type(error).__name__}: {_shorten(error)}\n{good}What was written "
+        f"of this one has been removed. Make room or mend the directory, and save again."
+    )
 
 
 def _shorten(error: BaseException) -> str:

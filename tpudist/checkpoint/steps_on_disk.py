@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+from etils import epath
 
 from tpudist.checkpoint import manifest
 from tpudist.checkpoint.directory import Directory
@@ -14,6 +15,33 @@ from tpudist.checkpoint.format import is_ours, read_contents
 from tpudist.processes.coordination import Channel
 
 _OUTSIDE = 5  # stack levels from a warning to the caller of `restore_or_initialize`
+
+
+def agree(value: Any, channel: Channel, timeout_s: float) -> Any:
+    """Returns the value of process 0, in all processes."""
+    (answer, *_) = channel.exchange(json.dumps(value), timeout_s=timeout_s)
+    return json.loads(answer)
+
+
+def find_problems(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
+    """Returns why a checkpoint cannot be trusted, in all processes; an empty list is good."""
+    foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
+    if agree(foreign, channel, timeout_s):
+        return [
+            "was not written by tpudist, or has lost what says so: it has no checksums, so "
+            "nobody can tell whether its values are those that were saved. "
+            "restore(..., verify=False) takes it as it is"
+        ]
+    return _verify(path, channel, timeout_s)
+
+
+def _verify(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
+    found = manifest.verify(path, jax.process_index(), jax.process_count())
+    lines = [str(x) for x in found]
+    if jax.process_count() > 1:
+        answers = channel.exchange(json.dumps(lines), timeout_s=timeout_s)
+        lines = sorted({line for answer in answers for line in json.loads(answer)})
+    return lines
 
 
 class History:
@@ -37,8 +65,7 @@ class History:
 
     def agree(self, value: Any) -> Any:
         """What process 0 has found: another may see a change in the directory before it."""
-        (answer, *_) = self._channel.exchange(json.dumps(value), timeout_s=self._timeout_s)
-        return json.loads(answer)
+        return agree(value, self._channel, self._timeout_s)
 
     def require_same_step(self, step: int) -> None:
         """Makes sure that all processes are about to save the same step.
@@ -88,13 +115,7 @@ class History:
 
     def verify(self, step: int) -> list[str]:
         """What is wrong with the files of a step; each process reads a share of them."""
-        path = self._files.step(step)
-        found = manifest.verify(path, jax.process_index(), jax.process_count())
-        lines = [str(x) for x in found]
-        if jax.process_count() > 1:
-            answers = self._channel.exchange(json.dumps(lines), timeout_s=self._timeout_s)
-            lines = sorted({line for answer in answers for line in json.loads(answer)})
-        return lines
+        return _verify(self._files.step(step), self._channel, self._timeout_s)
 
     def choose(self, asked: int | None, *, verify: bool) -> tuple[int, tuple[str, ...]]:
         """The step asked for, or the newest; if it is damaged, the newest that is not.
@@ -118,7 +139,8 @@ class History:
             )
         skipped: list[str] = []
         for step in [asked] if asked is not None else reversed(steps):
-            problems = self._problems(step) if verify else []
+            path = self._files.step(step)
+            problems = find_problems(path, self._channel, self._timeout_s) if verify else []
             if not problems:
                 for line in skipped:
                     warnings.warn(
@@ -137,17 +159,6 @@ class History:
             f"restore(step, verify=False) takes one as it is, whatever that gives; or give another "
             f"directory to start anew."
         )
-
-    def _problems(self, step: int) -> list[str]:
-        path = self._files.step(step)
-        foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
-        if self.agree(foreign):
-            return [
-                "was not written by tpudist, or has lost what says so: it has no checksums, so "
-                "nobody can tell whether its values are those that were saved. "
-                "restore(step, verify=False) takes it as it is"
-            ]
-        return self.verify(step)
 
     # What becomes of the damaged ones.
 

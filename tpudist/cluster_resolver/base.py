@@ -78,6 +78,14 @@ class ClusterResolver(abc.ABC):
         kinds = [d.platform.upper() for d in devices if d.platform != "cpu"]
         return dict(collections.Counter(kinds))
 
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this task evaluates what the others train: it runs alone, whatever the cluster.
+
+        As in TensorFlow, its `task_type` is `evaluator`.
+        """
+        return self.task_type == "evaluator"
+
     def processes(self) -> list[str]:
         """Addresses of the processes that train together: the chief first, then the workers.
 

@@ -16,7 +16,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous data parallelism over the devices of several processes.
 
     Every worker runs the same program and makes this strategy first, before any array: it connects
-    them, by JAX's own runtime, and returns when all are there.
+    them, by JAX's own runtime, and returns when all are there. An evaluator, a task of the type
+    `evaluator`, connects to nobody: it has the devices of its own process.
 
     As `tf.distribute.MultiWorkerMirroredStrategy`.
     """
@@ -71,7 +72,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         connection.check_not_connected(mutual_tls)
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
-        workers = self._cluster_resolver.processes()
+        alone = self._cluster_resolver.is_evaluator
+        workers = [] if alone else self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():
             place = self._cluster_resolver.process_index()
             connection.connect(workers[0], len(workers), place, mutual_tls)

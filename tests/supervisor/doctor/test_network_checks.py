@@ -74,6 +74,7 @@ def environment(monkeypatch):
         (config("a:1", "b:2", index=1), ("a:1", "b:2"), 1),
         (config("a:1", "b:2", chief=["c:3"]), ("c:3", "a:1", "b:2"), 1),
         (config("a:1", chief=["c:3"], kind="chief"), ("c:3", "a:1"), 0),
+        (config("a:1", "b:2", kind="evaluator"), (), None),
         (
             {"TPU_WORKER_HOSTNAMES": "t0, t1", "TPU_WORKER_ID": "1"},
             ("t0:8476", "t1:8476"),

@@ -71,6 +71,8 @@ def _find_source() -> str:
 
 def _of_tf_config() -> Cluster:
     resolver = TFConfigClusterResolver()
+    if resolver.is_evaluator:
+        return Cluster("TF_CONFIG")
     addresses = tuple(resolver.processes())
     try:
         index = resolver.process_index() if addresses else None
@@ -102,6 +104,8 @@ def look_at_cluster() -> list[Answer]:
         return [Answer(asked, cluster.problem, Verdict.FAIL, remedy)]
     if not cluster.source:
         return [Answer(asked, "none in the environment: a run of one process")]
+    if not cluster.addresses:
+        return [Answer(asked, f"{cluster.source}: this process runs alone")]
     place = "" if cluster.index is None else f", this is process {cluster.index}"
     hosts = f"{len(cluster.addresses)} address(es) on {len(cluster.hosts)} host(s)"
     return [Answer(asked, f"{cluster.source}: {hosts}{place}")]

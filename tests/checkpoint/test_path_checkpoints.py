@@ -1,0 +1,191 @@
+"""`Checkpoint.save`, `restore`, `write`, `read` and `latest_checkpoint` act as in `tf.train`."""
+
+import os
+import shutil
+import warnings
+
+import jax.numpy as jnp
+import pytest
+
+import tpudist
+from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager, latest_checkpoint
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def test_saves_are_counted_and_the_latest_is_found(tmp_path):
+    checkpoint = Checkpoint(w=tpudist.Variable(1.0), n=5)
+    assert latest_checkpoint(tmp_path / "run") is None
+    prefix = str(tmp_path / "run" / "ckpt")
+    assert checkpoint.save(prefix) == f"{prefix}-1"
+    checkpoint.w.assign(2.0)
+    assert checkpoint.save(tmp_path / "run" / "ckpt") == f"{prefix}-2"
+    assert names(tmp_path / "run") == ["checkpoint", "ckpt-1", "ckpt-2"]
+    assert latest_checkpoint(tmp_path / "run") == f"{prefix}-2"
+    assert (tmp_path / "run" / "checkpoint").read_text().splitlines() == [
+        'model_checkpoint_path: "ckpt-2"',
+        'all_model_checkpoint_paths: "ckpt-2"',
+    ]
+    again = Checkpoint(w=tpudist.Variable(0.0), n=0)
+    status = again.restore(latest_checkpoint(tmp_path / "run")).assert_consumed()
+    assert status.report.step == 2
+    assert (float(again.w.numpy()), again.n, again.save_counter) == (2.0, 5, 2)
+    assert again.save(prefix) == f"{prefix}-3"
+    again.restore(f"{prefix}-1").assert_consumed()
+    assert (float(again.w.numpy()), again.save_counter) == (1.0, 1)
+
+
+def test_a_written_checkpoint_is_replaced_and_is_not_the_latest(tmp_path):
+    checkpoint, path = Checkpoint(x=jnp.zeros(2)), str(tmp_path / "best")
+    for value in (1.0, 2.0):
+        checkpoint.x = jnp.full(2, value)
+        assert checkpoint.write(path) == path
+    assert names(tmp_path) == ["best"]
+    checkpoint.x = jnp.zeros(2)
+    checkpoint.read(path).assert_consumed()
+    assert checkpoint.x.tolist() == [2, 2]
+    assert checkpoint.save_counter == 0
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_a_new_program_that_does_not_restore_replaces_the_first(tmp_path):
+    for value in (1, 2):
+        assert Checkpoint(x=value).save(tmp_path / "a") == str(tmp_path / "a-1")
+    checkpoint = Checkpoint(x=0)
+    checkpoint.restore(tmp_path / "a-1")
+    assert checkpoint.x == 2
+
+
+def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(x=1)
+    path = checkpoint.write(tmp_path / "best")
+    checkpoint.x = float("nan")
+    checkpoint.y = jnp.full(2, jnp.nan)
+    with pytest.raises(CheckpointError, match=r"NaN or infinities: y. .*best was not changed"):
+        checkpoint.write(path)
+    checkpoint = Checkpoint(x=2)
+
+    def fail(path):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("tpudist.checkpoint.manifest.write", fail)
+    with pytest.raises(CheckpointError, match="could not be written: .*no space left"):
+        checkpoint.write(path)
+    assert names(tmp_path) == ["best"]
+    checkpoint.read(path)
+    assert checkpoint.x == 1
+
+
+def test_a_program_that_was_killed_between_the_renames_loses_nothing(tmp_path):
+    checkpoint = Checkpoint(x=1)
+    checkpoint.save(tmp_path / "a")
+    os.rename(tmp_path / "a-1", tmp_path / "a-1.new")
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "a-1")
+    checkpoint.x = 0
+    checkpoint.restore(latest_checkpoint(tmp_path)).assert_consumed()
+    assert checkpoint.x == 1
+    Checkpoint(x=3).write(tmp_path / "a-1")
+    assert names(tmp_path) == ["a-1", "checkpoint"]
+
+
+def test_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint of tpudist"):
+        Checkpoint(x=1).write(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match=r"notes.txt.* cannot be written"):
+        Checkpoint(x=1).write(tmp_path / "mine" / "notes.txt" / "a")
+    assert names(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_checkpoints_of_a_manager_are_restored_by_their_paths(tmp_path):
+    checkpoint = Checkpoint(x=1)
+    with CheckpointManager(checkpoint, tmp_path) as manager:
+        manager.save(5)
+        checkpoint.x = 0
+        checkpoint.restore(manager.save(10)).assert_consumed()  # which is still being written
+        assert checkpoint.x == 0
+        assert latest_checkpoint(tmp_path) == manager.latest_checkpoint == str(tmp_path / "10")
+        checkpoint.restore(manager.checkpoints[0]).assert_consumed()
+    assert (checkpoint.x, checkpoint.save_counter) == (1, 0)
+    with pytest.raises(CheckpointError, match=r"directory of checkpoints, .*latest_checkpoint\("):
+        checkpoint.restore(tmp_path)
+
+
+def test_names_that_only_one_side_has_are_reported(tmp_path):
+    path = Checkpoint(a=1, b=2).save(tmp_path / "x")
+    more, less = Checkpoint(a=0, b=0, c=0), Checkpoint(a=0)
+    with pytest.raises(AssertionError, match=r"Not restored, left as they were \(1\):\n  c int"):
+        more.restore(path).assert_consumed()
+    assert (more.a, more.b, more.c) == (1, 2, 0)
+    with pytest.raises(AssertionError, match="Not all values of the objects"):
+        more.restore(path).assert_existing_objects_matched()
+    with pytest.raises(AssertionError, match=r"Left in the checkpoint \(1\):\n  b int"):
+        less.restore(path).assert_consumed()
+    less.restore(path).assert_existing_objects_matched().assert_nontrivial_match()
+    with pytest.warns(UserWarning, match=r"b int\nIf that is right, call expect_partial\(\)"):
+        less.restore(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        less.restore(path).expect_partial()
+        Checkpoint(a=0, b=0).restore(path)
+        less.restore(path, only="a")
+
+
+def test_no_checkpoint_is_no_restore(tmp_path):
+    status = Checkpoint(x=1).restore(latest_checkpoint(tmp_path))
+    assert status.report is None
+    status.expect_partial()
+    with pytest.raises(AssertionError, match="nothing was restored"):
+        status.assert_consumed()
+
+
+def test_what_does_not_fit_is_an_error(tmp_path):
+    path = Checkpoint(x=jnp.zeros(2)).save(tmp_path / "x")
+    for objects, message in (
+        ({"x": jnp.zeros(3)}, r"x is float32\[3\] in the objects"),
+        ({"y": 1}, r"no name in common; the checkpoint has: x float32\[2\]"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint(**objects).restore(path)
+    with pytest.raises(
+        CheckpointError, match=rf"There is no checkpoint .*x-9. {tmp_path} has: x-1"
+    ):
+        Checkpoint(x=1).restore(tmp_path / "x-9")
+
+
+def test_a_damaged_checkpoint_is_not_restored(tmp_path):
+    path = Checkpoint(x=jnp.arange(3.0)).save(tmp_path / "x")
+    checkpoint = Checkpoint(x=jnp.zeros(3))
+    metadata = tmp_path / "x-1" / "tpudist" / "metadata"
+    metadata.write_text(metadata.read_text().replace('"x"', '"y"'))
+    with pytest.raises(CheckpointError, match="is damaged, and nothing was restored"):
+        checkpoint.restore(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is damaged"), ("\xff", "is damaged"), ('model_checkpoint_path: "x-7"\n', "'x-7'")],
+)
+def test_a_state_that_is_damaged_does_not_hide_the_checkpoints(tmp_path, text, message):
+    """TensorFlow's `latest_checkpoint` gives None, and training starts from scratch."""
+    checkpoint = Checkpoint(x=1)
+    checkpoint.save(tmp_path / "y")
+    checkpoint.save(tmp_path / "x")
+    checkpoint.write(tmp_path / "best")
+    (tmp_path / "checkpoint").write_bytes(text.encode("latin1"))
+    with pytest.warns(UserWarning, match=message):
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "x-2")
+    for name in ("x-2", "y-1", "best"):
+        shutil.rmtree(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{message}.* to start from scratch, remove that"):
+        latest_checkpoint(tmp_path)
+    (tmp_path / "checkpoint").unlink()
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_names_of_methods_are_taken():
+    with pytest.raises(ValueError, match="'save', which is taken"):
+        Checkpoint(save=1)

@@ -1,0 +1,221 @@
+"""Checkpoints at paths that the program names, as `tf.train.Checkpoint` writes and reads them.
+
+They have the format of a manager's steps. A new one never replaces an old one before all of it is
+there: it is written beside, as `PATH.new`, and renamed when complete.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from etils import epath
+
+from tpudist.checkpoint import entries, manifest
+from tpudist.checkpoint.directory import TEMPORARY_SUFFIX, Directory
+from tpudist.checkpoint.entries import Container
+from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.format import is_ours, read_contents, read_notes
+from tpudist.checkpoint.one_save import Barrier
+from tpudist.checkpoint.restore_match import RestoreReport
+from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
+from tpudist.checkpoint.saves_in_order import finish_other, make_failure
+from tpudist.checkpoint.steps_on_disk import agree, find_problems
+from tpudist.processes import generations
+from tpudist.processes.coordination import TIMEOUT_S, Channel
+
+_NEW = ".new"
+_names = generations.Numbers()
+
+
+def write_at(
+    checkpoint: Container,
+    path: Any,
+    *,
+    number: int,
+    notes: dict[str, int],
+    allow_nan: bool,
+    on_written: Callable[[epath.Path], None] | None = None,
+) -> None:
+    """Writes the objects of `checkpoint` to `path`; returns when all is there, in all processes.
+
+    Args:
+        checkpoint: The objects.
+        path: Where.
+        number: Number of the checkpoint.
+        notes: Numbers to keep with it.
+        allow_nan: Whether arrays may hold NaN or infinities.
+        on_written: Called in process 0 with the path, when the checkpoint is there.
+
+    Raises:
+        CheckpointError: If something else is at `path`, it cannot be written, or a value cannot
+            be saved.
+        TypeError: If an object cannot be saved.
+    """
+    target = _resolve(path)
+    channel = Channel(f"checkpoint/path/{next(_names)}")
+    found = _find_entries(checkpoint)
+    arrays, contents = gather(found, number, {})
+    contents["notes"] = notes
+    if not allow_nan:
+        refuse_not_finite(found, arrays, number, f"{target} was not changed.")
+    if len(set(channel.exchange(str(target)))) > 1:
+        raise CheckpointError(
+            f"Processes were to write different paths, {target} in process {jax.process_index()}. "
+            f"A checkpoint is written by all of them: give all the same path."
+        )
+    place, problem = agree(_prepare(target), channel, TIMEOUT_S)
+    if problem:
+        raise CheckpointError(problem)
+    place = epath.Path(place)
+
+    from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
+
+    is_remote = manifest.is_remote(place)
+    hidden = place if is_remote else place.with_name(place.name + TEMPORARY_SUFFIX)
+    barrier = Barrier(f"checkpoint/path/{next(_names)}/writing")
+    writer = Writer(
+        lambda: manifest.write(hidden if hidden.exists() else place),
+        barrier if jax.process_count() > 1 else None,
+        TIMEOUT_S,
+    )
+    try:
+        writer.begin(place, arrays, contents)
+        writer.wait()
+        barrier.finish_round(None)
+    except BaseException as error:  # Ctrl-C too
+        barrier.finish_round(error)
+        if jax.process_index() == 0:
+            hidden.rmtree(missing_ok=True)
+        if not isinstance(error, Exception):
+            raise
+        raise make_failure(f"{target} could not be written", error, "") from error
+    finally:
+        writer.close()
+    problem = agree(_finish(target, on_written), channel, TIMEOUT_S)
+    if problem:
+        raise CheckpointError(problem)
+
+
+def read_at(
+    checkpoint: Container, path: Any, *, verify: bool, **parts: Any
+) -> tuple[RestoreReport, dict[str, int]]:
+    """Restores the objects of `checkpoint` from `path`.
+
+    Returns:
+        What was restored, and the notes of the checkpoint.
+
+    Raises:
+        CheckpointError: If no whole checkpoint is at `path`, or it does not fit the objects.
+    """
+    target = _resolve(path)
+    finish_other(str(target.parent))
+    channel = Channel(f"checkpoint/path/{next(_names)}")
+    place, problem = agree(_locate(target), channel, TIMEOUT_S)
+    place = epath.Path(place)
+    if not problem and verify and (problems := find_problems(place, channel, TIMEOUT_S)):
+        listed = "\n".join(f"  {x}" for x in problems)
+        problem = f"The checkpoint {place} is damaged, and nothing was restored:\n{listed}"
+    if problem:
+        raise CheckpointError(problem)
+    number = read_contents(place)["step"] if is_ours(place) else 0
+    notes = read_notes(place)
+    return restore(_find_entries(checkpoint), number, place, **parts), notes
+
+
+def is_whole(path: epath.Path) -> bool:
+    """Returns whether a checkpoint of tpudist is at `path`, or was to replace one there."""
+    return is_ours(path) or is_ours(_new(path))
+
+
+def _resolve(path: Any) -> epath.Path:
+    """The path, absolute where it is local."""
+    return Directory(path).path
+
+
+def _find_entries(checkpoint: Container) -> entries.Entries:
+    return entries.Entries(checkpoint.checkpoint_objects(), checkpoint.replace_object)
+
+
+def _prepare(target: epath.Path) -> tuple[str, str]:
+    """In process 0: where to write, and what stands against it, or ""."""
+    if jax.process_index():
+        return "", ""
+    try:
+        _finish_replacement(target)
+        place = target
+        if target.exists():
+            if not is_ours(target):
+                return "", (
+                    f"{target} exists and is not a checkpoint of tpudist, so it was not replaced. "
+                    f"Give another path."
+                )
+            if manifest.is_remote(target):
+                target.rmtree()
+            else:
+                place = _new(target)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        for old in (
+            _new(target),
+            *(x.with_name(x.name + TEMPORARY_SUFFIX) for x in (target, place)),
+        ):
+            old.rmtree(missing_ok=True)
+    except OSError as error:
+        return "", f"{target} cannot be written ({error}). Give another path, or make room."
+    return str(place), ""
+
+
+def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None) -> str:
+    """In process 0: puts a new checkpoint in its place; why that could not be, or ""."""
+    if jax.process_index():
+        return ""
+    try:
+        _finish_replacement(target)
+        if on_written is not None:
+            on_written(target)
+    except OSError as error:
+        return f"{target} was written, but not put in its place or recorded: {error}"
+    return ""
+
+
+def _locate(target: epath.Path) -> tuple[str, str]:
+    """In process 0: where the checkpoint is, and why there is none, or ""."""
+    if jax.process_index():
+        return "", ""
+    if target.is_dir():
+        if is_ours(target) or not _list_checkpoints(target):
+            return str(target), ""
+        return "", (
+            f"{target} is a directory of checkpoints, not one of them. Restore "
+            f"tpudist.checkpoint.latest_checkpoint({str(target)!r})."
+        )
+    if is_ours(_new(target)):  # the program was killed between two renames
+        return str(_new(target)), ""
+    found = _list_checkpoints(target.parent)
+    others = f"{target.parent} has: {', '.join(found)}" if found else f"{target.parent} has none"
+    return "", f"There is no checkpoint {target}. {others}."
+
+
+def _finish_replacement(target: epath.Path) -> None:
+    """Puts a checkpoint that was written to replace another one in its place, if there is one.
+
+    A kill loses neither: `PATH.new` has its name only when complete, and the old one goes then.
+    """
+    new = _new(target)
+    if manifest.is_remote(target) or not new.exists():
+        return
+    if target.exists():
+        old = target.with_name(target.name + TEMPORARY_SUFFIX)
+        old.rmtree(missing_ok=True)
+        target.rename(old)
+        new.rename(target)
+        old.rmtree()
+    else:
+        new.rename(target)
+
+
+def _new(target: epath.Path) -> epath.Path:
+    return target.with_name(target.name + _NEW)
+
+
+def _list_checkpoints(folder: epath.Path) -> list[str]:
+    return sorted(x.name for x in folder.iterdir() if is_ours(x)) if folder.is_dir() else []
