@@ -106,6 +106,12 @@ def test_a_notebook_is_ported_cell_by_cell(capsys, tmp_path):
     assert "train.ipynb, cell 1:6: tf.signal.fft" in err
 
 
+def test_a_port_that_takes_long_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr("tpudist.cli.port_command.SECONDS_WITHOUT_PROGRESS", 0)
+    cli.main(["port", "train.py"])
+    assert "train.py: 1 of 9 passes are done.\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -152,11 +152,11 @@ def test_functions_of_pipelines_stay_those_of_tensorflow():
     assert port(source) == source.splitlines()
 
 
-def test_a_function_of_replicas_and_of_others_is_left():
+def test_a_function_of_replicas_and_of_python_takes_tensors_too():
     source = (
         "def double(x):\n    return tf.add(x, x)\nstrategy.run(double, args=(1,))\ndouble(tensor)\n"
     )
-    assert port(source) == source.splitlines()
+    assert port(source)[1] == "    return jnp.add(jnp.asarray(x), jnp.asarray(x))"
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,10 @@ def test_a_function_that_makes_its_step_is_one_program(head, rest, is_whole):
         ),
         ("v = tf.Variable(0)\nprint(v.numpy())", "v = tpudist.Variable(0)"),
         ("v = tf.Variable(0)\nlayer(v)", "v = tf.Variable(0)"),
-        ("v = tf.Variable(0)\nv + tensor", "v = tf.Variable(0)"),
-        ("self.v = tf.Variable(0)", "self.v = tf.Variable(0)"),
+        ("v = tf.Variable(0)\nv + tensor", "v = tpudist.Variable(0)"),
+        ("self.v = tf.Variable(0)\nself.v.assign_add(1)", "self.v = tpudist.Variable(0)"),
+        ("self.v = tf.Variable(0)\nlayer(other.v)", "self.v = tf.Variable(0)"),
+        ("self.v = tf.Variable(0)\nself.v = 3", "self.v = tf.Variable(0)"),
         ("print(tf.Variable(1.0))", "print(tpudist.Variable(1.0))"),
     ],
 )
@@ -338,6 +340,49 @@ def test_learning_rates_of_others_are_left_where_they_may_be_of_keras(statement,
     assert any(one.name.endswith("optimizer.lr") for one in ported.leftovers) == is_left
     if "optimizers.legacy" not in statement:
         assert len(ported.leftovers) == is_left
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "c = tf.train.Checkpoint(model=m, step=tf.Variable(0))",
+            "c = tpudist.checkpoint.Checkpoint(model=m, step=tpudist.Variable(0))",
+        ),
+        ("c = tf.train.Checkpoint(m)", "c = tf.train.Checkpoint(m)"),  # names are needed here
+        (
+            "c.restore(tf.train.latest_checkpoint(d)).expect_partial()",
+            "c.restore(tpudist.checkpoint.latest_checkpoint(d)).expect_partial()",
+        ),
+        (
+            "m = tf.train.CheckpointManager(c, d, max_to_keep=3)",
+            "m = tpudist.checkpoint.CheckpointManager(c, d, max_to_keep=3)",
+        ),
+        ("tf.random.set_seed(1)", "keras.utils.set_random_seed(1)"),
+        ("tf.config.set_soft_device_placement(True)", None),
+        ("tf.compat.v1.enable_v2_behavior()", None),
+        (
+            "tf.config.experimental.set_memory_growth(gpu, True)",
+            'os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"',
+        ),
+        (
+            "n = len(tf.config.list_physical_devices('GPU'))",
+            'n = len([x for x in jax.devices() if x.platform == "gpu"])',
+        ),
+        ("n = tf.config.list_physical_devices()", "n = tf.config.list_physical_devices()"),
+    ],
+)
+def test_checkpoints_and_settings(before, after):
+    assert port(f"{before}\n") == ([after] if after else [])
+
+
+def test_devices_are_not_listed_before_processes_meet():
+    """JAX would start without the other processes."""
+    source = (
+        "gpus = tf.config.list_physical_devices('GPU')\n"
+        "s = tf.distribute.MultiWorkerMirroredStrategy()\n"
+    )
+    assert port(source)[0] == source.splitlines()[0]
 
 
 def test_metrics_are_reset_by_their_new_name():
@@ -476,15 +521,18 @@ def test_methods_that_replicas_run_are_found_by_self():
         "        return tf.add(x, x)\n"
     )
     assert port(source)[-1] == "        return jnp.add(x, x)"
-    assert port(source + "trainer.double(tensor)\n") == [
-        *source.splitlines(),
-        "trainer.double(tensor)",
-    ]
+    of_both = port(source + "trainer.double(tensor)\n")
+    assert "        return jnp.add(jnp.asarray(x), jnp.asarray(x))" in of_both
 
 
 @pytest.mark.parametrize("use", ["call(step)", "callbacks = [step]", "other = step"])
-def test_a_function_that_is_given_to_others_too_is_left(use):
+def test_a_function_that_is_given_to_others_too_takes_tensors(use):
     source = f"def step(x):\n    return tf.exp(x)\nstrategy.run(step, args=(1,))\n{use}\n"
+    assert port(source)[1] == "    return jnp.exp(jnp.asarray(x))"
+
+
+def test_a_function_of_replicas_and_of_a_pipeline_is_left():
+    source = "def f(x):\n    return tf.exp(x)\nstrategy.run(f, args=(1,))\ndataset.map(f)\n"
     assert port(source) == source.splitlines()
 
 
@@ -560,3 +608,83 @@ def test_values_around_steps_are_followed_to_all_their_readers(reader, is_known)
 def test_what_runs_a_function_is_known_to_be_a_strategy(call, is_strategy):
     source = f"from absl import app\ndef step(x): return tf.exp(x)\n{call}\n"
     assert (port(source)[1] == "def step(x): return jnp.exp(x)") is is_strategy
+
+
+def test_functions_that_build_models_use_operations_of_keras():
+    """Their values may be symbolic tensors, which `jax.numpy` does not take."""
+    source = (
+        "def block(x):\n"
+        "    y = tf.keras.layers.Dense(3)(x)\n"
+        "    return tf.concat([x, tf.nn.relu(y)], axis=-1)\n"
+        "def other(x):\n"
+        "    return tf.abs(x)\n"
+    )
+    lines = port(source)
+    assert lines[2] == "    return keras.ops.concatenate([x, keras.ops.relu(y)], axis=-1)"
+    assert lines[-1] == "    return jnp.abs(jnp.asarray(x))"
+
+
+def test_the_mean_in_a_keras_object_is_an_integer_of_integers():
+    source = (
+        "class Metric(tf.keras.metrics.Metric):\n"
+        "    def update_state(self, x):\n"
+        "        return tf.reduce_mean(x, -1) + tf.reduce_mean(x / 2)\n"
+    )
+    assert port(source)[-1] == (
+        "        return keras.ops.cast(keras.ops.mean(x, -1), x.dtype) + keras.ops.mean(x / 2)"
+    )
+
+
+def test_functions_that_read_examples_stay_those_of_tensorflow():
+    source = (
+        "def parse(record):\n"
+        "    return scale(tf.io.decode_raw(record, tf.uint8))\n"
+        "def scale(x):\n"
+        "    return tf.cast(x, tf.float32) / 255\n"
+    )
+    assert port(source) == source.splitlines()
+
+
+TAPE = """class Trainer:
+    def __init__(self):
+        self.optimizer = tf.keras.optimizers.SGD()
+    def step(self, x):
+        with tf.GradientTape() as tape:
+            y = self.model(x, training=True)
+            if x.ndim:
+                loss = y
+            elif y:
+                loss = 2 * y
+            else:
+                loss = 3 * y
+        grads = tape.gradient(loss, self.model.trainable_variables)
+        self.optimizer.apply_gradients(zip(grads, self.model.trainable_variables))
+        return loss
+    def train(self, x):
+        return strategy.run(self.step, args=(x,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_ported"),
+    [
+        ("", "", True),
+        ("            else:\n                loss = 3 * y\n", "", False),  # `loss` may be unbound
+        ("training=True", "", True),  # the optimizer is one of Keras
+        ("tf.keras.optimizers.SGD()", "make_optimizer()", True),  # the model is called as one
+        (
+            "tf.keras.optimizers.SGD()",
+            "f()\n        self.optimizer = tf.keras.optimizers.SGD()",
+            True,
+        ),
+    ],
+)
+def test_tapes_over_attributes_of_a_trainer(before, after, is_ported):
+    assert before in TAPE
+    source = "\n".join(port(TAPE.replace(before, after) if before else TAPE))
+    assert ("tpudist.keras.value_and_grad(loss_of_batch" in source) is is_ported
+
+
+def test_a_tape_by_variables_of_an_unknown_model_is_left():
+    source = TAPE.replace(", training=True", "").replace("tf.keras.optimizers.SGD()", "make()")
+    assert "tf.GradientTape" in "\n".join(port(source))

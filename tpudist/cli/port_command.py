@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import tyro
 from tpudist.cli.console import say, write
 from tpudist.cli.errors import WrongUse
 
+SECONDS_WITHOUT_PROGRESS = 1.0
 WHOLE, HANDS_ARE_NEEDED = 0, 1
 
 
@@ -54,11 +56,10 @@ def run(options: Options) -> int:
         ) from error
     source = _read(options.file)
     is_notebook = options.file.suffix == ".ipynb"
+    port_file = port.port_notebook if is_notebook else port.port_program
     try:
-        if is_notebook:
-            ported = port.port_notebook(source, is_whole=not options.module)
-        else:
-            ported = port.port_program(source, is_whole=not options.module)
+        progress = _Progress(options.file)
+        ported = port_file(source, is_whole=not options.module, on_pass=progress.show)
     except port.CannotPort as error:
         raise WrongUse(f"{options.file} cannot be ported. {error}") from error
     target = options.file if options.write else options.output
@@ -72,6 +73,20 @@ def run(options: Options) -> int:
     for line in _list(target or options.file, ported.leftovers, ported.stays):
         say(line)
     return HANDS_ARE_NEEDED if ported.leftovers else WHOLE
+
+
+class _Progress:
+    """Says how far a port is, once a second where it takes longer."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._said = time.monotonic()
+
+    def show(self, number: int, total: int) -> None:
+        """One of so many passes is done."""
+        if number < total and time.monotonic() - self._said > SECONDS_WITHOUT_PROGRESS:
+            self._said = time.monotonic()
+            say(f"{self._file}: {number} of {total} passes are done.")
 
 
 def _diff(name: str, before: str, after: str) -> str:

@@ -14,6 +14,7 @@ from libcst import metadata
 
 from tpudist.port.analysis.function_roles import Role, Roles
 from tpudist.port.analysis.keras_objects import (
+    is_called_as_model,
     is_model,
     is_optimizer,
     is_without_keras,
@@ -119,6 +120,8 @@ class GradientTapes(Transformer):
         """Whether variables are Keras' own: of its model, or given to an optimizer of it."""
         if self._has_keras_model or is_model(self.program, model):
             return True
+        if is_called_as_model(self.program, model):
+            return True
         reads = self.program.references(gradients) if isinstance(gradients, cst.Name) else []
         return any(
             isinstance(outer, cst.Call)
@@ -158,20 +161,42 @@ class GradientTapes(Transformer):
         scope = self.program.scope(statement.body.body[0])
         found: dict[str, bool] = {}
         for one in scope.assignments if scope is not None else ():
-            if isinstance(one, metadata.Assignment) and one.node in inside:
+            if not isinstance(one, metadata.Assignment) or one.node not in inside:
+                continue
+            if not isinstance(self.program.parent(one.node), cst.NamedExpr):
                 is_read = any(access.node not in inside for access in one.references)
                 found[one.name] = found.get(one.name, False) or is_read
         return found
 
     def _is_always_bound(self, statement: cst.With, name: str) -> bool:
         """Whether what a tape records binds a name, and not only in a branch or a loop of it."""
-        for one in self._assignments(statement, name):
-            for outer in self.program.around(one.node):
-                if outer is statement.body:
+        nodes = {one.node for one in self._assignments(statement, name)}
+        return self._binds(statement.body, nodes)
+
+    def _binds(self, block: cst.CSTNode, nodes: set[cst.CSTNode]) -> bool:
+        """Whether a block binds one of some nodes however it is run through."""
+        for statement in getattr(block, "body", ()):
+            if isinstance(statement, cst.If):
+                if statement.orelse is not None and self._binds_in_all(statement, nodes):
                     return True
-                if isinstance(outer, cst.If | cst.For | cst.While | cst.Try | cst.Match):
-                    break
+            elif isinstance(statement, cst.With):
+                if self._binds(statement.body, nodes):
+                    return True
+            elif not isinstance(statement, cst.For | cst.While | cst.Try | cst.Match):
+                if not nodes.isdisjoint(_nodes_of(statement)):
+                    return True
         return False
+
+    def _binds_in_all(self, branch: cst.If, nodes: set[cst.CSTNode]) -> bool:
+        """Whether all branches of a condition, of which the last is `else`, bind a node."""
+        last = branch.orelse
+        if last is None or not self._binds(branch.body, nodes):
+            return False
+        return (
+            self._binds_in_all(last, nodes)
+            if isinstance(last, cst.If)
+            else self._binds(last.body, nodes)
+        )
 
     def _assignments(self, statement: cst.With, name: str) -> list[metadata.Assignment]:
         scope = self.program.scope(statement.body.body[0])

@@ -14,7 +14,7 @@ STEP = "docs/porting.md#a-step-is-a-program"
 LAPTOP = "docs/porting.md#on-a-laptop"
 GPUS = "docs/gpus.md"
 KERAS_LOOPS = "docs/keras_fit.md#loops-of-your-own"
-SERVERS = "docs/parameter_servers.md#several-machines"
+SERVERS = "docs/parameter_servers.md#start"
 DIFFERENCES = "docs/differences.md#also"
 
 
@@ -39,6 +39,14 @@ ADVICE = {
     "tensorflow.autograph": Advice(
         "there is no AutoGraph: jax.lax.cond, scan, fori_loop", CONTROL_FLOW
     ),
+    "tensorflow.boolean_mask": Advice(
+        "on replicas the shape is fixed: keep all rows, and weight them by the mask", NAMES
+    ),
+    "tensorflow.where": Advice(
+        "on replicas the shape is fixed: jnp.where(condition, x, y), or jnp.nonzero(x, size=n)",
+        NAMES,
+    ),
+    "tensorflow.TensorArray": Advice("a list in Python, or jax.lax.scan", CONTROL_FLOW),
     "tensorflow.cond": Advice("jax.lax.cond", CONTROL_FLOW),
     "tensorflow.while_loop": Advice("jax.lax.while_loop or fori_loop", CONTROL_FLOW),
     "tensorflow.range": Advice("a Python range, or jax.lax.fori_loop", CONTROL_FLOW),
@@ -55,7 +63,8 @@ ADVICE = {
     "tensorflow.profiler": Advice("jax.profiler", "docs/debugging.md"),
     "tensorflow.distribute": Advice("tpudist has no such name", "docs/differences.md"),
     "tensorflow.distribute.Server": Advice(
-        "servers in this process: ParameterServerStrategy(num_workers=..., num_servers=...)",
+        "leave it out: tpudist.ParameterServerStrategy(num_workers=4, num_servers=2) starts "
+        "workers and servers in this process",
         SERVERS,
     ),
     "tensorflow.dtypes": Advice("a dtype of jax.numpy", NAMES),
@@ -64,16 +73,30 @@ ADVICE = {
         "the optimizer without `legacy`: it adds epsilon elsewhere", NAMES
     ),
     "tensorflow.keras.backend": Advice("keras.ops", NAMES),
-    "tensorflow.math.reduce_mean": Advice("jnp.mean, which gives floats of integers too", NAMES),
     "tensorflow.print": Advice("jax.debug.print", NAMES),
     "tensorflow.python": Advice("TensorFlow's own: say it in public names first", ORDER),
-    "tensorflow.random": Advice("jax.random with a key, or keras.random", NAMES),
+    "tensorflow.random": Advice(
+        "jax.random.normal(tpudist.get_replica_context().random_key(key), shape), with another key "
+        "for each step",
+        NAMES,
+    ),
     "tensorflow.raw_ops": Advice("say it in jax.numpy", NAMES),
-    "tensorflow.reduce_mean": Advice("jnp.mean, which gives floats of integers too", NAMES),
+    "tensorflow.reduce_mean": Advice(
+        "jnp.mean(x, dtype=x.dtype): the mean of integers is an integer in TensorFlow", NAMES
+    ),
     "tensorflow.saved_model": Advice(
         "weights are handed over as arrays: no SavedModel is read", ORDER
     ),
-    "tensorflow.train": Advice("tpudist.checkpoint, or optax for an optimizer", CHECKPOINTS),
+    "tensorflow.train": Advice(
+        "tpudist.checkpoint.CheckpointManager, or optax for an optimizer", CHECKPOINTS
+    ),
+    "tensorflow.train.Checkpoint": Advice(
+        "name its objects: tpudist.checkpoint.Checkpoint(model=model, optimizer=optimizer)",
+        CHECKPOINTS,
+    ),
+    "tensorflow.train.get_checkpoint_state": Advice(
+        "tpudist.checkpoint.latest_checkpoint(folder)", CHECKPOINTS
+    ),
     "tensorflow.experimental": Advice("say it in jax", NAMES),
     "tensorflow.tpu": Advice("a TPUStrategy starts TPUs by itself", NAMES),
 }
@@ -86,16 +109,24 @@ KERAS_TAPE = Advice(
 # Of the result of a metric, which a replica has only a part of.
 RESULT = Advice("ask for it after strategy.run", KERAS_LOOPS)
 # Of an object that a replica function changes around it, and that may be no Keras.
-CAPTURED = Advice("its state is an argument of a step, and a result of it", KERAS_LOOPS)
 CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
+
+# Of both in a program with parameter servers, whose state Keras does not keep.
+SERVERS_TAPE = Advice(
+    "make the loss a function of the values: jax.value_and_grad(loss)(weights.read_value())",
+    SERVERS,
+)
+SERVERS_CAPTURED = Advice(
+    "make it of tpudist.Variable and tpudist.Optimizer in the scope, which servers keep", SERVERS
+)
 
 # Of `optimizer.lr` where it is not certain that the optimizer is one of Keras.
 OLD_LEARNING_RATE = Advice("an optimizer of Keras 3 calls it learning_rate", NAMES)
 
 # Of `fit` and the like, where all strategies are of servers or of one device's variables.
 NO_KERAS = Advice(
-    "Keras does not train under this strategy: MirroredStrategy, or functions that are scheduled",
-    "docs/parameter_servers.md",
+    "Keras does not train under this strategy: use MirroredStrategy, or schedule functions",
+    SERVERS,
 )
 STAR = Advice("import what is used by name, and port again", ORDER)
 

@@ -17,6 +17,7 @@ STATEMENTS = {
     "keras": "import keras",
     "np": "import numpy as np",
     "optax": "import optax",
+    "os": "import os",
     "tpudist": "import tpudist",
 }
 _MODULES = {"jnp": "jax.numpy", "np": "numpy"}

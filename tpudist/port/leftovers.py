@@ -8,7 +8,12 @@ from typing import Any
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
-from tpudist.port.analysis.keras_objects import is_without_keras, makes_model
+from tpudist.port.analysis.keras_objects import (
+    has_servers,
+    is_called_as_model,
+    is_without_keras,
+    makes_model,
+)
 from tpudist.port.analysis.program import Program
 from tpudist.port.guide_sections import (
     CAPTURED,
@@ -16,6 +21,8 @@ from tpudist.port.guide_sections import (
     NO_KERAS,
     OLD_LEARNING_RATE,
     RESULT,
+    SERVERS_CAPTURED,
+    SERVERS_TAPE,
     STAR,
     Advice,
     advise,
@@ -28,6 +35,9 @@ MARK = "# tpudist port:"
 # Methods that change a Keras object.
 _CHANGES = {"apply", "apply_gradients", "update_state"}
 _RESULT = "result"
+_TRAINED = (".trainable_variables", ".trainable_weights")
+# What functions are called, which have no state.
+_FUNCTIONS = ("fn", "func", "function", "loss")
 _GRADIENTS = "tpudist.keras.value_and_grad"
 _TRAINS = {"evaluate", "fit", "predict"}
 # A callback that writes by `tf.summary`.
@@ -68,6 +78,7 @@ class Leftovers(cst.CSTVisitor):
         self.stays: set[str] = set()
         self._trains: list[cst.Call] = []
         self._is_without_keras = program.once(is_without_keras)
+        self._has_servers = self._is_without_keras and program.once(has_servers)
         program.walk(self)
         if self._is_without_keras and program.imports("keras"):
             for call in self._trains:
@@ -93,14 +104,18 @@ class Leftovers(cst.CSTVisitor):
             self._trains.append(node)
         if isinstance(owner, cst.Attribute) and owner.attr.value in {*_CHANGES, _RESULT}:
             owner = owner.value
+        is_function = isinstance(owner, cst.Name) and owner.value.endswith(_FUNCTIONS)
         if (
             isinstance(owner, cst.Name)
+            and not (is_function and owner is node.func)
             and self._roles.of(node) is Role.REPLICA
             and self._is_keras_object(owner)
         ):
             code = cst.Module([]).code_for_node(node.func)
-            if self._is_without_keras or not self._is_by_keras(owner):
-                self.found.append((node.func, "".join(code.split()), CAPTURED))
+            is_keras = self._is_by_keras(owner) or self._is_given_keras_variables(node)
+            if self._is_without_keras or not is_keras:
+                advice = SERVERS_CAPTURED if self._has_servers else CAPTURED
+                self.found.append((node.func, "".join(code.split()), advice))
             elif self._is_asked(node):
                 self.found.append((node.func, "".join(code.split()), RESULT))
 
@@ -143,8 +158,12 @@ class Leftovers(cst.CSTVisitor):
         elif not self._is_of_dataset(node):
             code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
             called = "".join(code.split())  # a name may go on in the next line
-            is_tape = name == "tensorflow.GradientTape" and self._has_keras_model
-            self.found.append((node, called, KERAS_TAPE if is_tape else advise(name)))
+            advice = advise(name)
+            if name == "tensorflow.GradientTape" and self._has_servers:
+                advice = SERVERS_TAPE
+            elif name == "tensorflow.GradientTape" and self._has_keras_model:
+                advice = KERAS_TAPE
+            self.found.append((node, called, advice))
         return False
 
     def _is_keras_object(self, name: cst.Name) -> bool:
@@ -163,6 +182,7 @@ class Leftovers(cst.CSTVisitor):
         values = self._program.values(name) or []
         return (
             self._has_keras_model
+            or is_called_as_model(self._program, name)
             or all(self._program.callee(value).startswith("keras.") for value in values)
             or any(
                 self._program.callee(outer) == _GRADIENTS
@@ -170,6 +190,11 @@ class Leftovers(cst.CSTVisitor):
                 for outer in self._program.around(read)
             )
         )
+
+    def _is_given_keras_variables(self, call: cst.Call) -> bool:
+        """Whether an optimizer is given gradients by the variables of a model of Keras."""
+        code = cst.Module([]).code_for_node(call)
+        return _is_update(call) and any(name in code for name in _TRAINED)
 
     def _is_asked(self, call: cst.Call) -> bool:
         return isinstance(call.func, cst.Attribute) and call.func.attr.value == _RESULT
@@ -184,6 +209,10 @@ class Leftovers(cst.CSTVisitor):
             ):
                 return True
         return False
+
+
+def _is_update(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in _CHANGES
 
 
 class Unmark(cst.CSTTransformer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from tpudist.port.leftovers import Leftover
@@ -20,7 +21,12 @@ _IPYTHON = re.compile(r"^([ \t]*)((?:!|\?|%%?[A-Za-z]).*)$", re.MULTILINE)
 _FILE = re.compile(r"\s*%%writefile\b.*\n")
 
 
-def port_notebook(source: str, *, is_whole: bool = True) -> Ported:
+def port_notebook(
+    source: str,
+    *,
+    is_whole: bool = True,
+    on_pass: Callable[[int, int], None] = lambda number, total: None,
+) -> Ported:
     """Ports the code cells of a notebook; leftovers say their cell, and the line in it.
 
     The arguments are those of `port_program`.
@@ -41,7 +47,7 @@ def port_notebook(source: str, *, is_whole: bool = True) -> Ported:
             "It is no notebook: its cells cannot be read. Save it as .ipynb again."
         ) from error
     of_program = {i: text for i, text in texts.items() if not text.lstrip().startswith("%%")}
-    new, leftovers, stays = _port_cells(of_program, is_whole)
+    new, leftovers, stays = _port_cells(of_program, is_whole, on_pass)
     for i, text in texts.items():
         if file := _FILE.match(text):
             ported = port_program(text[file.end() :], is_whole=False)
@@ -76,7 +82,7 @@ def show_code(source: str) -> str:
 
 
 def _port_cells(
-    texts: dict[int, str], is_whole: bool
+    texts: dict[int, str], is_whole: bool, on_pass: Callable[[int, int], None]
 ) -> tuple[dict[int, str], list[Leftover], set[str]]:
     """The cells of one program after the port."""
     lines: list[str] = []
@@ -89,7 +95,7 @@ def _port_cells(
         f"__tpudist_cell__({i})\n{text if _is_python(text) else _IPYTHON.sub(hide, text)}\n"
         for i, text in texts.items()
     )
-    ported = port_program(program, is_whole=is_whole)
+    ported = port_program(program, is_whole=is_whole, on_pass=on_pass)
     _, *parts = _CELL.split(ported.source)
     numbers = [int(number) for number in parts[::2]]
     assert numbers == list(texts)  # nothing takes such a statement away

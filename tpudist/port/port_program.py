@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import libcst as cst
 
@@ -53,12 +54,19 @@ class Ported:
     stays: tuple[str, ...]
 
 
-def port_program(source: str, *, is_whole: bool = True) -> Ported:
+def port_program(
+    source: str,
+    *,
+    is_whole: bool = True,
+    on_pass: Callable[[int, int], None] = lambda number, total: None,
+) -> Ported:
     """Ports the text of a Python program; what it gives is ported to itself.
 
     Args:
         source: The text.
         is_whole: Whether it makes a strategy itself; else it is a module of a program that does.
+        on_pass: Called after each pass over the program with its number, from 1, and the number of
+            passes.
 
     Raises:
         CannotPort: It is no Python, is whole and has nothing of tf.distribute and tpudist, or has
@@ -78,17 +86,21 @@ def port_program(source: str, *, is_whole: bool = True) -> Ported:
             "makes the strategy; for a module of the same program, add --module."
         )
     imports: set[str] = set()
-    for transformers in TRANSFORMERS:
+    num_passes = len(TRANSFORMERS) + 2  # then imports, and the list of what is left
+    for number, transformers in enumerate(TRANSFORMERS, 1):
         changes = [transformer(program) for transformer in transformers]
         module = program.module.visit(Together(changes))
         imports.update(*(change.imports for change in changes))
         if any(change.changes for change in changes):  # names are resolved again
             program = Program(module)
+        on_pass(number, num_passes)
     module = _with_imports(program, imports)
     program = Program(module)
+    on_pass(num_passes - 1, num_passes)
     left = Leftovers(program)
     module = program.module.visit(Mark(left, program))
     lines = _lines_after_marks(module.code)
+    on_pass(num_passes, num_passes)
     leftovers = tuple(dataclasses.replace(one, line=lines[one.line - 1]) for one in left.lines())
     return Ported(module.code, leftovers, tuple(sorted(left.stays)))
 

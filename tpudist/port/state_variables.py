@@ -61,11 +61,26 @@ class StateVariables(Transformer):
         if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
             return False
         name = outer.targets[0].target
+        if isinstance(name, cst.Attribute):
+            return self._is_known_attribute(name.attr.value)
         values = self.program.values(name) if isinstance(name, cst.Name) else None
         if not values or not all(self.program.callee(one) in _VARIABLE for one in values):
             return False
         assert isinstance(name, cst.Name)
         return all(self._is_reader(read) for read in self.program.references(name))
+
+    def _is_known_attribute(self, name: str) -> bool:
+        """Whether all that is assigned to an attribute is a variable, and all its readers known."""
+        values = self.program.attribute_values(name)
+        if not all(self.program.callee(one) in _VARIABLE for one in values):
+            return False
+        finder = _Attributes(name)
+        self.program.walk(finder)
+        return all(
+            self._is_reader(node)
+            for node in finder.found
+            if not isinstance(self.program.parent(node), cst.AssignTarget)
+        )
 
     def _is_reader(self, read: cst.CSTNode) -> bool:
         role = self._roles.of(read)
@@ -76,12 +91,34 @@ class StateVariables(Transformer):
             return outer.attr.value in _METHODS
         if isinstance(outer, cst.Arg):
             return self._is_read_by(self.program.parent(outer))
-        return isinstance(outer, cst.FormattedStringExpression)
+        return isinstance(
+            outer,
+            cst.FormattedStringExpression
+            | cst.BinaryOperation
+            | cst.UnaryOperation
+            | cst.Comparison
+            | cst.ComparisonTarget,
+        )
 
     def _is_read_by(self, call: cst.CSTNode | None) -> bool:
         """Whether a call only looks at a variable."""
         if not isinstance(call, cst.Call):
             return False
+        if self.program.callee(call) == "tensorflow.train.Checkpoint":
+            return True
         if isinstance(call.func, cst.Attribute):
             return call.func.attr.value == "format" and isinstance(call.func.value, cst.BaseString)
         return isinstance(call.func, cst.Name) and call.func.value in _READERS
+
+
+class _Attributes(cst.CSTVisitor):
+    """The attributes of a name, of whatever objects."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+        self.found: list[cst.Attribute] = []
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if node.attr.value == self._name:
+            self.found.append(node)

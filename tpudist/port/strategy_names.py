@@ -1,20 +1,57 @@
-"""Strategies, contexts and all else of `tf.distribute`: the names change.
+"""Strategies, contexts, checkpoints and all else that tpudist has: the names change.
 
-TPUs need no initialisation here, so statements that only do that go.
+TPUs need no initialisation here, and neither does TensorFlow, so statements that only do that go.
 """
 
 from __future__ import annotations
 
+import functools
+
 import libcst as cst
 
-from tpudist.port.analysis.program import Transformer, remove_statement
+from tpudist.port.analysis.program import Program, Transformer, remove_statement
 from tpudist.port.tensorflow_names import TPUDIST
 
 _INITIALISES = (
+    "tensorflow.autograph.set_verbosity",
+    "tensorflow.compat.v1.enable_eager_execution",
+    "tensorflow.compat.v1.enable_v2_behavior",
+    "tensorflow.compat.v1.logging.set_verbosity",
+    "tensorflow.config.optimizer.set_experimental_options",
+    "tensorflow.config.optimizer.set_jit",
+    "tensorflow.config.set_soft_device_placement",
+    "tensorflow.config.threading.set_inter_op_parallelism_threads",
+    "tensorflow.config.threading.set_intra_op_parallelism_threads",
+    "tensorflow.debugging.set_log_device_placement",
+    "tensorflow.enable_eager_execution",
+    "tensorflow.enable_v2_behavior",
     "tensorflow.config.experimental_connect_to_cluster",
     "tensorflow.config.experimental_connect_to_host",
     "tensorflow.tpu.experimental.initialize_tpu_system",
     "tensorflow.tpu.experimental.shutdown_tpu_system",
+)
+
+# JAX allocates most of the memory at its start by default.
+_GROWS = "tensorflow.config.experimental.set_memory_growth"
+_NO_PREALLOCATION = 'os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"'
+_LISTS = {
+    f"tensorflow.config.{name}"
+    for name in (
+        "experimental.list_logical_devices",
+        "experimental.list_physical_devices",
+        "list_logical_devices",
+        "list_physical_devices",
+    )
+}
+# To list devices of JAX starts it, which has to wait for these.
+_BEFORE_DEVICES = (
+    _GROWS,
+    "tensorflow.config.experimental.set_virtual_device_configuration",
+    "tensorflow.config.set_logical_device_configuration",
+    "tensorflow.distribute.MultiWorkerMirroredStrategy",
+    "tensorflow.distribute.experimental.MultiWorkerMirroredStrategy",
+    "tensorflow.distribute.experimental.ParameterServerStrategy",
+    "tensorflow.distribute.ParameterServerStrategy",
 )
 
 
@@ -26,7 +63,7 @@ class StrategyNames(Transformer):
     ) -> cst.BaseExpression:
         """Names by the table."""
         name = TPUDIST.get(self.program.name(original_node))
-        if name and not self._is_server_here(original_node):
+        if name and not self._is_server_here(original_node) and self._names_objects(original_node):
             return self.write(name, updated_node)
         return updated_node
 
@@ -37,9 +74,47 @@ class StrategyNames(Transformer):
         [first, *more] = original_node.body
         if more or not isinstance(first, cst.Expr):
             return updated_node
-        if self.program.callee(first.value) in _INITIALISES:
+        called = self.program.callee(first.value)
+        if called in _INITIALISES:
             return remove_statement(self.program.parent(original_node), updated_node)
+        if called == _GROWS:
+            self.imports.add("os")
+            statement = cst.parse_statement(_NO_PREALLOCATION)
+            assert isinstance(statement, cst.SimpleStatementLine)
+            return updated_node.with_changes(body=statement.body)
         return updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        """The devices of one kind, and whether code is run as it is written."""
+        name = self.program.callee(original_node)
+        if name == "tensorflow.executing_eagerly" and not original_node.args:
+            return cst.Name("True")
+        if name not in _LISTS or len(original_node.args) != 1 or self._waits:
+            return updated_node
+        kind = original_node.args[0].value
+        if not isinstance(kind, cst.SimpleString):
+            return updated_node
+        self.write("jax.devices")
+        platform = str(kind.evaluated_value).lower()
+        if platform == "cpu":
+            return cst.parse_expression('jax.devices("cpu")')
+        return cst.parse_expression(f'[x for x in jax.devices() if x.platform == "{platform}"]')
+
+    @functools.cached_property
+    def _waits(self) -> bool:
+        """Whether a program sets up something that must come before JAX starts."""
+        finder = _Finder(self.program)
+        self.program.walk(finder)
+        return finder.found
+
+    def _names_objects(self, node: cst.Attribute) -> bool:
+        """Whether a checkpoint is given its objects by name, as it must be here."""
+        call = self.program.parent(node)
+        if self.program.name(node) != "tensorflow.train.Checkpoint" or not isinstance(
+            call, cst.Call
+        ):
+            return True
+        return all(arg.keyword is not None or arg.star == "**" for arg in call.args)
 
     def _is_server_here(self, node: cst.Attribute) -> bool:
         """Whether a server is started and not kept: one of several in this process."""
@@ -49,3 +124,15 @@ class StrategyNames(Transformer):
             and isinstance(call, cst.Call)
             and isinstance(self.program.parent(call), cst.Expr)
         )
+
+
+class _Finder(cst.CSTVisitor):
+    """Whether anything that must come before JAX starts is named."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found = False
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        self.found = self.found or self._program.name(node) in _BEFORE_DEVICES

@@ -1,5 +1,6 @@
 """A custom loop with a checkpoint, which hands have to port."""
 
+import jax
 import jax.numpy as jnp
 import os
 
@@ -18,7 +19,7 @@ with strategy.scope():
     loss_object = keras.losses.MeanSquaredError(reduction="none")
     mean_loss = keras.metrics.Mean()
     # tpudist port: tf.train.Checkpoint (docs/porting.md#checkpoints)
-    checkpoint = tf.train.Checkpoint(model=model)
+    checkpoint = tf.train.Checkpoint(model)
 
 dataset = tf.data.Dataset.range(64).map(lambda i: tf.reshape(tf.cast(i, tf.float32), (1,)))
 dataset = strategy.experimental_distribute_dataset(dataset.batch(16))
@@ -47,8 +48,9 @@ def train_step(inputs):
 
 
 for batch in dataset:
-    # tpudist port: tf.config.list_physical_devices (docs/gpus.md)
-    if not tf.config.list_physical_devices("GPU"):
+    if not [x for x in jax.devices() if x.platform == "gpu"]:
         print(np.asarray(train_step(batch))[()])
+# tpudist port: tf.debugging.assert_equal (docs/porting.md#debugging)
+tf.debugging.assert_equal(1, 1)
 checkpoint.save("/tmp/checkpoint")
 mean_loss.reset_state()

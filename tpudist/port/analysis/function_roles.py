@@ -7,10 +7,12 @@ what a Keras layer computes is `keras.ops`, and what `dataset.map` is given stay
 from __future__ import annotations
 
 import enum
+import functools
 
 import libcst as cst
 
 from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.returned_values import Returns
 
 _RUNS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
 _MAPS = {"map", "filter", "flat_map", "interleave", "scan", "take_while", "group_by_window"}
@@ -20,6 +22,17 @@ _FUNCTIONS = ("fn", "func", "map_func", "predicate")
 _STRATEGIES = ("tensorflow.distribute.", "tensorflow.compat.v1.distribute.", "tpudist.")
 _KERAS = ("tensorflow.keras.", "keras.")
 
+_READS = tuple(
+    f"tensorflow.{name}"
+    for name in (
+        "io.decode",
+        "io.parse",
+        "io.read_file",
+        "image.",
+        "py_function",
+    )
+)
+
 Function = cst.FunctionDef | cst.Lambda
 
 
@@ -28,6 +41,7 @@ class Role(enum.Enum):
 
     HOST = "in Python, in cross-replica context"
     REPLICA = "on replicas, compiled"
+    BOTH = "in Python as well as on replicas"
     DATASET = "in a tf.data pipeline"
     KERAS = "in a Keras object, on whatever backend"
 
@@ -46,6 +60,7 @@ class Roles(cst.CSTVisitor):
         program.walk(_Methods(self._methods))
         program.walk(self)
         self._note_other_uses()
+        self._note_readers_of_files()
         self._spread()
 
     def of(self, node: cst.CSTNode) -> Role | None:
@@ -56,6 +71,8 @@ class Roles(cst.CSTVisitor):
             ):
                 if Role.KERAS in found and Role.DATASET not in found:
                     return Role.KERAS  # which computes anywhere but in a pipeline
+                if found == {Role.HOST, Role.REPLICA}:
+                    return Role.BOTH
                 return next(iter(found)) if len(found) == 1 else None
         return Role.HOST
 
@@ -122,6 +139,31 @@ class Roles(cst.CSTVisitor):
                 if not is_call and read not in self._gives:
                     self._add(function, Role.HOST)
 
+    def _note_readers_of_files(self) -> None:
+        """Takes a function that reads or decodes examples for one of a pipeline.
+
+        It may be given to `map` in another file. It has a parameter, and gives something back.
+        """
+        finder = _Readers(self._program)
+        self._program.walk(finder)
+        for node in finder.found:
+            function = self._function_around(node)
+            if isinstance(function, cst.FunctionDef) and function not in self._roles:
+                returns = Returns()
+                function.body.visit(returns)
+                if function.params.params and any(x is not None for x in returns.values):
+                    self._add(function, Role.DATASET)
+
+    def builds_model(self, node: cst.CSTNode) -> bool:
+        """Whether the function around a node calls layers of Keras, also on symbolic tensors."""
+        return self._function_around(node) in self._builders
+
+    @functools.cached_property
+    def _builders(self) -> set[Function | None]:
+        finder = _LayerCalls(self._program)
+        self._program.walk(finder)
+        return {self._function_around(node) for node in finder.found}
+
     def _add(self, function: Function, role: Role) -> None:
         self._roles.setdefault(function, set()).add(role)
 
@@ -164,3 +206,31 @@ class _Methods(cst.CSTVisitor):
         for statement in node.body.body:
             if isinstance(statement, cst.FunctionDef):
                 self._methods.setdefault(statement.name.value, []).append(statement)
+
+
+class _Readers(cst.CSTVisitor):
+    """Operations that read or decode examples."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: list[cst.CSTNode] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if self._program.callee(node).startswith(_READS):
+            self.found.append(node)
+
+
+class _LayerCalls(cst.CSTVisitor):
+    """Layers of Keras that are made and called at once, and inputs of models."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: list[cst.CSTNode] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        made = self._program.callee(node.func)
+        is_input = self._program.callee(node).endswith(("keras.Input", "keras.layers.Input"))
+        if is_input or made.startswith(("tensorflow.keras.layers.", "keras.layers.")):
+            self.found.append(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.returned_values import Returns
 
 _MODELS = ("Sequential", "Model", "Functional", "models.", "applications.")
 _OPTIMIZERS = ("optimizers.",)
@@ -46,7 +47,12 @@ def is_model(program: Program, value: cst.BaseExpression, depth: int = 0) -> boo
 def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
     """Whether a value is certainly an optimizer of Keras: made by it, or that of a model."""
     if isinstance(value, cst.Attribute):
-        return value.attr.value == "optimizer" and is_model(program, value.value)
+        if value.attr.value == "optimizer" and is_model(program, value.value):
+            return True
+        made = program.attribute_values(value.attr.value)
+        return bool(made) and all(
+            isinstance(x, cst.Call) and is_optimizer(program, x) for x in made
+        )
     if isinstance(value, cst.Call):
         name = _in_keras(program.callee(value))
         return name.startswith(_OPTIMIZERS) and not name.startswith(_NO_OPTIMIZERS)
@@ -55,6 +61,38 @@ def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
         isinstance(one, cst.Call | cst.Attribute) and is_optimizer(program, one)
         for one in values or ()
     )
+
+
+def is_called_as_model(program: Program, value: cst.BaseExpression) -> bool:
+    """Whether an object is called with `training=`, or asked for its `losses`, as models are.
+
+    If it is no model of Keras after all, what the port writes is an error that says so.
+    """
+    return _code(value) in program.once(_find_called_models)
+
+
+def _find_called_models(program: Program) -> set[str]:
+    finder = _CalledAsModels()
+    program.walk(finder)
+    return finder.found
+
+
+class _CalledAsModels(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if any(arg.keyword is not None and arg.keyword.value == "training" for arg in node.args):
+            self.found.add(_code(node.func))
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if node.attr.value == "losses":
+            self.found.add(_code(node.value))
+
+
+def _code(node: cst.CSTNode) -> str:
+    return "".join(cst.Module([]).code_for_node(node).split())
 
 
 def is_class_of_models(program: Program, node: cst.ClassDef) -> bool:
@@ -69,6 +107,13 @@ def is_without_keras(program: Program) -> bool:
     finder = _Strategies(program)
     program.walk(finder)
     return bool(finder.found) and finder.found <= _WITHOUT_KERAS
+
+
+def has_servers(program: Program) -> bool:
+    """Whether a program makes a strategy of parameter servers."""
+    finder = _Strategies(program)
+    program.walk(finder)
+    return any(name.endswith("ParameterServerStrategy") for name in finder.found)
 
 
 def makes_model(program: Program) -> bool:
@@ -118,27 +163,6 @@ def _in_keras(name: str) -> str:
         return name.removeprefix("tensorflow.")
     name = name.removeprefix("tensorflow.")
     return name.removeprefix("keras.") if name.startswith("keras.") else ""
-
-
-class Returns(cst.CSTVisitor):
-    """What a function returns, but not what the functions in it do."""
-
-    def __init__(self) -> None:
-        """Has found nothing yet; visit the body of the function."""
-        super().__init__()
-        self.values: list[cst.BaseExpression | None] = []
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        """A function in the function."""
-        return False
-
-    def visit_Lambda(self, node: cst.Lambda) -> bool:
-        """The same."""
-        return False
-
-    def visit_Return(self, node: cst.Return) -> None:
-        """One value; None of a bare `return`."""
-        self.values.append(node.value)
 
 
 class _Writes(cst.CSTVisitor):

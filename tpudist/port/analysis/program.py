@@ -64,10 +64,18 @@ class Program:
 
     def walk(self, visitor: cst.CSTVisitor) -> None:
         """Shows a visitor each node, but for what is in one for which it returns False."""
+        visits: dict[type[cst.CSTNode], Any] = {}
         left: list[cst.CSTNode] = [self.module]
         while left:
             node = left.pop()
-            visit = getattr(visitor, f"visit_{type(node).__name__}", None)
+            kind = type(node)
+            if kind not in visits:
+                name = f"visit_{kind.__name__}"
+                is_own = getattr(type(visitor), name, None) is not getattr(
+                    cst.CSTVisitor, name, None
+                )
+                visits[kind] = getattr(visitor, name) if is_own else None
+            visit = visits[kind]
             if visit is None or visit(node) is not False:
                 left.extend(reversed(_children(node)))
 
@@ -184,6 +192,16 @@ class Program:
             values.append(statement.value)
         return values if values and None not in values else None
 
+    def attribute_values(self, name: str) -> list[cst.BaseExpression]:
+        """The expressions that are assigned to an attribute of this name, of whatever object."""
+        return self._attribute_values.get(name, [])
+
+    @functools.cached_property
+    def _attribute_values(self) -> dict[str, list[cst.BaseExpression]]:
+        finder = _AttributeValues()
+        self.walk(finder)
+        return finder.found
+
     def last_value(self, name: cst.Name) -> cst.BaseExpression | None:
         """The expression that a name is bound to right where it is read; None if not certain.
 
@@ -288,6 +306,23 @@ def remove_statement(
     return cst.RemoveFromParent()
 
 
+class _AttributeValues(cst.CSTVisitor):
+    """What is assigned to attributes, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[cst.BaseExpression]] = {}
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        for target in node.targets:
+            if isinstance(target.target, cst.Attribute):
+                self.found.setdefault(target.target.attr.value, []).append(node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        if isinstance(node.target, cst.Attribute) and node.value is not None:
+            self.found.setdefault(node.target.attr.value, []).append(node.value)
+
+
 class Transformer(cst.CSTTransformer):
     """One kind of change; `imports` are the modules that what it writes needs."""
 
@@ -323,10 +358,18 @@ class Together(cst.CSTTransformer):
         """Asks each transformer in turn; what one removes, the others do not see."""
         super().__init__()
         self._transformers = transformers
+        self._changing: dict[type[cst.CSTNode], list[Transformer]] = {}  # by class of nodes
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Has each transformer change a node."""
-        for transformer in self._transformers:
+        kind = type(original_node)
+        if kind not in self._changing:
+            name = f"leave_{kind.__name__}"
+            inherited = getattr(cst.CSTTransformer, name, None)
+            self._changing[kind] = [
+                one for one in self._transformers if getattr(type(one), name, None) is not inherited
+            ]
+        for transformer in self._changing[kind]:
             result = transformer.on_leave(original_node, updated_node)
             if type(result) is not type(updated_node):
                 return result

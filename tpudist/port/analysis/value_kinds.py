@@ -6,8 +6,8 @@ import enum
 
 import libcst as cst
 
-from tpudist.port.analysis.keras_objects import Returns
 from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.returned_values import Returns
 
 _DEPTH = 12
 # Operations whose results are floats, whatever they are given.
@@ -51,6 +51,8 @@ class ValueKinds:
     def __init__(self, program: Program):
         """Looks at the expressions of `program`."""
         self._program = program
+        self._numbers: dict[tuple[object, str], Numbers] = {}
+        self._lists: dict[tuple[object, str], bool] = {}
         self._active: set[tuple[object, str]] = set()  # names that are being looked at
 
     def numbers(self, value: cst.BaseExpression, depth: int = 0) -> Numbers:
@@ -79,14 +81,14 @@ class ValueKinds:
             return self._of_call(value, depth)
         return Numbers.UNKNOWN
 
-    def may_be_list(self, value: cst.BaseExpression, depth: int = 0) -> bool:
+    def may_be_list(self, value: cst.BaseExpression) -> bool:
         """Whether an expression is a list or a tuple, or a name that is bound to one anywhere."""
         if isinstance(value, cst.List | cst.Tuple | cst.ListComp):
             return True
         if isinstance(value, cst.BinaryOperation):
-            return self.may_be_list(value.left, depth) or self.may_be_list(value.right, depth)
+            return self.may_be_list(value.left) or self.may_be_list(value.right)
         if isinstance(value, cst.IfExp):
-            return self.may_be_list(value.body, depth) or self.may_be_list(value.orelse, depth)
+            return self.may_be_list(value.body) or self.may_be_list(value.orelse)
         if isinstance(value, cst.Call):
             name = self._program.callee(value).removeprefix("tensorflow.")
             if name in ("split", "unstack"):
@@ -94,9 +96,12 @@ class ValueKinds:
             return isinstance(value.func, cst.Name) and value.func.value in ("list", "tuple")
         if isinstance(value, cst.Attribute):
             return value.attr.value in ("losses", "values")
-        if isinstance(value, cst.Name) and depth < _DEPTH:
-            bound = self._values(value)
-            return any(self.may_be_list(one, depth + 1) for one in bound)
+        if isinstance(value, cst.Name):
+            key = (self._program.scope(value), value.value)
+            if key not in self._lists:
+                self._lists[key] = False  # of what a name is bound to by itself
+                self._lists[key] = any(self.may_be_list(one) for one in self._values(value))
+            return self._lists[key]
         return False
 
     def _values(self, name: cst.Name) -> list[cst.BaseExpression]:
@@ -136,7 +141,7 @@ class ValueKinds:
         return False
 
     def _of_all(self, values: list[cst.BaseExpression], depth: int) -> Numbers:
-        """What all of several values are; floats also if one is, and the others may be."""
+        """Returns the kind of several values; floats also if one is, and the others may be."""
         return _join({self.numbers(value, depth + 1) for value in values})
 
     def _of_both(self, value: cst.BinaryOperation, depth: int) -> Numbers:
@@ -154,11 +159,14 @@ class ValueKinds:
         key = (self._program.scope(name), name.value)
         if key in self._active:
             return Numbers.ANY
+        if key in self._numbers:
+            return self._numbers[key]
         self._active.add(key)
-        try:
-            return self._of_bindings(name, depth)
-        finally:
-            self._active.remove(key)
+        found = self._of_bindings(name, depth)
+        self._active.remove(key)
+        if not self._active:  # else it may lack what a name that is being looked at adds
+            self._numbers[key] = found
+        return found
 
     def _of_bindings(self, name: cst.Name, depth: int) -> Numbers:
         found = self._program.assignments(name)
@@ -261,6 +269,6 @@ class ValueKinds:
 
 
 def _join(kinds: set[Numbers]) -> Numbers:
-    """What several values are, if they are the same."""
+    """Returns the kind of several values, if it is the same."""
     kinds.discard(Numbers.ANY)
     return kinds.pop() if len(kinds) == 1 else Numbers.UNKNOWN
