@@ -141,7 +141,7 @@ class ValueKinds:
         return False
 
     def _of_all(self, values: list[cst.BaseExpression], depth: int) -> Numbers:
-        """Returns the kind of several values; floats also if one is, and the others may be."""
+        """Returns the kind of several values, if it is the same."""
         return _join({self.numbers(value, depth + 1) for value in values})
 
     def _of_both(self, value: cst.BinaryOperation, depth: int) -> Numbers:
