@@ -235,6 +235,12 @@ CASES = [
     ("tf.logical_and(b, x > 0)", lambda: B & (X > 0)),
     ("tf.logical_or(b, x > 0)", lambda: B | (X > 0)),
     ("tf.math.logical_xor(b, x > 0)", lambda: B ^ (X > 0)),
+    ("tf.bitwise.bitwise_and(i, j)", lambda: I & J),
+    ("tf.bitwise.bitwise_or(i, j)", lambda: I | J),
+    ("tf.bitwise.bitwise_xor(i, j)", lambda: I ^ J),
+    ("tf.bitwise.left_shift(i, ids)", lambda: I << IDS),
+    ("tf.bitwise.right_shift(i, ids)", lambda: I >> IDS),
+    ("tf.bitwise.invert(i)", lambda: ~I),
     ("tf.math.divide_no_nan(x, z)", lambda: np.divide(X, Z, where=Z != 0, out=np.zeros_like(X))),
     (
         "tf.math.divide_no_nan(x + 1, z * 2)",
@@ -523,4 +529,4 @@ def test_every_operation_is_compared():
         if name not in RANDOM and not name.startswith("tensorflow.keras.backend.")
     }
     left = {name for name in names if f"{name}(" not in compared}
-    assert left == {"recompute_grad", "assert_same_structure"}
+    assert left == {"recompute_grad", "assert_same_structure", "name_scope"}

@@ -152,11 +152,11 @@ def test_functions_of_pipelines_stay_those_of_tensorflow():
     assert port(source) == source.splitlines()
 
 
-def test_a_function_of_replicas_and_of_others_is_left():
+def test_a_function_of_replicas_and_of_python_takes_tensors_too():
     source = (
         "def double(x):\n    return tf.add(x, x)\nstrategy.run(double, args=(1,))\ndouble(tensor)\n"
     )
-    assert port(source) == source.splitlines()
+    assert port(source)[1] == "    return jnp.add(jnp.asarray(x), jnp.asarray(x))"
 
 
 @pytest.mark.parametrize(
@@ -521,15 +521,18 @@ def test_methods_that_replicas_run_are_found_by_self():
         "        return tf.add(x, x)\n"
     )
     assert port(source)[-1] == "        return jnp.add(x, x)"
-    assert port(source + "trainer.double(tensor)\n") == [
-        *source.splitlines(),
-        "trainer.double(tensor)",
-    ]
+    of_both = port(source + "trainer.double(tensor)\n")
+    assert "        return jnp.add(jnp.asarray(x), jnp.asarray(x))" in of_both
 
 
 @pytest.mark.parametrize("use", ["call(step)", "callbacks = [step]", "other = step"])
-def test_a_function_that_is_given_to_others_too_is_left(use):
+def test_a_function_that_is_given_to_others_too_takes_tensors(use):
     source = f"def step(x):\n    return tf.exp(x)\nstrategy.run(step, args=(1,))\n{use}\n"
+    assert port(source)[1] == "    return jnp.exp(jnp.asarray(x))"
+
+
+def test_a_function_of_replicas_and_of_a_pipeline_is_left():
+    source = "def f(x):\n    return tf.exp(x)\nstrategy.run(f, args=(1,))\ndataset.map(f)\n"
     assert port(source) == source.splitlines()
 
 

@@ -54,10 +54,11 @@ class GraphFunctions(Transformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         """`tf.function(f)` is `f`; what is printed at each step by JAX, or by Python."""
         name = self.program.callee(original_node)
-        if name == "tensorflow.function" and len(original_node.args) == 1:
-            arg = updated_node.args[0]
+        if name == "tensorflow.function" and original_node.args:
+            arg, *options = updated_node.args
             is_decorator = isinstance(self.program.parent(original_node), cst.Decorator)
-            if not is_decorator and arg.keyword is None and not arg.star:
+            are_named = all(x.keyword is not None for x in options)
+            if not is_decorator and are_named and arg.keyword is None and not arg.star:
                 role = self._roles.of(original_node)
                 return updated_node if role is Role.DATASET else arg.value
         if name == "tensorflow.print":
@@ -69,7 +70,7 @@ class GraphFunctions(Transformer):
         call = original_node.iter
         if (
             self.program.callee(call) == "tensorflow.range"
-            and self._roles.of(original_node) in (Role.HOST, Role.REPLICA)
+            and self._roles.of(original_node) in (Role.HOST, Role.REPLICA, Role.BOTH)
             and isinstance(call, cst.Call)
             and not any(arg.star for arg in call.args)
             and self._is_only_counted(original_node.target)

@@ -29,7 +29,7 @@ class LossFunctions(Transformer):
     ) -> cst.BaseExpression:
         """The names that change."""
         name = self.program.name(original_node)
-        if name in _SHARES and self._roles.of(original_node) is Role.REPLICA:
+        if name in _SHARES and self._roles.of(original_node) in (Role.REPLICA, Role.BOTH):
             return self.write(_SHARES[name], updated_node)
         if name.startswith(_REDUCTION) and (rule := _REDUCTIONS.get(name.removeprefix(_REDUCTION))):
             return cst.SimpleString(f'"{rule}"')

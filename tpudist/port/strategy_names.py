@@ -31,7 +31,7 @@ _INITIALISES = (
     "tensorflow.tpu.experimental.shutdown_tpu_system",
 )
 
-# JAX takes most of the memory at once unless it is told not to.
+# JAX allocates most of the memory at its start by default.
 _GROWS = "tensorflow.config.experimental.set_memory_growth"
 _NO_PREALLOCATION = 'os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"'
 _LISTS = {

@@ -50,6 +50,7 @@ TPUDIST = {
     "tensorflow.config.run_functions_eagerly": "tpudist.run_functions_eagerly",
     "tensorflow.errors.CancelledError": "tpudist.errors.CancelledError",
     "tensorflow.errors.DeadlineExceededError": "tpudist.errors.DeadlineExceededError",
+    "tensorflow.errors.OutOfRangeError": "tpudist.errors.OutOfRangeError",
     "tensorflow.errors.UnavailableError": "tpudist.errors.UnavailableError",
     "tensorflow.train.Checkpoint": "tpudist.checkpoint.Checkpoint",
     "tensorflow.train.CheckpointManager": "tpudist.checkpoint.CheckpointManager",

@@ -28,8 +28,7 @@ _READS = tuple(
         "io.decode",
         "io.parse",
         "io.read_file",
-        "image.decode",
-        "image.resize",
+        "image.",
         "py_function",
     )
 )
@@ -42,6 +41,7 @@ class Role(enum.Enum):
 
     HOST = "in Python, in cross-replica context"
     REPLICA = "on replicas, compiled"
+    BOTH = "in Python as well as on replicas"
     DATASET = "in a tf.data pipeline"
     KERAS = "in a Keras object, on whatever backend"
 
@@ -71,6 +71,8 @@ class Roles(cst.CSTVisitor):
             ):
                 if Role.KERAS in found and Role.DATASET not in found:
                     return Role.KERAS  # which computes anywhere but in a pipeline
+                if found == {Role.HOST, Role.REPLICA}:
+                    return Role.BOTH
                 return next(iter(found)) if len(found) == 1 else None
         return Role.HOST
 

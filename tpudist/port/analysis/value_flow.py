@@ -1,4 +1,4 @@
-"""Where a value goes: whether something reads it that wants a tensor, and no array."""
+"""Follows a value to its readers, to find one that needs a tensor rather than an array."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ValueFlow:
     """Follows values of a program through names and arithmetic."""
 
     def __init__(self, program: Program, roles: Roles):
-        """`roles` are those of the functions of `program`."""
+        """`roles` has the roles of all functions of `program`."""
         self._program = program
         self._roles = roles
 

@@ -141,7 +141,7 @@ class ValueKinds:
         return False
 
     def _of_all(self, values: list[cst.BaseExpression], depth: int) -> Numbers:
-        """What all of several values are; floats also if one is, and the others may be."""
+        """Returns the kind of several values, if it is the same."""
         return _join({self.numbers(value, depth + 1) for value in values})
 
     def _of_both(self, value: cst.BinaryOperation, depth: int) -> Numbers:
@@ -269,6 +269,6 @@ class ValueKinds:
 
 
 def _join(kinds: set[Numbers]) -> Numbers:
-    """What several values are, if they are the same."""
+    """Returns the kind of several values, if it is the same."""
     kinds.discard(Numbers.ANY)
     return kinds.pop() if len(kinds) == 1 else Numbers.UNKNOWN

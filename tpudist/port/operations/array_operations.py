@@ -1,4 +1,4 @@
-"""Operations on arrays: those that JAX, or Keras, has with the same meaning.
+"""Replaces operations on arrays by the functions of JAX, or Keras, that compute the same.
 
 On replicas they become those of `jax.numpy`, in Keras objects of `keras.ops`. In Python around
 them an argument may be a tensor of a `tf.data` pipeline or a list, which `jnp.asarray` takes.
@@ -34,13 +34,13 @@ _TWICE = "values"
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """What replaces a call.
+    """The replacement of a call.
 
     Attributes:
         template: The expression, with `_x` for the argument `x`.
-        parameters: Those of the operation.
-        arrays: Those of them that must be arrays.
-        used: Those whose arguments the template has taken in.
+        parameters: Parameters of the operation, with their defaults.
+        arrays: Parameters that must be arrays.
+        used: Parameters whose arguments the template already contains.
     """
 
     template: str
@@ -165,7 +165,7 @@ class ArrayOperations(Transformer):
         return cst.Call(self.write("jnp.asarray"), [cst.Arg(value)])
 
     def _target(self, call: cst.Call) -> _Target | None:
-        """What an operation becomes; None if it stays."""
+        """Returns the replacement of an operation; None if it stays."""
         if call not in self._targets:
             self._targets[call] = self._find_target(call)
         return self._targets[call]
@@ -255,7 +255,7 @@ class ArrayOperations(Transformer):
             return ".at[" in template
         if self._kinds.may_be_list(value):
             return not (isinstance(value, cst.Call) and self._is_ported_to_array(value))
-        if self._roles.of(value) is not Role.HOST:
+        if self._roles.of(value) not in (Role.HOST, Role.BOTH):
             return False
         return not self._is_array(value)
 
@@ -373,7 +373,7 @@ class _Fill(cst.CSTTransformer):
         self._by_position = template.startswith(_BY_POSITION)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        """Leaves out what was not given; then what follows has to be named."""
+        """Leaves out arguments that a call does not give, and names those that follow."""
         args: list[cst.Arg] = []
         is_left_out = False
         for i, (before, arg) in enumerate(zip(original_node.args, updated_node.args, strict=True)):
@@ -407,7 +407,7 @@ class _Fill(cst.CSTTransformer):
         return _in_parentheses(self._values[name].deep_clone())
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        """An argument needs no parentheses of ours."""
+        """Puts an argument in its place without parentheses."""
         name = _parameter(original_node.value)
         if name is None or name not in self._values:
             return updated_node
@@ -428,7 +428,7 @@ def _parse(template: str) -> cst.BaseExpression:
 
 @functools.cache
 def _count(template: str) -> dict[str, int]:
-    """How often each parameter is read by a template."""
+    """Returns how often a template reads each parameter."""
     found: dict[str, int] = {}
 
     class Finder(cst.CSTVisitor):

@@ -29,7 +29,7 @@ class Operation:
 
 OPERATIONS: dict[str, Operation] = {}
 
-# Parameters that are not arrays; `-` before a name says so of one operation.
+# Parameters that are not arrays; `-` before a name marks one of a single operation.
 NOT_ARRAYS = set(
     "axis axes keepdims dtype shape dims perm depth multiples repeats num num_rows num_columns "
     "shift num_segments approximate epsilon t_list fn stddev mean minval maxval num_samples "
@@ -96,6 +96,13 @@ _add("+pow", "x y", "jnp.power(_x, _y)")
 _add("math.floordiv", "x y", "jnp.floor_divide(_x, _y)")
 _add("math.mod math.floormod", "x y", "jnp.mod(_x, _y)")
 _add("math.atan2", "y x", "jnp.arctan2(_y, _x)")
+_add(
+    "bitwise.bitwise_and bitwise.bitwise_or bitwise.bitwise_xor bitwise.left_shift "
+    "bitwise.right_shift",
+    "x y",
+    "jnp.{}(_x, _y)",
+)
+_add("bitwise.invert", "x", "jnp.invert(_x)", "")
 _add("math.squared_difference", "x y", "jnp.square(_x - _y)")
 _add(
     "math.divide_no_nan",
@@ -282,6 +289,7 @@ _add(
 # Functions of functions and of structures.
 _add("map_fn", "fn elems", "jax.lax.map(_fn, _elems)", "keras.ops.map(_fn, _elems)")
 _add("vectorized_map", "fn elems", "jax.vmap(_fn)(_elems)", "keras.ops.vectorized_map(_fn, _elems)")
+_add("name_scope", "-name", "jax.named_scope(_name)", "keras.name_scope(_name)")
 _add("recompute_grad", "f", "jax.checkpoint(_f)", "")
 for _name, _parameters in (
     ("flatten", "structure"),
