@@ -23,6 +23,7 @@ INTERNAL = {
     "FailedElsewhere": "the cause of a CheckpointError",
     "GenerationEnded": "ends a thread that was left behind",
     "HbmExceeded": "`plan.refusal`",
+    "MakesConstants": "the operation of the library stays",
     "MakesVariables": "the function is traced again",
     "NewVariable": "the function is traced again",
     "NextElement": "the function is traced again",
@@ -34,6 +35,7 @@ INTERNAL = {
     "Released": "the error of the other replica",
     "ResultTimeout": "the server is replaced",
     "TraceFailed": "the error of the trace",
+    "_CannotTrace": "the operation of the library stays",
     "_NotUnderstood": "what cannot be read may differ between replicas",
     "_OutOfTime": "the result of the search so far",
 }
