@@ -24,6 +24,7 @@ INTERNAL = {
     "GenerationEnded": "ends a thread that was left behind",
     "HbmExceeded": "`plan.refusal`",
     "LocalState": "the function is traced again",
+    "MakesConstants": "the operation of the library stays",
     "MakesVariables": "the function is traced again",
     "NewVariable": "the function is traced again",
     "NextElement": "the function is traced again",
@@ -35,6 +36,7 @@ INTERNAL = {
     "Released": "the error of the other replica",
     "ResultTimeout": "the server is replaced",
     "TraceFailed": "the error of the trace",
+    "_CannotTrace": "the operation of the library stays",
     "_NotUnderstood": "what cannot be read may differ between replicas",
     "_OutOfTime": "the result of the search so far",
 }

@@ -353,9 +353,12 @@ def test_flops_of_what_is_not_understood_are_a_note():
 
 @functools.cache
 def twice():
-    """A primitive that holds a program and runs it, as a library's own would."""
+    """A primitive that holds a program and runs it, outside of traces on NumPy's arrays only.
+
+    One whose evaluation can be traced is followed: see `test_library_operations`.
+    """
     primitive = core.Primitive("twice")
-    primitive.def_impl(lambda x, program: core.jaxpr_as_fun(program)(x)[0])
+    primitive.def_impl(lambda x, program: core.jaxpr_as_fun(program)(np.asarray(x))[0])
     primitive.def_abstract_eval(lambda x, program: jax.core.ShapedArray(x.shape, x.dtype))
     mlir.register_lowering(
         primitive,

@@ -31,6 +31,7 @@ from tpudist.programs import (
     axis_errors,
     axis_names,
     jaxprs,
+    library_operations,
     out_shardings,
     replica_equality,
     result_shapes,
@@ -94,7 +95,7 @@ def trace(
             out_shardings.honour_out_shardings(),
         ):
             traced = jax.make_jaxpr(function)(*local)
-        found.append(axis_names.use_replica_axis(mesh, traced))
+        found.append(library_operations.expand(axis_names.use_replica_axis(mesh, traced)))
 
     replicas = jax.shard_map(
         body,
@@ -263,7 +264,7 @@ def _trace_one(
         out_shardings.honour_out_shardings(),
     ):
         traced = jax.make_jaxpr(function)(*local)
-    return axis_names.use_replica_axis(mesh, traced)
+        return library_operations.expand(axis_names.use_replica_axis(mesh, traced))
 
 
 def _shape_of_part(x: Any, is_stacked: bool) -> jax.ShapeDtypeStruct:

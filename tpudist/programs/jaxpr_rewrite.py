@@ -6,11 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
 from tpudist.programs.references import is_reference
+
+
+class MakesConstants(TypeError):
+    """The function for an equation makes arrays as constants, for which there is no place.
+
+    Attributes:
+        primitive: The operation of the equation.
+    """
+
+    def __init__(self, primitive: Any):
+        """See the class."""
+        super().__init__(f"The function for '{primitive}' makes constants that are arrays.")
+        self.primitive = primitive
 
 
 def rewrite(
@@ -90,10 +104,12 @@ class _Rewrite:
         # In the mesh of its place, and anew each time: the variables are to be new ones.
         with eqn.ctx.manager:
             made = jax.make_jaxpr(lambda *x: _copy(self.instead(eqn, *x)))(*shapes)
-        if made.consts:
-            raise TypeError(f"{self.instead} makes constants, for which there is no place here.")
         traced = made.jaxpr
         names: dict[Any, Any] = dict(zip(traced.invars, operands, strict=True))
+        for variable, const in zip(traced.constvars, made.consts, strict=True):
+            if np.ndim(const) or not isinstance(const, jax.Array | np.generic | np.ndarray):
+                raise MakesConstants(eqn.primitive)
+            names[variable] = core.Literal(np.asarray(const)[()], variable.aval)
         names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
         return [_rename(x, names, eqn.source_info) for x in traced.eqns]
 

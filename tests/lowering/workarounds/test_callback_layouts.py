@@ -53,16 +53,20 @@ def print_the_replica():
     jax.debug.print("{}", tpudist.get_replica_context().replica_id_in_sync_group)
 
 
+def write_a_word():
+    print("here\n", end="")  # at once, as replicas write at the same time
+
+
 def call_back():
-    jax.debug.callback(lambda: print("here"))
+    jax.debug.callback(write_a_word)
 
 
 def call_back_for_effect():
-    io_callback(lambda: print("here"), None)
+    io_callback(write_a_word, None)
 
 
 def call_back_for_a_result():
-    io_callback(lambda: print("here") or np.float32(1), jax.ShapeDtypeStruct((), np.float32))
+    io_callback(lambda: write_a_word() or np.float32(1), jax.ShapeDtypeStruct((), np.float32))
 
 
 def print_in_a_branch():

@@ -1,0 +1,73 @@
+"""Operations that other libraries define are followed as the functions of JAX that compute them."""
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+from jax.interpreters import mlir
+
+import tpudist
+from tpudist.programs import library_operations
+
+
+def make_operation(name, compute, result):
+    """A primitive as Lineax has them: computed and lowered by a function of JAX."""
+    operation = core.Primitive(name)
+    operation.def_impl(compute)
+    operation.def_abstract_eval(result)
+    mlir.register_lowering(operation, mlir.lower_fun(compute, multiple_results=False))
+    return operation
+
+
+def shape_of_scalar(x):
+    return x.update(shape=())
+
+
+centred = make_operation("centred", lambda x: x - x.mean(0), lambda x: x)
+spread = make_operation("spread", lambda x: jnp.abs(centred.bind(x)).max(), shape_of_scalar)
+asked = make_operation(
+    "asked",
+    lambda x: jax.pure_callback(
+        lambda x: np.asarray(x).max(), jax.ShapeDtypeStruct((), jnp.float32), x
+    ),
+    shape_of_scalar,
+)
+refused = make_operation("refused", lambda x: x * float(x[0]), lambda x: x)
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}], ids=str)
+def test_an_operation_of_a_library_has_exact_partial_batches(axes):
+    strategy = tpudist.TPUStrategy(
+        replica_axes=axes, devices=jax.devices()[: 2 * (2 if axes else 1)]
+    )
+    rows = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    [batch] = strategy.experimental_distribute_dataset([rows])
+
+    def step(x):
+        return spread.bind(x), eqxi.unvmap_any(x > 2)
+
+    largest, _ = strategy.run(step, args=(batch,))
+    wanted = [np.abs(x - x.mean(0)).max() for x in (rows[:3], rows[3:])]
+    np.testing.assert_allclose(largest.array, wanted, rtol=1e-5)
+
+
+def test_an_operation_that_calls_back_runs_in_a_replica_of_two_devices():
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2}, devices=jax.devices()[:4])
+    found = strategy.run(asked.bind, args=(jnp.arange(3.0),))
+    assert [float(x) for x in strategy.experimental_local_results(found)] == [2, 2]
+
+
+def test_what_an_operation_computes_is_proved_equal():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    assert isinstance(strategy.run(spread.bind, args=(jnp.ones((2, 2)),)), jax.Array)
+
+
+def test_an_operation_whose_function_cannot_be_traced_stays():
+    closed = jax.make_jaxpr(lambda x: refused.bind(centred.bind(x)))(jnp.ones(3))
+    names = [eqn.primitive.name for eqn in library_operations.expand(closed).eqns]
+    assert "refused" in names
+    assert "centred" not in names
+    plain = jax.make_jaxpr(jnp.sin)(1.0)
+    assert library_operations.expand(plain) is plain
