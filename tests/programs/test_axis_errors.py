@@ -145,7 +145,6 @@ def test_axes_of_a_replica_that_are_text_are_refused_with_the_dict():
         ("fsdp=2", '{"fsdp": 2}'),
         ("fsdp:2, tensor = 4", '{"fsdp": 2, "tensor": 4}'),
         (("fsdp", 2), '{"fsdp": 2}'),
-        ([("fsdp", 2), ("tensor", 4)], '{"fsdp": 2, "tensor": 4}'),
         ("fsdp", '{"fsdp": 4}'),
         (4, '{"fsdp": 4}'),
     ]:

@@ -5,6 +5,7 @@ by collectives. The axes inside a replica are *automatic*: XLA splits the work a
 variables' shardings say.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -260,12 +261,12 @@ def _check_axis_name(name: str | None, inner_axes: Sequence[str]) -> None:
 
 
 def _as_axes(axes: Any) -> dict[str, int]:
-    """Returns a new dict of axes.
+    """Returns a new dict of axes, which may be pairs.
 
     Raises:
         TypeError: If `axes` is not one; with the dict that a text such as `"fsdp=4"` means.
     """
-    if axes is None or isinstance(axes, Mapping):
+    with contextlib.suppress(TypeError, ValueError):
         return dict(axes or {})
     meant = dict(re.findall(r"([a-zA-Z_]\w*)['\"]?\s*[=:,]\s*(\d+)", str(axes)))
     written = ", ".join(f'"{name}": {size}' for name, size in meant.items()) or '"fsdp": 4'
