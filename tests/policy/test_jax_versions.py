@@ -265,6 +265,10 @@ OF_OTHERS = {
     "_internal_use_concrete_mesh": "xla/internals.py",
     "_update_thread_local_hook": "xla/internals.py",
     "_raw_value": "state/nnx_binding.py",
+    "_flatten_metrics_in_order": "keras/distributed_input.py",
+    "_ex_iterable": "input/sources/hugging_face.py",
+    "_rand": "input/sources/shuffle_seeds.py",  # the global generator of NumPy
+    "_bit_generator": "input/sources/shuffle_seeds.py",  # of a `RandomState`
     "_distribute_data": "keras/keras_internals.py",
     "_get_distributed_iterator": "keras/keras_internals.py",
     "_get_state_sharding_spec": "keras/keras_internals.py",

@@ -23,7 +23,8 @@ _NOT_LINEAR = frozenset(
 
 class _Kind(enum.Enum):
     FREE = "does not depend on the state"
-    SUM = "the state, or zero, with something added"
+    ADDED = "zero, with something added"
+    SUM = "the state, with something added"
     UNKNOWN = "may be a sum"
     OTHER = "is not a sum"
 
@@ -41,7 +42,7 @@ def replaces_state(closed: jaxprs.ClosedJaxpr, output: int, state: int) -> bool:
 
     def read(x: Any) -> _Kind:
         if isinstance(x, core.Literal):
-            return _Kind.FREE if np.any(x.val) else _Kind.SUM  # it was set to zero before
+            return _Kind.FREE if np.any(x.val) else _Kind.ADDED  # it was set to zero before
         return kinds.get(x, _Kind.FREE)
 
     for eqn in jaxpr.eqns:
@@ -53,21 +54,17 @@ def replaces_state(closed: jaxprs.ClosedJaxpr, output: int, state: int) -> bool:
 
 def _kind_of(eqn: core.JaxprEqn, given: list[_Kind]) -> _Kind:
     name = eqn.primitive.name
-    depends = [
-        kind is not _Kind.FREE and not isinstance(x, core.Literal)
-        for kind, x in zip(given, eqn.invars, strict=True)
-    ]
+    depends = [kind not in (_Kind.FREE, _Kind.ADDED) for kind in given]
     if name in ("add", "add_any", "sub"):
-        first, second = given
-        if name == "sub":
-            second = _Kind.FREE if not depends[1] else _Kind.OTHER
-        if _Kind.OTHER in (first, second):
+        if _Kind.OTHER in given or (name == "sub" and depends[1]):
             return _Kind.OTHER
-        if first is second is _Kind.SUM:
-            return _Kind.SUM if not all(depends) else _Kind.OTHER
-        return second if first is _Kind.FREE else first
-    if not any(depends):
-        return _Kind.FREE
+        if all(depends):
+            return _Kind.OTHER if given == [_Kind.SUM, _Kind.SUM] else _Kind.UNKNOWN
+        if any(depends):
+            return given[depends.index(True)]
+        return _Kind.ADDED if _Kind.ADDED in given else _Kind.FREE
     if name in _KEEP:
         return given[0]
+    if not any(depends):
+        return _Kind.FREE
     return _Kind.OTHER if name in _NOT_LINEAR or _Kind.OTHER in given else _Kind.UNKNOWN

@@ -56,7 +56,7 @@ def _with_error(x: Any, size: float) -> Any:
 
 def _count_addends(eqn: core.JaxprEqn) -> float:
     """Returns how many numbers are added to one element of the result."""
-    shapes = [getattr(x.aval, "shape", ()) for x in eqn.invars]
+    shapes: list[Any] = [getattr(x.aval, "shape", ()) for x in eqn.invars]
     name = eqn.primitive.name
     if name == "dot_general":
         (dims, _), _ = eqn.params["dimension_numbers"]
