@@ -599,6 +599,13 @@ elsewhere(
     "coordinator/rpc/test_rpc.py::test_calls_at_once_change_a_variable_one_after_the_other",
 )
 elsewhere(
+    "`tf.train.Checkpoint.restore`",
+    "Only the objects that are attached",
+    "checkpoint/test_path_checkpoints.py::test_names_that_only_one_side_has_are_reported",
+    "checkpoint/test_path_checkpoints.py::test_what_does_not_fit_is_an_error",
+)
+
+elsewhere(
     "`experimental.rpc.Client.call`",
     "It has the structure that the function gave.",
     "coordinator/rpc/test_rpc.py::test_a_value_comes_back_as_it_was_given",

@@ -25,6 +25,9 @@ from tpudist.state.code_reads import CodeReads, Read, reads_of
 
 MAX_VALUES = 1000
 """Values of one function, or of one container, that are looked at; more are left out."""
+
+_MAX_DEPTH = 100
+"""Levels of containers in containers that are looked at."""
 # Methods of containers that read none of their contents.
 _MUTATORS = frozenset(
     "add append appendleft clear discard extend insert pop popitem popleft remove update".split()
@@ -123,7 +126,7 @@ class _Walk:
 
     def _visit_container(self, expression: str, value: Any, name: str) -> None:
         values = list(value.values() if isinstance(value, dict) else value)
-        if len(values) > MAX_VALUES:
+        if len(values) > MAX_VALUES or expression.count("[") > _MAX_DEPTH:
             return
         if all(isinstance(x, SCALARS) for x in values):
             self._add(expression, copy.copy(value), name, is_weak=False)
