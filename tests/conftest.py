@@ -155,6 +155,7 @@ def _in_groups(items: list[pytest.Item]) -> None:
     for item in items:
         name = item.path.stem
         group = "the clock" if name in _WATCH_THE_CLOCK else name
+        group = "the layers" if name in ("test_layers", "test_layering") else group  # share trees
         item.add_marker(pytest.mark.xdist_group(group))
     rank = {name: i for i, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

@@ -77,7 +77,10 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if x == "line search" else ()) for x in DERIVATIVES],
+)
 def test_derivatives_equal_those_on_one_device(strategy, batch, name):
     derive = DERIVATIVES[name]
     found = strategy.run(derive(loss), (WEIGHTS, batch))

@@ -40,7 +40,7 @@ def come(address, processes, timeout_s=20.0):
         return list(pool.map(lambda x: one(*x), processes))
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 40))])
 def test_all_meet_whoever_comes_first(address, count):
     processes = [(i, count, 0.3 * (i % 3 == count % 3)) for i in range(count)]
     assert come(address, processes) == ["met"] * count
@@ -137,6 +137,7 @@ def test_other_versions_are_an_error(address, monkeypatch):
     assert all("has 0.1 as its version of jax" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
 
 
+@pytest.mark.slow
 def test_a_process_that_goes_again_is_waited_for(address):
     host, port = address.split(":")
     said = b'{"index": 1, "count": 3, "who": "x"}\n'

@@ -26,7 +26,7 @@ def batches(strategy, rows):
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("axis", ["replica", AXIS])
-@pytest.mark.parametrize("rows", [9, 13, 15])
+@pytest.mark.parametrize("rows", [9, *(pytest.param(x, marks=pytest.mark.slow) for x in (13, 15))])
 def test_a_tail_is_normalized_by_all_its_rows(strategy, rows, axis, fast):
     """One row on one replica was NaN for all of them, and moved the statistics to NaN."""
     make = lambda axis: nnx.BatchNorm(  # noqa: E731
@@ -41,7 +41,7 @@ def test_a_tail_is_normalized_by_all_its_rows(strategy, rows, axis, fast):
     np.testing.assert_allclose(norm.var[...], alone.var[...], rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [9, 13])
+@pytest.mark.parametrize("rows", [9, pytest.param(13, marks=pytest.mark.slow)])
 def test_rows_that_are_masked_do_not_count(strategy, rows):
     mask = jnp.array([True, False])[None, :, None]
     norm = strategy.create(lambda: nnx.BatchNorm(3, axis_name="replica", rngs=nnx.Rngs(0)))
