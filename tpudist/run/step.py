@@ -44,6 +44,10 @@ MAX_SHAPES = 64
 """Of the arguments of one step, whose compiled programs are kept."""
 
 
+_CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
+"""Whether JAX ends the process if a donated array was donated before; 0.10.2 does."""
+
+
 class PlanOutdated(Exception):
     """A trace reads or writes state that the compiled call does not feed or take back yet."""
 
@@ -139,6 +143,8 @@ class Step:
         program, plan = self._jitted, self._plan
         assert program is not None, "the inputs are made for it"
         assert plan is not None, "there is one where there is a `jit`"
+        if _CRASHES_ON_DELETED and any(x.is_deleted() for x in donated):
+            raise RuntimeError("An array that would be overwritten has been deleted.")
         if special_values.are_reported():
             calls = [self._current_call()]
             return special_values.call_checked(program, donated, [kept], plan.state, calls)
