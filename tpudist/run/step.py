@@ -143,7 +143,9 @@ class Step:
         program, plan = self._jitted, self._plan
         assert program is not None, "the inputs are made for it"
         assert plan is not None, "there is one where there is a `jit`"
-        if _CRASHES_ON_DELETED and any(x.is_deleted() for x in donated):
+        if _CRASHES_ON_DELETED and any(
+            isinstance(x, jax.Array) and x.is_deleted() for x in donated
+        ):
             raise RuntimeError("An array that would be overwritten has been deleted.")
         if special_values.are_reported():
             calls = [self._current_call()]
