@@ -116,9 +116,10 @@ def _make_layouts(rng: random.Random) -> list[Batches]:
     kind = rng.choice(["normal", "normal", "grid", "special"])
 
     def rows_of(full: int, source: str) -> tuple[int, ...]:
-        if source == "dataset" or rng.random() < 0.5:  # as a tail: the first ones are filled first
+        if source == "dataset" or rng.random() < 0.5:  # as a tail, which is split evenly
             total = rng.randint(1, replicas * full)
-            return tuple(min(max(total - i * full, 0), full) for i in range(replicas))
+            each = -(-total // replicas)
+            return tuple(min(max(total - i * each, 0), each) for i in range(replicas))
         return tuple(rng.randint(0, full) for _ in range(replicas))
 
     def make(source: str) -> Batches:
