@@ -75,11 +75,12 @@ DERIVATIVES = {
     "descent": descent,
     "line search": line_search,
 }
+SLOW = ("Hessian", "line search")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.slow if x == "line search" else ()) for x in DERIVATIVES],
+    [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in DERIVATIVES],
 )
 def test_derivatives_equal_those_on_one_device(strategy, batch, name):
     derive = DERIVATIVES[name]

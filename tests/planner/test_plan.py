@@ -766,6 +766,7 @@ def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
     assert jax.default_backend() == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_numbers_in_state_are_planned_for_a_slice_as_arrays(tpu_cache):
     """`step=0` of Flax's TrainState, which no described device can hold."""
@@ -824,7 +825,9 @@ def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
 
 
 @pytest.mark.libtpu
-@pytest.mark.parametrize("name", ["v5e:2x4", "2xv5e:2x2", "v4:2x2x1"])
+@pytest.mark.parametrize(
+    "name", ["v5e:2x4", pytest.param("2xv5e:2x2", marks=pytest.mark.slow), "v4:2x2x1"]
+)
 def test_a_strategy_of_described_devices_is_planned_as_the_slice_that_they_are(name, tpu_cache):
     strategy = tpudist.TPUStrategy(devices=topology.devices(name))
     plan = strategy.plan(lambda x: x + 1, (np.ones(8, np.float32),), cache=tpu_cache)

@@ -273,6 +273,7 @@ def test_what_does_not_fit_cannot_be_saved(tmp_path):
         plan.save(tmp_path / "plan")
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_program_for_a_slice_is_saved_though_jax_keeps_programs(tmp_path):
     """As scripts/train.py has it: jax 0.12 cannot load what it has kept for a slice."""

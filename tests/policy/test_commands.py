@@ -124,6 +124,7 @@ def test_cases_are_dealt_out_to_shares_and_named_files_have_them_all(tmp_path):
     assert {sum(x < 13 for x in share) for share in shares} == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_share_that_does_not_exist_is_refused(tmp_path):
     done = collect(tmp_path, "--share", "12")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -604,7 +604,7 @@ def test_options_of_another_type_are_refused(place):
     "asked",
     [
         {"timeout_seconds": 61.5},
-        {"implementation": "RING"},
+        pytest.param({"implementation": "RING"}, marks=pytest.mark.slow),
         pytest.param({"implementation": "NCCL"}, marks=pytest.mark.exhaustive),
     ],
 )

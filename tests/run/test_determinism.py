@@ -267,7 +267,7 @@ def numbers(strategy, results):
     return found
 
 
-QUICK = (train_mlp, loop_over_collectives)
+QUICK = (train_mlp,)
 
 
 @pytest.mark.parametrize(

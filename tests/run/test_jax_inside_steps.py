@@ -38,7 +38,10 @@ COMPUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("computation", COMPUTATIONS)
+@pytest.mark.parametrize(
+    "computation",
+    [pytest.param(x, marks=pytest.mark.slow if x == "scalars" else ()) for x in COMPUTATIONS],
+)
 def test_values_can_be_computed_at_compile_time(strategy, computation):
     """Diffrax, Lineax and the enumerations of Equinox ask for such values when they are traced."""
     compute, expected = COMPUTATIONS[computation]

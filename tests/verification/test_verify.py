@@ -166,7 +166,7 @@ def test_a_count_of_rows_is_right_if_it_is_reduced(strategy, batch):
     assert set(report.compared) == {"copies", "rows", "tail"}
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_key_for_all_replicas_is_found(strategy, batch, shares):
     def step(w, key, b):
         own = key if shares else tpudist.get_replica_context().random_key(key)
@@ -230,7 +230,7 @@ def test_a_partial_batch_is_filled_and_the_note_about_it_is_left_to_the_run(stra
     assert "have no rows" in caplog.text
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_are_exchanged_where_their_positions_count(strategy, batch, clips):
     """Each replica draws one time in each part of an interval, as many parts as it has rows."""
 

@@ -30,6 +30,11 @@ def make(**changes) -> Transformer:
     return Transformer(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
 
 
+def abstract(**changes) -> Transformer:
+    """A model of shapes alone."""
+    return nnx.eval_shape(lambda: make(**changes))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_read_is_written_as_the_same_bytes(name, tmp_path):
     save_pretrained(load_pretrained(RECORDED / name), tmp_path, like=RECORDED / name)
@@ -103,6 +108,7 @@ def test_nothing_of_an_earlier_save_is_read_in_place_of_a_later_one(tmp_path):
     assert load_pretrained(folder).config.mlp_dim == 48
 
 
+@pytest.mark.slow
 def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     save_pretrained(make(), tmp_path)
     kept = (tmp_path / "model.safetensors").read_bytes()
@@ -114,17 +120,17 @@ def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
 
 def test_what_others_cannot_compute_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No family .*nearest is 'llama', .* output_scale.*Train"):
-        save_pretrained(make(tied=True), tmp_path)
+        save_pretrained(abstract(tied=True), tmp_path)
     with pytest.raises(ValueError, match="differs in gated"):
-        save_pretrained(make(gated=False), tmp_path)
+        save_pretrained(abstract(gated=False), tmp_path)
     with pytest.raises(ValueError, match="differs in num_experts"):
-        save_pretrained(make(num_experts=2), tmp_path)
+        save_pretrained(abstract(num_experts=2), tmp_path)
     with pytest.raises(ValueError, match="Parameters of dtype int8 are in no file of weights"):
-        save_pretrained(make(), tmp_path, dtype="int8")
+        save_pretrained(abstract(), tmp_path, dtype="int8")
     with pytest.raises(ValueError, match="differs from the one there in num_layers"):
-        save_pretrained(make(num_layers=3), tmp_path, like=RECORDED / "mistral")
+        save_pretrained(abstract(num_layers=3), tmp_path, like=RECORDED / "mistral")
     with pytest.raises(ValueError, match="a model with adapters.*Merge them first"):
-        save_pretrained(lora.add(make()), tmp_path)
+        save_pretrained(nnx.eval_shape(lambda: lora.add(make())), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
