@@ -31,10 +31,21 @@ def in_replica(statement: str) -> str:
     [
         ("tf.reduce_sum(x, [0, 1], True)", "jnp.sum(x, (0, 1), keepdims=True)"),
         ("tf.reduce_max(input_tensor=x, axis=0, name='m')", "jnp.max(x, axis=0)"),
-        ("tf.reduce_mean(x)", "jnp.mean(x, dtype=x.dtype)"),  # integers of integers
+        (
+            "tf.reduce_mean(x)",  # an integer of integers
+            "jnp.mean(x, dtype=x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else None)",
+        ),
+        ("tf.reduce_mean(x // 2 > 0)", "jnp.mean(values := x // 2 > 0, dtype=values.dtype)"),
         ("tf.reduce_mean(x / y, -1)", "jnp.mean(x / y, -1)"),  # which are floats
-        ("tf.reduce_mean(f(x))", "jnp.mean(values := f(x), dtype=values.dtype)"),
-        ("tf.reduce_mean([x, y])", "jnp.mean(values := jnp.asarray([x, y]), dtype=values.dtype)"),
+        (
+            "tf.reduce_mean(f(x))",
+            "jnp.mean(values := f(x), dtype=values.dtype "
+            "if jnp.issubdtype(values.dtype, jnp.integer) else None)",
+        ),
+        (
+            "tf.reduce_mean([1, 2])",
+            "jnp.mean(values := jnp.asarray([1, 2]), dtype=values.dtype)",
+        ),
         ("[tf.reduce_mean(f(a)) for a in x]", "[tf.reduce_mean(f(a)) for a in x]"),
         ("tf.transpose(x, perm=[1, 0])", "jnp.transpose(x, axes=[1, 0])"),
         ("tf.cast(x, dtype=tf.dtypes.float32)", "jnp.astype(x, jnp.float32)"),
@@ -176,6 +187,13 @@ def test_a_function_of_replicas_and_of_python_takes_tensors_too():
         (["for _ in tf.range(tf.constant(3)): f()"], ["for _ in range(3): f()"]),
         (["for _ in tf.range(1, limit=n, delta=2): f()"], ["for _ in range(1, n, 2): f()"]),
         (["for _ in tf.range(limit=n): f()"], ["for _ in range(n): f()"]),
+        (["for _ in tf.range(n, delta=2): f()"], ["for _ in range(0, n, 2): f()"]),
+        (["for _ in tf.range(n, None, -1): f()"], ["for _ in range(0, n, -1): f()"]),
+        (["for _ in tf.range(0, n, -0.5): f()"], ["for _ in jnp.arange(0, n, -0.5): f()"]),
+        (
+            ["for _ in tf.range(3, dtype=tf.float32): f()"],
+            ["for _ in jnp.arange(3, dtype=jnp.float32): f()"],
+        ),
     ],
 )
 def test_graphs_go_where_nobody_asks_for_them(before, after):

@@ -82,7 +82,8 @@ ADVICE = {
     ),
     "tensorflow.raw_ops": Advice("say it in jax.numpy", NAMES),
     "tensorflow.reduce_mean": Advice(
-        "jnp.mean(x, dtype=x.dtype): the mean of integers is an integer in TensorFlow", NAMES
+        "jnp.mean(x), for integers with dtype=x.dtype: their mean is an integer in TensorFlow",
+        NAMES,
     ),
     "tensorflow.saved_model": Advice(
         "weights are handed over as arrays: no SavedModel is read", ORDER

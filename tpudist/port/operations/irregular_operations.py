@@ -42,11 +42,34 @@ def _mean(call: Call) -> str:
     of = "_input_tensor, _axis, keepdims=_keepdims"
     if call.kinds.is_number(call.args["input_tensor"]):
         return ""
-    if call.kinds.numbers(call.args["input_tensor"]) is Numbers.FLOATS:
+    numbers, dtype = call.kinds.numbers(call.args["input_tensor"]), "_input_tensor.dtype"
+    if numbers is Numbers.FLOATS:
         return f"jnp.mean({of})"
     if call.role is Role.KERAS:
-        return f"keras.ops.cast(keras.ops.mean({of}), _input_tensor.dtype)"
-    return f"jnp.mean({of}, dtype=_input_tensor.dtype)"
+        return f"keras.ops.cast(keras.ops.mean({of}), {dtype})"
+    if numbers is Numbers.INTEGERS:
+        return f"jnp.mean({of}, dtype={dtype})"
+    # JAX would add float16 in float16, had it the dtype of floats too.
+    return f"jnp.mean({of}, dtype={dtype} if jnp.issubdtype({dtype}, jnp.integer) else None)"
+
+
+def _prod(call: Call) -> str:
+    """The product of the sizes of a shape is a number, as the sizes are."""
+    if len(call.args) == 1 and _is_shape(call.program, call.args["input_tensor"]):
+        return "np.prod(_input_tensor, dtype=int)"
+    return "jnp.prod(_input_tensor, _axis, keepdims=_keepdims)"
+
+
+def _is_shape(program: Program, value: cst.BaseExpression) -> bool:
+    """Whether a value is a shape that becomes a tuple of numbers, or a part of one."""
+    if isinstance(value, cst.Subscript):
+        return _is_shape(program, value.value)
+    if isinstance(value, cst.Name):
+        values = program.values(value)
+        return bool(values) and all(
+            isinstance(x, cst.Call | cst.Subscript) and _is_shape(program, x) for x in values or ()
+        )
+    return program.callee(value) == "tensorflow.shape" and is_taken_as_shape(program, value)
 
 
 def _matmul(call: Call) -> str:
@@ -129,8 +152,10 @@ def _pad(call: Call) -> str:
 
 
 def _range(call: Call) -> str:
-    """The one argument that is given is the end."""
+    """The one argument that is given is the end, also where the step is given."""
     given = [name for name in ("start", "limit", "delta") if name in call.args]
+    if given == ["start", "delta"]:
+        return "jnp.arange(0, _start, _delta, dtype=_dtype)"
     return f"jnp.arange({', '.join(f'_{name}' for name in given)}, dtype=_dtype)"
 
 
@@ -210,7 +235,8 @@ def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bo
         last = name.rpartition(".")[2]
         if isinstance(call.func, cst.Name) and call.func.value in ("print", "len", "tuple", "list"):
             return True
-        return name.startswith("tensorflow.") and last in _TAKES_SHAPES
+        takes_all = last == "reduce_prod" and len(call.args) == 1
+        return name.startswith("tensorflow.") and (last in _TAKES_SHAPES or takes_all)
     if isinstance(outer, cst.AssignTarget | cst.Assign) and depth < 3:
         if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
             return False
@@ -238,14 +264,29 @@ def _cond(call: Call) -> str:
 
 
 def _one_hot(call: Call) -> str:
-    """Ones and zeros are what it gives here, too."""
+    """Ones and zeros are what it gives here, too; of what dtype, they say if nothing else does."""
+    dtype = "_dtype"
     for name, value in (("on_value", 1), ("off_value", 0)):
         if name in call.args:
             text = _code(call.args[name])
-            if text not in (f"{value}", f"{value}.0", f"{value}.") or "dtype" not in call.args:
+            if text not in (f"{value}", f"{value}.0", f"{value}."):
                 return ""
+            if text == f"{value}" and "dtype" not in call.args:
+                dtype = '"int32"'
             call.use(name)
-    return "jax.nn.one_hot(_indices, _depth, axis=_axis, dtype=_dtype)"
+    return f"jax.nn.one_hot(_indices, _depth, axis=_axis, dtype={dtype})"
+
+
+def _uniform(call: Call) -> str:
+    """Integers have a function of their own, and no greatest one of their own accord."""
+    dtype = call.args.get("dtype")
+    numbers = call.kinds.of_dtype(dtype) if dtype is not None else Numbers.FLOATS
+    if numbers is Numbers.FLOATS:
+        return "keras.random.uniform(_shape, _minval, _maxval, _dtype)"
+    if numbers is Numbers.UNKNOWN or "maxval" not in call.args:
+        return ""
+    least = "_minval" if "minval" in call.args else "0"
+    return f"keras.random.randint(_shape, {least}, _maxval, _dtype)"
 
 
 def _add_n(call: Call) -> str:
@@ -276,6 +317,8 @@ SAME_ARGUMENTS = {
 IRREGULAR: dict[str, tuple[dict[str, str | None], frozenset[str], Callable[[Call], str]]] = {}
 for _names, _text, _arrays, _choose in (
     ("reduce_mean math.reduce_mean", "input_tensor axis= keepdims=", "input_tensor", _mean),
+    ("reduce_prod math.reduce_prod", "input_tensor axis= keepdims=", "input_tensor", _prod),
+    ("random.uniform", "shape minval= maxval= dtype=", "", _uniform),
     ("matmul linalg.matmul", "a b transpose_a= transpose_b=", "a b", _matmul),
     ("split", "value num_or_size_splits axis=", "value", _split),
     ("concat", "values axis", "", _concat),

@@ -113,7 +113,7 @@ _add("math.multiply_no_nan", "x y", "jnp.where(_y == 0, 0, _x * _y)")
 _add("math.xlogy", "x y", "jax.scipy.special.xlogy(_x, _y)", "")
 
 # Reductions, along axes and in order.
-for _name in "sum max min prod any all".split():
+for _name in "sum max min any all".split():
     _add(
         f"+reduce_{_name}",
         "input_tensor axis= keepdims=",
@@ -302,11 +302,10 @@ for _name, _parameters in (
 _RANDOM = {
     "normal": "shape mean= stddev= dtype=",
     "truncated_normal": "shape mean= stddev= dtype=",
-    "uniform": "shape minval= maxval= dtype=",
     "categorical": "logits num_samples",
     "shuffle": "value",
 }
-RANDOM = set()
+RANDOM = {"tensorflow.random.uniform"}  # which depends on its dtype
 for _name, _parameters in _RANDOM.items():
     _given = ", ".join(f"_{x.partition('=')[0]}" for x in _parameters.split())
     _add(f"random.{_name}", _parameters, f"keras.random.{_name}({_given})", "")
