@@ -18,8 +18,9 @@ from libcst.metadata import QualifiedNameSource
 # As TensorFlow 2 calls itself where both are meant.
 _SAME_MODULE = (("tensorflow.compat.v2", "tensorflow"), ("tensorflow.v2", "tensorflow"))
 
-# What transformers write, and import in the end.
+# What transformers write, and import in the end; `tf` may come with all names of another module.
 _WRITTEN = {
+    "tf": "tensorflow",
     "jax": "jax",
     "jnp": "jax.numpy",
     "keras": "keras",
@@ -184,6 +185,16 @@ class Program:
         self.walk(finder)
         return finder.found
 
+    def uses(self, prefix: str) -> bool:
+        """Whether something is named whose whole name begins so."""
+        return any(name.startswith(prefix) for name in self._used)
+
+    @functools.cached_property
+    def _used(self) -> set[str]:
+        finder = _Used(self)
+        self.walk(finder)
+        return finder.found
+
     def assignments(self, name: cst.Name) -> list[metadata.Assignment]:
         """All that a name may stand for; empty if some of it is no assignment of this program."""
         scope = self.scope(name)
@@ -336,6 +347,20 @@ class _AttributeValues(cst.CSTVisitor):
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         if isinstance(node.target, cst.Attribute) and node.value is not None:
             self.found.setdefault(node.target.attr.value, []).append(node.value)
+
+
+class _Used(cst.CSTVisitor):
+    """Whole names of what is imported."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: set[str] = set()
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        name = self._program.name(node)
+        self.found.add(name)
+        return not name
 
 
 class _Mentioned(cst.CSTVisitor):

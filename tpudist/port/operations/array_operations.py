@@ -342,6 +342,9 @@ class ArrayOperations(Transformer):
             isinstance(x, cst.Annotation) for x in self.program.around(node)
         )
 
+    def _is_spec(self, call: cst.Call) -> bool:
+        return self.program.callee(call) == "tensorflow.TensorSpec"
+
     def _is_of_tensorflow(self, node: cst.CSTNode) -> bool:
         """Whether a node is part of what a call of `tf.data` is given, or of a specification."""
         return any(
@@ -349,6 +352,7 @@ class ArrayOperations(Transformer):
             and self.program.callee(outer).startswith(
                 ("tensorflow.data.", "tensorflow.TensorSpec", "tensorflow.io.")
             )
+            and not (self._is_spec(outer) and self._target(outer))
             for outer in self._expression_around(node)
         )
 

@@ -290,7 +290,58 @@ def _uniform(call: Call) -> str:
 
 
 def _add_n(call: Call) -> str:
-    return "sum(_inputs)" if call.role in (Role.REPLICA, Role.KERAS) else ""
+    is_array = call.role in (Role.REPLICA, Role.KERAS)
+    return "sum(_inputs)" if is_array else "sum(map(jnp.asarray, _inputs))"
+
+
+def _count_nonzero(call: Call) -> str:
+    keepdims = "" if call.role is Role.KERAS else ", keepdims=_keepdims"
+    count = f"jnp.count_nonzero(_input, _axis{keepdims})"
+    return f"jnp.astype({count}, _dtype)" if "dtype" in call.args else count
+
+
+def _name_scope(call: Call) -> str:
+    """In Python it names what is written by `tf.summary`, which stays."""
+    if call.role is Role.KERAS:
+        return "keras.name_scope(_name)"
+    names_summaries = call.is_on_host and call.program.uses("tensorflow.summary.")
+    return "" if names_summaries else "jax.named_scope(_name)"
+
+
+def _trace(call: Call) -> str:
+    call.use("_r")  # which says that it is a step, as its number does
+    if "step_num" in call.args:
+        return "jax.profiler.StepTraceAnnotation(_name, step_num=_step_num)"
+    return "jax.profiler.TraceAnnotation(_name)"
+
+
+def _tensor_spec(call: Call) -> str:
+    """A shape and a dtype, but for those that a pipeline or a graph is given."""
+    call.use("name")
+    code = _code(call.node)
+    if "None" in code or "string" in code or not {"shape", "dtype"} <= set(call.args):
+        return ""
+    return "" if is_signature(call.program, call.node) else "jax.ShapeDtypeStruct(_shape, _dtype)"
+
+
+def is_signature(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
+    """Whether a specification comes to a signature, or to TensorFlow, or is read nowhere."""
+    for outer in program.around(node):
+        if isinstance(outer, cst.Arg) and outer.keyword and "signature" in outer.keyword.value:
+            return True
+        if isinstance(outer, cst.Call) and program.callee(outer).startswith(
+            ("tensorflow.data.", "tensorflow.function")
+        ):
+            return True
+        if isinstance(outer, cst.Assign):
+            name = outer.targets[0].target
+            if not isinstance(name, cst.Name) or depth > 3:
+                return False
+            reads = program.references(name)
+            return not reads or any(is_signature(program, x, depth + 1) for x in reads)
+        if isinstance(outer, cst.BaseStatement | cst.BaseSmallStatement):
+            return False
+    return False
 
 
 def _code(value: cst.CSTNode) -> str:
@@ -336,6 +387,10 @@ for _names, _text, _arrays, _choose in (
     ("shape", "input", "input", _shape),
     ("cond", "pred true_fn= false_fn=", "", _cond),
     ("add_n math.add_n", "inputs", "", _add_n),
+    ("math.count_nonzero", "input axis= keepdims= dtype=", "input", _count_nonzero),
+    ("name_scope", "name", "", _name_scope),
+    ("profiler.experimental.Trace", "name step_num= _r=", "", _trace),
+    ("TensorSpec", "shape= dtype= name=", "", _tensor_spec),
 ):
     for _name in _names.split():
         IRREGULAR[f"tensorflow.{_name}"] = (

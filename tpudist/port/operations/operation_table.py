@@ -139,12 +139,6 @@ _add(
     "input_tensor axis= keepdims=",
     "jnp.sqrt(jnp.sum(jnp.square(_input_tensor), _axis, keepdims=_keepdims))",
 )
-_add(
-    "math.count_nonzero",
-    "input axis= keepdims=",
-    "jnp.count_nonzero(_input, _axis, keepdims=_keepdims)",
-    "",
-)
 _add("+cumsum math.cumprod", "x axis==0", "jnp.{}(_x, _axis)")
 _add("+argmax +argmin", "input axis==0", "jnp.{}(_input, _axis)")
 _add("sort argsort", "values axis=", "jnp.{}(_values, _axis)")
@@ -289,7 +283,6 @@ _add(
 # Functions of functions and of structures.
 _add("map_fn", "fn elems", "jax.lax.map(_fn, _elems)", "keras.ops.map(_fn, _elems)")
 _add("vectorized_map", "fn elems", "jax.vmap(_fn)(_elems)", "keras.ops.vectorized_map(_fn, _elems)")
-_add("name_scope", "-name", "jax.named_scope(_name)", "keras.name_scope(_name)")
 _add("recompute_grad", "f", "jax.checkpoint(_f)", "")
 for _name, _parameters in (
     ("flatten", "structure"),
@@ -313,6 +306,16 @@ for _name, _parameters in _RANDOM.items():
 for _name in ("random.set_seed", "compat.v1.set_random_seed", "compat.v1.random.set_random_seed"):
     _add(_name, "-seed", "keras.utils.set_random_seed(_seed)", "")
     RANDOM.add(f"tensorflow.{_name}")
+
+# Of the profiler, whose options JAX has not, or not all.
+_add("profiler.experimental.start", "-logdir", "jax.profiler.start_trace(_logdir)", "")
+_add("profiler.experimental.stop", "", "jax.profiler.stop_trace()", "")
+_add("profiler.experimental.server.start", "-port", "jax.profiler.start_server(_port)", "")
+
+# Of variables, which have methods for it.
+_add("keras.backend.set_value", "-x -value", "_x.assign(_value)")
+_add("keras.backend.get_value", "-x", "np.asarray(_x)[()]", "keras.ops.convert_to_numpy(_x)")
+_add("keras.backend.count_params", "-p", "np.prod(_p.shape, dtype=int)")
 
 # Of `keras.backend`, which Keras 3 has for its own backend only.
 _BACKEND = {
