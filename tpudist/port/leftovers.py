@@ -29,7 +29,7 @@ from tpudist.port.guide_sections import (
     advise,
 )
 from tpudist.port.learning_rates import is_old_rate
-from tpudist.port.operations.irregular_operations import is_signature
+from tpudist.port.operations.signatures import is_signature
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
 MARK = "# tpudist port:"

@@ -10,6 +10,8 @@ import libcst as cst
 from tpudist.port.analysis.function_roles import Role
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
+from tpudist.port.operations.shape_values import are_parts_of_shape, is_shape, is_taken_as_shape
+from tpudist.port.operations.signatures import is_signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +57,9 @@ def _mean(call: Call) -> str:
 
 def _prod(call: Call) -> str:
     """The product of the sizes of a shape is a number, as the sizes are."""
-    if len(call.args) == 1 and _is_shape(call.program, call.args["input_tensor"]):
+    if len(call.args) == 1 and is_shape(call.program, call.args["input_tensor"]):
         return "np.prod(_input_tensor, dtype=int)"
     return "jnp.prod(_input_tensor, _axis, keepdims=_keepdims)"
-
-
-def _is_shape(program: Program, value: cst.BaseExpression) -> bool:
-    """Whether a value is a shape that becomes a tuple of numbers, or a part of one."""
-    if isinstance(value, cst.Subscript):
-        return _is_shape(program, value.value)
-    if isinstance(value, cst.Name):
-        values = program.values(value)
-        return bool(values) and all(
-            isinstance(x, cst.Call | cst.Subscript) and _is_shape(program, x) for x in values or ()
-        )
-    return program.callee(value) == "tensorflow.shape" and is_taken_as_shape(program, value)
 
 
 def _matmul(call: Call) -> str:
@@ -102,26 +92,10 @@ def _split(call: Call) -> str:
 
 def _concat(call: Call) -> str:
     """Parts of shapes make a shape, which is known before the program runs."""
-    if _are_parts_of_shape(call.program, call.args["values"]):
+    if are_parts_of_shape(call.program, call.args["values"]):
         call.use("axis")
         return "[size for part in _values for size in part]"
     return "jnp.concatenate(_values, _axis)"
-
-
-def _are_parts_of_shape(program: Program, values: cst.BaseExpression) -> bool:
-    """Whether values are shapes, parts of them, and lists."""
-    if not isinstance(values, cst.List | cst.Tuple):
-        return False
-    shapes = lists = 0
-    for element in values.elements:
-        part = element.value
-        if isinstance(part, cst.List):
-            lists += 1
-        elif program.callee(part.value if isinstance(part, cst.Subscript) else part) == (
-            "tensorflow.shape"
-        ):
-            shapes += 1
-    return shapes > 0 and shapes + lists == len(values.elements)
 
 
 def _stack(call: Call) -> str:
@@ -212,49 +186,6 @@ def _shape(call: Call) -> str:
     return shape if is_taken_as_shape(call.program, call.node) else f"jnp.array({shape})"
 
 
-_TAKES_SHAPES = set(
-    "reshape zeros ones fill broadcast_to normal uniform truncated_normal tile".split()
-)
-
-
-def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
-    """Whether whatever reads a shape takes a tuple of numbers."""
-    outer = program.parent(node)
-    if isinstance(outer, cst.Subscript) and outer.value is node:
-        [index, *more] = outer.slice
-        if more:
-            return False
-        if isinstance(index.slice, cst.Index):
-            return True
-        return is_taken_as_shape(program, outer, depth)
-    if isinstance(outer, cst.Arg):
-        call = program.parent(outer)
-        if not isinstance(call, cst.Call):
-            return False
-        name = program.callee(call)
-        last = name.rpartition(".")[2]
-        if isinstance(call.func, cst.Name) and call.func.value in ("print", "len", "tuple", "list"):
-            return True
-        takes_all = last == "reduce_prod" and len(call.args) == 1
-        return name.startswith("tensorflow.") and (last in _TAKES_SHAPES or takes_all)
-    if isinstance(outer, cst.AssignTarget | cst.Assign) and depth < 3:
-        if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
-            return False
-        target = outer.targets[0].target
-        if isinstance(target, cst.Tuple):
-            return True
-        reads = program.references(target) if isinstance(target, cst.Name) else []
-        return bool(reads) and all(is_taken_as_shape(program, read, depth + 1) for read in reads)
-    if isinstance(outer, cst.Element):  # a part of a shape
-        values = program.parent(outer)
-        arg = program.parent(values) if values is not None else None
-        if not isinstance(arg, cst.Arg):
-            return False
-        is_concat = program.callee(program.parent(arg)) == "tensorflow.concat"
-        return is_concat and _are_parts_of_shape(program, arg.value)
-    return isinstance(outer, cst.StarredElement | cst.FormattedStringExpression)
-
-
 def _cond(call: Call) -> str:
     if not {"pred", "true_fn", "false_fn"} <= set(call.args):
         return ""
@@ -322,26 +253,6 @@ def _tensor_spec(call: Call) -> str:
     if "None" in code or "string" in code or not {"shape", "dtype"} <= set(call.args):
         return ""
     return "" if is_signature(call.program, call.node) else "jax.ShapeDtypeStruct(_shape, _dtype)"
-
-
-def is_signature(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
-    """Whether a specification comes to a signature, or to TensorFlow, or is read nowhere."""
-    for outer in program.around(node):
-        if isinstance(outer, cst.Arg) and outer.keyword and "signature" in outer.keyword.value:
-            return True
-        if isinstance(outer, cst.Call) and program.callee(outer).startswith(
-            ("tensorflow.data.", "tensorflow.function")
-        ):
-            return True
-        if isinstance(outer, cst.Assign):
-            name = outer.targets[0].target
-            if not isinstance(name, cst.Name) or depth > 3:
-                return False
-            reads = program.references(name)
-            return not reads or any(is_signature(program, x, depth + 1) for x in reads)
-        if isinstance(outer, cst.BaseStatement | cst.BaseSmallStatement):
-            return False
-    return False
 
 
 def _code(value: cst.CSTNode) -> str:
