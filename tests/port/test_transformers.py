@@ -31,10 +31,21 @@ def in_replica(statement: str) -> str:
     [
         ("tf.reduce_sum(x, [0, 1], True)", "jnp.sum(x, (0, 1), keepdims=True)"),
         ("tf.reduce_max(input_tensor=x, axis=0, name='m')", "jnp.max(x, axis=0)"),
-        ("tf.reduce_mean(x)", "jnp.mean(x, dtype=x.dtype)"),  # integers of integers
+        (
+            "tf.reduce_mean(x)",  # an integer of integers
+            "jnp.mean(x, dtype=x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else None)",
+        ),
+        ("tf.reduce_mean(x // 2 > 0)", "jnp.mean(values := x // 2 > 0, dtype=values.dtype)"),
         ("tf.reduce_mean(x / y, -1)", "jnp.mean(x / y, -1)"),  # which are floats
-        ("tf.reduce_mean(f(x))", "jnp.mean(values := f(x), dtype=values.dtype)"),
-        ("tf.reduce_mean([x, y])", "jnp.mean(values := jnp.asarray([x, y]), dtype=values.dtype)"),
+        (
+            "tf.reduce_mean(f(x))",
+            "jnp.mean(values := f(x), dtype=values.dtype "
+            "if jnp.issubdtype(values.dtype, jnp.integer) else None)",
+        ),
+        (
+            "tf.reduce_mean([1, 2])",
+            "jnp.mean(values := jnp.asarray([1, 2]), dtype=values.dtype)",
+        ),
         ("[tf.reduce_mean(f(a)) for a in x]", "[tf.reduce_mean(f(a)) for a in x]"),
         ("tf.transpose(x, perm=[1, 0])", "jnp.transpose(x, axes=[1, 0])"),
         ("tf.cast(x, dtype=tf.dtypes.float32)", "jnp.astype(x, jnp.float32)"),
@@ -176,6 +187,13 @@ def test_a_function_of_replicas_and_of_python_takes_tensors_too():
         (["for _ in tf.range(tf.constant(3)): f()"], ["for _ in range(3): f()"]),
         (["for _ in tf.range(1, limit=n, delta=2): f()"], ["for _ in range(1, n, 2): f()"]),
         (["for _ in tf.range(limit=n): f()"], ["for _ in range(n): f()"]),
+        (["for _ in tf.range(n, delta=2): f()"], ["for _ in range(0, n, 2): f()"]),
+        (["for _ in tf.range(n, None, -1): f()"], ["for _ in range(0, n, -1): f()"]),
+        (["for _ in tf.range(0, n, -0.5): f()"], ["for _ in jnp.arange(0, n, -0.5): f()"]),
+        (
+            ["for _ in tf.range(3, dtype=tf.float32): f()"],
+            ["for _ in jnp.arange(3, dtype=jnp.float32): f()"],
+        ),
     ],
 )
 def test_graphs_go_where_nobody_asks_for_them(before, after):
@@ -688,3 +706,86 @@ def test_tapes_over_attributes_of_a_trainer(before, after, is_ported):
 def test_a_tape_by_variables_of_an_unknown_model_is_left():
     source = TAPE.replace(", training=True", "").replace("tf.keras.optimizers.SGD()", "make()")
     assert "tf.GradientTape" in "\n".join(port(source))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tf.keras.backend.set_value(o.lr, 0.1)", "o.lr.assign(0.1)"),
+        ("a = tf.keras.backend.get_value(x)", "a = np.asarray(x)[()]"),
+        ("tf.profiler.experimental.start(folder)", "jax.profiler.start_trace(folder)"),
+        (
+            "tf.profiler.experimental.start(folder, options=options)",
+            "tf.profiler.experimental.start(folder, options=options)",
+        ),
+        (
+            "with tf.profiler.experimental.Trace('train', step_num=i, _r=1): pass",
+            "with jax.profiler.StepTraceAnnotation('train', step_num=i): pass",
+        ),
+        ("text = tf.constant(a)\ntf.summary.text('n', text, 0)", "text = tf.constant(a)"),
+        ("with tf.name_scope('a'): f()", "with jax.named_scope('a'): f()"),
+        (
+            "with tf.name_scope('a'): tf.summary.scalar('b', x, 0)",
+            "with tf.name_scope('a'): tf.summary.scalar('b', x, 0)",
+        ),
+        ("queue(tf.TensorSpec([2], tf.int32, 'x'))", "queue(jax.ShapeDtypeStruct([2], jnp.int32))"),
+        ("queue(tf.TensorSpec([None], tf.int32))", "queue(tf.TensorSpec([None], tf.int32))"),
+        (
+            "s = (tf.TensorSpec([2], tf.int32),)\ntf.data.Dataset.from_generator(f, "
+            "output_signature=s)",
+            "s = (tf.TensorSpec([2], tf.int32),)",
+        ),
+        (
+            "model = tf.keras.Model()\n[v for v in model.trainable_variables if 'bn' in v.name]",
+            "[v for v in model.trainable_variables if 'bn' in v.path]",
+        ),
+        ("[v for v in module.variables if 'bn' in v.name]", None),
+    ],
+)
+def test_operations_around_a_model_keep_their_meaning(before, after):
+    assert (after or before) in port(before + "\n")
+
+
+def test_a_signature_that_a_dataset_takes_may_stay():
+    ported = port_program(
+        f"import tensorflow as tf\n{STRATEGY}s = tf.TensorSpec([None], tf.int32)\n"
+        "data = tf.data.Dataset.from_generator(f, output_signature=s)\n"
+    )
+    assert not ported.leftovers
+    assert "tf.TensorSpec" in ported.stays
+
+
+def test_methods_that_keras_3_has_under_another_name_are_left():
+    ported = port_program(f"import tensorflow as tf\n{STRATEGY}opt.get_scaled_loss(loss)\n")
+    assert [one.name for one in ported.leftovers] == ["opt.get_scaled_loss"]
+
+
+def test_a_property_that_replicas_read_is_a_function_of_replicas():
+    source = (
+        "class Trainer:\n"
+        "    @property\n"
+        "    def decay(self):\n"
+        "        return tf.nn.l2_loss(self.w)\n"
+        "    def step(self, x):\n"
+        "        return x + self.decay\n"
+        "    def train(self, x):\n"
+        "        return strategy.run(self.step, args=(x,))\n"
+    )
+    assert "        return jnp.sum(jnp.square(self.w)) / 2" in port(source)
+
+
+def test_tensorflow_may_come_with_all_names_of_another_module():
+    ported = port_program(
+        "from layers import *\nstrategy = tf.distribute.get_strategy()\nx = tf.constant(1)\n"
+    )
+    assert ported.source.splitlines()[-2:] == [
+        "strategy = tpudist.get_strategy()",
+        "x = jnp.array(1)",
+    ]
+
+
+def test_a_program_may_be_indented_by_tabs_and_by_spaces():
+    """Python takes it, where LibCST does not."""
+    program = f"import tensorflow as tf\n{STRATEGY}def f(a):\n  if a:\n\t  a = 1\n  return a\n"
+    compile(program, "", "exec")
+    assert "          a = 1\n" in port_program(program).source

@@ -205,10 +205,7 @@ class GradientTapes(Transformer):
 
     def _write(self, tape: _Tape, statement: Any, following: Any) -> list[cst.BaseStatement]:
         """A function, and the statement that calls it."""
-        name, number = _NAME, 1
-        while self.program.is_bound(name):
-            number += 1
-            name = f"{_NAME}_{number}"
+        name = self.program.free_name(_NAME)
         value: cst.BaseExpression = cst.Name(tape.loss)
         given: cst.BaseExpression = cst.Name(tape.loss)
         options = []

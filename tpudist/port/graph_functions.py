@@ -12,6 +12,7 @@ import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
 from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
 
 _FUNCTION = ("tensorflow.function", "tensorflow.autograph.experimental.do_not_convert")
 
@@ -23,6 +24,7 @@ class GraphFunctions(Transformer):
         """Finds where functions run."""
         super().__init__(program)
         self._roles = program.once(Roles)
+        self._kinds = ValueKinds(program)
         self._asked: set[str] = set()  # of methods, something of whose graph is asked for
         program.walk(_Asked(self._asked))
 
@@ -83,20 +85,28 @@ class GraphFunctions(Transformer):
 
     def _numbers_of_range(self, call: cst.Call) -> list[cst.BaseExpression] | None:
         """The arguments of `range`; None if one of them may be no integer."""
-        names = ("start", "limit", "delta")
+        names = ("start", "limit", "delta", "dtype", "name")
+        if len(call.args) > len(names):
+            return None
         given = {
             (arg.keyword.value if arg.keyword else names[i]): arg.value
-            for i, arg in enumerate(call.args[:3])
+            for i, arg in enumerate(call.args)
+            if not (isinstance(arg.value, cst.Name) and arg.value.value == "None")
         }
-        given |= {arg.keyword.value: arg.value for arg in call.args[3:] if arg.keyword}
-        given.pop("dtype", None)
         given.pop("name", None)
-        if not given or not set(given) <= set(names) or len(call.args) > 5:
+        dtype = given.pop("dtype", None)
+        if dtype is not None and self._kinds.of_dtype(dtype) is not Numbers.INTEGERS:
             return None
-        if any(isinstance(value, cst.Float) for value in given.values()):
+        if not given or not set(given) <= set(names):
             return None
-        if "delta" in given and "limit" in given and "start" not in given:
-            given["start"] = cst.Integer("0")
+        if any(self._kinds.numbers(value) is Numbers.FLOATS for value in given.values()):
+            return None
+        if "limit" not in given and "start" in given:  # the one that is given is the end
+            given["limit"] = given.pop("start")
+        if "limit" not in given:
+            return None
+        if "delta" in given:
+            given.setdefault("start", cst.Integer("0"))
         return [self._integer(given[name]) for name in names if name in given]
 
     def _integer(self, value: cst.BaseExpression) -> cst.BaseExpression:

@@ -82,7 +82,8 @@ ADVICE = {
     ),
     "tensorflow.raw_ops": Advice("say it in jax.numpy", NAMES),
     "tensorflow.reduce_mean": Advice(
-        "jnp.mean(x, dtype=x.dtype): the mean of integers is an integer in TensorFlow", NAMES
+        "jnp.mean(x), for integers with dtype=x.dtype: their mean is an integer in TensorFlow",
+        NAMES,
     ),
     "tensorflow.saved_model": Advice(
         "weights are handed over as arrays: no SavedModel is read", ORDER
@@ -108,6 +109,11 @@ KERAS_TAPE = Advice(
 )
 # Of the result of a metric, which a replica has only a part of.
 RESULT = Advice("ask for it after strategy.run", KERAS_LOOPS)
+# Of an optimizer for float16.
+SCALED_LOSS = Advice(
+    "in Keras 3 it is optimizer.scale_loss(loss), and apply_gradients unscales by itself",
+    KERAS_LOOPS,
+)
 # Of an object that a replica function changes around it, and that may be no Keras.
 CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
 

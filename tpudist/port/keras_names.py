@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import libcst as cst
 
+from tpudist.port.analysis.keras_objects import is_called_as_model, is_model, makes_model
 from tpudist.port.analysis.program import Program, Transformer, remove_statement
 from tpudist.port.tensorflow_names import KERAS_ALIASES, is_in_keras
 
 _KERAS = "tensorflow.keras"
+_VARIABLES = {"trainable_variables", "trainable_weights", "variables", "weights"}
 BACKEND = 'os.environ["KERAS_BACKEND"] = "jax"'
 
 
@@ -47,6 +49,41 @@ class KerasNames(Transformer):
             self.imports.add("keras")
             return remove_statement(self.program.parent(original_node), updated_node)
         return updated_node
+
+    def leave_Comparison(
+        self, original_node: cst.Comparison, updated_node: cst.Comparison
+    ) -> cst.Comparison:
+        """`"bn" in v.name`: the names of layers are in the path of a variable here."""
+        [first, *more] = original_node.comparisons
+        name = first.comparator
+        if (
+            not more
+            and isinstance(first.operator, cst.In | cst.NotIn)
+            and isinstance(name, cst.Attribute)
+            and name.attr.value == "name"
+            and isinstance(name.value, cst.Name)
+            and self._is_variable(name.value)
+        ):
+            path = name.with_changes(attr=cst.Name("path"))
+            comparison = updated_node.comparisons[0].with_changes(comparator=path)
+            return updated_node.with_changes(comparisons=[comparison])
+        return updated_node
+
+    def _is_variable(self, name: cst.Name) -> bool:
+        """Whether a name stands for one variable after the other of a model of Keras."""
+        loops = [self.program.parent(one.node) for one in self.program.assignments(name)]
+        return bool(loops) and all(
+            isinstance(loop, cst.For | cst.CompFor)
+            and isinstance(loop.target, cst.Name)
+            and isinstance(loop.iter, cst.Attribute)
+            and loop.iter.attr.value in _VARIABLES
+            and (
+                self.program.once(makes_model)
+                or is_model(self.program, loop.iter.value)
+                or is_called_as_model(self.program, loop.iter.value)
+            )
+            for loop in loops
+        )
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
         """Another backend that the program itself asks for."""

@@ -21,6 +21,7 @@ from tpudist.port.guide_sections import (
     NO_KERAS,
     OLD_LEARNING_RATE,
     RESULT,
+    SCALED_LOSS,
     SERVERS_CAPTURED,
     SERVERS_TAPE,
     STAR,
@@ -28,6 +29,7 @@ from tpudist.port.guide_sections import (
     advise,
 )
 from tpudist.port.learning_rates import is_old_rate
+from tpudist.port.operations.signatures import is_signature
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
 MARK = "# tpudist port:"
@@ -35,6 +37,8 @@ MARK = "# tpudist port:"
 # Methods that change a Keras object.
 _CHANGES = {"apply", "apply_gradients", "update_state"}
 _RESULT = "result"
+# Methods of optimizers that scale losses, which Keras 3 has not.
+_SCALES = {"get_scaled_loss", "get_unscaled_gradients"}
 _TRAINED = (".trainable_variables", ".trainable_weights")
 # What functions are called, which have no state.
 _FUNCTIONS = ("fn", "func", "function", "loss")
@@ -100,6 +104,9 @@ class Leftovers(cst.CSTVisitor):
         """An object on replicas that may be no Keras and would change, or a metric's result."""
         owner = node.func
         is_named = bool(self._program.callee(node))
+        if isinstance(owner, cst.Attribute) and owner.attr.value in _SCALES and not is_named:
+            code = cst.Module([]).code_for_node(owner)
+            self.found.append((owner, "".join(code.split()), SCALED_LOSS))
         if isinstance(owner, cst.Attribute) and owner.attr.value in _TRAINS and not is_named:
             self._trains.append(node)
         if isinstance(owner, cst.Attribute) and owner.attr.value in {*_CHANGES, _RESULT}:
@@ -153,6 +160,8 @@ class Leftovers(cst.CSTVisitor):
                 return False
         if self._roles.of(node) is Role.DATASET:
             self.stays.add("tf.data")
+        elif name == "tensorflow.name_scope" and self._program.uses("tensorflow.summary."):
+            self.stays.add("tf.summary")
         elif name.startswith(STAYS):
             self.stays.add(f"tf.{name.split('.')[1]}")
         elif not self._is_of_dataset(node):
@@ -204,6 +213,16 @@ class Leftovers(cst.CSTVisitor):
         for outer in self._program.around(node):
             if isinstance(outer, cst.BaseStatement | cst.FunctionDef | cst.Lambda):
                 return False
+            if self._program.callee(outer) == "tensorflow.TensorSpec" and is_signature(
+                self._program, outer
+            ):
+                is_left = any(
+                    self._program.callee(one) == "tensorflow.function"
+                    for one in self._program.around(outer)
+                )
+                if not is_left:
+                    self.stays.add("tf.TensorSpec")
+                    return True
             if isinstance(outer, cst.Call) and self._program.callee(outer).startswith(
                 "tensorflow.data."
             ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Callable
 
@@ -73,7 +74,7 @@ def port_program(
             names of its own where the port needs `jax`, `jnp`, `keras`, `np` or `tpudist`.
     """
     try:
-        module = cst.parse_module(source)
+        module = _parse(source)
     except cst.ParserSyntaxError as error:
         raise CannotPort(
             f"It is no Python that can be read: line {error.raw_line}: {error.message}. Repair it, "
@@ -103,6 +104,27 @@ def port_program(
     on_pass(num_passes, num_passes)
     leftovers = tuple(dataclasses.replace(one, line=lines[one.line - 1]) for one in left.lines())
     return Ported(module.code, leftovers, tuple(sorted(left.stays)))
+
+
+def _parse(source: str) -> cst.Module:
+    """The module of a text, which may be indented by tabs and by spaces."""
+    try:
+        return cst.parse_module(source)
+    except cst.ParserSyntaxError:
+        spaces = "\n".join(map(_with_spaces, source.split("\n")))
+        try:
+            is_same = ast.dump(ast.parse(spaces)) == ast.dump(ast.parse(source))
+        except SyntaxError:
+            is_same = False
+        if not is_same:
+            raise
+        return cst.parse_module(spaces)
+
+
+def _with_spaces(line: str) -> str:
+    """A line that is indented by spaces, of which Python takes a tab for up to eight."""
+    rest = line.lstrip(" \t")
+    return line.removesuffix(rest).expandtabs() + rest
 
 
 def _lines_after_marks(source: str) -> list[int]:

@@ -100,6 +100,12 @@ class Roles(cst.CSTVisitor):
             for function in given:
                 self._add(function, Role.REPLICA if is_run else Role.DATASET)
 
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        """A property is a method that is called where it is read."""
+        for method in self._methods.get(node.attr.value, ()):
+            if any(_is_property(one.decorator) for one in method.decorators):
+                self._calls.append((self._function_around(node), method))
+
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         """Methods of Keras classes."""
         if any(self._program.name(base.value).startswith(_KERAS) for base in node.bases):
@@ -193,6 +199,10 @@ class Roles(cst.CSTVisitor):
             if isinstance(outer, cst.FunctionDef | cst.Lambda) and outer in self._roles:
                 return self._roles[outer]
         return {Role.HOST}
+
+
+def _is_property(decorator: cst.BaseExpression) -> bool:
+    return isinstance(decorator, cst.Name) and decorator.value in ("property", "cached_property")
 
 
 class _Methods(cst.CSTVisitor):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import libcst as cst
@@ -18,8 +18,9 @@ from libcst.metadata import QualifiedNameSource
 # As TensorFlow 2 calls itself where both are meant.
 _SAME_MODULE = (("tensorflow.compat.v2", "tensorflow"), ("tensorflow.v2", "tensorflow"))
 
-# What transformers write, and import in the end.
+# What transformers write, and import in the end; `tf` may come with all names of another module.
 _WRITTEN = {
+    "tf": "tensorflow",
     "jax": "jax",
     "jnp": "jax.numpy",
     "keras": "keras",
@@ -168,6 +169,31 @@ class Program:
             for scope in self.scopes()
             for one in scope.assignments[name]
         )
+
+    def free_name(self, name: str, taken: Collection[str] = ()) -> str:
+        """A name that the program does not mention, and that is not taken: `name`, or `name_2`."""
+        number, free = 1, name
+        while free in self._mentioned or free in taken:
+            number += 1
+            free = f"{name}_{number}"
+        return free
+
+    @functools.cached_property
+    def _mentioned(self) -> set[str]:
+        """All names but those of attributes and keywords, also of what is imported."""
+        finder = _Mentioned(self)
+        self.walk(finder)
+        return finder.found
+
+    def uses(self, prefix: str) -> bool:
+        """Whether something is named whose whole name begins so."""
+        return any(name.startswith(prefix) for name in self._used)
+
+    @functools.cached_property
+    def _used(self) -> set[str]:
+        finder = _Used(self)
+        self.walk(finder)
+        return finder.found
 
     def assignments(self, name: cst.Name) -> list[metadata.Assignment]:
         """All that a name may stand for; empty if some of it is no assignment of this program."""
@@ -321,6 +347,36 @@ class _AttributeValues(cst.CSTVisitor):
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         if isinstance(node.target, cst.Attribute) and node.value is not None:
             self.found.setdefault(node.target.attr.value, []).append(node.value)
+
+
+class _Used(cst.CSTVisitor):
+    """Whole names of what is imported."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: set[str] = set()
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        name = self._program.name(node)
+        self.found.add(name)
+        return not name
+
+
+class _Mentioned(cst.CSTVisitor):
+    """Names that stand for something by themselves."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self.found: set[str] = set()
+
+    def visit_Name(self, node: cst.Name) -> None:
+        outer = self._program.parent(node)
+        is_attribute = isinstance(outer, cst.Attribute) and outer.attr is node
+        is_keyword = isinstance(outer, cst.Arg) and outer.keyword is node
+        if not is_attribute and not is_keyword:
+            self.found.add(node.value)
 
 
 class Transformer(cst.CSTTransformer):

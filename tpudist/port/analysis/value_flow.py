@@ -20,6 +20,8 @@ _OF_TENSORS = {
     "set_shape",
     "value_index",
 }
+# What takes texts, which are no arrays of JAX.
+_TAKES_TEXT = ("tensorflow.strings.", "tensorflow.summary.text")
 _DEPTH = 5
 
 
@@ -40,6 +42,8 @@ class ValueFlow:
             return True
         if isinstance(outer, cst.BinaryOperation | cst.UnaryOperation):
             return self.ends_well(outer, depth + 1)
+        if isinstance(outer, cst.Arg):
+            return not self._program.callee(self._program.parent(outer)).startswith(_TAKES_TEXT)
         if isinstance(outer, cst.Attribute) and outer.value is node:
             if outer.attr.value == "device":  # an object here, and a text there
                 return self._is_printed(outer)

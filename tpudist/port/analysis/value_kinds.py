@@ -30,8 +30,22 @@ _OF_FIRST = set(
     "reduce_min reduce_prod reduce_mean cumsum cumprod transpose reshape broadcast_to expand_dims "
     "squeeze tile repeat reverse roll gather gather_nd relu relu6 clip_by_value sort add_n stack "
     "concat split unstack maximum minimum add subtract multiply pow squared_difference matmul "
-    "zeros_like ones_like pad boolean_mask slice".split()
+    "zeros_like ones_like pad boolean_mask slice constant convert_to_tensor".split()
 )
+# Where operations take a dtype, from 0; those of floats without one; and what says it as well.
+_DTYPE_PLACES = {
+    "constant": 1,
+    "convert_to_tensor": 1,
+    "eye": 3,
+    "one_hot": 5,
+    "ones": 1,
+    "ones_like": 1,
+    "uniform": 3,
+    "zeros": 1,
+    "zeros_like": 1,
+}
+_MAKE_FLOATS = {"eye", "one_hot", "ones", "uniform", "zeros"}
+_GIVE_DTYPES = {"dtype", "on_value", "off_value"}
 _FLOAT_NAMES = ("float", "bfloat", "half", "double")
 _PYTHON = {"float": "float", "int": "integer", "len": "integer", "bool": "bool"}
 
@@ -234,14 +248,13 @@ class ValueKinds:
             return Numbers.FLOATS
         if last in _BOOLS or last in _INTEGERS:
             return Numbers.INTEGERS
-        if last in ("ones", "zeros", "eye", "one_hot", "uniform"):
-            has_dtype = any(x.keyword and x.keyword.value == "dtype" for x in call.args)
-            may_have = last in ("ones", "zeros") and len(call.args) > 1
-            return self._of_dtype(call) if has_dtype or may_have else Numbers.FLOATS
-        if last in ("constant", "convert_to_tensor") and call.args:
-            if len(call.args) > 1:
-                return self._of_dtype(call)
-            return self.numbers(call.args[0].value, depth + 1)
+        if last in _DTYPE_PLACES:
+            keywords = {x.keyword.value for x in call.args if x.keyword}
+            first = 2 if last == "one_hot" else _DTYPE_PLACES[last]  # that may say it
+            if keywords & _GIVE_DTYPES or len(call.args) - len(keywords) > first:
+                return self._of_dtype(call, _DTYPE_PLACES[last])
+            if last in _MAKE_FLOATS:
+                return Numbers.FLOATS
         if last == "where" and len(call.args) == 3:
             return self._of_all([x.value for x in call.args[1:]], depth)
         if last == "einsum" and len(call.args) > 1:
@@ -250,13 +263,14 @@ class ValueKinds:
             return self.numbers(call.args[0].value, depth + 1)
         return Numbers.UNKNOWN
 
-    def _of_dtype(self, call: cst.Call) -> Numbers:
-        """Numbers by the dtype that a call is given, by keyword or as its second argument."""
+    def _of_dtype(self, call: cst.Call, place: int = 1) -> Numbers:
+        """Numbers by the dtype that a call is given, by keyword or at a place, from 0."""
         found = [x.value for x in call.args if x.keyword and x.keyword.value == "dtype"]
-        found = found or [x.value for x in call.args[1:2]]
-        if not found:
-            return Numbers.UNKNOWN
-        [dtype] = found
+        found = found or [x.value for x in call.args[place : place + 1] if not x.keyword]
+        return self.of_dtype(found[0]) if found else Numbers.UNKNOWN
+
+    def of_dtype(self, dtype: cst.BaseExpression) -> Numbers:
+        """Numbers of a dtype: of NumPy or TensorFlow, or its name."""
         name = self._program.name(dtype).rpartition(".")[2]
         if isinstance(dtype, cst.SimpleString):
             name = str(dtype.evaluated_value)

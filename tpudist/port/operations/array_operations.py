@@ -194,6 +194,7 @@ class ArrayOperations(Transformer):
             template = choose(described)
             args = {key: arg for key, arg in args.items() if key not in described.used}
             if template and is_keras:
+                template = template.replace("jnp.astype(", "keras.ops.cast(")
                 for module in ("jnp.linalg.", "jax.nn.", "jax.lax.", "jnp."):
                     template = template.replace(module, "keras.ops.")
             target = (
@@ -317,21 +318,18 @@ class ArrayOperations(Transformer):
             for name, times in _count(template).items()
             if times > 1 and name in values and not _is_simple(values[name])
         }
-        names = {name: self._free_name(i) for i, name in enumerate(sorted(twice), 1)}
+        taken = {x for value in values.values() for x in _names_in(value)}
+        names: dict[str, str] = {}
+        for name in sorted(twice):
+            names[name] = self.program.free_name(_TWICE, taken)
+            taken.add(names[name])
+        names |= {x: self.program.free_name(x, taken) for x in _loop_names(template) & taken}
         filled = _parse(template).deep_clone().visit(_Fill(values, keywords, names, template))
         assert isinstance(filled, cst.BaseExpression)
         for module in ("jnp", "jax", "np", "keras", "optax"):
             if re.search(rf"\b{module}\.", template):
                 self.imports.add(module)
         return filled
-
-    def _free_name(self, number: int) -> str:
-        """A name that the program does not bind, the first or the second of an expression."""
-        name = _TWICE if number == 1 else f"{_TWICE}_{number}"
-        while self.program.is_bound(name):
-            number += 1
-            name = f"{_TWICE}_{number}"
-        return name
 
     def _call_around(self, node: cst.CSTNode) -> cst.Call | None:
         """The call that a node is an argument of, by itself."""
@@ -344,6 +342,9 @@ class ArrayOperations(Transformer):
             isinstance(x, cst.Annotation) for x in self.program.around(node)
         )
 
+    def _is_spec(self, call: cst.Call) -> bool:
+        return self.program.callee(call) == "tensorflow.TensorSpec"
+
     def _is_of_tensorflow(self, node: cst.CSTNode) -> bool:
         """Whether a node is part of what a call of `tf.data` is given, or of a specification."""
         return any(
@@ -351,6 +352,7 @@ class ArrayOperations(Transformer):
             and self.program.callee(outer).startswith(
                 ("tensorflow.data.", "tensorflow.TensorSpec", "tensorflow.io.")
             )
+            and not (self._is_spec(outer) and self._target(outer))
             for outer in self._expression_around(node)
         )
 
@@ -368,7 +370,8 @@ class _Fill(cst.CSTTransformer):
         super().__init__()
         self._values = values
         self._keywords = keywords
-        self._names = names  # of values that are read twice
+        self._names = names  # of values that are read twice, and for names of the template's own
+        self._later: set[cst.CSTNode] = set()
         self._named: set[str] = set()
         self._by_position = template.startswith(_BY_POSITION)
 
@@ -393,13 +396,20 @@ class _Fill(cst.CSTTransformer):
             return _in_parentheses(func.body)
         return updated_node.with_changes(args=args)
 
+    def visit_IfExp(self, node: cst.IfExp) -> None:
+        """Whether something is so is computed before what stands in front of it."""
+        tested = _names_in(node.test)
+        self._later |= {x for x in _all_names(node.body) if x.value in tested}
+
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         """One place."""
         name = _parameter(original_node)
-        if name is None or name not in self._values:
+        if name is None:
+            return cst.Name(self._names.get(updated_node.value, updated_node.value))
+        if name not in self._values:
             return updated_node
         if name in self._names:
-            if name in self._named:
+            if name in self._named or original_node in self._later:
                 return cst.Name(self._names[name])
             self._named.add(name)
             named = cst.NamedExpr(cst.Name(self._names[name]), self._values[name])
@@ -430,14 +440,38 @@ def _parse(template: str) -> cst.BaseExpression:
 def _count(template: str) -> dict[str, int]:
     """Returns how often a template reads each parameter."""
     found: dict[str, int] = {}
+    for node in _all_names(_parse(template)):
+        if (name := _parameter(node)) is not None:
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+@functools.cache
+def _loop_names(template: str) -> frozenset[str]:
+    """The names that the comprehensions of a template bind."""
+    found: set[str] = set()
+
+    class Finder(cst.CSTVisitor):
+        def visit_CompFor(self, node: cst.CompFor) -> None:
+            found.update(_names_in(node.target))
+
+    _parse(template).visit(Finder())
+    return frozenset(found)
+
+
+def _all_names(value: cst.CSTNode) -> list[cst.Name]:
+    found: list[cst.Name] = []
 
     class Finder(cst.CSTVisitor):
         def visit_Name(self, node: cst.Name) -> None:
-            if (name := _parameter(node)) is not None:
-                found[name] = found.get(name, 0) + 1
+            found.append(node)
 
-    _parse(template).visit(Finder())
+    value.visit(Finder())
     return found
+
+
+def _names_in(value: cst.CSTNode) -> set[str]:
+    return {node.value for node in _all_names(value)}
 
 
 def _parameter(node: cst.BaseExpression) -> str | None:

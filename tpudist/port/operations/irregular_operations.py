@@ -10,6 +10,8 @@ import libcst as cst
 from tpudist.port.analysis.function_roles import Role
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
+from tpudist.port.operations.shape_values import are_parts_of_shape, is_shape, is_taken_as_shape
+from tpudist.port.operations.signatures import is_signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +44,22 @@ def _mean(call: Call) -> str:
     of = "_input_tensor, _axis, keepdims=_keepdims"
     if call.kinds.is_number(call.args["input_tensor"]):
         return ""
-    if call.kinds.numbers(call.args["input_tensor"]) is Numbers.FLOATS:
+    numbers, dtype = call.kinds.numbers(call.args["input_tensor"]), "_input_tensor.dtype"
+    if numbers is Numbers.FLOATS:
         return f"jnp.mean({of})"
     if call.role is Role.KERAS:
-        return f"keras.ops.cast(keras.ops.mean({of}), _input_tensor.dtype)"
-    return f"jnp.mean({of}, dtype=_input_tensor.dtype)"
+        return f"keras.ops.cast(keras.ops.mean({of}), {dtype})"
+    if numbers is Numbers.INTEGERS:
+        return f"jnp.mean({of}, dtype={dtype})"
+    # JAX would add float16 in float16, had it the dtype of floats too.
+    return f"jnp.mean({of}, dtype={dtype} if jnp.issubdtype({dtype}, jnp.integer) else None)"
+
+
+def _prod(call: Call) -> str:
+    """The product of the sizes of a shape is a number, as the sizes are."""
+    if len(call.args) == 1 and is_shape(call.program, call.args["input_tensor"]):
+        return "np.prod(_input_tensor, dtype=int)"
+    return "jnp.prod(_input_tensor, _axis, keepdims=_keepdims)"
 
 
 def _matmul(call: Call) -> str:
@@ -79,26 +92,10 @@ def _split(call: Call) -> str:
 
 def _concat(call: Call) -> str:
     """Parts of shapes make a shape, which is known before the program runs."""
-    if _are_parts_of_shape(call.program, call.args["values"]):
+    if are_parts_of_shape(call.program, call.args["values"]):
         call.use("axis")
         return "[size for part in _values for size in part]"
     return "jnp.concatenate(_values, _axis)"
-
-
-def _are_parts_of_shape(program: Program, values: cst.BaseExpression) -> bool:
-    """Whether values are shapes, parts of them, and lists."""
-    if not isinstance(values, cst.List | cst.Tuple):
-        return False
-    shapes = lists = 0
-    for element in values.elements:
-        part = element.value
-        if isinstance(part, cst.List):
-            lists += 1
-        elif program.callee(part.value if isinstance(part, cst.Subscript) else part) == (
-            "tensorflow.shape"
-        ):
-            shapes += 1
-    return shapes > 0 and shapes + lists == len(values.elements)
 
 
 def _stack(call: Call) -> str:
@@ -129,8 +126,10 @@ def _pad(call: Call) -> str:
 
 
 def _range(call: Call) -> str:
-    """The one argument that is given is the end."""
+    """The one argument that is given is the end, also where the step is given."""
     given = [name for name in ("start", "limit", "delta") if name in call.args]
+    if given == ["start", "delta"]:
+        return "jnp.arange(0, _start, _delta, dtype=_dtype)"
     return f"jnp.arange({', '.join(f'_{name}' for name in given)}, dtype=_dtype)"
 
 
@@ -187,48 +186,6 @@ def _shape(call: Call) -> str:
     return shape if is_taken_as_shape(call.program, call.node) else f"jnp.array({shape})"
 
 
-_TAKES_SHAPES = set(
-    "reshape zeros ones fill broadcast_to normal uniform truncated_normal tile".split()
-)
-
-
-def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
-    """Whether whatever reads a shape takes a tuple of numbers."""
-    outer = program.parent(node)
-    if isinstance(outer, cst.Subscript) and outer.value is node:
-        [index, *more] = outer.slice
-        if more:
-            return False
-        if isinstance(index.slice, cst.Index):
-            return True
-        return is_taken_as_shape(program, outer, depth)
-    if isinstance(outer, cst.Arg):
-        call = program.parent(outer)
-        if not isinstance(call, cst.Call):
-            return False
-        name = program.callee(call)
-        last = name.rpartition(".")[2]
-        if isinstance(call.func, cst.Name) and call.func.value in ("print", "len", "tuple", "list"):
-            return True
-        return name.startswith("tensorflow.") and last in _TAKES_SHAPES
-    if isinstance(outer, cst.AssignTarget | cst.Assign) and depth < 3:
-        if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
-            return False
-        target = outer.targets[0].target
-        if isinstance(target, cst.Tuple):
-            return True
-        reads = program.references(target) if isinstance(target, cst.Name) else []
-        return bool(reads) and all(is_taken_as_shape(program, read, depth + 1) for read in reads)
-    if isinstance(outer, cst.Element):  # a part of a shape
-        values = program.parent(outer)
-        arg = program.parent(values) if values is not None else None
-        if not isinstance(arg, cst.Arg):
-            return False
-        is_concat = program.callee(program.parent(arg)) == "tensorflow.concat"
-        return is_concat and _are_parts_of_shape(program, arg.value)
-    return isinstance(outer, cst.StarredElement | cst.FormattedStringExpression)
-
-
 def _cond(call: Call) -> str:
     if not {"pred", "true_fn", "false_fn"} <= set(call.args):
         return ""
@@ -238,18 +195,64 @@ def _cond(call: Call) -> str:
 
 
 def _one_hot(call: Call) -> str:
-    """Ones and zeros are what it gives here, too."""
+    """Ones and zeros are what it gives here, too; of what dtype, they say if nothing else does."""
+    dtype = "_dtype"
     for name, value in (("on_value", 1), ("off_value", 0)):
         if name in call.args:
             text = _code(call.args[name])
-            if text not in (f"{value}", f"{value}.0", f"{value}.") or "dtype" not in call.args:
+            if text not in (f"{value}", f"{value}.0", f"{value}."):
                 return ""
+            if text == f"{value}" and "dtype" not in call.args:
+                dtype = '"int32"'
             call.use(name)
-    return "jax.nn.one_hot(_indices, _depth, axis=_axis, dtype=_dtype)"
+    return f"jax.nn.one_hot(_indices, _depth, axis=_axis, dtype={dtype})"
+
+
+def _uniform(call: Call) -> str:
+    """Integers have a function of their own, and no greatest one of their own accord."""
+    dtype = call.args.get("dtype")
+    numbers = call.kinds.of_dtype(dtype) if dtype is not None else Numbers.FLOATS
+    if numbers is Numbers.FLOATS:
+        return "keras.random.uniform(_shape, _minval, _maxval, _dtype)"
+    if numbers is Numbers.UNKNOWN or "maxval" not in call.args:
+        return ""
+    least = "_minval" if "minval" in call.args else "0"
+    return f"keras.random.randint(_shape, {least}, _maxval, _dtype)"
 
 
 def _add_n(call: Call) -> str:
-    return "sum(_inputs)" if call.role in (Role.REPLICA, Role.KERAS) else ""
+    is_array = call.role in (Role.REPLICA, Role.KERAS)
+    return "sum(_inputs)" if is_array else "sum(map(jnp.asarray, _inputs))"
+
+
+def _count_nonzero(call: Call) -> str:
+    keepdims = "" if call.role is Role.KERAS else ", keepdims=_keepdims"
+    count = f"jnp.count_nonzero(_input, _axis{keepdims})"
+    return f"jnp.astype({count}, _dtype)" if "dtype" in call.args else count
+
+
+def _name_scope(call: Call) -> str:
+    """In Python it names what is written by `tf.summary`, which stays."""
+    if call.role is Role.KERAS:
+        return "keras.name_scope(_name)"
+    names_summaries = call.is_on_host and call.program.uses("tensorflow.summary.")
+    return "" if names_summaries else "jax.named_scope(_name)"
+
+
+def _trace(call: Call) -> str:
+    call.use("_r")  # which says that it is a step, as its number does
+    if "step_num" in call.args:
+        return "jax.profiler.StepTraceAnnotation(_name, step_num=_step_num)"
+    return "jax.profiler.TraceAnnotation(_name)"
+
+
+def _tensor_spec(call: Call) -> str:
+    """A shape and a dtype, but for those that a pipeline or a graph is given."""
+    call.use("name")
+    code = _code(call.node)
+    if "None" in code or "string" in code or not {"shape", "dtype"} <= set(call.args):
+        return ""
+    return "" if is_signature(call.program, call.node) else "jax.ShapeDtypeStruct(_shape, _dtype)"
 
 
 def _code(value: cst.CSTNode) -> str:
@@ -276,6 +279,8 @@ SAME_ARGUMENTS = {
 IRREGULAR: dict[str, tuple[dict[str, str | None], frozenset[str], Callable[[Call], str]]] = {}
 for _names, _text, _arrays, _choose in (
     ("reduce_mean math.reduce_mean", "input_tensor axis= keepdims=", "input_tensor", _mean),
+    ("reduce_prod math.reduce_prod", "input_tensor axis= keepdims=", "input_tensor", _prod),
+    ("random.uniform", "shape minval= maxval= dtype=", "", _uniform),
     ("matmul linalg.matmul", "a b transpose_a= transpose_b=", "a b", _matmul),
     ("split", "value num_or_size_splits axis=", "value", _split),
     ("concat", "values axis", "", _concat),
@@ -293,6 +298,10 @@ for _names, _text, _arrays, _choose in (
     ("shape", "input", "input", _shape),
     ("cond", "pred true_fn= false_fn=", "", _cond),
     ("add_n math.add_n", "inputs", "", _add_n),
+    ("math.count_nonzero", "input axis= keepdims= dtype=", "input", _count_nonzero),
+    ("name_scope", "name", "", _name_scope),
+    ("profiler.experimental.Trace", "name step_num= _r=", "", _trace),
+    ("TensorSpec", "shape= dtype= name=", "", _tensor_spec),
 ):
     for _name in _names.split():
         IRREGULAR[f"tensorflow.{_name}"] = (

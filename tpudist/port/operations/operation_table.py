@@ -113,7 +113,7 @@ _add("math.multiply_no_nan", "x y", "jnp.where(_y == 0, 0, _x * _y)")
 _add("math.xlogy", "x y", "jax.scipy.special.xlogy(_x, _y)", "")
 
 # Reductions, along axes and in order.
-for _name in "sum max min prod any all".split():
+for _name in "sum max min any all".split():
     _add(
         f"+reduce_{_name}",
         "input_tensor axis= keepdims=",
@@ -138,12 +138,6 @@ _add(
     "math.reduce_euclidean_norm",
     "input_tensor axis= keepdims=",
     "jnp.sqrt(jnp.sum(jnp.square(_input_tensor), _axis, keepdims=_keepdims))",
-)
-_add(
-    "math.count_nonzero",
-    "input axis= keepdims=",
-    "jnp.count_nonzero(_input, _axis, keepdims=_keepdims)",
-    "",
 )
 _add("+cumsum math.cumprod", "x axis==0", "jnp.{}(_x, _axis)")
 _add("+argmax +argmin", "input axis==0", "jnp.{}(_input, _axis)")
@@ -289,7 +283,6 @@ _add(
 # Functions of functions and of structures.
 _add("map_fn", "fn elems", "jax.lax.map(_fn, _elems)", "keras.ops.map(_fn, _elems)")
 _add("vectorized_map", "fn elems", "jax.vmap(_fn)(_elems)", "keras.ops.vectorized_map(_fn, _elems)")
-_add("name_scope", "-name", "jax.named_scope(_name)", "keras.name_scope(_name)")
 _add("recompute_grad", "f", "jax.checkpoint(_f)", "")
 for _name, _parameters in (
     ("flatten", "structure"),
@@ -302,11 +295,10 @@ for _name, _parameters in (
 _RANDOM = {
     "normal": "shape mean= stddev= dtype=",
     "truncated_normal": "shape mean= stddev= dtype=",
-    "uniform": "shape minval= maxval= dtype=",
     "categorical": "logits num_samples",
     "shuffle": "value",
 }
-RANDOM = set()
+RANDOM = {"tensorflow.random.uniform"}  # which depends on its dtype
 for _name, _parameters in _RANDOM.items():
     _given = ", ".join(f"_{x.partition('=')[0]}" for x in _parameters.split())
     _add(f"random.{_name}", _parameters, f"keras.random.{_name}({_given})", "")
@@ -314,6 +306,16 @@ for _name, _parameters in _RANDOM.items():
 for _name in ("random.set_seed", "compat.v1.set_random_seed", "compat.v1.random.set_random_seed"):
     _add(_name, "-seed", "keras.utils.set_random_seed(_seed)", "")
     RANDOM.add(f"tensorflow.{_name}")
+
+# Of the profiler, whose options JAX has not, or not all.
+_add("profiler.experimental.start", "-logdir", "jax.profiler.start_trace(_logdir)", "")
+_add("profiler.experimental.stop", "", "jax.profiler.stop_trace()", "")
+_add("profiler.experimental.server.start", "-port", "jax.profiler.start_server(_port)", "")
+
+# Of variables, which have methods for it.
+_add("keras.backend.set_value", "-x -value", "_x.assign(_value)")
+_add("keras.backend.get_value", "-x", "np.asarray(_x)[()]", "keras.ops.convert_to_numpy(_x)")
+_add("keras.backend.count_params", "-p", "np.prod(_p.shape, dtype=int)")
 
 # Of `keras.backend`, which Keras 3 has for its own backend only.
 _BACKEND = {
