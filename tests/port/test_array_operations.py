@@ -456,8 +456,8 @@ def port(cases: list, *, on_replicas: bool) -> list[str]:
 
 
 @functools.cache
-def ported_on_replicas(*, quick: bool) -> list[str]:
-    return port(CASES[:QUICK] if quick else CASES, on_replicas=True)
+def ported_on_replicas() -> list[str]:
+    return port(CASES, on_replicas=True)
 
 
 @functools.cache
@@ -498,13 +498,16 @@ def keras_on_jax(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
 
 
+def test_no_operation_of_a_step_is_left():
+    assert not [x for x in ported_on_replicas() if "tf." in x]
+
+
 @pytest.mark.parametrize(
     "number",
     [pytest.param(i, marks=pytest.mark.slow if i >= QUICK else ()) for i in range(len(CASES))],
 )
 def test_an_operation_on_replicas_gives_what_numpy_gives(number):
-    expression = ported_on_replicas(quick=number < QUICK)[number]
-    assert "tf." not in expression
+    expression = ported_on_replicas()[number]
     if "keras." in expression:
         pytest.importorskip("keras")
 
@@ -586,6 +589,7 @@ def test_integers_are_drawn_by_randint(call, wanted):
     assert port_line(f"tf.random.uniform({call})", on_replicas=False) == wanted
 
 
+@pytest.mark.slow
 def test_keras_has_each_name_that_is_written_in_its_objects():
     keras = pytest.importorskip("keras")
     lines = [case[0] for case in CASES if "backend" not in case[0]]
