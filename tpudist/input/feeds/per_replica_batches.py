@@ -180,7 +180,7 @@ class Pipelines:
         states = [source for _, source in passes]
         steps = self._steps([batches for batches, _ in passes])
         if position.source is not None:
-            steps = _steps_of_own_iterators(steps, states)
+            steps = _check_iterators(steps, states)
         if rounds is None:
             return self._host_parts(steps, states, position.step > 0)
         return agreed_steps.parts(self, self._mesh, steps, states, position, rounds)
@@ -314,7 +314,7 @@ def _to_source(dataset: Any) -> Any:
     return adapt.to_source(dataset)
 
 
-def _steps_of_own_iterators(steps: Iterator[Step], passes: list[Any]) -> Iterator[Step]:
+def _check_iterators(steps: Iterator[Step], passes: list[Any]) -> Iterator[Step]:
     """The steps of a resumed pass.
 
     Raises:
