@@ -90,6 +90,8 @@ def test_processes_with_different_numbers_of_devices_run_the_program(tpudist_pod
     ],
 )
 def test_faults_strike_inside_at_a_call(kind, exit_codes, said, tpudist_pod, program):
+    soon = "from tpudist.processes import process_watch\nprocess_watch.GRACE_S = 0.5\n"
+    program.write_text(soon + PROGRAM)
     faults = [Fault(kind, process=1, at_call=7)]
     with tpudist_pod(program, "400", devices_per_process=2, faults=faults) as pod:
         ended = pod.wait(60)

@@ -171,7 +171,26 @@ PROGRAM = """
         empty += [ids(strategy.distribute_batch(np.arange(16.0))),
                   ids(strategy.distribute_batch(parts, has_device_dim=True)),
                   ids(strategy.distribute_batch(np.arange(9.0), global_batch_size=16))]
-        return [whole, found, state, dry, padding, differ, other, empty]
+        return [whole, found, state, dry, padding, differ, other, empty, in_memory()]
+
+
+    def in_memory():
+        parts = np.arange(4.0 * (3 - me)).reshape(4, 3 - me) + 100 * me
+        uneven = strategy.distribute_batch({"x": parts, "y": parts[..., None]}, has_device_dim=True)
+        square = strategy.run(lambda x: (x["x"] ** 2).sum(), (uneven,))
+        total = float(strategy.reduce("sum", square, axis=None))
+        mistakes = [
+            (np.arange(8 - me), {}),
+            (np.arange(8), {"global_batch_size": 8 + 8 * me}),
+            ({"x": np.arange(8)} if me else [np.arange(8)], {}),
+            (np.arange(8, dtype=["int32", "float32"][me]), {}),
+            (np.ones((4, 2, 1 + me)), {"has_device_dim": True}),
+            (np.ones((4, 2, 1))[:, :me], {"has_device_dim": True}),
+            (np.ones((4 - me, 2)), {"has_device_dim": True}),
+        ]
+        found = [failure(lambda: strategy.distribute_batch(x, **options))
+                 for x, options in mistakes]
+        return [ids(uneven["x"]), uneven["y"].array.shape, uneven["y"].rows, total, found]
 
 
     def read_alike():
@@ -382,9 +401,34 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
 
 
 @pytest.mark.slow
+def test_processes_agree_on_a_batch_in_memory(processes):
+    """Else they would compile different programs, and wait for each other forever."""
+    here, there = (result[-1] for result in _results(processes, "of functions"))
+    assert here[:4] == there[:4]
+    rows, shape, counts, total, mistakes = here
+    assert rows == [*range(12), *range(100, 108)]
+    assert (shape, counts) == ([8, 3, 1], [3] * 4 + [2] * 4)
+    assert total == sum(x**2 for x in rows)
+    texts = (
+        "process 0 has 8 rows of 8, int32[rows]; process 1 has 7 rows of 7, int32[rows]",
+        "process 1 has 8 rows of 16",
+        "process 0 has 8 rows of 8, [0] int32[rows]; process 1 has 8 rows of 8, ['x'] int32[rows]",
+        "int32[rows]; process 1 has 8 rows of 8, float32[rows]",
+        "float32[rows,1]; process 1 has float32[rows,2]",
+        "The batch has no rows",
+        "The call of distribute_batch of process 1 failed",
+    )
+    for text, (_, told) in zip(texts, mistakes, strict=True):
+        assert text in told
+    kinds = [kind for kind, _ in mistakes]
+    assert kinds == ["ProcessesDifferError"] * 5 + ["ValueError", "RuntimeError"]
+    assert "process 0 failed" in there[4][5][1]
+
+
+@pytest.mark.slow
 def test_datasets_of_functions_are_resumed_and_may_be_empty_in_some_processes(processes):
     here, there = _results(processes, "of functions")
-    whole, found, state, dry, padding, differ, other, empty = here
+    whole, found, state, dry, padding, differ, other, empty, _ = here
     assert empty == there[7]
     assert empty[:3] == [[[3, 4]], [0] * 4, [True] * 4]
     assert empty[3:] == [list(range(16)), [*range(8), *range(100, 108)], list(range(9))]

@@ -262,6 +262,35 @@ def test_datasets_of_a_function_are_resumed(dataset_fn, mode):
         assert [x.array.tolist() for x in resumed] == reference[step:]
 
 
+class _Restarted(_CounterIterator):
+    def __init__(self):
+        super().__init__([])
+
+    def __iter__(self):
+        self._next = 0
+        return self
+
+
+@pytest.mark.parametrize("make", [lambda: _CounterIterator([]), _Restarted, SOURCES["generator"]])
+@pytest.mark.parametrize("step", [1, 2])
+def test_one_iterator_for_several_replicas_is_not_resumed(make, step):
+    """Each replica would return to its own place, after which the others read on elsewhere."""
+    mode = tpudist.InputReplicationMode.PER_REPLICA
+    options = tpudist.InputOptions(experimental_replication_mode=mode)
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def begin():
+        of_all = make()
+        return iter(strategy.distribute_datasets_from_function(lambda _: of_all, options))
+
+    iterator, resumed = begin(), begin()
+    for _ in range(step):
+        next(iterator)
+    resumed.set_state(iterator.get_state())
+    with pytest.raises(ValueError, match="are one .*Return a new dataset for|is not the batch"):
+        next(resumed)
+
+
 def test_an_iterator_of_tensorflow_1_is_resumed():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     with pytest.warns(DeprecationWarning, match="deprecated"):
@@ -603,17 +632,60 @@ def test_a_loader_in_another_order_is_not_resumed(strategy_method):
         next(resumed)
 
 
+def _order_of_module():
+    for _ in range(4):
+        yield np.random.permutation(8)
+
+
+def _order_of_local(*seed):
+    rng = np.random.default_rng(*seed)
+    for _ in range(4):
+        yield rng.permutation(8)
+
+
+def _order_of_closure(rng):
+    def batches():
+        for _ in range(4):
+            yield rng.permutation(8)
+
+    return batches
+
+
+def _order_of_new_generator():
+    for epoch in range(4):
+        yield np.random.default_rng(epoch).permutation(8)
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: Loader(seed=None), lambda: _function_of(Loader(seed=None, lazy=True))]
+    ("make", "warns"),
+    [
+        (lambda: Loader(seed=None), True),
+        (lambda: _function_of(Loader(seed=None, lazy=True)), True),
+        (lambda: _order_of_module, True),
+        (lambda: _order_of_local, True),
+        (lambda: _order_of_closure(np.random.default_rng()), True),
+        (lambda: _order_of_closure(np.random.default_rng().spawn(1)[0]), True),
+        (lambda: lambda: _order_of_local(0), False),
+        (lambda: _order_of_new_generator, False),
+        (lambda: _order_of_closure(np.random.Generator(np.random.PCG64(0))), False),
+        (lambda: _order_of_closure(np.random.default_rng(0).spawn(1)[0]), False),
+        (lambda: _order_of_closure(np.random.default_rng(np.random.SeedSequence(0))), False),
+        (
+            lambda: _order_of_closure(np.random.default_rng(0x4E2A9C7B5D8F10364E2A9C7B5D8F1036)),
+            False,
+        ),
+    ],
 )
-def test_the_first_state_of_an_unseeded_shuffle_warns(make):
+def test_the_first_state_of_an_unseeded_shuffle_warns(make, warns, monkeypatch):
+    """And that of a seeded one does not, also if its seed has as many bits as NumPy draws."""
+    # Another test may have called np.random.seed.
+    monkeypatch.setattr(np.random.mtrand, "_rand", np.random.RandomState())
     dataset = _distributed(make())
     iterator = iter(dataset)
     iterator.get_state()
     next(iterator)
-    with pytest.warns(
-        UserWarning, match=r"shuffled by .*, which has no seed.*np.random.default_rng"
-    ):
+    expected = r"shuffled by .*, which has no seed.*np.random.default_rng"
+    with pytest.warns(UserWarning, match=expected) if warns else _no_error():
         iterator.get_state()
     iterator.get_state()
     list(iterator)

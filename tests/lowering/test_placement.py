@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from tpudist.lowering import placement
+from tpudist.lowering import placement, replica_parts
 from tpudist.xla.mesh import make_mesh
 
 
@@ -46,7 +46,7 @@ def test_a_component_lives_on_its_replicas_devices_alone(mesh):
     for split_rows in (True, False):
         array = placement.stack(mesh, host, split_rows=split_rows)
         for replica in range(2):
-            part = placement.component(mesh, array, replica)
+            part = replica_parts.component(mesh, array, replica)
             np.testing.assert_array_equal(part, host[replica])
             assert part.sharding.device_set == set(mesh.mesh.devices[replica])
 

@@ -33,6 +33,7 @@ CASES = {
     "fewer steps, process 1": ("[run() for _ in range(5 - 2 * me)]", 1, ENDED, ENDED),
     "fewer steps, process 0": ("[run() for _ in range(3 + 2 * me)]", 1, ENDED, ENDED),
     "another order": (
+        "from tpudist.processes import process_watch\nprocess_watch.GRACE_S = 0.5\n"
         "for f in ((total, double), (double, total))[me]: strategy.run(f, (ones,))\ntime.sleep(20)",
         1,
         DIFFER,

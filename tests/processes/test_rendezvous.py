@@ -21,8 +21,9 @@ def address():
 
 
 @pytest.fixture(autouse=True)
-def late_ones_are_not_waited_for_long(monkeypatch):
+def _others_are_not_waited_for_long(monkeypatch):
     monkeypatch.setattr(rendezvous, "LATE_S", 0.3)
+    monkeypatch.setattr(rendezvous, "HOLDER_S", 0.5)
 
 
 def come(address, processes, timeout_s=20.0):

@@ -15,7 +15,7 @@ from typing import Any
 
 from places import PROGRAMS, ROOT
 
-COMMAND = [sys.executable, "-m", "tpudist", "launch"]
+COMMAND = [sys.executable, str(PROGRAMS / "launch_program.py"), "launch"]
 LIMIT_S = 150
 STEPS = 40
 

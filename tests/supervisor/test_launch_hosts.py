@@ -119,10 +119,10 @@ def two_hosts():
         yield made
 
 
-def start(hosts, folder, *options):
+def start(hosts, folder, *options, **env):
     names = ",".join(host.address for host in hosts.hosts)
     words = ("--hosts", names, "-n", "1", "--devices-per-process", "2", *options)
-    env = {"PAUSE_S": "0.1"}
+    env = {"PAUSE_S": "0.1", **env}
     return [
         Run(folder, *words, env=env, prefix=host.prefix, output=f"output{i}")
         for i, host in enumerate(hosts.hosts)
@@ -149,13 +149,14 @@ def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_h
 
 @pytest.mark.multiprocess
 def test_a_host_whose_network_is_lost_is_done_without(two_hosts, tmp_path):
-    first, second = start(two_hosts, tmp_path)
+    env = {"LINK_S": "6", "SUPERVISORS_S": "1", "STEPS": "14"}
+    first, second = start(two_hosts, tmp_path, **env)
     with first, second:
-        first.wait_for_step(10, of_all=True)
+        first.wait_for_step(4, of_all=True)
         two_hosts.unplug()
         seen = first.wait()
         other = second.wait()
     assert seen.code == 0, seen.output
-    assert sorted(seen.losses()) == list(range(1, STEPS + 1))
+    assert sorted(seen.losses()) == list(range(1, 14 + 1))
     assert other.code in (70, 75), other.output
     assert "the supervisor of this run has gone, or cannot be reached" in other.output

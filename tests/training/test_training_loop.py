@@ -240,6 +240,18 @@ def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy
         run(strategy, data=lambda: next(passes, []))
 
 
+def test_epochs_of_data_whose_length_counts_examples_are_an_error(strategy):
+    """Else 3 batches of 8 examples would be gone through 8 times for one epoch."""
+
+    class Loader(list):
+        def __len__(self):
+            return 24
+
+    with pytest.raises(ValueError, match=r"whose len\(\) is 24, but a pass .* has 3 batches"):
+        run(strategy, data=Loader(ones(3)), num_steps=None, num_epochs=1)
+    assert run(strategy, data=Loader(ones(3)), num_steps=8)[0].num_steps == 8
+
+
 @pytest.mark.parametrize("data", [list, lambda: lambda: iter(()), "iterator"])
 def test_data_without_batches_trains_no_step_and_warns_once(strategy, data, caplog):
     dataset = [] if data == "iterator" else data()

@@ -258,6 +258,15 @@ class Container:
         setattr(self, name, x)
 
 
+def find_entries(container: Container) -> Entries:
+    """Returns the entries of all objects of a container.
+
+    Raises:
+        TypeError: As `Entries`.
+    """
+    return Entries(container.checkpoint_objects(), container.replace_object)
+
+
 def has_state(x: Any) -> bool:
     """Whether `x` says and takes its position, as iterators do."""
     return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")

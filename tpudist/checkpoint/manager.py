@@ -218,7 +218,7 @@ class CheckpointManager:
             self.wait()
             # Whatever is wrong with the objects is said before anything is changed on the disk.
             step = self._number(checkpoint_number)
-            found = self._find_entries()
+            found = entries.find_entries(self.checkpoint)
             arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
             contents["notes"] = dict(self.notes)
             if not allow_nan:
@@ -372,7 +372,7 @@ class CheckpointManager:
         """
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()
-        found = self._find_entries()
+        found = entries.find_entries(self.checkpoint)
         parts = {"only": only, "exclude": exclude, "rename": rename, "cast": cast}
         chosen, skipped = self._history.choose(step, verify=verify)
         path = self._files.step(chosen)
@@ -392,10 +392,6 @@ class CheckpointManager:
     def _wait_for_all(self) -> None:
         self.wait()
         finish_other(self.directory)
-
-    def _find_entries(self) -> entries.Entries:
-        checkpoint = self.checkpoint
-        return entries.Entries(checkpoint.checkpoint_objects(), checkpoint.replace_object)
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -53,7 +53,7 @@ def write_at(
     """
     target = _resolve(path)
     channel = Channel(f"checkpoint/path/{next(_names)}")
-    found = _find_entries(checkpoint)
+    found = entries.find_entries(checkpoint)
     arrays, contents = gather(found, number, {})
     contents["notes"] = notes
     if not allow_nan:
@@ -119,7 +119,7 @@ def read_at(
         raise CheckpointError(problem)
     number = read_contents(place)["step"] if is_ours(place) else 0
     notes = read_notes(place)
-    return restore(_find_entries(checkpoint), number, place, **parts), notes
+    return restore(entries.find_entries(checkpoint), number, place, **parts), notes
 
 
 def is_whole(path: epath.Path) -> bool:
@@ -130,10 +130,6 @@ def is_whole(path: epath.Path) -> bool:
 def _resolve(path: Any) -> epath.Path:
     """The path, absolute where it is local."""
     return Directory(path).path
-
-
-def _find_entries(checkpoint: Container) -> entries.Entries:
-    return entries.Entries(checkpoint.checkpoint_objects(), checkpoint.replace_object)
 
 
 def _prepare(target: epath.Path) -> tuple[str, str]:

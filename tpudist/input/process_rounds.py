@@ -23,12 +23,20 @@ class Rounds:
     Messages are dicts in the words of JSON.
     """
 
-    def __init__(self, name: Callable[[], str], stop: threading.Event, processes: Sequence[int]):
+    def __init__(
+        self,
+        name: Callable[[], str],
+        stop: threading.Event,
+        processes: Sequence[int],
+        what: str = "dataset",
+    ):
         """Of `processes`, until `stop` is set.
 
-        `name` is asked, at the first round, for what all call the pass.
+        `name` is asked, at the first round, for what all call the pass. `what` is what fails, in
+        errors.
         """
         self.processes = processes
+        self._what = what
         self._name = name
         self._channel: Channel | None = None
         self._stop = stop
@@ -50,8 +58,8 @@ class Rounds:
             number = ", ".join(map(str, failed))
             place = "at its start" if self.step is None else f"at step {self.step}"
             raise RuntimeError(
-                f"The dataset of process {number} failed {place}: see the error there, which is "
-                f"{next(iter(failed.values()))} The others cannot go on without it."
+                f"The {self._what} of process {number} failed {place}: see the error there, which "
+                f"is {next(iter(failed.values()))} The others cannot go on without it."
             )
         return messages
 

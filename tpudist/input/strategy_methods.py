@@ -107,8 +107,8 @@ class DataMethods(StrategyBase):
             global_batch_size: Number of rows of a full batch, at least those of this one. Steps on
                 all smaller batches share one more program. Default: this batch is full.
             has_device_dim: Whether the arrays are `[devices, rows, ...]`, as `jax.pmap` takes them.
-                In several processes each gives the parts of its own devices. The replicas take
-                equal numbers of parts, in order.
+                In several processes each gives the parts of its own devices, which may have fewer
+                rows than those of others. The replicas take equal numbers of parts, in order.
 
         Returns:
             What a distributed dataset gives: pytree of `PerReplica`, padded if the rows do not
@@ -116,12 +116,14 @@ class DataMethods(StrategyBase):
 
         Raises:
             ValueError: If the arrays have different numbers of rows, or an argument does not fit
-                them; or in a replica function.
-            TypeError: If a leaf is not an array of numbers.
-            RuntimeError: In the scope of another strategy.
+                them; or in a replica function or a traced one.
+            TypeError: If a leaf is not an array of numbers, or is a `PerReplica`.
+            ProcessesDifferError: If the processes give batches that do not fit together.
+            RuntimeError: In the scope of another strategy, or if another process fails.
 
-        Cost: about one `jax.device_put` of the batch with the sharding of the replicas. As there, a
-        CPU may use the memory of NumPy's arrays in place, so do not write to them.
+        Cost: about one `jax.device_put` of the batch with the sharding of the replicas; in several
+        processes also about 2 ms, in which they compare the batch's shapes. On CPU, JAX may use the
+        memory of NumPy's arrays in place, so do not write to them.
         `tf.distribute` has no such method.
         """
         context.require_cross_replica("distribute_batch")

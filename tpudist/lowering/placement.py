@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from tpudist.processes import process_agreement
 from tpudist.programs import program_digest
 from tpudist.xla import integers, internals, random_keys, tree_depth
-from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
+from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
 _NO_MESH = Mesh(np.empty((), object), ())
@@ -281,104 +281,6 @@ def without_mesh() -> contextlib.AbstractContextManager:
     return jax.set_mesh(_NO_MESH)
 
 
-def component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
-    """The part `[...]` of a stacked array that a replica of this process holds.
-
-    It lives on that replica's devices. Reads no other replica and communicates nothing.
-    """
-    # The mesh in scope has more devices than one replica: JAX refuses to index its part there.
-    with jax.set_mesh(_NO_MESH):
-        return _component(mesh, stacked, replica)
-
-
-def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
-    by_device = {shard.device: shard.data for shard in stacked.addressable_shards}
-    devices = mesh.devices_of(replica)
-    if len(devices) == 1:
-        shard = by_device[devices[0]]
-        # A replicated stacked array (every device holds all of it) is also a stacked array.
-        return shard[replica % shard.shape[0]]
-    spec = _spec(stacked)
-    position = 0 if spec and spec[0] is not None else replica
-    return jax.make_array_from_single_device_arrays(
-        stacked.shape[1:],
-        NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*spec[1:])),
-        [by_device[device][position] for device in devices if device in by_device],
-    )
-
-
-def move_part(mesh: ReplicaMesh, part: Any) -> Any:
-    """A replica's part on the devices of this process's first replica, split as it is.
-
-    So that parts can be computed with. One of which this process has not all stays where it is.
-    """
-    if not isinstance(part, jax.Array) or isinstance(part, Tracer):
-        return part
-    devices = mesh.devices_of(mesh.local_replicas[0])
-    if not part.is_fully_addressable or part.sharding.device_set == set(devices):
-        return part
-    sharding = part.sharding
-    if len(devices) == 1 or not isinstance(sharding, NamedSharding):
-        return jax.device_put(part, devices[0])
-    first = _inner_mesh(mesh, mesh.local_replicas[0])
-    return jax.device_put(part, NamedSharding(first, sharding.spec))
-
-
-def copy_of_first_replica(mesh: ReplicaMesh, value: Any) -> Any:
-    """A mirrored array as this process's first replica has it: where `move_part` moves parts."""
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
-        return value
-    on_mesh = isinstance(value.sharding, NamedSharding) and value.sharding.mesh == mesh.mesh
-    is_split = mesh.num_replicas > 1 and mesh_of_mirrored(value) is None
-    return copy_of(mesh, value, mesh.local_replicas[0]) if on_mesh and not is_split else value
-
-
-def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
-    """The copy of a mirrored array that a replica of this process holds, on its devices.
-
-    It shares the array's memory.
-    """
-    by_device = {shard.device: shard.data for shard in array.addressable_shards}
-    devices = mesh.devices_of(replica)
-    if len(devices) == 1:
-        return by_device[devices[0]]
-    return jax.make_array_from_single_device_arrays(
-        array.shape,
-        NamedSharding(_inner_mesh(mesh, replica), _spec(array)),
-        [by_device[device] for device in devices if device in by_device],
-    )
-
-
-def replace_component(
-    mesh: ReplicaMesh, stacked: jax.Array, replica: int, value: jax.Array
-) -> jax.Array:
-    """A stacked array with another part for one replica of this process."""
-    with jax.set_mesh(_NO_MESH):
-        inner = NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*_spec(stacked)[1:]))
-        part = jax.device_put(value, inner)
-        # Copies: a step may overwrite the new array in place while somebody holds the old one.
-        old = {shard.device: shard.data.copy() for shard in stacked.addressable_shards}
-        parts = {}
-        for shard in part.addressable_shards:
-            parts[shard.device] = shard.data[None]
-            if mesh.block is not None:  # others have theirs on this device
-                at = replica % mesh.block.size
-                parts[shard.device] = old[shard.device].at[at].set(shard.data)
-        return jax.make_array_from_single_device_arrays(
-            stacked.shape, stacked.sharding, list((old | parts).values())
-        )
-
-
-def _inner_mesh(mesh: ReplicaMesh, replica: int) -> Mesh:
-    """The mesh of one replica's devices."""
-    names = mesh.inner_axes
-    return jax.sharding.Mesh(
-        np.asarray(mesh.devices_of(replica)).reshape([mesh.mesh.shape[name] for name in names]),
-        names,
-        axis_types=(AxisType.Auto,) * len(names),
-    )
-
-
 def value_of_chief(mesh: ReplicaMesh, what: str, value: jax.Array) -> jax.Array:
     """What the first process of the mesh holds as `value`: of one shape and dtype on all.
 
@@ -408,8 +310,3 @@ def value_of_chief(mesh: ReplicaMesh, what: str, value: jax.Array) -> jax.Array:
     first = jax.jit(lambda x: x[0], out_shardings=mesh.replicated)(every)
     chiefs = jax.numpy.asarray(first.addressable_shards[0].data)
     return jax.random.wrap_key_data(chiefs, impl=jax.random.key_impl(value)) if is_key else chiefs
-
-
-def _spec(array: jax.Array) -> PartitionSpec:
-    sharding = array.sharding
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

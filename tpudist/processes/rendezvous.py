@@ -29,6 +29,8 @@ RESOLVE_S = 10.0
 _REPORT_S = 5.0  # after which a wait is first told of; then after twice that time, and so on
 _SLICE_S = 0.5
 _SERVICE_S = 5.0
+HOLDER_S = 2.0
+"""Seconds for which process 0 waits for another program that has its port to say what it is."""
 STRANGER_S = 4.0
 """Seconds until a listener that does not greet is another program: process 0 greets at once."""
 LATE_S = 6.0
@@ -192,9 +194,9 @@ def _ask_holder(host: str, port: int, num_processes: int) -> None:
     with contextlib.suppress(OSError):
         with socket.create_connection((host, port), timeout=_SLICE_S) as line:
             reader = _Reader(line)
-            if _is_greeting(reader.read(time.monotonic() + 2.0)):
+            if _is_greeting(reader.read(time.monotonic() + HOLDER_S)):
                 line.sendall(json.dumps(_describe_self(num_processes, 0)).encode() + b"\n")
-                if answer := reader.read(time.monotonic() + 2.0):
+                if answer := reader.read(time.monotonic() + HOLDER_S):
                     _read_answer(answer, host, port)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from tpudist import context
-from tpudist.lowering import placement
+from tpudist.lowering import placement, replica_parts
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import destinations, eager_programs
 from tpudist.values import gathered_rows
@@ -221,7 +221,7 @@ class CrossDeviceOps:
         mesh = _mesh_in_charge(placement.mesh_of(pairs[0][0].array))
         options = communication_options.check_options(options, f"{what}(options", mesh.platform)
         if mesh.num_replicas == 1:
-            return [placement.component(mesh, x.array, 0) for x, _ in pairs]
+            return [replica_parts.component(mesh, x.array, 0) for x, _ in pairs]
         self.check_devices(list(mesh.mesh.devices.flat))
 
         def function(*parts):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist import context
-from tpudist.lowering import placement
+from tpudist.lowering import replica_parts
 from tpudist.options import shorten
 from tpudist.reductions import eager_programs
 from tpudist.values import gathered_rows, indexed_slices
@@ -130,7 +130,7 @@ def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
         return _parts_in_trace(mesh, capture_in_trace(value))
     parts = []
     for i in mesh.local_replicas:
-        part = placement.component(mesh, value.array, i)
+        part = replica_parts.component(mesh, value.array, i)
         for dim, rows in value.extents.items() if value.is_padded else ():
             part = jax.lax.slice_in_dim(part, 0, rows[i], axis=dim)
         parts.append(part)

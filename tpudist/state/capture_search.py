@@ -22,6 +22,7 @@ import numpy as np
 from tpudist.state import nnx_contents
 from tpudist.state.captured_values import CONTAINERS, SCALARS, Place
 from tpudist.state.code_reads import CodeReads, Read, reads_of
+from tpudist.xla import program_packages
 
 MAX_VALUES = 1000
 """Values of one function, or of one container, that are looked at; more are left out."""
@@ -326,13 +327,17 @@ def _is_of_program(cls: type) -> bool:
         file = inspect.getfile(cls)
     except (TypeError, OSError):
         return cls.__module__ == "__main__"
-    return not file.startswith(_LIBRARIES)
+    return not _is_in_library(file)
 
 
 def _is_of_library(code: types.CodeType) -> bool:
-    return code.co_filename.startswith(_LIBRARIES)
+    return _is_in_library(code.co_filename)
 
 
 def _is_library_module(module: types.ModuleType) -> bool:
     file = object.__getattribute__(module, "__dict__").get("__file__")  # a lazy one is not loaded
-    return file is None or file.startswith(_LIBRARIES)
+    return file is None or _is_in_library(file)
+
+
+def _is_in_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) and not program_packages.has_file(file)

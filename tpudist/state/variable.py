@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tpudist import context
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase, VariableHome
-from tpudist.lowering import placement
+from tpudist.lowering import placement, replica_parts
 from tpudist.options import shorten, warn_if_given, warn_of_op_arguments
 from tpudist.processes import generations
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
@@ -270,13 +270,13 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         if self.on_read:
             return self.strategy._read_component(self._value, replica)
         self.strategy._protect_from_donation(self)
-        return placement.copy_of(self.strategy.replica_mesh, self._value, replica)
+        return replica_parts.copy_of(self.strategy.replica_mesh, self._value, replica)
 
     def set_component(self, replica: int, value: jax.Array) -> None:
         """Replaces what one replica of this process holds of an ON_READ variable."""
         self._check_usable_here(context.current(), "assigned")
         mesh = self.strategy.replica_mesh
-        self._value = placement.replace_component(mesh, self._value, replica, value)
+        self._value = replica_parts.replace_component(mesh, self._value, replica, value)
 
     @property
     def distribute_strategy(self) -> StrategyBase:

@@ -14,7 +14,7 @@ from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.lowering import placement
+from tpudist.lowering import replica_parts
 from tpudist.options import shorten
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import destinations as places
@@ -260,7 +260,7 @@ class StrategyExtended(StepsOnIterator):
                 return (x,) * len(mesh.local_replicas)
             if x.sharding.device_set != mesh.device_set:
                 x = self._strategy.replicate(x)
-            return tuple(placement.copy_of(mesh, x, i) for i in mesh.local_replicas)
+            return tuple(replica_parts.copy_of(mesh, x, i) for i in mesh.local_replicas)
 
         return jax.tree.map(parts, result, is_leaf=lambda x: x is None or is_leaf(x))
 

@@ -14,7 +14,7 @@ from tpudist import context
 from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.context.weak_identity import WeakIdentitySet
-from tpudist.lowering import placement
+from tpudist.lowering import placement, replica_parts
 from tpudist.lowering.abstract_placement import value_on
 from tpudist.state import nnx_creation
 from tpudist.xla import random_keys, traces
@@ -181,7 +181,7 @@ class StateMethods(StrategyBase):
 
     def _read_component(self, stacked: jax.Array, replica: int) -> jax.Array:
         """One replica's part of an ON_READ variable."""
-        return placement.component(self.replica_mesh, stacked, replica)
+        return replica_parts.component(self.replica_mesh, stacked, replica)
 
     def replicate(self, value: PyTree) -> PyTree:
         """`value` (host values or arrays) whole on every device of the mesh."""

@@ -17,7 +17,7 @@ from tpudist.context import ContextKind
 from tpudist.goodput import goodput
 from tpudist.input.strategy_methods import DataMethods
 from tpudist.keras import keras_scope
-from tpudist.lowering import placement
+from tpudist.lowering import replica_parts
 from tpudist.options import RunOptions, ValueContext, shorten
 from tpudist.planner.strategy_methods import PlanMethods
 from tpudist.processes import process_agreement
@@ -476,8 +476,8 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
                     return x.values
                 x = x.local_part() if x.on_read else x.read_value()
             if not isinstance(x, PerReplica):
-                return (placement.copy_of_first_replica(mesh, x) if has_parts else x,) * n
-            return [placement.move_part(mesh, part) for part in gather.local_parts(mesh, x)]
+                return (replica_parts.copy_of_first_replica(mesh, x) if has_parts else x,) * n
+            return [replica_parts.move_part(mesh, part) for part in gather.local_parts(mesh, x)]
 
         parts = [local(x) for x in leaves]
         return tuple(treedef.unflatten([p[i] for p in parts]) for i in range(n))

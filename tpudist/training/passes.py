@@ -17,7 +17,10 @@ class Passes:
     Attributes:
         batches: The iterator of the pass that is under way.
         cardinality: Batches of a pass; as in tf.data, -1 without an end, -2 if not known.
+        counts_epochs: Whether the number of steps was computed from `cardinality`.
     """
+
+    counts_epochs = False
 
     def __init__(self, strategy: Strategy, data: Any):
         """Distributes `data`, unless it is.
@@ -55,7 +58,8 @@ class Passes:
             num_steps: Those of the run.
 
         Raises:
-            ValueError: There is none, and no way to begin anew.
+            ValueError: There is none, and no way to begin anew; or epochs are counted, and the pass
+                did not have as many batches as the data said.
             NoBatches: The data has none at all, of which the user was warned.
         """
         try:
@@ -69,6 +73,13 @@ class Passes:
                 f"train was given an iterator, which ended after {step} of {num_steps} steps and "
                 f"cannot begin anew. Give the dataset itself, which is gone through again, or ask "
                 f"for {step} steps."
+            )
+        found = self.batches.position.step
+        if self.counts_epochs and found not in (0, self.cardinality):
+            raise ValueError(
+                f"train was given num_epochs and data whose len() is {self.cardinality}, but a "
+                f"pass through it has {found} batches. len() of data must count its batches, not "
+                f"examples, so that epochs can be counted. Correct it, or give num_steps."
             )
         self.batches = iter(self._dataset)
         try:
@@ -111,4 +122,5 @@ def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -
             f"train was given num_epochs={num_epochs} and data that {why}, so it is not known how "
             f"many steps that is. Give num_steps instead, or data with a length."
         )
+    passes.counts_epochs = True
     return number * max(passes.cardinality, 1)  # without batches, the first step finds none

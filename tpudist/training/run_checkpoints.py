@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpudist.checkpoint import Checkpoint, CheckpointManager
-from tpudist.checkpoint.entries import Entries
+from tpudist.checkpoint.entries import find_entries
 from tpudist.preemption import PreemptionCheckpointHandler, TerminationConfig
 from tpudist.training.history import History
 
@@ -48,7 +48,7 @@ class RunCheckpoints:
             CheckpointError: There are checkpoints, but none is whole, or they are of another state.
             TypeError: `state` holds what no checkpoint can; before there is anything to lose.
         """
-        Entries(state.checkpoint_objects(), state.replace_object)
+        find_entries(state)
         self.before_save: Callable[[], None] = lambda: None
         self._state: Any = state
         self._history, self._every = history, every

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
-from tpudist.lowering import placement
+from tpudist.lowering import placement, replica_parts
 from tpudist.xla import collectives
 from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
@@ -134,7 +134,7 @@ class PerReplica(DistributedValues):
         if local is not None:
             return tuple(collectives.all_gather(local[None], 0))
         mesh = placement.mesh_of(self.array)
-        return tuple(placement.component(mesh, self.array, i) for i in mesh.local_replicas)
+        return tuple(replica_parts.component(mesh, self.array, i) for i in mesh.local_replicas)
 
     def _part_in_trace(self) -> Any:
         """This replica's part in the program that is being traced; None outside of all traces."""

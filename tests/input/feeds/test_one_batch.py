@@ -12,6 +12,11 @@ X = np.arange(48, dtype=np.float32).reshape(16, 3)
 KINDS = {"numpy": np.asarray, "jax": jnp.asarray}
 
 
+DEEP = X
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
 def strategy_of(replica_axes, num_devices=4):
     return tpudist.TPUStrategy(replica_axes=replica_axes, devices=jax.devices()[:num_devices])
 
@@ -84,6 +89,11 @@ def test_the_default_strategy_places_a_batch_too():
         (X, {"global_batch_size": 8}, "global_batch_size=8.* a batch of 16 rows"),
         (X, {"global_batch_size": True}, "Give the number of rows of a full batch"),
         (X, {"has_device_dim": True, "global_batch_size": 16}, "Leave global_batch_size out"),
+        (DEEP, {}, "nested more than 1000 levels"),
+        (DEEP, {"has_device_dim": True}, "nested more than 1000 levels"),
+        (X[:0], {}, "has no rows"),
+        (jnp.ones((4, 0)), {"has_device_dim": True}, "has no rows"),
+        (np.ones((4, 0, 3)), {"has_device_dim": True}, "has no rows"),
         (X[:6], {"has_device_dim": True}, r"arrays of 6 parts, .* 4 replicas.* \[4, rows, ...\]"),
         (np.ones(4), {"has_device_dim": True}, "count devices and rows.*values_from_function"),
     ],
@@ -99,3 +109,21 @@ def test_texts_and_replica_functions_are_refused():
         strategy.distribute_batch(np.array(["a", "b"]))
     with pytest.raises(ValueError, match="distribute_batch should be called from outside"):
         strategy.run(lambda: strategy.distribute_batch(X))
+
+
+@pytest.mark.parametrize("options", [{}, {"has_device_dim": True}], ids=str)
+def test_a_batch_that_the_replicas_have_or_that_is_traced_is_rejected(options):
+    """Their parts would become rows, and a traced batch an error of JAX about meshes."""
+    strategy = strategy_of({})
+    placed = strategy.distribute_batch(X)
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a PerReplica.*Pass it to strategy.run"):
+        strategy.distribute_batch({"x": placed}, **options)
+    with pytest.raises(TypeError, match="Batch 0 of the dataset is a PerReplica"):
+        list(strategy.experimental_distribute_dataset([placed]))
+
+    def place(x):
+        return strategy.distribute_batch(x, **options)
+
+    for traced in (jax.jit(place), tpudist.function(place)):
+        with pytest.raises(ValueError, match="The batch belongs to a program that is being traced"):
+            traced(X.reshape(4, 4, 3))

@@ -251,7 +251,10 @@ def test_programs_for_devices_that_are_here_are_compiled_here():
     with pytest.raises(ValueError, match=r"compiles for the devices of .*topology.devices"):
         compiler_process.compile_elsewhere(lowered, mesh.devices)
     found = compiler_process.compile_here(lowered)
-    assert len(found.text) == len(lowered.compile().as_text())  # XLA:CPU prints maps in any order
+    # A program that JAX has kept has the source lines of the run that compiled it.
+    with jax_cache.bypass():
+        text = lowered.compile().as_text()
+    assert len(found.text) == len(text)  # XLA:CPU prints maps in any order
     assert found.memory.argument_bytes == 4 * 64**2 * (1 / 8 + 1 / 4)
     assert found.flops > 0
     assert "allocation 0: size" in found.buffers

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.input.feeds import split_batches
+from tpudist.input.feeds import batch_agreement, split_batches
 from tpudist.input.transfer import host_batch, to_devices
 from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.input.transfer.to_devices import Parts
@@ -19,12 +19,26 @@ _WHAT = "The batch"
 
 def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> PyTree:
     """Splits the rows of a batch over the replicas; see `Strategy.distribute_batch`."""
-    leaves, treedef = jax.tree.flatten(batch)
-    if _are_on_devices(mesh, leaves):
-        (num_rows,) = _common_sizes(leaves, treedef, 1)
-        each, left_over = divmod(num_rows, mesh.num_replicas)
-        if each and not left_over and global_batch_size in (None, num_rows):
-            return _put(mesh, leaves, treedef, each)
+    if mesh.num_processes == 1:
+        leaves, names, treedef = host_batch.flatten(batch, _WHAT)
+        if _are_on_devices(leaves):
+            (num_rows,) = _common_sizes(leaves, names, 1)
+            each, left_over = divmod(num_rows, mesh.num_replicas)
+            if each and not left_over and global_batch_size in (None, num_rows):
+                return _put(mesh, leaves, treedef, each)
+    host, names, size = batch_agreement.call_and_report(
+        mesh, lambda: _read_whole(batch, global_batch_size)
+    )
+    batch_agreement.require_same(mesh, (host.num_rows, size), _kinds(names, host.leaves, 1))
+    if mesh.num_replicas == 1 and size == host.num_rows:
+        leaves = host.take(np.arange(size), copy=False)
+        return to_devices.place(mesh, Parts(leaves, host.treedef, None))
+    rows, positions = split_batches.shares(host.num_rows, size, mesh)
+    return to_devices.place(mesh, Parts(host.take(positions, copy=False), host.treedef, rows))
+
+
+def _read_whole(batch: PyTree, global_batch_size: int | None) -> tuple[HostBatch, list[str], int]:
+    """A batch in host memory, the names of its arrays, and the rows of a full batch."""
     arrays, names, treedef = host_batch.as_arrays(batch, _WHAT)
     num_rows = host_batch.common_rows(arrays, names, _WHAT)
     size = num_rows if global_batch_size is None else global_batch_size
@@ -34,18 +48,31 @@ def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> Py
             f"{num_rows} rows. Give the number of rows of a full batch, or leave it out if this "
             f"batch is full."
         )
-    host = HostBatch(arrays, treedef, num_rows)
-    if mesh.num_replicas == 1 and size == num_rows:
-        leaves = host.take(np.arange(num_rows), copy=False)
-        return to_devices.place(mesh, Parts(leaves, treedef, None))
-    rows, positions = split_batches.shares(num_rows, int(size), mesh)
-    return to_devices.place(mesh, Parts(host.take(positions, copy=False), treedef, rows))
+    return HostBatch(arrays, treedef, num_rows), names, int(size)
 
 
 def split_parts(mesh: ReplicaMesh, parts: PyTree) -> PyTree:
     """Splits arrays `[devices, rows, ...]` of `jax.pmap`; see `Strategy.distribute_batch`."""
-    leaves, treedef = jax.tree.flatten(parts)
-    num_parts, num_rows = _common_sizes(leaves, treedef, 2)
+    leaves, names, treedef, each = batch_agreement.call_and_report(
+        mesh, lambda: _read_parts(mesh, parts)
+    )
+    if mesh.num_processes == 1 and _are_on_devices(leaves):
+        return _put(mesh, leaves, treedef, each, num_leading=2)
+    rows = batch_agreement.exchange_rows(mesh, each, _kinds(names, leaves, 2))
+    if mesh.num_replicas == 1:
+        local = [x.reshape(each, *x.shape[2:]) for x in leaves]
+        return to_devices.place(mesh, Parts(local, treedef, None))
+    local = [x.reshape(len(mesh.local_replicas), each, *x.shape[2:]) for x in leaves]
+    # Parts of other processes may have more rows. Padding repeats a real row.
+    positions = np.minimum(np.arange(max(rows)), each - 1)
+    local = [x if each == max(rows) else x[:, positions] for x in local]
+    return to_devices.place(mesh, Parts(local, treedef, rows))
+
+
+def _read_parts(mesh: ReplicaMesh, parts: PyTree) -> tuple[list[Any], list[str], Any, int]:
+    """Parts as arrays, their names and structure, and the rows of each replica here."""
+    leaves, names, treedef = host_batch.flatten(parts, _WHAT)
+    num_parts, num_rows = _common_sizes(leaves, names, 2)
     num_local = len(mesh.local_replicas)
     if not num_parts or num_parts % num_local:
         raise ValueError(
@@ -53,32 +80,33 @@ def split_parts(mesh: ReplicaMesh, parts: PyTree) -> PyTree:
             f"but this process has {num_local} replicas, which take equal numbers of parts. Give "
             f"arrays [{num_local}, rows, ...], or arrays [rows, ...] without has_device_dim."
         )
-    each = num_parts // num_local * num_rows
-    if _are_on_devices(mesh, leaves):
-        return _put(mesh, leaves, treedef, each, num_leading=2)
-    arrays = [
-        host_batch.to_jax_dtype(host_batch.as_array(x, _WHAT), _WHAT, copy=False) for x in leaves
-    ]
-    if mesh.num_replicas == 1:
-        local = [x.reshape(each, *x.shape[2:]) for x in arrays]
-        return to_devices.place(mesh, Parts(local, treedef, None))
-    local = [x.reshape(num_local, each, *x.shape[2:]) for x in arrays]
-    return to_devices.place(mesh, Parts(local, treedef, (each,) * mesh.num_replicas))
+    if not num_rows:
+        raise ValueError(f"{_WHAT} has no rows. Leave out batches without examples.")
+    if mesh.num_processes > 1 or not _are_on_devices(leaves):
+        leaves = [
+            host_batch.to_jax_dtype(host_batch.as_array(x, _WHAT), _WHAT, copy=False)
+            for x in leaves
+        ]
+    return leaves, names, treedef, num_parts // num_local * num_rows
 
 
-def _are_on_devices(mesh: ReplicaMesh, leaves: list[Any]) -> bool:
+def _are_on_devices(leaves: list[Any]) -> bool:
     """Whether all are arrays of JAX, which need not be read in host memory."""
-    return (
-        mesh.num_processes == 1 and bool(leaves) and all(isinstance(x, jax.Array) for x in leaves)
-    )
+    return bool(leaves) and all(isinstance(x, jax.Array) for x in leaves)
 
 
-def _common_sizes(leaves: list[Any], treedef: Any, num_dims: int) -> tuple[int, ...]:
+def _kinds(names: list[str], arrays: list[np.ndarray], num_dims: int) -> list[str]:
+    """Descriptions of arrays without their first dims, for other processes."""
+    examples = [(x.shape[num_dims:], host_batch.jax_dtype(x.dtype)) for x in arrays]
+    described = map(split_batches.describe, examples)
+    return [f"{name} {text}".strip() for name, text in zip(names, described, strict=True)]
+
+
+def _common_sizes(leaves: list[Any], names: list[str], num_dims: int) -> tuple[int, ...]:
     """The sizes of the first dims, which all arrays have alike."""
     shapes = [np.shape(x) for x in leaves]
     found = {shape[:num_dims] for shape in shapes}
     if len(found) != 1 or len(next(iter(found))) < num_dims:
-        names = split_batches.names_of(treedef)
         listed = [f"{n or 'the array'} {list(s)}" for n, s in zip(names, shapes, strict=True)]
         dims = "the rows" if num_dims == 1 else "devices and rows"
         raise ValueError(

@@ -177,8 +177,10 @@ class Pipelines:
             return self._begin(position)
 
         passes = begin() if rounds is None else rounds.call_and_report(begin)
-        steps = self._steps([batches for batches, _ in passes])
         states = [source for _, source in passes]
+        steps = self._steps([batches for batches, _ in passes])
+        if position.source is not None:
+            steps = _check_iterators(steps, states)
         if rounds is None:
             return self._host_parts(steps, states, position.step > 0)
         return agreed_steps.parts(self, self._mesh, steps, states, position, rounds)
@@ -310,6 +312,24 @@ def _to_source(dataset: Any) -> Any:
     if isinstance(dataset, IndexedDataset | Rebatched):
         return dataset  # batched or not: a replica takes an element of it
     return adapt.to_source(dataset)
+
+
+def _check_iterators(steps: Iterator[Step], passes: list[Any]) -> Iterator[Step]:
+    """The steps of a resumed pass.
+
+    Raises:
+        ValueError: If two datasets are one iterator, of which each would return to another place.
+    """
+    for step in steps:
+        opened = [x.iterator for x in passes if isinstance(x, iterable.Elements)]
+        if len({id(x) for x in opened}) < len(opened):
+            raise ValueError(
+                f"The state of an iterator was set, but the datasets of several replicas are one "
+                f"{type(opened[0]).__name__}, which they read in turn: no replica can return to "
+                f"its own place in it. Return a new dataset for each replica, or one for all of "
+                f"them with InputReplicationMode.PER_WORKER."
+            )
+        yield step
 
 
 def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[Any]:

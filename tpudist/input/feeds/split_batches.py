@@ -214,7 +214,7 @@ class SplitBatches:
             )
         names = names_of(batch.treedef)
         different = [
-            f"{name or 'the array'} holds {_describe(found)}, before {_describe(wanted)}"
+            f"{name or 'the array'} holds {describe(found)}, before {describe(wanted)}"
             for name, found, wanted in zip(names, _examples(batch), self._examples, strict=True)
             if (len(found[0]), found[1]) != (len(wanted[0]), wanted[1])
         ]
@@ -253,7 +253,7 @@ def _examples(batch: HostBatch) -> list[tuple[Any, ...]]:
 
 
 def _kind(batch: HostBatch) -> str:
-    return ", ".join(map(_describe, _examples(batch)))
+    return ", ".join(map(describe, _examples(batch)))
 
 
 def names_of(treedef: jax.tree_util.PyTreeDef) -> list[str]:
@@ -262,6 +262,7 @@ def names_of(treedef: jax.tree_util.PyTreeDef) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
 
-def _describe(example: tuple[Any, ...]) -> str:
+def describe(example: tuple[Any, ...]) -> str:
+    """Describes arrays whose rows have this shape and dtype."""
     shape, dtype = example
     return f"{dtype}[{','.join(['rows', *map(str, shape)])}]"

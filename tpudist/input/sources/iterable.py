@@ -228,14 +228,15 @@ class IterableSource:
 class Elements(Iterator[PyTree]):
     """One pass through a user's iterator, which knows how far it has come.
 
-    It is opened when it is first read.
+    Attributes:
+        iterator: The user's; None before it is opened, when it is first read.
     """
 
     def __init__(self, source: IterableSource, state: Any):
         """After what `state` says."""
         self._source = source
         self._state = state
-        self._iterator: Iterator[PyTree] | None = None
+        self.iterator: Iterator[PyTree] | None = None
         self._was_read = False
         self._num_opened = 0
         # The last state of the user's iterator, and the number of batches before it.
@@ -247,7 +248,7 @@ class Elements(Iterator[PyTree]):
     def __next__(self) -> PyTree:
         if self._state is not None and self._state.get("ended"):
             raise StopIteration
-        iterator = self._iterator or self._begin()
+        iterator = self.iterator or self._begin()
         try:
             element = next(iterator)
         except StopIteration:
@@ -261,7 +262,7 @@ class Elements(Iterator[PyTree]):
 
     def _begin(self) -> Iterator[PyTree]:
         iterator, num_read, self._num_opened = self._source.open_at(self._state)
-        self._iterator = iterator
+        self.iterator = iterator
         self._was_read = self._source.use(iterator)
         if _has_state(iterator):
             self._recorded = iterator_state.get_user_state(iterator), num_read
@@ -294,7 +295,7 @@ class Elements(Iterator[PyTree]):
         Of an iterator that has a state, it is the state before the last batch or an earlier one,
         from which that batch is read again and compared.
         """
-        if self._iterator is None:
+        if self.iterator is None:
             return {"batches": 0} if self._state is None else self._state
         if self._checksum is None and self._last is not None:
             self._checksum = batch_checksum.checksum(self._last, self.num_given - 1)
@@ -305,7 +306,7 @@ class Elements(Iterator[PyTree]):
         if self._recorded is not None:
             state["iterator"], number = self._recorded
             state["since"] = self.num_given - number
-            self._recorded = iterator_state.get_user_state(self._iterator), self.num_given
+            self._recorded = iterator_state.get_user_state(self.iterator), self.num_given
         return state
 
 

@@ -1,19 +1,22 @@
 """Finds random generators of a dataset that have no seed, so that no run draws the order again.
 
-A generator that is found is unseeded for certain. If one is not found, the checksum of the last
-batch differs when a run is resumed.
+A generator that is found is unseeded, or has a seed of more than 96 bits that the program does not
+keep. If one is not found, the checksum of the last batch differs when a run is resumed.
 """
 
+import dis
 import inspect
+import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-# NumPy draws 128 bits where no seed is given, and users give fewer.
+# NumPy draws 128 bits where no seed is given.
 _MIN_DRAWN_ENTROPY = 1 << 96
-_SHUFFLES = {"shuffle", "permutation", "permuted", "choice"}
+# The methods of NumPy's own generator, as its module offers them.
+_SHUFFLES = (np.random.shuffle, np.random.permutation, np.random.choice)
 
 
 def find(source: Any, iterator: Any) -> str | None:
@@ -24,12 +27,12 @@ def find(source: Any, iterator: Any) -> str | None:
         iterator: The current pass through it.
     """
     functions = [source, getattr(type(source), "__iter__", None), iterator]
-    code = [c for f in functions for c in _code_of(f)]
-    if any("random" in c.co_names and _SHUFFLES & {*c.co_names} for c in code):
+    values = _values_of(source, iterator)
+    if any(_shuffles(c, values) for f in functions for c in _code_of(f)):
         # The module's own generator, which np.random.seed gives another one.
         if _has_no_seed(np.random.mtrand._rand):  # type: ignore[attr-defined]
             return "np.random"
-    for name, value in _values_of(source, iterator):
+    for name, value in values.items():
         if isinstance(value, np.random.Generator | np.random.RandomState) and _has_no_seed(value):
             return name
     return None
@@ -38,7 +41,12 @@ def find(source: Any, iterator: Any) -> str | None:
 def _has_no_seed(generator: Any) -> bool:
     bits = getattr(generator, "bit_generator", None) or generator._bit_generator
     entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
-    return isinstance(entropy, int) and entropy >= _MIN_DRAWN_ENTROPY
+    if not isinstance(entropy, int) or entropy < _MIN_DRAWN_ENTROPY:
+        return False
+    # A seed may be as large. Its number also belongs to the program: to a constant or a variable.
+    unseeded = np.random.SeedSequence()
+    drawn = unseeded.entropy
+    return sys.getrefcount(entropy) <= sys.getrefcount(drawn)
 
 
 def _code_of(function: Any) -> Iterator[types.CodeType]:
@@ -48,15 +56,37 @@ def _code_of(function: Any) -> Iterator[types.CodeType]:
             yield code
 
 
-def _values_of(source: Any, iterator: Any) -> Iterable[tuple[str, Any]]:
+def _shuffles(code: types.CodeType, values: dict[str, Any]) -> bool:
+    """Whether code reads a function that shuffles by NumPy's own generator."""
+    found: Any = None
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            inside = vars(found) if isinstance(found, types.ModuleType) else {}
+            found = inside.get(each.argval)
+        else:
+            found = values.get(each.argval) if each.opname.startswith("LOAD_") else None
+        if any(found is shuffle for shuffle in _SHUFFLES):
+            return True
+    return False
+
+
+def _globals_of(code: types.CodeType, module: dict[str, Any]) -> dict[str, Any]:
+    read = (x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
+    return {name: module.get(name) for name in read}
+
+
+def _values_of(source: Any, iterator: Any) -> dict[str, Any]:
     """Names and values that a dataset can draw from: attributes, and what its functions see."""
     found: dict[str, Any] = {}
     frame = getattr(iterator, "gi_frame", None)
-    within = dict(frame.f_locals) if frame is not None else {}
+    within: dict[str, Any] = {}
+    if frame is not None:
+        found |= _globals_of(frame.f_code, frame.f_globals)
+        within = dict(frame.f_locals)
     for function in (source, getattr(type(source), "__iter__", None)):
         function = getattr(function, "__func__", function)
         if isinstance(function, types.FunctionType):
-            found |= {n: function.__globals__.get(n) for n in function.__code__.co_names}
+            found |= _globals_of(function.__code__, function.__globals__)
             try:
                 found |= inspect.getclosurevars(function).nonlocals
             except ValueError:  # a cell that is not filled yet
@@ -65,7 +95,7 @@ def _values_of(source: Any, iterator: Any) -> Iterable[tuple[str, Any]]:
     owners = (source, iterator, getattr(source, "__self__", None), within.get("self"))
     for owner in owners:
         found |= getattr(owner, "__dict__", {}) if not isinstance(owner, types.ModuleType) else {}
-    return {**found, **within}.items()
+    return found | within
 
 
 def find_in_stream(dataset: Any) -> str | None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.input.transfer import reused_memory
-from tpudist.xla import integers, random_keys, tree_depth
+from tpudist.values.per_replica import PerReplica
+from tpudist.xla import integers, random_keys, traces, tree_depth
 from tpudist.xla.settings import Setting
 
 PyTree = Any
@@ -104,10 +105,34 @@ def as_arrays(
     element: PyTree, what: str
 ) -> tuple[list[np.ndarray], list[str], jax.tree_util.PyTreeDef]:
     """The leaves of an element as arrays, with their names, and its structure; see `as_array`."""
+    leaves, names, treedef = flatten(element, what)
+    arrays = [as_array(x, what + name) for x, name in zip(leaves, names, strict=True)]
+    return arrays, names, treedef
+
+
+def flatten(element: PyTree, what: str) -> tuple[list[Any], list[str], jax.tree_util.PyTreeDef]:
+    """Returns the leaves of an element as they are, their names, and the structure.
+
+    Raises:
+        ValueError: If `element` is nested too deep, or a leaf is traced.
+        TypeError: If a leaf is a `PerReplica`.
+    """
     tree_depth.check_depth(element, what)
-    named, treedef = jax.tree_util.tree_flatten_with_path(element, is_leaf=_is_list_of_numbers)
-    leaves = [as_array(leaf, f"{what}{_name(path)}") for path, leaf in named]
-    return leaves, [_name(path) for path, _ in named], treedef
+    named, treedef = jax.tree_util.tree_flatten_with_path(element, is_leaf=_is_leaf)
+    leaves, names = [leaf for _, leaf in named], [_name(path) for path, _ in named]
+    for leaf, name in zip(leaves, names, strict=True):
+        if isinstance(leaf, PerReplica):
+            raise TypeError(
+                f"{what}{name} is a PerReplica, so the replicas have it already. Pass it to "
+                f"strategy.run as it is, or give the arrays [rows, ...] that it was made of."
+            )
+        if traces.is_traced(leaf):
+            raise ValueError(
+                f"{what}{name} belongs to a program that is being traced, by jax.jit or "
+                f"tpudist.function, and has no numbers yet. Place batches outside of it, and pass "
+                f"the result as an argument."
+            )
+    return leaves, names, treedef
 
 
 def as_array(value: Any, what: str) -> np.ndarray:
@@ -195,6 +220,10 @@ def common_rows(
 
 def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, PerReplica) or _is_list_of_numbers(value)
 
 
 def _is_list_of_numbers(value: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpudist.checkpoint import CheckpointManager, entry_values, restore_match
 from tpudist.checkpoint.checkpoint import Checkpoint
-from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry
+from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entry, find_entries
 from tpudist.goodput import goodput
 from tpudist.processes import host_copies
 from tpudist.processes.generations import GenerationEnded
@@ -52,7 +52,7 @@ class Copies:
 
     def begin(self, commit: int, state: Checkpoint) -> None:
         """Copies a state; the arrays may be overwritten as soon as this returns."""
-        found = Entries(state.checkpoint_objects(), state.replace_object)
+        found = find_entries(state)
         leaves: dict[str, dict[str, Any]] = {}
         arrays: dict[str, Any] = {}
         on_devices: dict[str, jax.Array] = {}
@@ -131,7 +131,7 @@ class Survivor:
         newest = self._copies.newest
         if newest is None:
             return manager is not None and manager.restore_or_initialize() is not None
-        found = Entries(state.checkpoint_objects(), state.replace_object)
+        found = find_entries(state)
         match = restore_match.match(
             found, newest.leaves, newest.aliases, f"of commit {newest.commit} in memory"
         )

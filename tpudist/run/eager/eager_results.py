@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.lowering import placement
+from tpudist.lowering import placement, replica_parts
 from tpudist.run.arguments import call_description
 from tpudist.run.arguments.containers import unpack
 from tpudist.run.eager import replica_evaluation
@@ -79,7 +79,7 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: Any) -> 
     causes = dict.fromkeys(differing, "its new value is another one on each replica")
     for i, op in state_collections.decide(differing, certain, causes, rules, run.name).items():
         if op is None:
-            first = placement.component(run.mesh, merged[i].array, run.mesh.local_replicas[0])
+            first = replica_parts.component(run.mesh, merged[i].array, run.mesh.local_replicas[0])
             merged[i] = jax.device_put(first, run.mesh.replicated)
         else:
             dtype = merged[i].dtype
@@ -209,7 +209,7 @@ def real_parts(mesh: ReplicaMesh, value: PerReplica) -> list[jax.Array]:
     """The parts of a PerReplica, without padding."""
     parts = []
     for i in range(mesh.num_replicas):
-        part = placement.component(mesh, value.array, i)
+        part = replica_parts.component(mesh, value.array, i)
         for dim, rows in value.extents.items() if value.is_padded else ():
             with placement.without_mesh():
                 part = jax.lax.slice_in_dim(part, 0, rows[i], axis=dim)

@@ -5,6 +5,8 @@ import pathlib
 import re
 import traceback
 
+from tpudist.xla import program_packages
+
 _LIBRARY = pathlib.Path(__file__).parents[2]
 _MODELS = _LIBRARY / "models"
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -45,7 +47,9 @@ def is_other_library(file: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
     path = pathlib.Path(file)
-    return not _INSTALLED.isdisjoint(path.parts) or path.is_relative_to(_STANDARD)
+    if _INSTALLED.isdisjoint(path.parts):
+        return path.is_relative_to(_STANDARD)
+    return not program_packages.has_file(file)
 
 
 @functools.lru_cache(maxsize=4096)

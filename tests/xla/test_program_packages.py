@@ -1,0 +1,79 @@
+"""Programs that are installed as packages count as programs, not as libraries."""
+
+import importlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import tpudist
+from tpudist.state import capture_search
+from tpudist.xla import program_packages
+from tpudist.xla.hlo import source_lines
+
+MODULE = """
+SCALE = 2.0
+
+
+def step(x):
+    return SCALE * x.sum()
+
+
+def step_of_real_rows(x):
+    if not x.shape[0]:
+        raise ValueError("no rows here")
+    return x.sum()
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a module with its requirements, as pip does."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(capture_search, "_LIBRARIES", (*capture_search._LIBRARIES, str(folder)))
+
+    def install(name, *requirements):
+        (folder / f"{name}.py").write_text(MODULE)
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0"]
+        lines += [f"Requires-Dist: {x}" for x in requirements]
+        (info / "METADATA").write_text("\n".join(lines))
+        (info / "RECORD").write_text(f"{name}.py,,\n{name}-1.0.dist-info/METADATA,,\n")
+        for cached in (
+            program_packages.has_file,
+            program_packages._find_names,
+            source_lines._is_installed,
+        ):
+            cached.cache_clear()
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+    yield install
+    for name in [x for x in sys.modules if x.startswith("installed_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("requirement", ["tpudist", "tpudist>=0.1", "tpudist[keras]; extra == 'x'"])
+def test_an_installed_program_sees_the_values_that_it_changes(install, requirement):
+    module = install("installed_program", "numpy", requirement)
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    batch = strategy.distribute_batch(np.ones(8, np.float32))
+    for scale in (2.0, 3.0):
+        module.SCALE = scale
+        total = strategy.reduce("sum", strategy.run(module.step, (batch,)), axis=None)
+        assert float(total) == 8 * scale
+
+
+def test_an_error_of_an_installed_program_for_no_rows_is_raised(install):
+    """That of a library is not: its program for more rows is used."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    tail = strategy.distribute_batch(np.ones(1, np.float32), global_batch_size=8)
+    program = install("installed_program", "tpudist")
+    with pytest.raises(ValueError, match="with 0 rows the function cannot be traced: no rows here"):
+        strategy.run(program.step_of_real_rows, (tail,))
+    library = install("installed_library", "jax", "tpudist-like")
+    np.testing.assert_array_equal(strategy.run(library.step_of_real_rows, (tail,)).array, [1, 0])
