@@ -213,7 +213,7 @@ def _hook_training(name: str) -> None:
             try:
                 args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
             except NoBatches:
-                return distributed_input.result_of_no_batches(name, self, args, kwargs)
+                return distributed_input.result_of_no_batches(plain, self, args, kwargs)
             if name == "fit" and found.strategy.replica_mesh.num_processes > 1:
                 args, kwargs = _of_this_process(plain, self, found, args, kwargs)
             return plain(self, *args, **kwargs)
