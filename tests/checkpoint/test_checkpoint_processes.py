@@ -78,6 +78,17 @@ PROGRAM = """
     few.save(faulty + "/ckpt"), few.write(faulty + "/best")
     found["paths"].append(latest_checkpoint(faulty))
     few.n = 0
+    found["restores_apart"] = []
+    for second in (None, found["paths"][1]):
+        path = second if jax.process_index() else found["paths"][0]
+        try:
+            few.restore(path)
+        except CheckpointError as error:
+            found["restores_apart"].append(str(error))
+    try:
+        manager.restore(1 if jax.process_index() else None)
+    except CheckpointError as error:
+        found["restores_apart"].append(str(error))
     few.restore(found["paths"][0]).assert_consumed()
     found["numbers"] = [few.n, few.save_counter]
     few.read(faulty + "/best").assert_consumed()
@@ -155,7 +166,7 @@ def test_a_process_that_cannot_write_fails_the_save_of_all_at_once(finished):
         assert result["waited_s"] < 30
         assert result["nan"].startswith("Step 3 was not saved: 1 array holds NaN")
         assert "different steps" in result["apart"]
-        assert "process 0 step 20, process 1 step 21" in result["apart"]
+        assert "(process 0: step 20, process 1: step 21)" in result["apart"]
         assert result["steps"] == [[1], [1, 3], []]
 
 
@@ -171,5 +182,11 @@ def test_processes_save_and_restore_checkpoints_at_paths(finished):
     for result in results:
         assert "could not be written" in result["write_error"]
         assert "Processes were to write different paths" in result["paths_apart"]
+        assert len(result["restores_apart"]) == 3
+        assert (
+            f"different paths (process 0: {ckpt}-1, process 1: None)" in result["restores_apart"][0]
+        )
+        assert "were to restore different paths (process 0: " in result["restores_apart"][1]
+        assert "(process 0: the newest, process 1: step 1)" in result["restores_apart"][2]
         assert result["paths"] == [f"{ckpt}-1", f"{folder}/faulty/best", f"{ckpt}-2"]
         assert result["numbers"] == [1, 1, 2]

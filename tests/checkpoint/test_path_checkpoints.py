@@ -178,6 +178,27 @@ def test_a_damaged_checkpoint_is_not_restored(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("tpudist/metadata", '"leaves"', '"leafs"', r"metadata, is damaged \(KeyError: 'leaves'\)"),
+        ("tpudist/metadata", '"kind"', '"king"', r"metadata, is damaged \(KeyError: 'kind'\)"),
+        ("tpudist/metadata", "{", "", "metadata, is damaged .*restore another checkpoint"),
+        ("state/_METADATA", "{", "", "arrays of .* could not be read, and nothing was restored"),
+    ],
+)
+def test_damage_that_leaves_nothing_to_restore_is_an_error_without_verification(
+    tmp_path, file, old, new, message
+):
+    path = Checkpoint(x=jnp.arange(3.0), n=1).save(tmp_path / "x")
+    description = tmp_path / "x-1" / file
+    description.write_text(description.read_text().replace(old, new, 1))
+    checkpoint = Checkpoint(x=jnp.zeros(3), n=0)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.restore(path, verify=False)
+    assert checkpoint.n == 0
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("", "is damaged"), ("\xff", "is damaged"), ('model_checkpoint_path: "x-7"\n', "'x-7'")],
 )

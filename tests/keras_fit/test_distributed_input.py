@@ -113,3 +113,14 @@ def test_a_dataset_without_batches_is_no_step_and_one_warning(strategy, make, ca
         caplog.clear()
         assert call(strategy.experimental_distribute_dataset(make())) == wanted
         assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_without_batches_validation_data_and_return_dict_count_wherever_they_are_given(strategy):
+    model = km.make(km.mlp, strategy)
+    empty, full = (strategy.experimental_distribute_dataset(x) for x in ([], batches()))
+    with pytest.warns(UserWarning, match="there are no epochs, and validation_data .* was not"):
+        history = model.fit(validation_data=full, x=empty, verbose=0)
+    assert history.history == {}
+    options = dict(x=empty, verbose=0, return_dict=True)
+    by_position = model.evaluate(empty, None, None, 0, None, None, None, True)
+    assert by_position == model.evaluate(**options) == {"loss": 0.0}

@@ -37,6 +37,7 @@ INTERNAL = {
     "ResultTimeout": "the server is replaced",
     "TraceFailed": "the error of the trace",
     "_CannotTrace": "the operation of the library stays",
+    "_Enough": "the call of `fit` ends, with its first batches",
     "_NotUnderstood": "what cannot be read may differ between replicas",
     "_OutOfTime": "the result of the search so far",
 }

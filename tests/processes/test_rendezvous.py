@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tpudist.errors import StartupError
-from tpudist.processes import rendezvous
+from tpudist.processes import meeting_lines, rendezvous
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def test_a_first_process_that_does_not_come_is_named(address):
 
 
 def test_two_of_one_number_are_an_error_of_all(address, monkeypatch):
-    described, hosts = rendezvous._describe_self, itertools.count()
+    described, hosts = meeting_lines.describe_self, itertools.count()
     monkeypatch.setattr(
-        rendezvous,
-        "_describe_self",
+        meeting_lines,
+        "describe_self",
         lambda count, index: described(count, index) | {"who": f"host {index}.{next(hosts)}"},
     )
     found = come(address, [(0, 4, 0), (1, 4, 0), (2, 4, 0.3), (2, 4, 0.3)])
@@ -87,12 +87,19 @@ def test_two_with_the_number_0_are_an_error_of_all(address):
         assert told.startswith("StartupError: Two processes say that they are number 0: ")
 
 
-def test_those_that_come_late_are_told_too(address, monkeypatch):
+@pytest.mark.parametrize(
+    ("twice", "processes"),
+    [
+        (2, [(0, 4, 0), (2, 4, 0), (2, 4, 0.1), (3, 4, 0.6), (1, 4, 0.6)]),
+        (0, [(0, 2, 0), (0, 2, 0.1), (1, 2, 0.6)]),  # one more process than there are numbers
+    ],
+)
+def test_those_that_come_late_are_told_too(address, monkeypatch, twice, processes):
     monkeypatch.setattr(rendezvous, "LATE_S", 5.0)
     start = time.monotonic()
-    found = come(address, [(0, 4, 0), (2, 4, 0), (2, 4, 0.1), (3, 4, 0.6)])
+    found = come(address, processes)
     for told in found:
-        assert told.startswith("StartupError: Two processes say that they are number 2: ")
+        assert told.startswith(f"StartupError: Two processes say that they are number {twice}: ")
     assert time.monotonic() - start < 4.0
 
 
@@ -129,10 +136,10 @@ def test_other_counts_are_an_error_of_all(address):
 
 
 def test_other_versions_are_an_error(address, monkeypatch):
-    described = rendezvous._describe_self
+    described = meeting_lines.describe_self
     monkeypatch.setattr(
-        rendezvous,
-        "_describe_self",
+        meeting_lines,
+        "describe_self",
         lambda count, index: described(count, index) | ({"jax": "0.1"} if index else {}),
     )
     assert all("has 0.1 as its version of jax" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
@@ -169,14 +176,15 @@ def test_an_unknown_host(index, monkeypatch):
     assert "host 'no-such-host.invalid' is unknown" in told
 
 
-def test_another_program_at_the_port(address):
+@pytest.mark.parametrize("echoes", [False, True])
+def test_another_program_at_the_port(address, echoes):
     host, port = address.split(":")
     with socket.create_server((host, int(port))) as server:
 
         def answer():
             with contextlib.suppress(OSError):
                 line, _ = server.accept()
-                line.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+                line.sendall(line.recv(4096) if echoes else b"HTTP/1.1 400 Bad Request\r\n")
                 line.close()
 
         thread = threading.Thread(target=answer)

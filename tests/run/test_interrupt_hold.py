@@ -8,6 +8,7 @@ import pytest
 
 import tpudist
 from places import PROGRAMS
+from tpudist.run import interrupt_hold
 from tpudist.run.interrupt_hold import InterruptHold, interruptible
 
 
@@ -61,6 +62,29 @@ def test_every_handler_that_may_raise_waits_and_is_called_although_another_raise
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_a_signal_is_not_lost_where_the_handler_of_another_raises_on_entry(handled, monkeypatch):
+    """One signal waits already, the other's handler has not been replaced yet."""
+
+    def ring(number, frame):
+        raise Alarm
+
+    def set_handler(number, handler):
+        if number == signal.SIGTERM and handler is not ring:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+        return signal.signal(number, handler)
+
+    before = signal.signal(signal.SIGTERM, ring)
+    monkeypatch.setattr(interrupt_hold, "_setsignal", set_handler)
+    try:
+        with pytest.raises(Alarm), InterruptHold():
+            handled.append(0)
+        assert handled == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGTERM) is ring
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_handler_that_is_set_later_is_noticed(handled):

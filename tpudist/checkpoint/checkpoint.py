@@ -147,8 +147,8 @@ class Checkpoint(entries.Container):
             The status: `restore(path).assert_consumed()` raises unless all was restored.
 
         Raises:
-            CheckpointError: If no checkpoint is at that path, it is damaged, or it does not fit the
-                objects. Nothing is restored then.
+            CheckpointError: If no checkpoint is at that path, it is damaged, it does not fit the
+                objects, or processes name different paths (or None). Nothing is restored then.
 
         As `tf.train.Checkpoint.restore`, but objects that are attached later are not restored.
         """
@@ -177,9 +177,9 @@ class Checkpoint(entries.Container):
     def _restore(self, method: str, path: Any, options: Any, how: dict[str, Any]) -> RestoreStatus:
         warn_if_given(f"Checkpoint.{method}(options", options, "Orbax's defaults are used")
         context.require_cross_replica(f"Checkpoint.{method}")
-        if path is None:
-            return RestoreStatus(None)
         report, notes = read_at(self, path, partial=True, **how)
+        if report is None:
+            return RestoreStatus(None)
         if method == "restore":
             self._save_counter = notes.get(COUNTER, self._save_counter)
         status = RestoreStatus(report)

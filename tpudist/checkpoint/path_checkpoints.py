@@ -14,12 +14,12 @@ from tpudist.checkpoint import entries, manifest
 from tpudist.checkpoint.directory import TEMPORARY_SUFFIX, Directory
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.format import is_ours, read_contents, read_notes
+from tpudist.checkpoint.format import is_ours, read_notes, read_valid_contents
 from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import finish_other, make_failure
-from tpudist.checkpoint.steps_on_disk import agree, find_problems
+from tpudist.checkpoint.steps_on_disk import agree, find_problems, require_same
 from tpudist.processes import generations
 from tpudist.processes.coordination import TIMEOUT_S, Channel
 
@@ -58,11 +58,7 @@ def write_at(
     contents["notes"] = notes
     if not allow_nan:
         refuse_not_finite(found, arrays, number, f"{target} was not changed.")
-    if len(set(channel.exchange(str(target)))) > 1:
-        raise CheckpointError(
-            f"Processes were to write different paths, {target} in process {jax.process_index()}. "
-            f"A checkpoint is written by all of them: give all the same path."
-        )
+    require_same(target, channel, TIMEOUT_S, "write different paths")
     place, problem = agree(_prepare(target), channel, TIMEOUT_S)
     if problem:
         raise CheckpointError(problem)
@@ -98,18 +94,22 @@ def write_at(
 
 def read_at(
     checkpoint: Container, path: Any, *, verify: bool, **parts: Any
-) -> tuple[RestoreReport, dict[str, int]]:
+) -> tuple[RestoreReport | None, dict[str, int]]:
     """Restores the objects of `checkpoint` from `path`.
 
     Returns:
-        The report, and the notes of the checkpoint.
+        The report, and the notes of the checkpoint. If `path` is None: None, and no notes.
 
     Raises:
-        CheckpointError: If no whole checkpoint is at `path`, or it does not fit the objects.
+        CheckpointError: If no whole checkpoint is at `path`, it does not fit the objects, or
+            processes name different paths.
     """
-    target = _resolve(path)
-    finish_other(str(target.parent))
+    target = None if path is None else _resolve(path)
     channel = Channel(f"checkpoint/path/{next(_names)}")
+    require_same(target, channel, TIMEOUT_S, "restore different paths")
+    if target is None:
+        return None, {}
+    finish_other(str(target.parent))
     place, problem = agree(_locate(target), channel, TIMEOUT_S)
     place = epath.Path(place)
     if not problem and verify and (problems := find_problems(place, channel, TIMEOUT_S)):
@@ -117,7 +117,7 @@ def read_at(
         problem = f"The checkpoint {place} is damaged, and nothing was restored:\n{listed}"
     if problem:
         raise CheckpointError(problem)
-    number = read_contents(place)["step"] if is_ours(place) else 0
+    number = read_valid_contents(place)["step"] if is_ours(place) else 0
     notes = read_notes(place)
     return restore(entries.find_entries(checkpoint), number, place, **parts), notes
 

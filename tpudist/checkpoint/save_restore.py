@@ -13,7 +13,7 @@ from etils import epath
 from tpudist.checkpoint import entry_values, not_finite, numbers, restore_match
 from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry, Path, join_path
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_contents
+from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_valid_contents
 from tpudist.checkpoint.restore_match import RestoreReport
 from tpudist.values import drift
 
@@ -108,7 +108,14 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
             if numbers.needs_conversion(entry, leaf):
                 target = jax.ShapeDtypeStruct((), jnp.dtype(leaf["dtype"]))
             wanted.setdefault(tuple(leaf["path"]), target)
-    values = read_arrays(item, wanted)
+    try:
+        values = read_arrays(item, wanted)
+    except Exception as error:  # Orbax raises whatever its reader of JSON or of arrays does
+        raise CheckpointError(
+            f"The arrays of the checkpoint {path} could not be read, and nothing was restored "
+            f"({type(error).__name__}: {error}). If the storage can be read, the checkpoint is "
+            f"damaged: restore another one."
+        ) from error
     converted = {  # before anything is written: a number may not fit
         entry.name: numbers.convert(entry, leaf, _number_of(leaf, values))
         for entry, leaf in ((entry, leaves[name]) for entry, name in match.pairs)
@@ -147,7 +154,7 @@ def _number_of(leaf: Mapping[str, Any], values: Mapping[Path, Any]) -> Any:
 def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], dict[str, str]]:
     """What a step holds: the path of its arrays, what there is by name, and other names."""
     if is_ours(path):
-        contents = read_contents(path)
+        contents = read_valid_contents(path)
         return path / ARRAYS, contents["leaves"], contents["aliases"]
     from tpudist.checkpoint.arrays import foreign_item  # Orbax takes a while to import
 

@@ -23,6 +23,21 @@ def agree(value: Any, channel: Channel, timeout_s: float) -> Any:
     return json.loads(answer)
 
 
+def require_same(value: Any, channel: Channel, timeout_s: float, what: str) -> None:
+    """Makes sure that all processes have the same value; `what` begins the error.
+
+    Raises:
+        CheckpointError: They do not; in all processes.
+    """
+    values = channel.exchange(str(value), timeout_s=timeout_s)
+    if len(set(values)) > 1:
+        listed = ", ".join(f"process {i}: {text}" for i, text in enumerate(values))
+        raise CheckpointError(
+            f"Processes were to {what} ({listed}). All of them save and restore a checkpoint "
+            f"together: give all the same."
+        )
+
+
 def find_problems(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
     """Returns why a checkpoint cannot be trusted, in all processes; an empty list is good."""
     foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
@@ -73,15 +88,8 @@ class History:
         Raises:
             CheckpointError: They are not; in all processes.
         """
-        if jax.process_count() == 1:
-            return
-        numbers = self._channel.exchange(str(step), timeout_s=self._timeout_s)
-        if len(set(numbers)) > 1:
-            listed = ", ".join(f"process {i} step {number}" for i, number in enumerate(numbers))
-            raise CheckpointError(
-                f"Processes were to save different steps to {self._files}: {listed}. A checkpoint "
-                f"is made by all of them: give all the same checkpoint_number."
-            )
+        what = f"save different steps to {self._files}"
+        require_same(f"step {step}", self._channel, self._timeout_s, what)
 
     # When they were saved, and their metrics.
 
@@ -126,6 +134,9 @@ class History:
         Raises:
             CheckpointError: There is none, or none that is whole.
         """
+        what = f"restore different steps of {self._files}"
+        value = "the newest" if asked is None else f"step {asked}"
+        require_same(value, self._channel, self._timeout_s, what)
         steps = self.agree(self._files.steps())
         if not steps:
             raise CheckpointError(

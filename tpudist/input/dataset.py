@@ -124,6 +124,15 @@ class DistributedDataset:
         """Where the next `iter` begins."""
         return Position(self._num_passes)
 
+    @next_pass.setter
+    def next_pass(self, position: Position) -> None:
+        self._num_passes = position.pass_number
+
+    @property
+    def has_one_pass(self) -> bool:
+        """Whether its source is an iterator, which can be read once."""
+        return getattr(getattr(self._feed, "source", None), "has_one_pass", False)
+
     def begin_at(self, position: Position) -> feed_ahead.Elements:
         """The elements from `position` on; the pass after that is the next one."""
         elements = feed_ahead.Elements(

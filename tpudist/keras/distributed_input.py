@@ -121,17 +121,27 @@ def adapt(
     return bound.args[1:], bound.kwargs
 
 
-def result_of_no_batches(name: str, model: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def result_of_no_batches(
+    plain: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """What `fit`, `evaluate` or `predict` returns after 0 steps; warns that there are no batches.
 
     It is a history without epochs, metrics that were just reset, or outputs without rows.
     """
     import keras
 
-    dataset = next(x for x in (*args, *kwargs.values()) if isinstance(x, DistributedDataset))
-    for _ in dataset:
+    arguments = inspect.signature(plain).bind(model, *args, **kwargs).arguments
+    name = plain.__name__
+    for _ in arguments["x"]:
         raise AssertionError("the dataset has batches")
     if name == "fit":
+        if arguments.get("validation_data") is not None:
+            warnings.warn(
+                "fit was given x without batches, and validation_data. Without batches there are "
+                "no epochs, and validation_data is evaluated at the end of each epoch: it was not "
+                "evaluated. Call model.evaluate, or give x with batches.",
+                stacklevel=4,
+            )
         history = keras.callbacks.History()
         history.set_model(model)
         history.on_train_begin()
@@ -146,8 +156,8 @@ def result_of_no_batches(name: str, model: Any, args: tuple[Any, ...], kwargs: A
     try:
         found = model.get_metrics_result()
     except ValueError:  # nobody knows what the metrics would measure
-        return {"loss": 0.0} if kwargs.get("return_dict") else 0.0
-    return found if kwargs.get("return_dict") else model._flatten_metrics_in_order(found)
+        return {"loss": 0.0} if arguments.get("return_dict") else 0.0
+    return found if arguments.get("return_dict") else model._flatten_metrics_in_order(found)
 
 
 def _rows_of(element: Any, distribution: MeshDistribution) -> Any:

@@ -171,6 +171,17 @@ def layout_of(variable: Any) -> Any:
     return getattr(variable, "_layout", None)
 
 
+def state_of(model: Any) -> tuple[list[Any], ...]:
+    """Trainable and other variables, the optimizer's and the metrics', as steps are given them."""
+    optimizer = getattr(model, "optimizer", None)
+    return (
+        list(model.trainable_variables),
+        list(model.non_trainable_variables),
+        [] if optimizer is None else list(optimizer.variables),
+        list(model.metrics_variables),
+    )
+
+
 def state_shardings(model: Any) -> tuple[Any, ...]:
     """Of trainable and other variables, the optimizer's and the metrics'."""
     return model._get_state_sharding_spec()

@@ -20,6 +20,8 @@ from tpudist.keras import (
     chief_callbacks,
     distributed_input,
     distribution_in_force,
+    first_batches,
+    fit_runs,
     keras_internals,
     layout_map,
     process_batches,
@@ -72,6 +74,9 @@ def _batches_of(distribution: Any, adapter: Any) -> Iterator[Any] | None:
     """The batches of an epoch on the devices; None under a distribution of Keras' own."""
     if not isinstance(distribution, MeshDistribution):
         return None
+    reader = first_batches.reader()
+    if reader is not None:
+        reader.adapter = adapter
     batches = map(
         functools.partial(uneven_rows.place_batch, distribution=distribution),
         process_batches.iterate(distribution.strategy, adapter)
@@ -101,6 +106,10 @@ def _hook_make_function(kind: str) -> None:
         found = distribution_in_force.current()
         if found is None:
             return plain(self, force)
+        reader = first_batches.reader()
+        if reader is not None:
+            setattr(self, f"{kind}_function", reader.take)
+            return None
         known = getattr(self, f"{kind}_function")
         if known is not None and not force and _distributions.get(known) is found:
             return None
@@ -209,15 +218,18 @@ def _hook_training(name: str) -> None:
                 f"{name} of the Keras model {self.name!r} was called in a replica function, which "
                 f"is one step of a program. Call it in `with strategy.scope():` instead."
             )
+        fit_runs.verify_first(self, name, found.strategy, args, kwargs)
         with distribution_in_force.enter(found):
             try:
                 args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
             except NoBatches:
-                return distributed_input.result_of_no_batches(name, self, args, kwargs)
+                return distributed_input.result_of_no_batches(plain, self, args, kwargs)
             if name == "fit" and found.strategy.replica_mesh.num_processes > 1:
                 args, kwargs = _of_this_process(plain, self, found, args, kwargs)
             return plain(self, *args, **kwargs)
 
+    # What `Strategy.verify` asks a method for.
+    setattr(train, "tpudist_steps", functools.partial(fit_runs.open_steps, name))  # noqa: B010
     setattr(owner, name, train)
 
 

@@ -105,14 +105,14 @@ def place(value: Any, distribution: MeshDistribution) -> Any:
             return jax.device_put(value, distribution.whole)
         value = _canonical(np.asarray(value))
     if value.ndim == 0:
-        return _put(value, distribution.whole)
+        return put(value, distribution.whole)
     num_rows = value.shape[0]
     sharding, parts = distribution.rows_sharding(num_rows)
     missing = -num_rows % parts
     if not missing:
-        return _put(value, sharding)
+        return put(value, sharding)
     padding = np.zeros((missing, *value.shape[1:]), value.dtype)
-    padded = _put(np.concatenate([np.asarray(value), padding]), sharding)
+    padded = put(np.concatenate([np.asarray(value), padding]), sharding)
     return UnevenRows(padded, (num_rows,), False, sharding)
 
 
@@ -155,7 +155,8 @@ def cut_batch(batch: Any) -> Any:
     return tree.map_structure(lambda x: x.cut() if isinstance(x, UnevenRows) else x, batch)
 
 
-def _put(value: Any, sharding: NamedSharding) -> jax.Array:
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that all processes have, on the devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     host = np.asarray(value)

@@ -7,7 +7,6 @@ its address first, the others tell it who they are, and when all have come they 
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import selectors
@@ -16,10 +15,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
-
 from tpudist.errors import StartupError
-from tpudist.xla import versions
+from tpudist.processes import meeting_lines
+from tpudist.processes.meeting_lines import LineReader
 
 _log = logging.getLogger("tpudist")
 
@@ -35,7 +33,6 @@ STRANGER_S = 4.0
 """Seconds until a listener that does not greet is another program: process 0 greets at once."""
 LATE_S = 6.0
 """Seconds for which process 0 reports an error to processes that come late."""
-_MAX_BYTES = 4096  # of what a process says
 
 
 def meet(address: str, num_processes: int, index: int, timeout_s: float = TIMEOUT_S) -> None:
@@ -113,21 +110,6 @@ class _Patience:
             _log.warning("%s: %.0f s of %g.", what, self.waited_s, self.timeout_s)
 
 
-def _hello() -> bytes:
-    """Returns the first line of process 0, which no other program at its port sends."""
-    return json.dumps({"tpudist": versions.version_of("tpudist")}).encode() + b"\n"
-
-
-def _describe_self(num_processes: int, index: int) -> dict[str, Any]:
-    return {
-        "tpudist": versions.version_of("tpudist"),
-        "jax": jax.__version__,
-        "count": num_processes,
-        "index": index,
-        "who": f"{socket.gethostname()}, process id {os.getpid()}",
-    }
-
-
 # The first process.
 
 
@@ -193,9 +175,9 @@ def _ask_holder(host: str, port: int, num_processes: int) -> None:
     """
     with contextlib.suppress(OSError):
         with socket.create_connection((host, port), timeout=_SLICE_S) as line:
-            reader = _Reader(line)
-            if _is_greeting(reader.read(time.monotonic() + HOLDER_S)):
-                line.sendall(json.dumps(_describe_self(num_processes, 0)).encode() + b"\n")
+            reader = LineReader(line)
+            if meeting_lines.is_greeting(reader.read(time.monotonic() + HOLDER_S)):
+                line.sendall(meeting_lines.encode(meeting_lines.describe_self(num_processes, 0)))
                 if answer := reader.read(time.monotonic() + HOLDER_S):
                     _read_answer(answer, host, port)
 
@@ -204,7 +186,7 @@ class _Guests:
     """Who has come to the first process."""
 
     def __init__(self, num_processes: int, address: str):
-        self._host = _describe_self(num_processes, 0)
+        self._host = meeting_lines.describe_self(num_processes, 0)
         self._address = address
         self._texts: dict[socket.socket, bytes] = {}
         self._known: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
@@ -220,24 +202,21 @@ class _Guests:
     def open(self, line: socket.socket) -> None:
         self._texts[line] = b""
         with contextlib.suppress(OSError):  # `read` finds out that it has gone
-            line.sendall(_hello())
+            line.sendall(meeting_lines.hello())
 
     def read(self, line: socket.socket) -> bool:
         """Takes what has come; whether the guest stays."""
         try:
-            found = line.recv(_MAX_BYTES)
+            found = line.recv(meeting_lines.MAX_BYTES)
         except OSError:
             found = b""
         self._texts[line] += found
-        if not found or len(self._texts[line]) > _MAX_BYTES:
+        if not found or len(self._texts[line]) > meeting_lines.MAX_BYTES:
             del self._texts[line]
             self._known = {i: x for i, x in self._known.items() if x[0] is not line}
             return False
         if self._texts[line].endswith(b"\n"):
-            try:
-                said = dict(json.loads(self._texts[line]))
-            except (ValueError, TypeError):
-                said = {}
+            said = meeting_lines.parse(self._texts[line])
             numbers = said.get("index"), said.get("count")
             if not all(type(x) is int for x in numbers) or "who" not in said:  # not of ours
                 del self._texts[line]
@@ -262,6 +241,7 @@ class _Guests:
                 )
         if known[0] is not line or index == 0:
             other = host if index == 0 else known[1]
+            self.num_expected += 1  # all numbers may come besides
             raise StartupError(
                 f"Two processes say that they are number {index}: {other['who']}; {said['who']}. "
                 f"Give each its own, from 0 to {host['count'] - 1}: the index of its task in "
@@ -275,14 +255,14 @@ class _Guests:
             with contextlib.suppress(OSError):
                 line.setblocking(True)
                 line.settimeout(_SLICE_S)
-                line.sendall(json.dumps(answer).encode() + b"\n")
+                line.sendall(meeting_lines.encode(answer))
 
     def close(self) -> None:
         """After the others: whose side closes first, its port stays taken for a minute."""
         deadline = time.monotonic() + 2.0
         for line in self._texts:
             with contextlib.suppress(OSError):
-                while time.monotonic() < deadline and line.recv(_MAX_BYTES):
+                while time.monotonic() < deadline and line.recv(meeting_lines.MAX_BYTES):
                     pass
             line.close()
 
@@ -327,7 +307,7 @@ def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
 
 
 def _visit(host: str, port: int, num_processes: int, index: int, patience: _Patience) -> None:
-    said = json.dumps(_describe_self(num_processes, index)).encode() + b"\n"
+    said = meeting_lines.encode(meeting_lines.describe_self(num_processes, index))
     place = f"process 0 at {host}:{port}"
     _resolve(host, port)
     problem = "nobody listens there"
@@ -337,10 +317,10 @@ def _visit(host: str, port: int, num_processes: int, index: int, patience: _Pati
         try:
             with socket.create_connection((host, port), timeout=5.0) as line:
                 stranger_since = stranger_since or time.monotonic()
-                reader = _Reader(line)
+                reader = LineReader(line)
                 line.sendall(said)
                 greeting = reader.read(stranger_since + STRANGER_S)
-                if greeting and not _is_greeting(greeting):
+                if greeting and not meeting_lines.is_greeting(greeting):
                     raise _not_of_this_run(host, port)
                 if greeting:
                     stranger_since = None
@@ -376,7 +356,7 @@ def _wait_for_service(host: str, port: int) -> None:
 
 
 def _wait_for_answer(
-    reader: "_Reader", index: int, place: str, patience: _Patience
+    reader: LineReader, index: int, place: str, patience: _Patience
 ) -> bytes | None:
     while True:
         answer = reader.read(time.monotonic() + _SLICE_S)
@@ -388,50 +368,12 @@ def _wait_for_answer(
             return None
 
 
-class _Reader:
-    """Reads the lines of a connection."""
-
-    def __init__(self, line: socket.socket):
-        self._line = line
-        self._text = b""
-
-    def read(self, deadline: float) -> bytes | None:
-        """Returns the next line, None if it has not come by `deadline`, or b"" at the end.
-
-        Text that does not start a line of ours is returned at once.
-        """
-        while b"\n" not in self._text:
-            if self._text and not self._text.startswith(b"{"):
-                return self._text
-            self._line.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                part = self._line.recv(_MAX_BYTES)
-            except TimeoutError:
-                return None
-            self._text += part
-            if not part or len(self._text) > _MAX_BYTES:
-                return self._text
-        found, _, self._text = self._text.partition(b"\n")
-        return found
-
-
-def _is_greeting(text: bytes | None) -> bool:
-    return text is not None and "tpudist" in _parse(text)
-
-
 def _read_answer(answer: bytes, host: str, port: int) -> None:
-    found = _parse(answer)
+    found = meeting_lines.parse(answer)
     if not found:
         raise _not_of_this_run(host, port)
     if "error" in found:
         raise StartupError(found["error"])
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError):
-        return {}
 
 
 def _not_of_this_run(host: str, port: int) -> StartupError:

@@ -68,7 +68,7 @@ class InterruptHold:
             for number in self._handlers:
                 _setsignal(number, self._hold)
         except BaseException:  # of a handler that has not been replaced yet
-            self._give_back([*self._handlers.items()])
+            self.__exit__(None, None, None)
             raise
 
     def __exit__(

@@ -22,7 +22,7 @@ def assert_same_as_one_device(
     State is not changed. See `tpudist.Strategy.verify` for the comparisons.
 
     Args:
-        step: The replica function.
+        step: The replica function; or `fit` or `train_on_batch` of a Keras model.
         args: Positional arguments, the same as for `Strategy.run`.
         kwargs: Keyword arguments, the same as for `Strategy.run`.
         options: Options of the compilation, the same as for `Strategy.run`.

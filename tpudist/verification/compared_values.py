@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.lowering.array_copies import fetch
 from tpudist.reduce_op import VariableAggregation
 from tpudist.run.rehearsal import Rehearsal
 from tpudist.values.per_replica import PerReplica, is_distributed
-from tpudist.verification.batches import HostBatch, fetch
+from tpudist.verification.batches import HostBatch
 from tpudist.verification.comparison import Values
 from tpudist.xla import random_keys
 

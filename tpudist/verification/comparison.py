@@ -12,6 +12,9 @@ SAFETY = 4.0
 Twice as large in an array of one element, whose rounding errors cannot average out.
 """
 
+MOST_BY_ROUNDING = 1e5
+"""Largest difference that rounding of sums may explain, as a multiple of that of the inputs."""
+
 SAME_FACTOR = 0.02
 """Largest relative distance of a factor from the number that explains it."""
 

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.lowering.array_copies import fetch, put
 from tpudist.options import RunOptions
 from tpudist.programs import jaxprs, operations, random_streams, rounding_errors
 from tpudist.run.rehearsal import Rehearsal, StandIn
 from tpudist.values.per_replica import PerReplica
-from tpudist.verification.batches import Arguments, HostBatch, Rows, fetch, put
+from tpudist.verification.batches import Arguments, HostBatch, Rows
 from tpudist.verification.compared_values import aggregate
 from tpudist.verification.places import Program
 from tpudist.xla.mesh import ReplicaMesh
@@ -82,7 +83,7 @@ class Runs:
             epsilon: The relative change of the inputs of disturbed runs.
             rewrite: How to change the program; see `StandIn`.
         """
-        changes = [_Disturbance(seed, epsilon) for seed in _SEEDS]
+        changes = [Disturbance(seed, epsilon) for seed in _SEEDS]
         disturbed = [self._run(x, rows, rewrite) for x in changes]
         return OneDevice(self._run(lambda x: x, rows, rewrite), disturbed)
 
@@ -98,7 +99,7 @@ class Runs:
         """
         compute = random_streams.compute_fixed if fixes_draws else operations.compute
         return [
-            self._run(_Disturbance(seed, epsilon), rows, rounding_errors.disturb(compute, seed))
+            self._run(Disturbance(seed, epsilon), rows, rounding_errors.disturb(compute, seed))
             for seed in _SEEDS
         ]
 
@@ -168,13 +169,15 @@ class Runs:
         return put(self._one_device, variable._value)
 
 
-class _Disturbance:
+class Disturbance:
     """Changes floating-point arrays as much as rounding would."""
 
     def __init__(self, seed: int, epsilon: float):
+        """By this relative change, whose signs the seed decides."""
         self._random, self._epsilon = np.random.default_rng(seed), epsilon
 
     def __call__(self, x: Any) -> Any:
+        """Returns the changed array."""
         if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         signs = self._random.integers(0, 2, x.shape) * 2 - 1

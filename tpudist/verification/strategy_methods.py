@@ -28,7 +28,8 @@ class VerifyMethods(StrategyBase):
         """Compares a step on all replicas with the same step on one device.
 
         Args:
-            fn: The replica function.
+            fn: The replica function; or `fit` or `train_on_batch` of a Keras model, with its
+                arguments.
             args: Positional arguments, the same as for `run`. Use one batch of your dataset.
             kwargs: Keyword arguments, the same as for `run`.
             options: Options of the compilation, the same as for `run`.
@@ -40,8 +41,10 @@ class VerifyMethods(StrategyBase):
 
         Raises:
             RuntimeError: If called in a replica function, or in the scope of another strategy.
+            ValueError: If `fit` is given data that can be read once, or the model belongs to
+                another strategy.
         """
-        from tpudist.verification import verifier  # only if it is used
+        from tpudist.verification import fit_verification, verifier  # only if it is used
 
         context.require_scope_or_default(self, "verify")
         if not traces.is_eager():
@@ -53,4 +56,12 @@ class VerifyMethods(StrategyBase):
             x for x in self.replica_mesh.mesh.devices.flat if x.process_index == jax.process_index()
         )
         mesh = make_mesh([device], axes, axis_name=self.replica_mesh.axis_name)
+        if (open_steps := fit_verification.find_opener(fn)) is not None:
+            if options is not None:
+                raise ValueError(
+                    f"verify was given {fn.__name__} of a Keras model, and RunOptions, which are "
+                    f"for strategy.run. Leave options out."
+                )
+            call = tuple(args), dict(kwargs or {})
+            return fit_verification.verify(open_steps, self, mesh, fn, *call, rows)
         return verifier.verify(self, mesh, fn, tuple(args), dict(kwargs or {}), options, rows)

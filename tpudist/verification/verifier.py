@@ -24,9 +24,6 @@ from tpudist.xla.mesh import ReplicaMesh
 
 _POSITIONS = "the step draws random numbers, and computes with the numbers of rows."
 
-_MOST_BY_ROUNDING = 1e5
-"""Largest difference that rounding of sums may explain, as a multiple of that of the inputs."""
-
 
 def verify(
     strategy: Any,
@@ -196,7 +193,7 @@ class _Verifier:
             return [x for x in found if x is not None], len(values)
 
         found, number = find(one.disturbed)
-        if found and all(x.max_error < _MOST_BY_ROUNDING * x.tolerance for x in found):
+        if found and all(x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance for x in found):
             found, _ = find([*one.disturbed, *run_rounded()])
         self._findings.setdefault(key, []).extend(found)
         self._compared[key] = self._compared.get(key, 0) + number

@@ -115,6 +115,11 @@ class IterableSource:
     # What all of them share.
 
     @property
+    def has_one_pass(self) -> bool:
+        """Whether this is an iterator, and not a class that makes one for each pass."""
+        return hasattr(type(self._source), "__next__")
+
+    @property
     def cardinality(self) -> int:
         """Number of batches of a pass, or -2 if not known."""
         try:
@@ -164,7 +169,7 @@ class IterableSource:
 
     def elements(self, pass_number: int, state: Any = None) -> "Elements":
         """As `begin`, but as the user's dataset gives them."""
-        if hasattr(type(self._source), "__next__"):  # one pass; a class makes one for each
+        if self.has_one_pass:
             if self._used_up and (state is None or not _has_state(self._source)):
                 self._refuse_second_pass()
         elif state is not None and self.shuffles_anew:

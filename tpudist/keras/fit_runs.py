@@ -1,0 +1,214 @@
+"""Runs one step of `fit` on a strategy's devices and on one device, from copies of a state."""
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from keras import tree
+
+from tpudist import context
+from tpudist.context import ContextKind, Mode
+from tpudist.keras import distribution_in_force, first_batches, keras_internals, uneven_rows
+from tpudist.keras.first_batches import FirstBatches
+from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.lowering import placement
+from tpudist.lowering.array_copies import fetch, put
+from tpudist.programs import operations, program_digest, rounding_errors, user_lines
+from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.xla.mesh import ReplicaMesh
+
+_verified: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_log = logging.getLogger("tpudist")
+
+Run = Callable[..., Any]
+"""Called with a state and a batch in host memory; returns the logs and the new state there."""
+
+
+@contextlib.contextmanager
+def open_steps(
+    name: str,
+    model: Any,
+    strategy: Any,
+    one_device: ReplicaMesh,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    count: int,
+) -> Iterator["FitRuns"]:
+    """Returns the first steps of a call of `fit` or `train_on_batch`; nothing changes the model.
+
+    Raises:
+        ValueError: They cannot be compared, or the model belongs to another strategy.
+    """
+    found = distribution_in_force.of_model(model)
+    if found is None or found.strategy is not strategy:
+        raise ValueError(
+            f"{strategy!r} was to verify {name} of the Keras model {model.name!r}, which was not "
+            f"made in its scope. Make and compile the model in `with strategy.scope():`."
+        )
+    problem = first_batches.find_problem(model, name, args, kwargs)
+    if problem:
+        raise ValueError(problem)
+    with first_batches.keep_state(model, args[0] if args else kwargs.get("x")):
+        with distribution_in_force.enter(found):
+            first = first_batches.read(model, name, args, kwargs, count)
+        yield FitRuns(first, found, one_device)
+
+
+def verify_first(model: Any, name: str, strategy: Any, args: tuple, kwargs: Any) -> None:
+    """Verifies the first training of each model, if the strategy verifies the steps of `run`."""
+    verify = strategy._replicator.before_first_call
+    if verify is None or name not in first_batches.TRAINING or model in _verified:
+        return
+    if first_batches.reader() is None:
+        _verified.add(model)
+        if problem := first_batches.find_problem(model, name, args, kwargs):
+            _log.warning("Not verified: %s", problem)
+        else:
+            verify(strategy, getattr(model, name), args, kwargs, None)
+
+
+class FitRuns:
+    """The first steps of a model, in their runs: `verification.fit_verification.FitSteps`."""
+
+    def __init__(self, first: FirstBatches, found: MeshDistribution, one_device: ReplicaMesh):
+        """Of a model that belongs to `found`; `one_device` is the mesh of one device."""
+        self._first, self._model = first, first.model
+        self._found, self._one_device = found, one_device
+        variables = keras_internals.state_of(self._model)
+        self.names: list[str] = [v.path for part in variables for v in part]
+        self.state, self.batches = jax.tree.map(fetch, first.state), first.batches
+        strategy: Any = found.strategy
+        self._twin = strategy._with_mesh(one_device)
+        self._twin._twin_of = strategy
+        self._compiled: dict[str, tuple[ClosedJaxpr, Run]] = {}
+
+    def fetch_rows(self, batch: Any) -> Any:
+        """Returns the rows of a batch in host memory."""
+        return tree.map_structure(_fetch_rows, batch)
+
+    def split_rows(self, batch: Any) -> list[tuple[bytes, ...]]:
+        """Returns the rows of each replica of a distributed dataset; nothing for other data.
+
+        Arrays in which all numbers are equal, such as masks, tell nothing.
+        """
+        arrays: list[list[bytes]] = []
+        for x in tree.flatten(batch):
+            if isinstance(x, uneven_rows.UnevenRows) and x.is_stacked:
+                parts = [part[:rows] for part, rows in zip(fetch(x.padded), x.rows, strict=True)]
+                if any((part != part.flat[0]).any() for part in parts if part.size):
+                    arrays.append([part.tobytes() for part in parts])
+        return [*zip(*arrays, strict=True)]
+
+    def num_tail_rows(self, num_rows: int) -> int:
+        """Returns the rows of a partial batch; 0 if the data have none."""
+        adapter = self._first.adapter
+        if adapter is None or adapter.has_partial_batch is False or num_rows < 2:
+            return 0
+        return min(adapter.partial_batch_size or num_rows // 2 + 1, num_rows)
+
+    def on_devices(self, state: Any, batch: Any) -> Any:
+        """Runs the program of `fit`. The batch may be on the devices."""
+        with distribution_in_force.enter(self._found):
+            shardings = jax.tree.map(
+                lambda v: keras_internals.array_of(v).sharding,
+                keras_internals.state_of(self._model),
+            )
+            arrays = jax.tree.map(lambda x, y: uneven_rows.put(np.array(x), y), state, shardings)
+            self._model.make_train_function()
+            batch = tree.map_structure(
+                lambda x: uneven_rows.place(x, self._found) if isinstance(x, np.ndarray) else x,
+                batch,
+            )
+            return jax.tree.map(fetch, self._model.train_function(arrays, iter([batch])))
+
+    def trace_on_devices(self, state: Any, batch: Any) -> ClosedJaxpr:
+        """Returns the step as the strategy's scope has it."""
+        with distribution_in_force.enter(self._found):
+            return jax.make_jaxpr(self._step)(state, batch)
+
+    def compile_on_one(self, state: Any, batch: Any) -> tuple[ClosedJaxpr, Run]:
+        """Returns the step as one device has it, and how to run it.
+
+        With a seed, the run has errors in its sums, as large as rounding may make them.
+        """
+        key = str([(x.shape, x.dtype) for x in jax.tree.leaves(batch)])
+        if key not in self._compiled:
+            self._compiled[key] = self._compile_on_one(state, batch)
+        return self._compiled[key]
+
+    def _compile_on_one(self, state: Any, batch: Any) -> tuple[ClosedJaxpr, Run]:
+        with self._enter_one_device():
+            traced = jax.jit(self._step).trace(*self._put(state, batch))
+            compiled = traced.lower().compile()
+
+        def run(state: Any, batch: Any, seed: int | None = None) -> Any:
+            with self._enter_one_device():
+                arguments = self._put(state, batch)
+                if seed is None:
+                    return jax.tree.map(fetch, compiled(*arguments))
+                disturb = rounding_errors.disturb(operations.compute, seed)
+                results = jax.jit(disturb(traced.jaxpr))(*jax.tree.leaves(arguments))
+                return jax.tree.unflatten(traced.out_tree, map(fetch, results))
+
+        return traced.jaxpr, run
+
+    def find_line(self, many: ClosedJaxpr, one: ClosedJaxpr) -> str:
+        """Returns the user's line of the first operation that one device computes differently."""
+        texts = [program_digest.write_program(x) for x in (many, one)]
+        meshes = [program_digest.write_value(x.mesh) for x in (self._found, self._one_device)]
+        lines = [
+            [line.replace(mesh, "mesh") for line in text.lines]
+            for text, mesh in zip(texts, meshes, strict=True)
+        ]
+        pairs = zip(*lines, texts[0].equations, strict=False)
+        differ = (eqn for x, y, eqn in pairs if x != y and eqn is not None)
+        return user_lines.first_line_of(differ)
+
+    def _step(self, state: Any, batch: Any) -> Any:
+        return self._model.train_step(state, batch)
+
+    def _put(self, *values: Any) -> Any:
+        return jax.tree.map(lambda x: put(self._one_device, x), values)
+
+    @contextlib.contextmanager
+    def _enter_one_device(self) -> Iterator[None]:
+        with (
+            placement.without_mesh(),
+            self._twin._use_mesh(),
+            context.enter(Mode(ContextKind.SCOPE, self._twin)),
+            distribution_in_force.put(self._twin),
+            _show_one_device(self._one_device.mesh.devices.flat[0]),
+        ):
+            yield
+
+
+@contextlib.contextmanager
+def _show_one_device(device: jax.Device) -> Iterator[None]:
+    """Has JAX say in this thread that there is one device."""
+    thread = threading.get_ident()
+    answers = {"device_count": 1, "local_device_count": 1}
+    answers |= {"devices": [device], "local_devices": [device]}
+
+    def replace(plain: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            return answer if threading.get_ident() == thread else plain(*args, **kwargs)
+
+        return ask
+
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            plain = getattr(jax, name)
+            stack.callback(setattr, jax, name, plain)
+            setattr(jax, name, replace(plain, answer))
+        yield
+
+
+def _fetch_rows(x: Any) -> Any:
+    return None if x is None else fetch(x.cut() if isinstance(x, uneven_rows.UnevenRows) else x)

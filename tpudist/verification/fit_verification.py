@@ -1,0 +1,220 @@
+"""`Strategy.verify` of Keras' `fit`: its first steps on the strategy's devices and on one device.
+
+The program of `fit` is over all rows, so one device runs the same step with the same batch, from
+copies of the same weights. There the strategy, and JAX in this thread, have one device: what is
+computed from their number differs.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from tpudist.lowering import placement
+from tpudist.programs import random_streams
+from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.verification import comparison, runs
+from tpudist.verification.comparison import Finding, Values
+from tpudist.verification.report import Difference, VerificationReport
+from tpudist.xla.mesh import ReplicaMesh
+
+NUM_STEPS = 2
+_SEEDS = (0, 1)
+
+_NUMBER = (
+    "the loss, a metric or a layer is multiplied or divided by the number of devices or replicas.",
+    "The step of fit is one program over all rows: leave that number out of it. Only steps for "
+    "strategy.run divide a loss by the rows of all replicas.",
+)
+_ROWS = (
+    "It depends on how many devices there are, or on which of them has which rows.",
+    "Compute with all rows of the batch, as on one device: without shard_map or jax.device_count() "
+    "in layers, losses and metrics. Or write the step for strategy.run.",
+)
+_EQUAL_ROWS = (comparison.EQUAL_ROWS[0], "Let each pipeline read its own shard (InputContext).")
+
+
+class FitSteps(Protocol):
+    """The first steps of a call of `fit`, as `keras` gives them.
+
+    Attributes:
+        names: The names of the arrays of the state.
+        state: The state before the first step, in host memory.
+        batches: The first batches, on the devices.
+    """
+
+    names: list[str]
+    state: Any
+    batches: list[Any]
+
+    def fetch_rows(self, batch: Any) -> Any:
+        """Returns the rows of a batch in host memory."""
+        ...
+
+    def split_rows(self, batch: Any) -> list[tuple[bytes, ...]]:
+        """Returns the rows of each replica of a distributed dataset; nothing for other data."""
+        ...
+
+    def num_tail_rows(self, num_rows: int) -> int:
+        """Returns the rows of a partial batch; 0 if the data have none."""
+        ...
+
+    def on_devices(self, state: Any, batch: Any) -> Any:
+        """Runs the program of `fit`; returns the logs and the new state in host memory."""
+        ...
+
+    def trace_on_devices(self, state: Any, batch: Any) -> ClosedJaxpr:
+        """Returns the step as the strategy's scope has it."""
+        ...
+
+    def compile_on_one(self, state: Any, batch: Any) -> tuple[ClosedJaxpr, Callable[..., Any]]:
+        """Returns the step as one device has it, and how to run it; see `on_devices`."""
+        ...
+
+    def find_line(self, many: ClosedJaxpr, one: ClosedJaxpr) -> str:
+        """Returns the user's line of the first operation that one device computes differently."""
+        ...
+
+
+OpenSteps = Callable[..., contextlib.AbstractContextManager[FitSteps]]
+"""Called with a model, a strategy, a mesh of one device, `args`, `kwargs` and a number of steps."""
+
+
+def find_opener(fn: Any) -> OpenSteps | None:
+    """Returns what reads the steps of a method that trains by itself; None for other functions."""
+    return getattr(fn, "tpudist_steps", None) if hasattr(fn, "__self__") else None
+
+
+def verify(
+    open_steps: OpenSteps,
+    strategy: Any,
+    one_device: ReplicaMesh,
+    fn: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    rows: int | None,
+) -> VerificationReport:
+    """Returns the comparison of the first steps of `fn` with one device; see `Strategy.verify`."""
+    model, n = fn.__self__, strategy.mesh.size
+    title = f"{fn.__name__} of {model.name}"
+    if n == 1:
+        return VerificationReport(title, 1, notes=("The strategy has one device.",))
+    with open_steps(model, strategy, one_device, args, kwargs, NUM_STEPS) as steps:
+        if not steps.batches:
+            return VerificationReport(title, n, skipped={"batches": "there is none."})
+        return _Verifier(steps, n).report(title, rows)
+
+
+class _Verifier:
+    def __init__(self, steps: FitSteps, n: int):
+        self._steps, self._n = steps, n
+        self._differences: dict[str, Difference] = {}
+        self._compared: dict[str, int] = {}
+        self._skipped: dict[str, str] = {}
+
+    def report(self, title: str, rows: int | None) -> VerificationReport:
+        state, batch, notes = self._steps.state, None, []
+        replicas = self._steps.split_rows(self._steps.batches[0])
+        if replicas and 2 * len(set(replicas)) <= len(replicas):
+            self._differences["x"] = Difference("x", "input", None, 0.0, 0.0, *_EQUAL_ROWS)
+        for placed in self._steps.batches:
+            batch = self._steps.fetch_rows(placed)
+            if rows is not None and _count_rows(batch) > rows:
+                batch = placed = _cut(batch, rows)
+                notes = [f"Only {rows} rows of a batch were used."]
+            state = self._compare("batches", state, batch, placed)
+        self._compare_tail(state, batch)
+        found = tuple(self._differences.values())
+        return VerificationReport(
+            title, self._n, found, self._compared, self._skipped, tuple(notes)
+        )
+
+    def _compare(self, key: str, state: Any, batch: Any, placed: Any) -> Any:
+        """Compares one step from `state`; returns the state after it."""
+        many = self._steps.on_devices(state, placed)  # raises an error of the step itself
+        closed = self._steps.trace_on_devices(state, batch)
+        run: Any
+        try:
+            one, run = self._steps.compile_on_one(state, batch)
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._skipped["batches"] = f"the step cannot run on one device ({text})"
+            if random_streams.draws_random_numbers(closed):
+                self._skipped["exchanged rows"] = "the step draws random numbers for each row."
+                return many[1]
+            # The step itself, with rows that are exchanged between devices: sums stay the same.
+            key, one, run = "exchanged rows", None, self._steps.on_devices
+            order = np.argsort(np.arange(_count_rows(batch)) % self._n, kind="stable")
+            many = run(state, jax.tree.map(lambda x: x[order] if x.ndim else x, batch))
+        epsilon = runs.find_epsilon(closed)
+        inputs = [_disturb(seed, epsilon, (state, batch)) for seed in _SEEDS]
+        expected, disturbed = run(state, batch), [(x[0], run(*x)) for x in inputs]
+        found = self._find(state, many, expected, disturbed, epsilon)
+        if one and found and all(_may_be_rounding(x) for x in found):
+            pairs = zip(_SEEDS, inputs, strict=True)
+            disturbed += [(x[0], run(*x, seed=seed)) for seed, x in pairs]
+            found = self._find(state, many, expected, disturbed, epsilon)
+        self._compared[key] = self._compared.get(key, 0) + len(jax.tree.leaves(expected))
+        line = self._steps.find_line(closed, one) if one and found else ""
+        self._explain("partial batch" if key == "tail" else key, found, line)
+        return expected[1]
+
+    def _compare_tail(self, state: Any, batch: Any) -> None:
+        num_rows = self._steps.num_tail_rows(_count_rows(batch))
+        if not num_rows:
+            self._skipped["tail"] = "the data have no partial batch."
+        elif self._differences or self._skipped:
+            self._skipped["tail"] = "full batches differ, or were not compared."
+        else:
+            tail = _cut(batch, num_rows)
+            try:
+                self._compare("tail", state, tail, tail)
+            except Exception as error:  # such as a model of a fixed batch size
+                self._skipped["tail"] = f"the step failed ({' '.join(str(error).split())[:300]})."
+
+    def _find(
+        self, state: Any, many: Any, one: Any, disturbed: Sequence[Any], epsilon: float
+    ) -> list[Finding]:
+        logs = jax.tree_util.tree_flatten_with_path(one[0])[0]
+        names = [f"logs{jax.tree_util.keystr(path)}" for path, _ in logs] + self._steps.names
+
+        def read_before(state: Any) -> list[Any]:
+            return [None] * len(logs) + jax.tree.leaves(state)
+
+        noise = [zip(read_before(x), jax.tree.leaves(y), strict=True) for x, y in disturbed]
+        arrays = read_before(state), *map(jax.tree.leaves, (one, many)), zip(*noise, strict=True)
+        found = [
+            comparison.compare(Values(names[i], i, before, x, own_noise, y), epsilon)
+            for i, (before, x, y, own_noise) in enumerate(zip(*arrays, strict=True))
+        ]
+        return [x for x in found if x is not None]
+
+    def _explain(self, key: str, found: list[Finding], line: str) -> None:
+        factors = [x.factor for x in found]
+        counts = (self._n, jax.device_count())  # the strategy may have some of the devices
+        n = next((n for n in counts if comparison.factor_of_step(factors, n)), self._n)
+        factor = comparison.factor_of_step(factors, n)
+        why = _ROWS if factor is None else (f"{factor:.4g} times: {_NUMBER[0]}", _NUMBER[1])
+        for x in found:
+            known = comparison.factor_of_array(x, n)
+            new = Difference(x.leaf, key, known, x.max_error, x.tolerance, *why, line)
+            self._differences.setdefault(x.leaf, new)
+
+
+def _may_be_rounding(x: Finding) -> bool:
+    return x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance
+
+
+def _disturb(seed: int, epsilon: float, arrays: Any) -> Any:
+    with placement.without_mesh():
+        return jax.tree.map(np.asarray, jax.tree.map(runs.Disturbance(seed, epsilon), arrays))
+
+
+def _count_rows(batch: Any) -> int:
+    return max(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
+
+
+def _cut(batch: Any, rows: int) -> Any:
+    return jax.tree.map(lambda x: x[:rows] if x.ndim else x, batch)
