@@ -144,11 +144,12 @@ def test_a_step_that_cannot_run_on_one_device_is_compared_with_rows_exchanged():
     assert not report.ok
     assert {x.comparison for x in report.differences} == {"exchanged rows"}
     assert "cannot run on one device (ValueError: " in report.skipped["batches"]
-    report = STRATEGY.verify(
-        make(CenterOfCapturedMesh, dropout=True).train_on_batch, (X[:8], Y[:8])
-    )
+    step = make(CenterOfCapturedMesh, dropout=True).train_on_batch
+    report = STRATEGY.verify(step, (X[:8], Y[:8]))
     assert report.compared == {}
     assert "draws random numbers" in report.skipped["exchanged rows"]
+    with pytest.raises(tpudist.VerificationError, match="was not compared with one device"):
+        assert_same_as_one_device(step, (X[:8], Y[:8]), strategy=STRATEGY)
 
 
 @pytest.mark.slow

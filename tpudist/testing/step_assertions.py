@@ -33,7 +33,8 @@ def assert_same_as_one_device(
         The report, for its notes and for the comparisons that were skipped.
 
     Raises:
-        tpudist.VerificationError: If an array differs by more than rounding.
+        tpudist.VerificationError: If an array differs by more than rounding, or if nothing could be
+            compared.
         ValueError: If the strategy has only one replica: then there is nothing to compare.
     """
     strategy = current_strategy.get_strategy() if strategy is None else strategy
@@ -44,6 +45,6 @@ def assert_same_as_one_device(
             f"tpudist.emulate(num_devices=8) makes replicas on a machine with one device."
         )
     report = strategy.verify(step, args, kwargs, options, rows=rows)
-    if not report.ok:
+    if not report.ok or not any(report.compared.values()):
         raise VerificationError(report)
     return report
