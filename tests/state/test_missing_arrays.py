@@ -103,6 +103,36 @@ def test_a_call_that_worked_before_names_an_array_that_is_gone(strategy):
         strategy.run(add, args=(net, x))
 
 
+def test_donated_state_that_is_gone_is_named_and_ends_no_process(strategy):
+    """JAX 0.10 ends the process if an array is donated twice."""
+    batches = [jnp.ones(3)] * 2
+    net = strategy.create(Net)
+    clone = nnx.clone(net)
+
+    def grow_by(net, x):
+        grow(net)
+        return x.sum()
+
+    for _ in range(2):
+        strategy.run_steps(grow_by, iter(batches), 2, args=(net,))
+    with pytest.raises(RuntimeError, match=r"'grow_by' received argument 'net', but its array"):
+        strategy.run_steps(grow_by, iter(batches), 2, args=(clone,))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_variable_whose_array_is_gone_is_an_error_in_each_version(strategy, num_steps):
+    with strategy.scope():
+        counter = tpudist.Variable(jnp.zeros(3))
+    batches = [jnp.ones(3)] * num_steps
+    count = lambda x: counter.assign_add(x)  # noqa: E731
+    strategy.run_steps(count, iter(batches), num_steps)
+    old = counter._value
+    strategy.run_steps(count, iter(batches), num_steps)
+    counter._value = old
+    with pytest.raises(RuntimeError, match=r"^Array has been deleted with shape=float32\[3\]"):
+        strategy.run_steps(count, iter(batches), num_steps)
+
+
 def test_a_value_of_each_replica_that_was_overwritten_is_named(strategy):
     values = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones(3))
     double = lambda x: x * 2  # noqa: E731
