@@ -76,7 +76,7 @@ def trace_step(
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
     if local := found.local - inputs.parts_of_objects:
         raise LocalState(local)
-    if not_sums := _find_not_summed(call, found, program.closed, len(variables)):
+    if not_sums := find_not_summed(call, found, program.closed, len(variables)):
         not_sums |= call.not_sums
         return trace_step(dataclasses.replace(call, not_sums=not_sums), rest, labels)
     causes = causes_of_variables(variables) + _causes_of_arguments(call, labels())
@@ -149,7 +149,7 @@ def trace_step(
     )
 
 
-def _find_not_summed(
+def find_not_summed(
     call: ReplicaCall, found: CallOutputs, closed: jaxprs.ClosedJaxpr, num_variables: int
 ) -> frozenset[int]:
     """Returns the leaves of NNX's averages to which the function does something else than add."""

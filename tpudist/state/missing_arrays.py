@@ -10,7 +10,6 @@ from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log
 
-
 _CRASHES = jax.__version_info__ < (0, 12)
 """Whether JAX ends the process if a donated array was donated before; 0.10.2 does."""
 
