@@ -25,6 +25,7 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.trace import (
     causes_of_variables,
     find_not_summed,
+    find_statistics,
     outputs_of_random_keys,
     place_collections,
 )
@@ -97,17 +98,19 @@ def run(
         is_nested=True,
         not_sums=call.not_sums,
     )
-    place_collections(
-        call,
-        found,
-        closed,
-        proof,
-        len(variables),
-        lambda: call_description.names_of_leaves(fn, args, kwargs),
-        (stack, aggregated),
-    )
+
+    def labels() -> list[str]:
+        return call_description.names_of_leaves(fn, args, kwargs)
+
+    num = len(variables)
+    returned = place_collections(call, found, closed, proof, num, labels, (stack, aggregated))
     frame.read |= found.read
-    results = aggregate_outputs(compile.evaluate(closed, values), aggregated)
+    results = compile.evaluate(closed, values)
+    if frame.rows is not None:
+        statistics = find_statistics(call, found, closed, returned, num, labels, aggregated)
+        old = {output: values[source] for output, source in statistics.items()}
+        results = frame.rows.keep_state(results, old)
+    results = aggregate_outputs(results, aggregated)
     if found.computed:
         _begin_variables(frame, found, results[-len(found.computed) :])
         results = results[: -len(found.computed)]

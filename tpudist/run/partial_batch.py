@@ -285,7 +285,12 @@ class PartialBatch:
     def _trace(self, point: Point) -> Any:
         own = self.num_groups + len(self._parts)
         gathered = {index: point[own + which] for index, which in self._learnt.gathered}
-        rows = TracedRows(point[self.num_groups : own], gathered, self._learnt.differing)
+        rows = TracedRows(
+            point[: self.num_groups],
+            point[self.num_groups : own],
+            gathered,
+            self._learnt.differing,
+        )
         found = CallOutputs()
         first = next(iter(self._found.values()), found)
         changed = {leaf for leaf, _ in first.nnx}

@@ -89,7 +89,7 @@ class ReplicaBody:
             try:
                 explained = nnx_captures.explain_captures(call.name)
                 weighed = norm_statistics.weigh_by_rows(
-                    self._names_of_replicas() if rows is not None else ()
+                    self._names_of_replicas() if frame.has_partial_batch else ()
                 )
                 with context.enter(self._mode(frame)), frame.enter(), explained, weighed:
                     result = call.fn(*args, **kwargs)

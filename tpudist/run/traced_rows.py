@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from tpudist.programs.rows import replica_rows
 from tpudist.programs.rows.errors import RowsError
@@ -23,6 +24,7 @@ class TracedRows:
 
     def __init__(
         self,
+        counts: Sequence[int],
         rows_of_parts: Sequence[int] | None = None,
         gathered: Mapping[int, int] | None = None,
         differing: Collection[int] = (),
@@ -30,11 +32,13 @@ class TracedRows:
         """How many rows there are.
 
         Args:
+            counts: Of the batches among the arguments.
             rows_of_parts: Of parts, in the order of the splits; None to learn which there are.
             gathered: Of all replicas together, by the number of the gather.
             differing: The numbers of those results of `strategy.run` in a function that look equal
                 on all replicas, and depend on the rows.
         """
+        self._counts = counts
         self._rows_of_parts = rows_of_parts
         self._gathered, self._differing = gathered or {}, differing
         self.parts: list[tuple[int, int, int]] = []
@@ -71,3 +75,11 @@ class TracedRows:
         """A value that looks equal on all replicas; None where it is known to differ."""
         index, self._num_claims = self._num_claims, self._num_claims + 1
         return None if index in self._differing else replica_rows.claim_equal(x, index)
+
+    def keep_state(self, new: Sequence[jax.Array], old: Mapping[int, jax.Array]) -> list[jax.Array]:
+        """New values, of which those with an old one stay as they were on replicas without rows."""
+        kept = list(new)
+        if old:
+            empty = jnp.stack([jnp.asarray(x, jnp.int32) for x in self._counts]).min() == 0
+            kept = [jnp.where(empty, old[i], x) if i in old else x for i, x in enumerate(kept)]
+        return kept
