@@ -249,13 +249,13 @@ def _make_classes():
             return x * super().rate_of_base()
 
         def arguments(self, x):
-            return super(Derived, self).multiply(x)
+            return super(Derived, self).multiply(x)  # noqa: UP008
 
         def stored(self, x):
             parent = super()
             return parent.multiply(x)
 
-        def another_name(this, x):  # noqa: N805
+        def another_name(this, x):
             return super().multiply(x)
 
         @classmethod
