@@ -1,6 +1,7 @@
 """Arguments whose arrays an earlier call has overwritten, and how they are kept instead."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,20 @@ USES = {
     "the second of two": (
         lambda s, old: s.run(lambda a, b: total(a) + total(b), args=(Net(), old["clone"])),
         "received argument 'b', but its array 'layers.0.kernel'",
+    ),
+    "by a partial function": (
+        lambda s, old: s.run(functools.partial(total), args=(old["clone"],)),
+        "'total' received argument 'net'",
+    ),
+    "by a partial function in run_steps": (
+        lambda s, old: s.run_steps(
+            functools.partial(lambda net, x: total(net) + x.sum()),
+            iter([jnp.ones(2)] * 2),
+            2,
+            args=(old["clone"],),
+            options=tpudist.RunOptions(donate_state=False),
+        ),
+        "'<lambda>' received argument 'net'",
     ),
     "by its name": (
         lambda s, old: s.run(total, kwargs={"net": old["clone"]}),

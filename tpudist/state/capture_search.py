@@ -22,6 +22,7 @@ import numpy as np
 from tpudist.state import nnx_contents
 from tpudist.state.captured_values import CONTAINERS, SCALARS, Place
 from tpudist.state.code_reads import CodeReads, Read, reads_of
+from tpudist.xla import compile_log
 
 MAX_VALUES = 1000
 """Values of one function, or of one container, that are looked at; more are left out."""
@@ -145,7 +146,7 @@ class _Walk:
             return
         self._seen.add(key)
         if isinstance(wrapped := getattr(fn, "__wrapped__", None), _FUNCTIONS):
-            self.visit(f"{expression}.__wrapped__", wrapped, _name_of(fn))
+            self.visit(f"{expression}.__wrapped__", wrapped, compile_log.name_of(fn))
         cells = [
             (f"{expression}.__closure__[{i}].cell_contents", getattr(c, "cell_contents", _MISSING))
             for i, c in enumerate(fn.__closure__ or ())
@@ -153,7 +154,7 @@ class _Walk:
         if _is_of_library(code):
             for where, value in cells:
                 if callable(value) and not isinstance(value, type):
-                    self.visit(where, value, _name_of(value))
+                    self.visit(where, value, compile_log.name_of(value))
             return
         environment: dict[str, tuple[str, Any, str]] = {
             name: (*cell, name) for name, cell in zip(code.co_freevars, cells, strict=True)
@@ -305,11 +306,6 @@ class _Walk:
 def _class_of(expression: str, value: Any) -> tuple[type, str]:
     """The class of an object, or a class itself, with the expression that gives it."""
     return (value, expression) if isinstance(value, type) else (type(value), f"type({expression})")
-
-
-def _name_of(fn: Any) -> str:
-    """The name of a function, for messages."""
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _owner_name(method: types.MethodType) -> str:
