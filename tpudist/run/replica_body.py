@@ -170,7 +170,6 @@ class ReplicaBody:
         copies: tuple,
         partial: bool,
     ) -> list[Any]:
-        tree_depth.check_depth(result, f"The result of '{self.call.name}'")
         inputs = self.call.inputs
         positions = {id(x): i for i, x in enumerate(nnx_contents.nodes_of(copies))}
         of_argument = {
@@ -183,6 +182,7 @@ class ReplicaBody:
         def is_leaf(x):
             return id(x) in positions or isinstance(x, PerReplica | Variable)
 
+        tree_depth.check_depth(result, f"The result of '{self.call.name}'", is_leaf)
         result, has_records = unpack(result, is_leaf)
         found.plain = not has_records
         leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)

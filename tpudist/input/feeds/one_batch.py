@@ -11,6 +11,7 @@ from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
+from tpudist.xla import tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
 PyTree = Any
@@ -19,6 +20,7 @@ _WHAT = "The batch"
 
 def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> PyTree:
     """Splits the rows of a batch over the replicas; see `Strategy.distribute_batch`."""
+    tree_depth.check_depth(batch, _WHAT)
     leaves, treedef = jax.tree.flatten(batch)
     if _are_on_devices(mesh, leaves):
         (num_rows,) = _common_sizes(leaves, treedef, 1)
