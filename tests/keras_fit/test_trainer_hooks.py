@@ -135,6 +135,20 @@ def _state(model):
 
 
 @pytest.mark.slow
+def test_state_that_is_gone_is_an_error_and_ends_no_process(strategy):
+    """As JAX 0.10 does if an array is donated twice."""
+    model = km.make(km.mlp, strategy)
+    kernel = model.layers[1].kernel
+    with strategy.scope():
+        model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+        old = kernel.value
+        model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+        kernel._value = old
+        with pytest.raises(RuntimeError, match="Array has been deleted with shape=float32"):
+            model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
+
+
+@pytest.mark.slow
 def test_fit_outside_of_the_scope_is_in_it(strategy):
     """As in TensorFlow's guides; and a model that was only made in it, and is compiled outside."""
     model = km.make(km.mlp, strategy)

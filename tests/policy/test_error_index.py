@@ -27,6 +27,7 @@ INTERNAL = {
     "MakesConstants": "the operation of the library stays",
     "MakesVariables": "the function is traced again",
     "NewVariable": "the function is traced again",
+    "NotSums": "the replicas run again",
     "NextElement": "the function is traced again",
     "NoLedger": "WrongUse",
     "NotSent": "another process is asked",

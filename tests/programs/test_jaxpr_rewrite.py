@@ -106,7 +106,12 @@ def test_an_equation_without_operands_is_given_the_inputs_of_its_program():
     np.testing.assert_array_equal(found, X * 3)
 
 
-def test_constants_are_refused():
+def test_small_constants_are_built_and_large_ones_are_refused():
     closed = jax.make_jaxpr(jnp.sin)(X)
-    with pytest.raises(TypeError, match="makes constants"):
-        jaxpr_rewrite.rewrite(closed, is_sine, lambda eqn, x: x + np.arange(4, dtype=np.float32))
+    small, large = (np.arange(n, dtype=np.float32).reshape(-1, 4) for n in (8, 20))
+    new = jaxpr_rewrite.rewrite(closed, is_sine, lambda eqn, x: x + small.sum() + small[1])
+    assert not new.consts
+    (found,) = core.jaxpr_as_fun(new)(X)
+    np.testing.assert_array_equal(found, X + small.sum() + small[1])
+    with pytest.raises(TypeError, match="makes large constants"):
+        jaxpr_rewrite.rewrite(closed, is_sine, lambda eqn, x: x + jnp.asarray(large).sum(0))

@@ -25,6 +25,7 @@ def shape_of_scalar(x):
     return x.update(shape=())
 
 
+KEYS = jax.random.PRNGKey(1), jax.random.key(2)
 centred = make_operation("centred", lambda x: x - x.mean(0), lambda x: x)
 spread = make_operation("spread", lambda x: jnp.abs(centred.bind(x)).max(), shape_of_scalar)
 asked = make_operation(
@@ -33,6 +34,11 @@ asked = make_operation(
         lambda x: np.asarray(x).max(), jax.ShapeDtypeStruct((), jnp.float32), x
     ),
     shape_of_scalar,
+)
+noisy = make_operation(
+    "noisy",
+    lambda x: x + jax.random.normal(KEYS[0], x.shape[-1:]) * jax.random.uniform(KEYS[1]),
+    lambda x: x,
 )
 refused = make_operation("refused", lambda x: x * float(x[0]), lambda x: x)
 
@@ -51,6 +57,22 @@ def test_an_operation_of_a_library_has_exact_partial_batches(axes):
     largest, _ = strategy.run(step, args=(batch,))
     wanted = [np.abs(x - x.mean(0)).max() for x in (rows[:3], rows[3:])]
     np.testing.assert_allclose(largest.array, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("loops", [False, True])
+def test_an_operation_may_draw_with_keys_that_it_captures(loops, rows):
+    """Keys of the new kind were an error on full batches, and those of the old on partial ones."""
+
+    def step(x):
+        if loops:
+            return jax.lax.scan(lambda x, _: (noisy.bind(x), None), x, length=2)[0]
+        return noisy.bind(x)
+
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    found = strategy.run(step, args=(strategy.distribute_batch(x),))
+    np.testing.assert_allclose(strategy.gather(found, axis=0), step(jnp.asarray(x)), rtol=1e-6)
 
 
 def test_an_operation_that_calls_back_runs_in_a_replica_of_two_devices():

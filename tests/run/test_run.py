@@ -953,4 +953,5 @@ def test_compiles_of_a_partial_are_called_by_its_function(mirrored):
     tpudist.function(functools.partial(add, 1.0))(x)
     mirrored.run(functools.partial(Add()), (x,))
     mirrored.run(Add(), (x,))
-    assert [r.function for r in compiled()] == ["add", "add", "Add", "Add"]
+    mirrored.run_steps(functools.partial(add, 1.0), iter([x, x]), 2)
+    assert [r.function for r in compiled()] == ["add", "add", "Add", "Add", "add"]

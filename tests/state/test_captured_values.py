@@ -216,6 +216,62 @@ def test_what_a_method_reads_is_compared_at_each_call(strategy, method):
     assert found == [3, 3, 6, 6, 2]
 
 
+def _make_classes():
+    class Base:
+        rate = 1.0
+
+        @property
+        def property_of_base(self):
+            return self.rate
+
+        @classmethod
+        def rate_of_class(cls):
+            return cls.rate
+
+        @staticmethod
+        def rate_of_base():
+            return Base.rate
+
+        def multiply(self, x):
+            return x * self.rate
+
+    class Derived(Base):
+        def attribute(self, x):
+            return x * super().rate
+
+        def behind_a_property(self, x):
+            return x * super().property_of_base
+
+        def class_method(self, x):
+            return x * super().rate_of_class()
+
+        def static_method(self, x):
+            return x * super().rate_of_base()
+
+        def arguments(self, x):
+            return super(Derived, self).multiply(x)  # noqa: UP008
+
+        def stored(self, x):
+            parent = super()
+            return parent.multiply(x)
+
+        def another_name(this, x):
+            return super().multiply(x)
+
+        @classmethod
+        def of_a_class(cls, x):
+            return x * super().rate
+
+    return Base, Derived
+
+
+@pytest.mark.parametrize("method", [x for x in vars(_make_classes()[1]) if x[0] != "_"])
+def test_what_a_method_reads_by_super_is_compared_at_each_call(strategy, method):
+    base, derived = _make_classes()
+    fn = getattr(derived(), method)
+    assert _results(strategy, fn, lambda: setattr(base, "rate", 2.0)) == [3, 3, 6, 6, 2]
+
+
 _FUNCTIONS = {
     "a global": lambda x: x * RATE,
     "a global of a function that is called": lambda x: _times_global(x),

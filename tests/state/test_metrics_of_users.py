@@ -109,21 +109,37 @@ def where(metric, values):
     metric.total[...] = jnp.where(values.size > 0, metric.total[...] + values.sum(), 0.0)
 
 
+def in_a_function(strategy, step, args):
+    return tpudist.function(lambda *args: strategy.run(step, args=args))(*args)
+
+
+def eagerly(strategy, step, args):
+    with strategy.debug():
+        return strategy.run(step, args=args)
+
+
+ways = pytest.mark.parametrize("run", [tpudist.Strategy.run, in_a_function, eagerly])
+
+
+@ways
 @pytest.mark.parametrize("step", [assigned, decayed])
-def test_an_average_of_nnx_is_not_summed_if_a_step_does_something_else(mirrored, step):
+def test_an_average_of_nnx_is_not_summed_if_a_step_does_something_else(mirrored, step, run):
     metric = mirrored.create(nnx.metrics.Average)
     [batch] = mirrored.experimental_distribute_dataset([np.arange(16, dtype=np.float32)])
     with pytest.raises(ValueError, match="MetricState 'total' would differ"):
-        mirrored.run(step, args=(metric, batch))
+        with mirrored.scope():
+            run(mirrored, step, args=(metric, batch))
 
 
+@ways
 @pytest.mark.parametrize("step", [counted, begun_again, where])
-def test_an_average_of_nnx_is_changed_by_a_step_as_on_one_device(mirrored, step):
+def test_an_average_of_nnx_is_changed_by_a_step_as_on_one_device(mirrored, step, run):
     rows = np.arange(16, dtype=np.float32)
     metric, alone = mirrored.create(nnx.metrics.Average), nnx.metrics.Average()
     [batch] = mirrored.experimental_distribute_dataset([rows])
     for _ in range(2):
-        mirrored.run(step, args=(metric, batch))
+        with mirrored.scope():
+            run(mirrored, step, args=(metric, batch))
         step(alone, rows)
     assert float(metric.total[...]) == float(alone.total[...])
     assert int(metric.count[...]) == int(alone.count[...])

@@ -1,6 +1,7 @@
 """Arguments whose arrays an earlier call has overwritten, and how they are kept instead."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,20 @@ USES = {
     "the second of two": (
         lambda s, old: s.run(lambda a, b: total(a) + total(b), args=(Net(), old["clone"])),
         "received argument 'b', but its array 'layers.0.kernel'",
+    ),
+    "by a partial function": (
+        lambda s, old: s.run(functools.partial(total), args=(old["clone"],)),
+        "'total' received argument 'net'",
+    ),
+    "by a partial function in run_steps": (
+        lambda s, old: s.run_steps(
+            functools.partial(lambda net, x: total(net) + x.sum()),
+            iter([jnp.ones(2)] * 2),
+            2,
+            args=(old["clone"],),
+            options=tpudist.RunOptions(donate_state=False),
+        ),
+        "'<lambda>' received argument 'net'",
     ),
     "by its name": (
         lambda s, old: s.run(total, kwargs={"net": old["clone"]}),
@@ -101,6 +116,36 @@ def test_a_call_that_worked_before_names_an_array_that_is_gone(strategy):
         RuntimeError, match=r"'add' received argument 'x', but its array float32\[3"
     ):
         strategy.run(add, args=(net, x))
+
+
+def test_donated_state_that_is_gone_is_named_and_ends_no_process(strategy):
+    """JAX 0.10 ends the process if an array is donated twice."""
+    batches = [jnp.ones(3)] * 2
+    net = strategy.create(Net)
+    clone = nnx.clone(net)
+
+    def grow_by(net, x):
+        grow(net)
+        return x.sum()
+
+    for _ in range(2):
+        strategy.run_steps(grow_by, iter(batches), 2, args=(net,))
+    with pytest.raises(RuntimeError, match=r"'grow_by' received argument 'net', but its array"):
+        strategy.run_steps(grow_by, iter(batches), 2, args=(clone,))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_variable_whose_array_is_gone_is_an_error_in_each_version(strategy, num_steps):
+    with strategy.scope():
+        counter = tpudist.Variable(jnp.zeros(3))
+    batches = [jnp.ones(3)] * num_steps
+    count = lambda x: counter.assign_add(x)  # noqa: E731
+    strategy.run_steps(count, iter(batches), num_steps)
+    old = counter._value
+    strategy.run_steps(count, iter(batches), num_steps)
+    counter._value = old
+    with pytest.raises(RuntimeError, match=r"^Array has been deleted with shape=float32\[3\]"):
+        strategy.run_steps(count, iter(batches), num_steps)
 
 
 def test_a_value_of_each_replica_that_was_overwritten_is_named(strategy):

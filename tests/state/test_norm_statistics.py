@@ -53,6 +53,37 @@ def test_rows_that_are_masked_do_not_count(strategy, rows):
     np.testing.assert_allclose(norm.var[...], alone.var[...], rtol=1e-5)
 
 
+@pytest.mark.parametrize("axis", [AXIS, None])
+@pytest.mark.parametrize("api", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
+def test_a_run_in_a_function_normalizes_a_tail_as_a_run_of_its_own(strategy, api, axis):
+    """Replicas had the same weight, and the statistics became NaN if one had no rows."""
+
+    def normalize(norm, x):
+        if api == "nnx":
+            return norm(x)
+        layer = linen.BatchNorm(use_running_average=False, axis_name=axis)
+        return layer.apply(norm, x, mutable=["batch_stats"])
+
+    def make():
+        if api == "nnx":
+            return strategy.create(lambda: nnx.BatchNorm(3, axis_name=axis, rngs=nnx.Rngs(0)))
+        return linen.BatchNorm(use_running_average=False).init(jax.random.key(0), X[:1])
+
+    @tpudist.function
+    def run(norm, x):
+        return strategy.run(normalize, args=(norm, x))
+
+    tail, results = strategy.distribute_batch(X[:1]), []
+    for call in (run, lambda *args: strategy.run(normalize, args=args)):
+        norm = make()
+        with strategy.scope():
+            out = call(norm, tail)
+        out, stats = out if api == "linen" else (out, nnx.state(norm, nnx.BatchStat))
+        results.append((strategy.gather(out, axis=0), stats))
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(results))
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, results))
+
+
 class Net(linen.Module):
     axis_name: str | None = None
 

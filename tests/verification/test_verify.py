@@ -247,6 +247,24 @@ def test_rows_are_exchanged_where_their_positions_count(strategy, batch, clips):
     assert {x.comparison for x in report.differences} == ({"rows"} if clips else set())
 
 
+def test_rows_are_not_exchanged_if_arguments_have_different_numbers_of_rows(strategy, batch):
+    """Each label belongs to two rows, which an exchange at equal positions would separate."""
+
+    def step(w, rows, labels):
+        count = len(rows)
+        order = jnp.argsort(jax.random.uniform(jax.random.key(0), (count,)) * 0 + jnp.arange(count))
+        pairs = rows[order].reshape(len(labels), -1, 3).mean(1)
+        return w - 0.1 * reduce(
+            "mean", jax.grad(lambda w: jnp.square(pairs @ w - labels).mean())(w)
+        )
+
+    labels = strategy.distribute_batch(BATCH["y"][: 2 * N])
+    report = strategy.verify(step, (jnp.ones(3), batch["x"], labels))
+    assert report.ok, str(report)
+    assert set(report.compared) == {"copies"}
+    assert "numbers of rows" in report.skipped["rows"]
+
+
 def test_rounding_of_sums_is_no_difference(strategy):
     """A variance from a mean of squares loses most digits, also from inputs without an error."""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tpudist import library_objects
 from tpudist.state import nnx_binding, nnx_contents
+from tpudist.xla import tree_depth
 
 Path = tuple[str, ...]
 
@@ -198,6 +199,7 @@ class Entries:
     def _add_leaves(
         self, path: Path, tree: Any, replace: Callable[[Any], None] | None, kind: type | None
     ) -> None:
+        tree_depth.check_depth(tree, f"'{join_path(path)}' of the checkpoint", _is_object)
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
         cell = _Cell([x for _, x in flat], treedef, replace)
         for index, (keys, x) in enumerate(flat):

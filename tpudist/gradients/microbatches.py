@@ -21,6 +21,7 @@ from tpudist.options import shorten
 from tpudist.programs.rows import parts_of_rows
 from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
+from tpudist.xla import compile_log
 
 PyTree = Any
 
@@ -353,4 +354,4 @@ def _is_object(x: Any) -> bool:
 
 
 def _name(function: Any) -> str:
-    return f"'{getattr(function, '__name__', function)}'"
+    return f"'{compile_log.name_of(function)}'"

@@ -29,6 +29,7 @@ from tpudist.keras import (
     uneven_rows,
 )
 from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.state import missing_arrays
 
 # Which parts of the state (trainable and other variables, optimizer, metrics) each step returns.
 _KEPT = {"train": (0, 1, 2, 3), "test": (0, 1, 3), "predict": (0, 1)}
@@ -114,7 +115,12 @@ def _hook_make_function(kind: str) -> None:
         if known is not None and not force and _distributions.get(known) is found:
             return None
         step = _compile_step(self, kind, found)
-        function = keras_internals.loop_over(self, step, join=kind == "predict")
+
+        def start(state, data):
+            missing_arrays.require_present(state)
+            return step(state, data)
+
+        function = keras_internals.loop_over(self, start, join=kind == "predict")
         _distributions[function] = found
         setattr(self, f"{kind}_function", function)
         return None

@@ -5,12 +5,15 @@ walk does not know may be an addition: it finds values that certainly are none.
 """
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 
 from tpudist.programs import jaxprs
+from tpudist.xla import random_keys
 
 _KEEP = frozenset(
     "convert_element_type copy copy_p reshape squeeze broadcast_in_dim stop_gradient".split()
@@ -46,14 +49,48 @@ def replaces_state(closed: jaxprs.ClosedJaxpr, output: int, state: int) -> bool:
         return kinds.get(x, _Kind.FREE)
 
     for eqn in jaxpr.eqns:
-        kind = _kind_of(eqn, [read(x) for x in eqn.invars])
+        kind = _kind_of(eqn.primitive.name, [read(x) for x in eqn.invars])
         if kind is not _Kind.FREE:
             kinds.update(dict.fromkeys(eqn.outvars, kind))
     return read(jaxpr.outvars[output]) in (_Kind.FREE, _Kind.OTHER)
 
 
-def _kind_of(eqn: core.JaxprEqn, given: list[_Kind]) -> _Kind:
-    name = eqn.primitive.name
+class Watch:
+    """Follows what is computed from some states, where operations are evaluated one by one."""
+
+    def __init__(self, states: Mapping[Any, jax.Array]):
+        """Begins with the states, each with any name."""
+        self._kept = [*states.values()]  # so that no id is that of another array
+        self._kinds = {name: {id(x): _Kind.SUM} for name, x in states.items()}
+
+    def note(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Notes that an operation has been evaluated."""
+        for kinds in self._kinds.values():
+            kind = _kind_of(primitive, [_read_value(kinds, x) for x in inputs])
+            if kind is not _Kind.FREE:
+                self._kept += outputs
+                for x in outputs:
+                    kinds.setdefault(id(x), kind)
+
+    def find_replaced(self, values: Mapping[Any, Any]) -> set[Any]:
+        """Returns the names of those whose new value is certainly not the old one and a sum."""
+        return {
+            name
+            for name, kinds in self._kinds.items()
+            if _read_value(kinds, values[name]) in (_Kind.FREE, _Kind.OTHER)
+        }
+
+
+def _read_value(kinds: Mapping[int, _Kind], x: Any) -> _Kind:
+    known = kinds.get(id(x))
+    if known is not None:
+        return known
+    if isinstance(x, jax.Array) and (x.ndim or x.committed or random_keys.is_key(x)):
+        return _Kind.FREE
+    return _Kind.FREE if np.asarray(x).any() else _Kind.ADDED
+
+
+def _kind_of(name: str, given: Sequence[_Kind]) -> _Kind:
     depends = [kind not in (_Kind.FREE, _Kind.ADDED) for kind in given]
     if name in ("add", "add_any", "sub"):
         if _Kind.OTHER in given or (name == "sub" and depends[1]):

@@ -12,10 +12,14 @@ from jax.extend import core
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
 from tpudist.programs.references import is_reference
+from tpudist.xla import random_keys
+
+_MOST_ELEMENTS = 16
+"""Of a constant that equations may build: random keys and the like."""
 
 
 class MakesConstants(TypeError):
-    """The function for an equation makes arrays as constants, for which there is no place.
+    """The function for an equation makes large arrays as constants, for which there is no place.
 
     Attributes:
         primitive: The operation of the equation.
@@ -23,7 +27,7 @@ class MakesConstants(TypeError):
 
     def __init__(self, primitive: Any):
         """See the class."""
-        super().__init__(f"The function for '{primitive}' makes constants that are arrays.")
+        super().__init__(f"The function for '{primitive}' makes large constants.")
         self.primitive = primitive
 
 
@@ -106,12 +110,39 @@ class _Rewrite:
             made = jax.make_jaxpr(lambda *x: _copy(self.instead(eqn, *x)))(*shapes)
         traced = made.jaxpr
         names: dict[Any, Any] = dict(zip(traced.invars, operands, strict=True))
+        equations = []
         for variable, const in zip(traced.constvars, made.consts, strict=True):
-            if np.ndim(const) or not isinstance(const, jax.Array | np.generic | np.ndarray):
+            if not isinstance(const, jax.Array | np.generic | np.ndarray):
                 raise MakesConstants(eqn.primitive)
-            names[variable] = core.Literal(np.asarray(const)[()], variable.aval)
+            data = _fetch(const)
+            if not 0 < data.size <= _MOST_ELEMENTS:
+                raise MakesConstants(eqn.primitive)
+            if data.ndim:
+                with eqn.ctx.manager:
+                    built = jax.make_jaxpr(lambda c=const, d=data: _build(c, d))().jaxpr
+                equations += built.eqns
+                names[variable] = built.outvars[0]
+            else:
+                names[variable] = core.Literal(data[()], variable.aval)
         names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
-        return [_rename(x, names, eqn.source_info) for x in traced.eqns]
+        equations += traced.eqns
+        return [_rename(x, names, eqn.source_info) for x in equations]
+
+
+def _fetch(const: Any) -> np.ndarray:
+    if not random_keys.is_key(const):
+        return np.asarray(const)
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.random.key_data(const))
+
+
+def _build(const: Any, data: np.ndarray) -> jax.Array:
+    """A small array or random keys, with each number a literal: a program has no other place."""
+    numbers = [jax.lax.full((1,), x, data.dtype) for x in data.flat]
+    array = jnp.concatenate(numbers).reshape(data.shape)
+    if random_keys.is_key(const):
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(const))
+    return array
 
 
 class _BranchEnds(_Rewrite):

@@ -24,7 +24,7 @@ from tpudist.run.eager import eager_mode
 from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_binding, nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica, open_parts
-from tpudist.xla import compile_log
+from tpudist.xla import compile_log, tree_depth
 
 PyTree = Any
 
@@ -152,6 +152,7 @@ class Function:
         if eager_mode.is_eager():
             with step_boundaries.one_step():
                 return self._function(*args, **kwargs)
+        tree_depth.check_depth((args, kwargs), "An argument of a tpudist.function", _is_leaf)
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
         iterators = [x for x in leaves if _is_iterator(x)]
         if iterators:

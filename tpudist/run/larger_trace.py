@@ -46,7 +46,9 @@ def trace_larger(
         larger.append(jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type))
     found = CallOutputs()
     body = ReplicaBody(dataclasses.replace(call, strategy=twin), variables)
-    rows = TracedRows() if call.inputs.groups is not None else None
+    groups, rows = call.inputs.groups, None
+    if groups is not None:
+        rows = TracedRows([degree.ROWS_FACTOR * x for x in groups.sizes])
     function = body.make_flat_function(found, rows)
     try:
         with traces.separate_caches(), twin._use_mesh():

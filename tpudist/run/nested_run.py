@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tpudist.context.frame import Frame
 from tpudist.lowering import compile
 from tpudist.options import RunOptions
-from tpudist.programs import axis_names, replica_equality, unchanged_keys
+from tpudist.programs import axis_names, jaxprs, replica_equality, unchanged_keys
 from tpudist.run.arguments import call_arguments, call_description
 from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.outputs import outputs
@@ -24,6 +24,8 @@ from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.trace import (
     causes_of_variables,
+    find_not_summed,
+    find_statistics,
     outputs_of_random_keys,
     place_collections,
 )
@@ -67,15 +69,12 @@ def run(
         rules=options.aggregation if options is not None else (),
     )
     variables = list(frame.values)
-    body = ReplicaBody(call, variables)
     values = [
         *map(frame.value_of, variables),
         *(jax.tree.leaves(binding.values()) if binding is not None else ()),
         *_arrays(kinds, leaves),
     ]
-    found = CallOutputs()
-    traced = jax.make_jaxpr(body.make_flat_function(found))(*values)
-    closed = axis_names.use_replica_axis(strategy.replica_mesh, traced)
+    call, found, closed = _trace(call, variables, values)
     if found.interruption is not None:
         _begin_variables(frame, found, compile.evaluate(closed, values))
         raise found.interruption
@@ -97,18 +96,21 @@ def run(
         strategy.num_replicas_in_sync,
         rules=dict(call.rules),
         is_nested=True,
+        not_sums=call.not_sums,
     )
-    place_collections(
-        call,
-        found,
-        closed,
-        proof,
-        len(variables),
-        lambda: call_description.names_of_leaves(fn, args, kwargs),
-        (stack, aggregated),
-    )
+
+    def labels() -> list[str]:
+        return call_description.names_of_leaves(fn, args, kwargs)
+
+    num = len(variables)
+    returned = place_collections(call, found, closed, proof, num, labels, (stack, aggregated))
     frame.read |= found.read
-    results = aggregate_outputs(compile.evaluate(closed, values), aggregated)
+    results = compile.evaluate(closed, values)
+    if frame.rows is not None:
+        statistics = find_statistics(call, found, closed, returned, num, labels, aggregated)
+        old = {output: values[source] for output, source in statistics.items()}
+        results = frame.rows.keep_state(results, old)
+    results = aggregate_outputs(results, aggregated)
     if found.computed:
         _begin_variables(frame, found, results[-len(found.computed) :])
         results = results[: -len(found.computed)]
@@ -123,6 +125,21 @@ def run(
             frame.note_part(new[k])
     _write_objects(binding, found, new)
     return _build_result(frame, found, results, stack, leaves, binding)
+
+
+def _trace(
+    call: ReplicaCall, variables: Sequence[Any], values: Sequence[Any]
+) -> tuple[ReplicaCall, CallOutputs, jaxprs.ClosedJaxpr]:
+    """Traces the function: again if it does something else than add to sums over examples."""
+    found = CallOutputs()
+    flat = ReplicaBody(call, variables).make_flat_function(found)
+    traced = jax.make_jaxpr(flat)(*values)
+    closed = axis_names.use_replica_axis(call.strategy.replica_mesh, traced)
+    if found.interruption is None:
+        if not_sums := find_not_summed(call, found, closed, len(variables)):
+            not_sums |= call.not_sums
+            return _trace(dataclasses.replace(call, not_sums=not_sums), variables, values)
+    return call, found, closed
 
 
 def _begin_variables(frame: ReplicaFrame, found: CallOutputs, values: Sequence[jax.Array]) -> None:

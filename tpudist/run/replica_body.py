@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.reduce_op import VariableAggregation
+from tpudist.run import traced_rows
 from tpudist.run.arguments import call_arguments
 from tpudist.run.arguments.containers import unpack
 from tpudist.run.captures import NewVariable
@@ -88,10 +89,10 @@ class ReplicaBody:
                         frame.note_part(x)
             try:
                 explained = nnx_captures.explain_captures(call.name)
-                weighed = norm_statistics.weigh_by_rows(
-                    self._names_of_replicas() if rows is not None else ()
-                )
-                with context.enter(self._mode(frame)), frame.enter(), explained, weighed:
+                axes = self._names_of_replicas()
+                weighed = norm_statistics.weigh_by_rows(axes if frame.has_partial_batch else ())
+                summed = traced_rows.sum_numbers(frame.rows, axes)
+                with context.enter(self._mode(frame)), frame.enter(), explained, weighed, summed:
                     result = call.fn(*args, **kwargs)
                 if frame.missed_assignment:
                     raise NewVariable
@@ -170,7 +171,6 @@ class ReplicaBody:
         copies: tuple,
         partial: bool,
     ) -> list[Any]:
-        tree_depth.check_depth(result, f"The result of '{self.call.name}'")
         inputs = self.call.inputs
         positions = {id(x): i for i, x in enumerate(nnx_contents.nodes_of(copies))}
         of_argument = {
@@ -183,6 +183,7 @@ class ReplicaBody:
         def is_leaf(x):
             return id(x) in positions or isinstance(x, PerReplica | Variable)
 
+        tree_depth.check_depth(result, f"The result of '{self.call.name}'", is_leaf)
         result, has_records = unpack(result, is_leaf)
         found.plain = not has_records
         leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)

@@ -31,7 +31,7 @@ from tpudist.run.outputs.results import Outcome, TracedStep
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.step_plan import StepPlan
 from tpudist.run.trace import trace_step
-from tpudist.state import capture_search
+from tpudist.state import capture_search, missing_arrays
 from tpudist.state.nnx_binding import Binding
 from tpudist.values import drift
 from tpudist.values.per_replica import is_per_replica
@@ -42,10 +42,6 @@ _log = logging.getLogger("tpudist.compile")
 
 MAX_SHAPES = 64
 """Of the arguments of one step, whose compiled programs are kept."""
-
-
-_CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
-"""Whether JAX ends the process if a donated array was donated before; 0.10.2 does."""
 
 
 class PlanOutdated(Exception):
@@ -143,10 +139,7 @@ class Step:
         program, plan = self._jitted, self._plan
         assert program is not None, "the inputs are made for it"
         assert plan is not None, "there is one where there is a `jit`"
-        if _CRASHES_ON_DELETED and any(
-            isinstance(x, jax.Array) and x.is_deleted() for x in donated
-        ):
-            raise RuntimeError("An array that would be overwritten has been deleted.")
+        missing_arrays.require_present(donated)
         if special_values.are_reported():
             calls = [self._current_call()]
             return special_values.call_checked(program, donated, [kept], plan.state, calls)

@@ -19,6 +19,7 @@ from tpudist.run.interrupt_hold import NO_HOLD, InterruptHold, interruptible
 from tpudist.run.outputs import special_values
 from tpudist.run.outputs.results import Outcome
 from tpudist.run.step import Step
+from tpudist.state import missing_arrays
 from tpudist.xla import compile_log
 
 
@@ -79,6 +80,7 @@ class StepSequence:
             self._made_for = plan
         step.wait_for_slot(values)
         carry, constants = [shared[i] for i in state], [shared[i] for i in constant]
+        missing_arrays.require_present(carry if step.donates_state else ())
         with InterruptHold() if state else NO_HOLD:
             goodput.begin_call()
             if special_values.are_reported():

@@ -64,7 +64,7 @@ def trace_step(
     body = ReplicaBody(call, variables)
     found = CallOutputs()
     end = len(shapes) - inputs.num_groups
-    rows = TracedRows() if inputs.groups is not None else None
+    rows = TracedRows(inputs.groups.sizes) if inputs.groups is not None else None
     program = compile.trace(
         body.make_flat_function(found, rows), mesh, shapes[:end], stacked[:end], name
     )
@@ -76,7 +76,7 @@ def trace_step(
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))
     if local := found.local - inputs.parts_of_objects:
         raise LocalState(local)
-    if not_sums := _find_not_summed(call, found, program.closed, len(variables)):
+    if not_sums := find_not_summed(call, found, program.closed, len(variables)):
         not_sums |= call.not_sums
         return trace_step(dataclasses.replace(call, not_sums=not_sums), rest, labels)
     causes = causes_of_variables(variables) + _causes_of_arguments(call, labels())
@@ -110,20 +110,13 @@ def trace_step(
     larger = functools.partial(
         larger_trace.trace_larger, call, variables, shapes[:end], stacked[:end]
     )
-    state = {o: len(variables) + k for o, k in returned.items()}
-    first = found.num_results
-    state |= {first + i: position[v] for i, v in enumerate(found.variables)}
-    if call.binding is not None:
-        flat = positions(call.binding.values())
-        first += len(found.variables)
-        state |= {
-            first + i: len(variables) + flat[leaf][j] for i, (leaf, j) in enumerate(found.nnx)
-        }
+    state = _find_replaced(call, found, returned, len(variables))
     if partial is not None:
-        statistics = set(aggregated.get(ReduceOp.MEAN, ()))
-        kept = {o: i for o, i in state.items() if i not in position.values()}
-        kept |= _find_collections(call, found, program.closed, len(variables), labels)
-        program = partial.keep_state(program, {o: i for o, i in kept.items() if o in statistics})
+        statistics = find_statistics(
+            call, found, program.closed, returned, len(variables), labels, aggregated
+        )
+        program = partial.keep_state(program, statistics)
+    state |= {found.num_results + i: position[v] for i, v in enumerate(found.variables)}
     degrees = None
     if strategy._stand_in is None and mesh.num_replicas > 1 and (proof.sums or partial is not None):
         degrees = remarks.find_degrees(call, variables, plain, state, larger)
@@ -149,7 +142,44 @@ def trace_step(
     )
 
 
-def _find_not_summed(
+def _find_replaced(
+    call: ReplicaCall, found: CallOutputs, returned: Mapping[int, int], num_variables: int
+) -> dict[int, int]:
+    """Returns the outputs that are new state beside Variables, with the inputs that they replace.
+
+    Args:
+        call: The call.
+        found: What it gave.
+        returned: See `place_collections`.
+        num_variables: Number of inputs that are Variables, the first ones.
+    """
+    state = {o: num_variables + k for o, k in returned.items()}
+    if call.binding is not None:
+        flat, first = positions(call.binding.values()), found.num_results + len(found.variables)
+        state |= {first + n: num_variables + flat[i][j] for n, (i, j) in enumerate(found.nnx)}
+    return state
+
+
+def find_statistics(
+    call: ReplicaCall,
+    found: CallOutputs,
+    closed: jaxprs.ClosedJaxpr,
+    returned: Mapping[int, int],
+    num_variables: int,
+    labels: Callable[[], list[str]],
+    aggregated: Mapping[ReduceOp | None, Sequence[int]],
+) -> dict[int, int]:
+    """Returns the new state whose mean is taken, with the inputs that it replaces.
+
+    A replica without rows keeps it as it was.
+    """
+    state = _find_replaced(call, found, returned, num_variables)
+    state |= _find_collections(call, found, closed, num_variables, labels)
+    statistics = set(aggregated.get(ReduceOp.MEAN, ()))
+    return {o: i for o, i in state.items() if o in statistics}
+
+
+def find_not_summed(
     call: ReplicaCall, found: CallOutputs, closed: jaxprs.ClosedJaxpr, num_variables: int
 ) -> frozenset[int]:
     """Returns the leaves of NNX's averages to which the function does something else than add."""

@@ -22,7 +22,7 @@ import numpy as np
 from tpudist.state import nnx_contents
 from tpudist.state.captured_values import CONTAINERS, SCALARS, Place
 from tpudist.state.code_reads import CodeReads, Read, reads_of
-from tpudist.xla import program_packages
+from tpudist.xla import compile_log, program_packages
 
 MAX_VALUES = 1000
 """Values of one function, or of one container, that are looked at; more are left out."""
@@ -146,7 +146,7 @@ class _Walk:
             return
         self._seen.add(key)
         if isinstance(wrapped := getattr(fn, "__wrapped__", None), _FUNCTIONS):
-            self.visit(f"{expression}.__wrapped__", wrapped, _name_of(fn))
+            self.visit(f"{expression}.__wrapped__", wrapped, compile_log.name_of(fn))
         cells = [
             (f"{expression}.__closure__[{i}].cell_contents", getattr(c, "cell_contents", _MISSING))
             for i, c in enumerate(fn.__closure__ or ())
@@ -154,7 +154,7 @@ class _Walk:
         if _is_of_library(code):
             for where, value in cells:
                 if callable(value) and not isinstance(value, type):
-                    self.visit(where, value, _name_of(value))
+                    self.visit(where, value, compile_log.name_of(value))
             return
         environment: dict[str, tuple[str, Any, str]] = {
             name: (*cell, name) for name, cell in zip(code.co_freevars, cells, strict=True)
@@ -200,13 +200,45 @@ class _Walk:
             self._visit_code(expression, fn, inner, known)
 
     def _visit_super(self, found: CodeReads, environment: dict) -> None:
-        for name in found.super_calls:
-            owner = environment.get("self")
-            for base in type(owner[1]).__mro__ if owner is not None else ():
-                method = base.__dict__.get(name)
-                if isinstance(method, types.FunctionType) and owner is not None:
-                    at = f"type({owner[0]}).__mro__[{type(owner[1]).__mro__.index(base)}]"
-                    self._visit_function(f"{at}.__dict__[{name!r}]", method, owner)
+        for of, attribute in found.super_reads:
+            owner = environment.get(of)
+            if owner is None or owner[1] is _MISSING:
+                continue
+            cls, where = _class_of(*owner[:2])
+            for i, base in enumerate(cls.__mro__):
+                static = base.__dict__.get(attribute, _MISSING)
+                at = f"{where}.__mro__[{i}].__dict__[{attribute!r}]"
+                if static is _MISSING or self._visit_method(at, static, owner, ".__func__"):
+                    continue
+                self.visit(at, static, f"{base.__name__}.{attribute}")
+
+    def _visit_method(
+        self, expression: str, static: Any, owner: tuple[str, Any, str], of_static: str
+    ) -> bool:
+        """Looks at the code of a property or a method, and returns whether it is one.
+
+        Args:
+            expression: Gives it from its class.
+            static: The property or method.
+            owner: The object that it is called on.
+            of_static: What gives the function if it is a static method.
+        """
+        bound: tuple[str, Any, str] | None = owner
+        if isinstance(static, property):
+            function, part = static.fget, ".fget"
+        elif isinstance(static, functools.cached_property):
+            function, part = static.func, ".func"
+        elif isinstance(static, classmethod):
+            function, part = static.__func__, ".__func__"
+            cls, where = _class_of(*owner[:2])
+            bound = where, cls, cls.__name__
+        elif isinstance(static, staticmethod):
+            function, part, bound = static.__func__, of_static, None
+        else:
+            function, part = static, ""
+        if isinstance(function, types.FunctionType):
+            self._visit_function(f"{expression}{part}", function, bound)
+        return function is not static or isinstance(function, types.FunctionType)
 
     def _follow(self, origin: tuple[str, Any, str], read: Read) -> tuple[str, Any, str] | None:
         """Returns the value at the end of a chain; None if the value has been visited already."""
@@ -243,28 +275,15 @@ class _Walk:
         """An attribute that holds a value; what a property or a method reads is looked at."""
         static = inspect.getattr_static(type(value), attribute, None)
         owner, in_class = (expression, value, name), f"type({expression}).{attribute}"
-        if isinstance(static, property | functools.cached_property):
-            getter = static.fget if isinstance(static, property) else static.func
-            if isinstance(getter, types.FunctionType):
-                part = "fget" if isinstance(static, property) else "func"
-                self._visit_function(f"{in_class}.{part}", getter, owner)
-            return None
         held = getattr(value, "__dict__", {})
-        if not isinstance(value, type | types.ModuleType) and attribute not in held:
+        is_own = isinstance(value, type | types.ModuleType) or attribute in held
+        is_property = isinstance(static, property | functools.cached_property)
+        if (is_property or not is_own) and self._visit_method(in_class, static, owner, ""):
             if isinstance(static, types.FunctionType):
-                self._visit_function(in_class, static, owner)
                 if _is_of_library(static.__code__) and _is_known_by_identity(value):
                     # It reads attributes that are not seen here: another object is another value.
                     self._add(expression, value, name, is_weak=True)
-                return None
-            if isinstance(static, staticmethod | classmethod):
-                function = static.__func__
-                if isinstance(function, types.FunctionType):
-                    cls = (f"type({expression})", type(value), type(value).__name__)
-                    bound = cls if isinstance(static, classmethod) else None
-                    function_of = ".__func__" * isinstance(static, classmethod)
-                    self._visit_function(f"{in_class}{function_of}", function, bound)
-                return None
+            return None
         try:
             found = getattr(value, attribute)
         except Exception:
@@ -284,9 +303,9 @@ class _Walk:
                 self.visit(*reached)
 
 
-def _name_of(fn: Any) -> str:
-    """The name of a function, for messages."""
-    return getattr(fn, "__name__", type(fn).__name__)
+def _class_of(expression: str, value: Any) -> tuple[type, str]:
+    """The class of an object, or a class itself, with the expression that gives it."""
+    return (value, expression) if isinstance(value, type) else (type(value), f"type({expression})")
 
 
 def _owner_name(method: types.MethodType) -> str:

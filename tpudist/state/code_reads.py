@@ -16,6 +16,7 @@ _SILENT = frozenset(
     "CACHE EXTENDED_ARG NOP NOT_TAKEN PRECALL PUSH_NULL RESUME COPY_FREE_VARS MAKE_CELL".split()
 )
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+_CALLS = frozenset(("CALL", "CALL_FUNCTION"))
 _CONSTANTS = frozenset(("LOAD_CONST", "LOAD_SMALL_INT"))
 _GLOBALS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 
@@ -43,14 +44,14 @@ class CodeReads:
 
     Attributes:
         reads: The chains, in the order of the code.
-        super_calls: Names of the methods that it calls by `super()`.
+        super_reads: What it takes from `super()`: the name of the object, and of the attribute.
         inner: The code of functions that it defines.
         names: All names of attributes in it, and its string constants if it calls `getattr` or
             `vars`.
     """
 
     reads: tuple[Read, ...]
-    super_calls: tuple[str, ...]
+    super_reads: tuple[tuple[str, str], ...]
     inner: tuple[CodeType, ...]
     names: frozenset[str]
 
@@ -58,25 +59,30 @@ class CodeReads:
 @functools.lru_cache(maxsize=1024)
 def reads_of(code: CodeType) -> CodeReads:
     """Returns what `code` reads."""
-    reads: list[Read] = []
-    super_calls: list[str] = []
-    in_super = False
-    for read, instruction in _chains(code):
-        if read is not None and read == Read("super", True):
-            in_super = True
-        elif read is not None and in_super and read.name in ("self", "__class__"):
-            if read.steps:  # Python 3.11 has no instruction of its own for it
-                super_calls.append(read.steps[0][1])
-        elif read is not None:
-            reads.append(read)
-        if in_super and instruction.opname in ("LOAD_SUPER_ATTR", *_ATTRIBUTES):
-            super_calls.append(instruction.argval)
-            in_super = False
-    inner = tuple(x for x in code.co_consts if isinstance(x, CodeType))
     names = frozenset(code.co_names)
     if names & {"getattr", "vars", "__dict__"}:
         names |= {x for x in code.co_consts if isinstance(x, str)}
-    return CodeReads(tuple(reads), tuple(super_calls), inner, names)
+    reads: list[Read] = []
+    super_reads: list[tuple[str, str]] = []
+    of = ""  # in a call of `super`: the object that it is about
+    for read, instruction in _chains(code):
+        name = instruction.opname
+        if read == Read("super", True):
+            of = code.co_varnames[0] if code.co_argcount else ""
+        elif read is not None and of and not read.is_global and not read.steps:
+            of = of if read.name == "__class__" else read.name
+        elif read is not None:
+            reads.append(read)
+        if not of:
+            continue
+        if name == "LOAD_SUPER_ATTR" or name in _ATTRIBUTES:
+            super_reads.append((of, instruction.argval))
+            of = ""
+        elif read is None and name not in _CALLS:  # any attribute may be taken from it later
+            super_reads += [(of, x) for x in sorted(names)]
+            of = ""
+    inner = tuple(x for x in code.co_consts if isinstance(x, CodeType))
+    return CodeReads(tuple(reads), tuple(super_reads), inner, names)
 
 
 def _chains(code: CodeType) -> Iterator[tuple[Read | None, dis.Instruction]]:

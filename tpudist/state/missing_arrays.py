@@ -10,6 +10,23 @@ from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log
 
+_CRASHES = jax.__version_info__ < (0, 12)
+"""Whether JAX ends the process if a donated array was donated before; 0.10.2 does."""
+
+
+def require_present(donated: Any) -> None:
+    """Raises the error that newer versions of JAX raise for arrays that are gone.
+
+    Args:
+        donated: The donated inputs of a program, a pytree. They may be NumPy's at its first call.
+
+    Raises:
+        RuntimeError: If an array is gone.
+    """
+    for x in jax.tree.leaves(donated) if _CRASHES else ():
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise RuntimeError(f"Array has been deleted with shape={compile_log.describe(x)}.")
+
 
 def explain(error: Exception, user: str, arguments: Iterable[tuple[str, Any]]) -> None:
     """Raises an error that names the argument whose array is gone, if there is one.

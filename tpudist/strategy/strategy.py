@@ -459,6 +459,7 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
         in_trace = context.current().frame is not None
         if isinstance(value, Variable) and not in_trace:
             return value.values
+        tree_depth.check_depth(value, "A value whose local results are wanted", _is_value)
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
         if self.num_replicas_in_sync == 1 and not any(isinstance(x, PerReplica) for x in leaves):
             return (value,)

@@ -161,6 +161,15 @@ class Arguments:
         """Whether a batch has other numbers of real rows on some replicas."""
         return any(set(x.counts) != {x.each} for x in self.batches.values())
 
+    @property
+    def can_exchange(self) -> bool:
+        """Whether rows that belong together stay so if replicas exchange rows at each position.
+
+        All batches must have the same number of rows, more than one, on each replica.
+        """
+        counts = {count for x in self.batches.values() for count in (x.each, *x.counts)}
+        return len(counts) == 1 and min(counts) > 1
+
     def cut(self, each: int) -> None:
         """Keeps `each` rows of each replica of the full batches."""
         n = self._mesh.num_replicas

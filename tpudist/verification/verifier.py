@@ -110,7 +110,7 @@ class _Verifier:
             self._compare_copies(shares_draws=bool(random))
         if reason := self._why_rows_differ(given, captured) or random:
             self._skipped["rows"] = self._skipped["tail"] = reason
-            if reason == _POSITIONS and arguments.each > 1:
+            if reason == _POSITIONS and arguments.can_exchange:
                 del self._skipped["rows"]
                 self._compare_exchanged()
             return

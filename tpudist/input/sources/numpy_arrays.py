@@ -8,6 +8,7 @@ import numpy as np
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
+from tpudist.xla import tree_depth
 
 PyTree = Any
 
@@ -35,9 +36,8 @@ class NumpyDataset(IndexedDataset):
             TypeError: They do not hold numbers.
         """
         what = "The NumPy dataset"
-        named, self._treedef = jax.tree_util.tree_flatten_with_path(
-            arrays, is_leaf=lambda value: isinstance(value, list)
-        )
+        tree_depth.check_depth(arrays, what, _is_list)
+        named, self._treedef = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=_is_list)
         names = [jax.tree_util.keystr(path) for path, _ in named]
         self._leaves = [
             host_batch.as_array(leaf, what + name)
@@ -64,3 +64,7 @@ class NumpyDataset(IndexedDataset):
         if num_shards > 1:
             leaves = [leaf[index::num_shards] for leaf in leaves]
         return HostBatch(leaves, self._treedef, num_rows, start, order)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)

@@ -26,7 +26,6 @@ from tpudist.xla.settings import Setting
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _NUMBER_TYPES = frozenset((int, float, complex))
 _LEAF_TYPES = (nnx.State, *nnx_contents.OBJECT_TYPES)
-_CONTAINERS = frozenset((dict, list, tuple))
 _WHOLE = np.empty(())
 _is = operator.is_
 _single_array_types: set[type] = set()
@@ -40,6 +39,11 @@ def is_leaf(x: Any) -> bool:
     if known is None:
         known = _is_leaf_type[type(x)] = is_distributed(x) or isinstance(x, _LEAF_TYPES)
     return known
+
+
+def _flatten(argument: Any) -> tuple[list[Any], Any]:
+    tree_depth.check_depth(argument, "An argument of a replica function", is_leaf)
+    return jax.tree.flatten(argument, is_leaf=is_leaf)
 
 
 class Flattener:
@@ -79,9 +83,7 @@ class Flattener:
                 elements.append(arg)
                 key.append(None)
             else:
-                if type(arg) in _CONTAINERS:
-                    tree_depth.check_depth(arg, "An argument of a replica function")
-                some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
+                some, treedef = _flatten(arg)
                 elements += some
                 key.append((treedef, tuple(map(type, some))))
         whole_key = (len(args), *key)
@@ -99,7 +101,7 @@ class Flattener:
         structure: list[Any] = []
         self._one_each.clear()  # what is plain may change
         for i, arg in enumerate((*args, kwargs) if kwargs else args):
-            some, treedef = jax.tree.flatten(arg, is_leaf=is_leaf)
+            some, treedef = _flatten(arg)
             for x in some:
                 integers.refuse_masks_and_buffers(x, "An argument of a replica function")
             if isinstance(arg, _ARRAY_TYPES):

@@ -66,8 +66,7 @@ def explain_overwritten(
     if "deleted" in str(error):
         names = names_of_leaves(fn, args, kwargs)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_leaf)
-        name = getattr(fn, "__name__", type(fn).__name__)
-        missing_arrays.explain(error, name, zip(names, leaves, strict=True))
+        missing_arrays.explain(error, compile_log.name_of(fn), zip(names, leaves, strict=True))
 
 
 def _describe(value: Any) -> str:

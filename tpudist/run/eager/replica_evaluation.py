@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpudist.lowering import placement
-from tpudist.programs import jaxprs, out_shardings
+from tpudist.programs import accumulation, jaxprs, out_shardings
 from tpudist.xla import collectives, internals, traces
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -37,6 +37,7 @@ class ReplicaEvaluation:
         device: Where it computes: its device, or the first of them; on CPU, one for all replicas.
         knows_origin: Whether `depends_on_replica` can be told: not where a replica has axes inside,
             as what is placed on a mesh is committed in any case.
+        watch: Follows what becomes of the sums over examples, if there are any.
     """
 
     def __init__(self, mesh: ReplicaMesh, replica: int, outside: list[Any], meet: Meet):
@@ -54,6 +55,7 @@ class ReplicaEvaluation:
         self.device = mesh.devices_of(0 if mesh.platform == "cpu" else replica)[0]
         self.knows_origin = not mesh.inner_axes
         self._outside = outside
+        self.watch: accumulation.Watch | None = None
         self._evaluation = internals.make_evaluation(self._evaluate)
 
     @contextlib.contextmanager
@@ -111,6 +113,13 @@ class ReplicaEvaluation:
         return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
     def _evaluate(self, evaluation: Any, primitive: Any, args: list[Any], params: dict) -> Any:
+        result = self._evaluate_one(evaluation, primitive, args, params)
+        if self.watch is not None:
+            results = result if primitive.multiple_results else [result]
+            self.watch.note(primitive.name, args, results)
+        return result
+
+    def _evaluate_one(self, evaluation: Any, primitive: Any, args: list[Any], params: dict) -> Any:
         if _is_over_replicas(params):
             return self._communicate(primitive, args, params)
         # What holds a program (jax.checkpoint) may hold collectives, which are for this evaluation.

@@ -30,6 +30,7 @@ class ReplicaGroup(abc.ABC):
         groups: Which of them are parts of one partial batch; None if all batches are full.
         rows: For each batch, how many rows of it each replica has.
         frames: The frame of each replica.
+        not_sums: The Variables of NNX's averages that the function does not add to, by number.
     """
 
     strategy: StrategyBase
@@ -46,6 +47,7 @@ class ReplicaGroup(abc.ABC):
     groups: RowGroups | None
     rows: tuple[tuple[int, ...], ...]
     frames: dict[int, EagerFrame]
+    not_sums: frozenset[int]
 
     @abc.abstractmethod
     def meet(self, replica: int, what: str, brought: Any, act: Callable[..., Any]) -> Any:

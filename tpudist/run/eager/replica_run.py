@@ -51,7 +51,13 @@ def run(
     replicator: Replicator = strategy._replicator
     with replicator.one_at_a_time:
         try:
-            return EagerRun(strategy, fn, args, kwargs, options or _NO_OPTIONS)()
+            options, not_sums = options or _NO_OPTIONS, frozenset()
+            while True:
+                run = EagerRun(strategy, fn, args, kwargs, options, not_sums)
+                try:
+                    return run()
+                except written_state.NotSums as found:  # each replica is to begin with the whole
+                    not_sums |= found.leaves
         except RuntimeError as error:
             call_description.explain_overwritten(error, fn, args, kwargs)
             raise
@@ -85,8 +91,10 @@ class EagerRun(ReplicaGroup):
         args: tuple,
         kwargs: dict[str, Any],
         options: RunOptions,
+        not_sums: frozenset[int] = frozenset(),
     ):
         """Looks at the arguments as the compiled call does, and refuses the same."""
+        self.not_sums = not_sums
         self.strategy, self.fn = strategy, fn
         self.mesh = strategy.replica_mesh
         replicator: Replicator = strategy._replicator
@@ -121,6 +129,7 @@ class EagerRun(ReplicaGroup):
         try:
             ended = self.turns.run(self._run_replica)
             written_state.check_structure(self, ended)
+            written_state.check_sums(self, ended)
             merged = eager_results.merge_results(self, ended)
             written_state.write(self, ended)
         except BaseException:
@@ -197,7 +206,9 @@ class EagerRun(ReplicaGroup):
         values = jax.tree.map(put, self.host_objects, is_leaf=_is_parts)
         if self.mesh.num_replicas > 1:
             parts = {i for i, x in enumerate(self.binding.values()) if any(open_parts(x)[1])}
-            values = make_values_of_replica(self.binding, values, parts, dict(self.rules))
+            rules = dict(self.rules)
+            values = make_values_of_replica(self.binding, values, parts, rules, self.not_sums)
+            evaluation.watch = written_state.watch_sums(self, values)
         return self.binding.copy_with(values), values
 
     def _make_arguments(

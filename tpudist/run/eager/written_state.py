@@ -1,6 +1,6 @@
 """State that replicas have changed, each by itself: checked with its values, and written once."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.programs import accumulation
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.run.eager import eager_results, replica_evaluation
 from tpudist.run.eager.replica_group import ReplicaGroup
@@ -64,6 +65,48 @@ def check_structure(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -
         if values is None or jax.tree.structure(values) != open_parts(binding.values())[0]:
             change = binding.describe_changes(x.copies)
             raise ValueError(outputs.describe_structure_change(run.name, change))
+
+
+class NotSums(Exception):
+    """The function does something else than add to sums over examples.
+
+    Attributes:
+        leaves: These Variables of NNX's averages, by number.
+    """
+
+    def __init__(self, leaves: Collection[int]):
+        """Of these."""
+        super().__init__(leaves)
+        self.leaves = frozenset(leaves)
+
+
+def watch_sums(run: ReplicaGroup, entered: Sequence[Any]) -> accumulation.Watch | None:
+    """Returns what follows the sums over examples that NNX's averages hold; None without any."""
+    binding, rules = run.binding, dict(run.rules)
+    assert binding is not None, "it has the values"
+    sums = {
+        i: x
+        for i, x in enumerate(entered)
+        if binding.is_average(i)
+        and i not in run.not_sums
+        and binding.aggregation(i, rules) is _SUM
+        and isinstance(x, jax.Array)
+    }
+    return accumulation.Watch(sums) if sums else None
+
+
+def check_sums(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
+    """Raises NotSums if a replica does something else than add to one."""
+    found: set[int] = set()
+    for replica, x in enumerate(ended):
+        watch = run.frames[replica].evaluation.watch
+        if watch is not None:
+            assert run.binding is not None, "it has the sums"
+            values = run.binding.values_of(x.copies)
+            assert values is not None, "`check_structure` has seen to it"
+            found |= watch.find_replaced(dict(enumerate(values)))
+    if found:
+        raise NotSums(found)
 
 
 def write_variables(run: ReplicaGroup) -> None:
@@ -140,7 +183,7 @@ def _combine(
         return replica_evaluation.stack_values(parts)
     binding, count = run.binding, run.mesh.num_replicas
     assert binding is not None, "it has the Variable"
-    rule = binding.aggregation(i, dict(run.rules))
+    rule = None if i in run.not_sums else binding.aggregation(i, dict(run.rules))
     shares = rule is _SUM and count > 1  # each replica holds its own share of a sum
     if replica_evaluation.are_equal(parts) and not shares:
         return parts[0]
