@@ -64,22 +64,6 @@ def test_sums_counts_and_moved_rows_are_those_of_the_real_rows(strategy):
         np.testing.assert_allclose(gathered, np.concatenate(expected), rtol=1e-6)
 
 
-def test_psum_of_a_number_of_rows_is_that_of_all_replicas(strategy):
-    """JAX multiplies a number that is no array by the number of replicas."""
-    n = strategy.num_replicas_in_sync
-
-    def step(x):
-        total, rows = jax.lax.psum((x.sum(), x.shape[0]), "replica")
-        mean = jax.lax.pmean(np.float32(len(x)), "replica")
-        return total / rows, rows, mean, jnp.zeros(jax.lax.psum(1, "replica"))
-
-    for batch, rows in zip(batches(strategy), (DATA[:BATCH], TAIL), strict=True):
-        found = strategy.run(step, (batch,))
-        expected = rows.sum() / len(rows), len(rows), len(rows) / n, np.zeros(n)
-        for x, y in zip(found, expected, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
     @tpudist.function

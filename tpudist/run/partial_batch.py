@@ -52,13 +52,11 @@ class _Learnt:
             `sizes_gathered`.
         sizes_gathered: Sizes of one replica of which those of all are gathered.
         differing: Numbers of the values that look equal on all replicas, and depend on the rows.
-        counting: Numbers of the sums over replicas of what is no array, and depends on the rows.
     """
 
     gathered: tuple[tuple[int, int], ...] = ()
     sizes_gathered: tuple[RowSize, ...] = ()
     differing: frozenset[int] = frozenset()
-    counting: frozenset[int] = frozenset()
 
 
 class PartialBatch:
@@ -104,39 +102,25 @@ class PartialBatch:
         self._learnt, self._warned = _Learnt(), False
         self.takes_means = True
         try:
-            while not self._trace_all(causes):
-                pass
+            while True:
+                self._found: dict[Point, CallOutputs] = {}
+                self._program = RowProgram(self._trace, self._full_sizes())
+                self._numbers = self._find_numbers()
+                self.found = self._describe_outputs()
+                self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)
+                self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
+                unsettled = self._program.gathered or self._find_broken_claims()
+                if not unsettled:
+                    return
+                learnt = self._learn()
+                if learnt == self._learnt:
+                    raise RowsError(
+                        "a function that jax.jit has traced before gathers the rows of all "
+                        "replicas, or calls strategy.run: call it without jax.jit"
+                    )
+                self._learnt = learnt
         except RowsError as error:
             raise self._refuse(error) from error
-
-    def _trace_all(self, causes: Sequence[str | None]) -> bool:
-        """Traces the function for all numbers of rows; whether nothing new was learnt of it."""
-        self._found: dict[Point, CallOutputs] = {}
-        self._summed: list[list[Any]] = []
-        try:
-            shapes, stacked = self._all_shapes, self._all_stacked
-            self._program = RowProgram(self._trace, self._full_sizes())
-            self._numbers = self._find_numbers()
-            self.found = self._describe_outputs()
-            name = self._body.call.name
-            self.program = compile.trace(self._evaluate, self._mesh, shapes, stacked, name)
-            self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
-        except RowsError:
-            if not self._learn_counting():
-                raise
-            return False
-        if self._learn_counting():
-            return False
-        if not (self._program.gathered or self._find_broken_claims()):
-            return True
-        learnt = self._learn()
-        if learnt == self._learnt:
-            raise RowsError(
-                "a function that jax.jit has traced before gathers the rows of all "
-                "replicas, or calls strategy.run: call it without jax.jit"
-            )
-        self._learnt = learnt
-        return False
 
     def _full_sizes(self) -> Point:
         sizes = self._groups.sizes
@@ -156,7 +140,7 @@ class PartialBatch:
                 sizes.append(own)
             gathered[index] = sizes.index(own)
         differing = before.differing | self._find_broken_claims()
-        return _Learnt(tuple(gathered.items()), tuple(sizes), differing, before.counting)
+        return _Learnt(tuple(gathered.items()), tuple(sizes), differing)
 
     def keep_state(
         self, program: compile.ReplicaProgram, state: Mapping[int, int]
@@ -182,19 +166,6 @@ class PartialBatch:
 
     def _find_broken_claims(self) -> frozenset[int]:
         return frozenset((*self._program.broken_claims, *self.proof.broken_claims))
-
-    def _learn_counting(self) -> bool:
-        """Learns which sums over replicas are of what is no array, and depends on the rows."""
-        first = self._summed[0] if self._summed else []
-        counting = self._learnt.counting | {
-            i
-            for numbers in self._summed
-            for i in range(max(len(numbers), len(first)))
-            if numbers[i : i + 1] != first[i : i + 1]
-        }
-        is_new = counting != self._learnt.counting
-        self._learnt = dataclasses.replace(self._learnt, counting=counting)
-        return is_new
 
     def _symbols_of_replica(self, size: RowSize) -> RowSize:
         """A size in the symbols of one replica, which are the first ones."""
@@ -319,7 +290,6 @@ class PartialBatch:
             point[self.num_groups : own],
             gathered,
             self._learnt.differing,
-            self._learnt.counting,
         )
         found = CallOutputs()
         first = next(iter(self._found.values()), found)
@@ -335,7 +305,6 @@ class PartialBatch:
                 self._stacked,
                 self._body.call.name,
             )
-        self._summed.append(rows.numbers)
         if len(rows.parts) != len(self._parts):
             raise RowsError("it splits its batches into parts another number of times")
         if not _are_alike(first, found):

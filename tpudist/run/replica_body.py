@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.reduce_op import VariableAggregation
-from tpudist.run import traced_rows
 from tpudist.run.arguments import call_arguments
 from tpudist.run.arguments.containers import unpack
 from tpudist.run.captures import NewVariable
@@ -89,10 +88,10 @@ class ReplicaBody:
                         frame.note_part(x)
             try:
                 explained = nnx_captures.explain_captures(call.name)
-                axes = self._names_of_replicas()
-                weighed = norm_statistics.weigh_by_rows(axes if frame.has_partial_batch else ())
-                summed = traced_rows.sum_numbers(frame.rows, axes)
-                with context.enter(self._mode(frame)), frame.enter(), explained, weighed, summed:
+                weighed = norm_statistics.weigh_by_rows(
+                    self._names_of_replicas() if frame.has_partial_batch else ()
+                )
+                with context.enter(self._mode(frame)), frame.enter(), explained, weighed:
                     result = call.fn(*args, **kwargs)
                 if frame.missed_assignment:
                     raise NewVariable

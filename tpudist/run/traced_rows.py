@@ -1,18 +1,13 @@
 """How many rows the batches of a trace have, where some batch is partial."""
 
-import contextlib
-import contextvars
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpudist.programs.rows import replica_rows
 from tpudist.programs.rows.errors import RowsError
-from tpudist.xla import collectives, internals
+from tpudist.xla import collectives
 
 
 class TracedRows:
@@ -25,7 +20,6 @@ class TracedRows:
     Attributes:
         parts: For each split of a batch: the number of parts, the rows of the whole, and of each
             part in this trace.
-        numbers: The numbers that are no arrays and are summed over the replicas.
     """
 
     def __init__(
@@ -34,7 +28,6 @@ class TracedRows:
         rows_of_parts: Sequence[int] | None = None,
         gathered: Mapping[int, int] | None = None,
         differing: Collection[int] = (),
-        counting: Collection[int] = (),
     ):
         """How many rows there are.
 
@@ -44,14 +37,11 @@ class TracedRows:
             gathered: Of all replicas together, by the number of the gather.
             differing: The numbers of those results of `strategy.run` in a function that look equal
                 on all replicas, and depend on the rows.
-            counting: Which of `numbers` depend on the rows.
         """
         self._counts = counts
         self._rows_of_parts = rows_of_parts
         self._gathered, self._differing = gathered or {}, differing
         self.parts: list[tuple[int, int, int]] = []
-        self.numbers: list[Any] = []
-        self._counting = counting
         self._num_gathers = self._num_claims = 0
 
     def begin_parts(self, rows: int, num_parts: int) -> int:
@@ -81,11 +71,6 @@ class TracedRows:
         rows = self._gathered.get(index, x.shape[dim] * collectives.num_replicas())
         return replica_rows.gather(x, dim, index, rows)
 
-    def is_counting(self, number: Any) -> bool:
-        """Whether a number that is summed over the replicas is known to depend on the rows."""
-        self.numbers.append(number)
-        return len(self.numbers) - 1 in self._counting
-
     def keep_equal(self, x: jax.Array) -> jax.Array | None:
         """A value that looks equal on all replicas; None where it is known to differ."""
         index, self._num_claims = self._num_claims, self._num_claims + 1
@@ -98,44 +83,3 @@ class TracedRows:
             empty = jnp.stack([jnp.asarray(x, jnp.int32) for x in self._counts]).min() == 0
             kept = [jnp.where(empty, old[i], x) if i in old else x for i, x in enumerate(kept)]
         return kept
-
-
-_of_trace: contextvars.ContextVar[tuple[TracedRows | None, Collection[str]]] = (
-    contextvars.ContextVar("of_trace", default=(None, ()))
-)
-
-
-@contextlib.contextmanager
-def sum_numbers(rows: TracedRows | None, axes: Collection[str]) -> Iterator[None]:
-    """Sums numbers such as `x.shape[0]` over the replicas, where these have other numbers of rows.
-
-    `jax.lax.psum` multiplies what is no array by the number of replicas.
-
-    Args:
-        rows: Of the trace; None if no batch is partial.
-        axes: The names of the axis of replicas.
-    """
-    if rows is not None:
-        _watch_sums()
-    token = _of_trace.set((rows, axes))
-    try:
-        yield
-    finally:
-        _of_trace.reset(token)
-
-
-@functools.cache
-def _watch_sums() -> None:
-    internals.wrap_function("lax.parallel", "_psum", _sum_arrays)
-
-
-def _sum_arrays(psum: Callable[..., Any]) -> Callable[..., Any]:
-    def sum_over_replicas(x: Any, axis_name: Any, **options: Any) -> Any:
-        rows, axes = _of_trace.get()
-        names = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
-        is_number = isinstance(x, int | float | complex | np.generic)
-        if rows is not None and is_number and not set(axes).isdisjoint(names):
-            x = jnp.asarray(x) if rows.is_counting(x) else x
-        return psum(x, axis_name, **options)
-
-    return sum_over_replicas
