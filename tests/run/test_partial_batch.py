@@ -278,6 +278,18 @@ def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_los
     assert float(steps) == 1
 
 
+def test_a_refusal_within_a_function_of_jax_names_the_line_that_calls_it():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def step(x):
+        return jnp.roll(x, x.shape[0] // 2).sum()
+
+    _, tail = batches(strategy)
+    line = step.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"a size that is .* At .*test_partial_batch.py:{line}\."):
+        strategy.run(step, (tail,))
+
+
 def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
