@@ -247,6 +247,23 @@ def test_rows_are_exchanged_where_their_positions_count(strategy, batch, clips):
     assert {x.comparison for x in report.differences} == ({"rows"} if clips else set())
 
 
+@pytest.mark.parametrize("uses", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sum_over_rows_with_draws_is_no_difference(strategy, batch, uses):
+    """One device with each row once has a smaller sum than replicas with copies of the rows."""
+
+    def step(w, b):
+        key = tpudist.get_replica_context().random_key(jax.random.key(0))
+        first = jnp.arange(len(b["y"])) < 1  # NumPyro's plates do not use theirs
+        draws = jax.random.normal(key, b["y"].shape) * (first if uses else 1)
+        g = jax.grad(lambda w: jnp.square(b["x"] @ w + draws - b["y"]).sum())(w)
+        return w - 0.01 * reduce("sum", g)
+
+    report = strategy.verify(step, (jnp.ones(3), batch))
+    assert report.ok, str(report)
+    assert ("tail" in report.compared) != uses
+    assert any("sums over rows" in note for note in report.notes) == uses
+
+
 def test_rounding_of_sums_is_no_difference(strategy):
     """A variance from a mean of squares loses most digits, also from inputs without an error."""
 
