@@ -298,6 +298,8 @@ class _Verifier:
             found = max(every, key=lambda y: y.max_error)
             line = self._pairing.lines.get(found.leaf) or line
             cause, remedy = comparison.NOT_REDUCED
+        elif place.kind == "mixed" and not is_power:
+            cause, remedy = comparison.MIXED
         elif mixed is not None and key == "copies" and not is_power:
             (cause, remedy), line = comparison.MIXED, mixed.counted or mixed.summed
         else:
