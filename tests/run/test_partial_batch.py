@@ -278,6 +278,18 @@ def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_los
     assert float(steps) == 1
 
 
+def test_a_refusal_within_a_function_of_jax_names_the_line_that_calls_it():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def step(x):
+        return jnp.roll(x, x.shape[0] // 2).sum()
+
+    _, tail = batches(strategy)
+    line = step.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"a size that is .* At .*test_partial_batch.py:{line}\."):
+        strategy.run(step, (tail,))
+
+
 def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
@@ -528,3 +540,32 @@ def test_a_replica_without_rows_is_noted_only_where_a_mean_over_rows_is(step, is
     (batch,) = strategy.experimental_distribute_dataset(dataset)
     strategy.run(step, (batch,))
     assert ("have no rows" in caplog.text) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("step", "is_refused"),
+    [
+        (lambda x: x.sum() / jax.lax.psum(x.shape[0], "replica"), True),
+        (lambda x: jax.jit(lambda x: x / jax.lax.psum(len(x), "replica"))(x).sum(), True),
+        (lambda x: jax.lax.psum(x.shape[0], "replica"), True),
+        (lambda x: x.sum() / jax.lax.psum(jnp.asarray(x.shape[0]), "replica"), False),
+        (lambda x: x.sum() / x.shape[0] / jax.lax.psum(1, "replica"), False),
+        (lambda x: tpudist.get_replica_context().all_gather(x, axis=0).mean(), False),
+    ],
+)
+def test_a_sum_of_python_numbers_of_rows_is_refused_where_replicas_have_unequal_rows(
+    step, is_refused
+):
+    """JAX multiplies a Python number by the number of replicas, and sums nothing."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    rows = np.arange(13, dtype=np.float32)
+    dataset = strategy.experimental_make_numpy_dataset(rows[:12]).batch(8)
+    _, equal = strategy.experimental_distribute_dataset(dataset)  # 2 and 2
+    strategy.run(step, (equal,))
+    dataset = strategy.experimental_make_numpy_dataset(rows[:11]).batch(8)
+    _, unequal = strategy.experimental_distribute_dataset(dataset)  # 2 and 1
+    if not is_refused:
+        strategy.run(step, (unequal,))
+        return
+    with pytest.raises(ValueError, match=r"jax.lax.psum of a Python number.*Sum an array"):
+        strategy.run(step, (unequal,))

@@ -79,6 +79,21 @@ def dropped_in_a_loop(w, b):
     return jax.lax.scan(turn, errors(w, b), keys)[0].mean()
 
 
+def with_decay(w, b):
+    return average(w, b) + 0.1 * jnp.square(w).sum()  # line of: mixed
+
+
+def with_a_mean(w, b):
+    key = tpudist.get_replica_context().random_key(jax.random.PRNGKey(0))
+    draws = jax.random.normal(key, b["y"].shape)
+    return average(w, b) + jnp.cos(b["x"] @ w + draws).mean()  # line of: mixed
+
+
+def in_parts(w, b):
+    parts = jnp.split(jnp.repeat(w, N), jax.lax.axis_size("replica"))  # one part on one device
+    return mean(jnp.concatenate(parts)[::N], b)
+
+
 def clip(g):
     return g * jnp.minimum(1.0, 0.1 / jnp.linalg.norm(g))  # line of: clip
 
@@ -93,7 +108,12 @@ def stepper(loss, reduction, before=lambda g: g):
     return step
 
 
+def sum_of_changes(w, b):
+    return w + reduce("sum", stepper(average, None)(w, b) - w)
+
+
 RIGHT = {
+    "a sum of changes": sum_of_changes,
     "a mean that is averaged": stepper(mean, "mean"),
     "a loss over all rows that is summed": stepper(average, "sum"),
     "a masked loss over the count of all": stepper(masked_by_count_of_all, "sum"),
@@ -108,6 +128,9 @@ WRONG = {
     "a masked loss over the own count": (stepper(masked_by_own_count, "sum"), N, "masked"),
     "a masked loss that is averaged": (stepper(masked_by_own_count, "mean"), None, "masked"),
     "reduced inside and again": (stepper(reduced_inside, "sum"), N, "reduce"),
+    "a share and a decay": (stepper(with_decay, "sum"), None, "mixed"),
+    "a share and a mean": (stepper(with_a_mean, "sum"), None, "mixed"),
+    "as many parts as replicas": (stepper(in_parts, "sum"), N, "reduce"),
     "clipped before": (stepper(mean, "mean", before=clip), None, "clip"),
     "dropout that is summed": (stepper(dropped, "sum"), N, "reduce"),
     "dropout and clipped before": (stepper(dropped, "mean", before=clip), None, "clip"),
@@ -263,6 +286,23 @@ def test_rows_are_not_exchanged_if_arguments_have_different_numbers_of_rows(stra
     assert report.ok, str(report)
     assert set(report.compared) == {"copies"}
     assert "numbers of rows" in report.skipped["rows"]
+
+
+@pytest.mark.parametrize("uses", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sum_over_rows_with_draws_is_no_difference(strategy, batch, uses):
+    """One device with each row once has a smaller sum than replicas with copies of the rows."""
+
+    def step(w, b):
+        key = tpudist.get_replica_context().random_key(jax.random.key(0))
+        first = jnp.arange(len(b["y"])) < 1  # NumPyro's plates do not use theirs
+        draws = jax.random.normal(key, b["y"].shape) * (first if uses else 1)
+        g = jax.grad(lambda w: jnp.square(b["x"] @ w + draws - b["y"]).sum())(w)
+        return w - 0.01 * reduce("sum", g)
+
+    report = strategy.verify(step, (jnp.ones(3), batch))
+    assert report.ok, str(report)
+    assert ("tail" in report.compared) != uses
+    assert any("sums over rows" in note for note in report.notes) == uses
 
 
 def test_rounding_of_sums_is_no_difference(strategy):

@@ -26,6 +26,25 @@ def name_replicas(mesh: ReplicaMesh) -> contextlib.AbstractContextManager:
     return internals.name_axis(mesh.axis_name, mesh.num_replicas)
 
 
+def call_on_longer_axis(
+    mesh: ReplicaMesh, factor: int, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a function that is traced as if there were `factor` times as many replicas.
+
+    Only what JAX computes from the size of the axis changes. Nothing can run the trace.
+    """
+    if factor == 1:
+        return function
+
+    def call(*args: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name in filter(None, (REPLICA_AXIS, mesh.axis_name)):
+                stack.enter_context(internals.name_axis(name, factor * mesh.num_replicas))
+            return function(*args)
+
+    return call
+
+
 def use_replica_axis(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
     """A traced jaxpr in which the replica axis has no other name."""
     return closed if mesh.axis_name is None else _rename_in(closed, mesh.axis_name)

@@ -105,6 +105,18 @@ def walk(jaxpr: Any) -> Iterator[core.JaxprEqn]:
             yield from walk(inner)
 
 
+def walk_used(jaxpr: Any) -> Iterator[core.JaxprEqn]:
+    """The equations of a jaxpr whose results are used in it, and those that they hold."""
+    opened = open_jaxpr(jaxpr)
+    used = {x for x in opened.outvars if isinstance(x, core.Var)}
+    for eqn in reversed(opened.eqns):
+        if eqn.effects or not used.isdisjoint(eqn.outvars):
+            used.update(x for x in eqn.invars if isinstance(x, core.Var))
+            yield eqn
+            for inner in _jaxprs_in(eqn.params):
+                yield from walk_used(inner)
+
+
 def constants_of(closed: Any) -> Iterator[Any]:
     """The constants of a jaxpr and of all that it holds: a `jit` inside has its own."""
     yield from getattr(closed, "consts", ())

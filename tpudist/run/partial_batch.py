@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.lowering import compile
-from tpudist.programs import replica_agreement, replica_equality
+from tpudist.programs import axis_names, replica_agreement, replica_equality
+from tpudist.programs.rows import degree, sums_of_numbers
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_program import LEAST, RowProgram
 from tpudist.programs.rows.row_sizes import (
@@ -111,6 +112,7 @@ class PartialBatch:
                 self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
                 unsettled = self._program.gathered or self._find_broken_claims()
                 if not unsettled:
+                    self._line_of_sum = self._find_sum_of_numbers()
                     return
                 learnt = self._learn()
                 if learnt == self._learnt:
@@ -249,6 +251,13 @@ class PartialBatch:
                 for point in self._points_of(rows, replica)
             ]
             self._program.check(points)
+            if self._line_of_sum is not None and any(len(set(each)) > 1 for each in rows):
+                raise RowsError(
+                    "jax.lax.psum of a Python number, such as x.shape[0], is that number times the "
+                    "number of replicas, which have different numbers of rows here. Sum an array: "
+                    "jax.lax.psum(jnp.asarray(x.shape[0]), axis)",
+                    self._line_of_sum,
+                )
             for point in dict.fromkeys(points):
                 self._confirm_numbers(point)
         except RowsError as error:
@@ -283,6 +292,14 @@ class PartialBatch:
         return size.at([*(each[replica] for each in rows), *[0] * len(self._parts)])
 
     def _trace(self, point: Point) -> Any:
+        found, program = self._trace_at(point)
+        if not _are_alike(next(iter(self._found.values()), found), found):
+            raise RowsError("it returns another structure, or assigns other Variables")
+        self._found[point] = found
+        return program
+
+    def _trace_at(self, point: Point, factor: int = 1) -> tuple[CallOutputs, Any]:
+        """A trace in which the axis of replicas is `factor` times as long."""
         own = self.num_groups + len(self._parts)
         gathered = {index: point[own + which] for index, which in self._learnt.gathered}
         rows = TracedRows(
@@ -299,7 +316,9 @@ class PartialBatch:
         # traces here can be lowered by nobody else.
         with traces.separate_caches():
             program = compile.trace(
-                self._body.make_flat_function(found, rows, changed),
+                axis_names.call_on_longer_axis(
+                    self._mesh, factor, self._body.make_flat_function(found, rows, changed)
+                ),
                 self._mesh,
                 shapes,
                 self._stacked,
@@ -307,10 +326,23 @@ class PartialBatch:
             )
         if len(rows.parts) != len(self._parts):
             raise RowsError("it splits its batches into parts another number of times")
-        if not _are_alike(first, found):
-            raise RowsError("it returns another structure, or assigns other Variables")
-        self._found[point] = found
-        return program.closed
+        return found, program.closed
+
+    def _find_sum_of_numbers(self) -> str | None:
+        """The line that uses a number of rows times the number of replicas; None if no line does.
+
+        The cost is one more trace.
+        """
+        point = self._program.points[0]
+        try:
+            found, program = self._trace_at(point, degree.REPLICAS_FACTOR)
+        except Exception:  # whatever the function raises for another number of replicas
+            return None
+        first = self._found[point].result
+        for i, (kind, value) in enumerate(found.result):
+            if i in self._numbers and kind == "itself" and not _are_equal(value, first[i][1]):
+                return ""
+        return sums_of_numbers.find_line(self._program.labelled, program)
 
     def _resize(self, point: Point) -> list[jax.ShapeDtypeStruct]:
         shapes = list(self._shapes)

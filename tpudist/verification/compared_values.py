@@ -23,12 +23,14 @@ class Pairing:
     Attributes:
         not_compared: The names of arrays that have no counterpart on one device: each replica has a
             value of its own.
+        sums: The names of arrays that have none because they grow with the number of rows.
         lines: For state that differs between replicas, the user's line that makes it.
     """
 
     def __init__(self):
         """Has found nothing yet."""
         self.not_compared: set[str] = set()
+        self.sums: set[str] = set()
         self.lines: dict[str, str] = {}
 
     def pairs(
@@ -43,6 +45,31 @@ class Pairing:
         """
         yield from self._state(many, one, disturbed)
         yield from self._results(many, one, disturbed)
+
+    def pairs_of_means(
+        self,
+        many: Rehearsal,
+        one: Rehearsal,
+        disturbed: Sequence[Rehearsal],
+        copies: Rehearsal,
+        num_copies: int,
+    ) -> Iterator[Values]:
+        """Returns the pairs whose arrays are the same for each row once and for copies of it.
+
+        Args:
+            many: The run on the replicas, which have the same rows.
+            one: The run on one device that has these rows once.
+            disturbed: As `one`, with disturbed inputs.
+            copies: The run on one device that has `num_copies` copies of each row.
+            num_copies: The number of copies.
+        """
+        for x, grown in zip(
+            self.pairs(many, one, disturbed), self.pairs(many, copies, ()), strict=True
+        ):
+            if _grows(x, grown, num_copies):
+                self.sums.add(x.leaf)
+            else:
+                yield x
 
     def pairs_of_all(
         self, many: Rehearsal, other: Rehearsal, disturbed: Sequence[Rehearsal]
@@ -111,6 +138,22 @@ class Pairing:
                 yield Values(leaf, output, before, fetch(y), near, fetch(x.array), differs=True)
             else:
                 self.not_compared.add(leaf)
+
+
+def _grows(once: Values, copies: Values, num_copies: int) -> bool:
+    """Whether `num_copies` copies of each row change an array more than each row once.
+
+    The copies of a row have other positions, and may have other draws. A mean changes little.
+    """
+    if once.one.shape != copies.one.shape or once.one.dtype == bool:
+        return False
+    first, second = (
+        np.linalg.norm(
+            np.ravel(np.asarray(x.one, np.complex128) - (0 if x.before is None else x.before))
+        )
+        for x in (once, copies)
+    )
+    return bool(second > num_copies**0.3 * first)
 
 
 def aggregate(variable: Any, parts: np.ndarray) -> np.ndarray:

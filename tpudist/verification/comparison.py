@@ -159,11 +159,14 @@ _NUMBER = (
 )
 
 MIXED = (
-    "A value that is equal on all replicas is added to a value of each replica's own rows, and "
-    "both are summed over the replicas: the first one counts once for each replica.",
-    "Divide it by the number of replicas: tpudist.scale_regularization_loss(value).",
+    "Two values are added and then summed over the replicas, and only one of them is right after "
+    "that. The other one is equal on all replicas, or a mean over the replica's own rows, and "
+    "counts once for each replica.",
+    "Divide a value that is equal on all replicas by the number of replicas: "
+    "tpudist.scale_regularization_loss(value). Divide a loss by the rows of all replicas: "
+    "tpudist.compute_average_loss(per_example_loss).",
 )
-"""Cause and remedy of a sum in which one addend is equal on all replicas."""
+"""Cause and remedy of a sum in which one addend counts once for each replica."""
 
 _NONLINEAR = (
     "a nonlinear operation, such as clipping, normalizing or dividing by the replica's own count, "

@@ -44,6 +44,8 @@ _SCALES = (
 
 
 _REDUCTIONS = ("psum", "psum_invariant", "reduce_scatter", "psum_scatter", "pmax", "pmin")
+_ADDITIONS = ("add", "add_any", "sub")
+_ADDENDS = ("equal", "rows", "sum")
 _MOVES = frozenset(
     "axis_index reshape transpose slice dynamic_slice broadcast_in_dim squeeze expand_dims "
     "concatenate gather all_gather ppermute all_to_all rev".split()
@@ -87,8 +89,9 @@ class Place:
     Attributes:
         line: The line, `file:line`; empty if unknown.
         factor: The factor of the values of that line, if it is a wrong reduction.
-        kind: "reduction"; "nonlinear", an operation before a reduction; "number", a number in the
-            program that is another one on one device; or "" for others.
+        kind: "reduction"; "nonlinear", an operation before a reduction; "mixed", an addition of
+            values of which a sum over the replicas makes only some those of one device; "number", a
+            number in the program that is another one on one device; or "" for others.
     """
 
     line: str = ""
@@ -113,6 +116,7 @@ class Places:
         theirs = flat_program.flatten(one.closed, inline_calls=True)
         pairs = _align(self._program, theirs)
         self._relations = _find_relations(many, one, self._program, theirs, pairs, n, self._compute)
+        self._n = n
 
     def find(self, output: int, *, has_factor: bool) -> "Place":
         """Returns the place at which an output begins to differ.
@@ -128,6 +132,10 @@ class Places:
         nonlinear = _nonlinear(steps, self._relations)
         if reduction and (has_factor or not nonlinear or reduction[0] <= nonlinear[0]):
             return Place(reduction[1], reduction[2], "reduction")
+        if nonlinear and _is_mixed(steps[nonlinear[0]], self._relations, self._n):
+            # Gradients are added where the loss function says nothing; the loss itself is earlier.
+            every = (x for x in self._program.steps if _is_mixed(x, self._relations, self._n))
+            return Place(next(filter(None, map(line_of, every)), nonlinear[1]), kind="mixed")
         if nonlinear:
             return Place(nonlinear[1], kind="nonlinear")
         relations = self._relations
@@ -139,8 +147,8 @@ class Places:
 def _align(ours: FlatProgram, theirs: FlatProgram) -> dict[int, int]:
     """Returns the counterpart on one device of each value of a replica, by number."""
     pairs = dict(zip(ours.inputs, theirs.inputs, strict=True))
-    a = [x.eqn.primitive.name for x in ours.steps]
-    b = [x.eqn.primitive.name for x in theirs.steps]
+    # A split into as many parts as replicas has another number of results on one device.
+    a, b = ([(x.eqn.primitive.name, len(x.outputs)) for x in y.steps] for y in (ours, theirs))
     if a == b:
         blocks: Any = [(0, 0, len(a))]
     else:
@@ -224,6 +232,8 @@ def _statistics(many: Any, one: Any, n: int) -> dict[str, Any]:
     """
     if not jnp.issubdtype(one.dtype, jnp.number) or not one.size:
         return {}
+    if one.dtype == jnp.uint32:
+        return {}  # random keys and bits: draws are compared by what is made of them
     if many.shape[1:] == one.shape:
         parts = _reals(many.reshape(n, -1))
         kind = "numbers" if one.size == 1 and one.dtype.itemsize > 2 else "parts"
@@ -325,6 +335,18 @@ def _nonlinear(
         if all(x is None or x.kind not in ("", "shape") for x in given) and (line := line_of(step)):
             return i, line
     return None
+
+
+def _is_mixed(step: Operation, relations: dict[int, _Relation], n: int) -> bool:
+    """Whether an operation adds values that a sum over the replicas makes unequally large.
+
+    A value that is equal on all replicas becomes n times as large by that sum.
+    """
+    given = [relations[x] for x in step.inputs if x in relations]
+    factors = {x.factor * (n if x.kind == "equal" else 1) for x in given if x.kind in _ADDENDS}
+    made = (relations.get(x) for x in step.outputs)
+    is_broken = any(x is not None and not x.kind for x in made)
+    return step.eqn.primitive.name in _ADDITIONS and is_broken and len(factors) > 1
 
 
 def _find_move(steps: Sequence[Operation], relations: dict[int, _Relation]) -> str:

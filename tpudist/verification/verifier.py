@@ -1,6 +1,7 @@
 """Compares a step on the replicas with the same step on one device, and explains differences."""
 
 import collections
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +133,18 @@ class _Verifier:
         """
         rewrite = random_streams.share if shares_draws else self._fix
         many = self._runs.on_replicas(self._arguments.copies(), rewrite)
-        self._note_one_device("copies", many, Rows.FIRST if shares_draws else Rows.COPIES)
+        if not shares_draws:
+            self._note_one_device("copies", many, Rows.COPIES)
+            return
+        copies = self._runs.on_one_device(Rows.COPIES, self._epsilon, None).exact
+        pairs = functools.partial(self._pairing.pairs_of_means, copies=copies, num_copies=self._n)
+        self._note_one_device("copies", many, Rows.FIRST, pairs)
+        if self._pairing.sums:
+            names = ", ".join(sorted(self._pairing.sums))
+            self._notes.append(
+                f"Not compared in 'copies', because they are sums over rows, and one device would "
+                f"draw other numbers for a copy of a row: {names}."
+            )
 
     def _compare_exchanged(self) -> None:
         """Compares with a run in which rows are exchanged between replicas.
@@ -165,12 +177,18 @@ class _Verifier:
                 return
             self._note_one_device("tail", many, Rows.FIRST)
 
-    def _note_one_device(self, key: str, many: Rehearsal, rows: Rows) -> None:
+    def _note_one_device(
+        self,
+        key: str,
+        many: Rehearsal,
+        rows: Rows,
+        pairs: Callable[..., Iterator[Values]] | None = None,
+    ) -> None:
         """Compares a run on the replicas with one device that has these rows."""
         fixes = self._fix is not None
         self._note(
             key,
-            self._pairing.pairs,
+            pairs or self._pairing.pairs,
             many,
             self._runs.on_one_device(rows, self._epsilon, self._fix),
             lambda: self._runs.on_one_device_rounded(rows, self._epsilon, fixes_draws=fixes),
@@ -277,6 +295,8 @@ class _Verifier:
             found = max(every, key=lambda y: y.max_error)
             line = self._pairing.lines.get(found.leaf) or line
             cause, remedy = comparison.NOT_REDUCED
+        elif place.kind == "mixed" and not is_power:
+            cause, remedy = comparison.MIXED
         elif mixed is not None and key == "copies" and not is_power:
             (cause, remedy), line = comparison.MIXED, mixed.counted or mixed.summed
         else:
@@ -315,7 +335,7 @@ def _find_captured_batch(given: Rehearsal) -> str:
 def _positions(closed: jaxprs.ClosedJaxpr) -> collections.Counter:
     """The shapes of all position arrays (`iota`) that a program computes with."""
     return collections.Counter(
-        eqn.params["shape"] for eqn in jaxprs.walk(closed) if eqn.primitive.name == "iota"
+        eqn.params["shape"] for eqn in jaxprs.walk_used(closed) if eqn.primitive.name == "iota"
     )
 
 

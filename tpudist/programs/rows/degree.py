@@ -78,6 +78,7 @@ class Value:
         is_equal: Whether it is equal on all replicas.
         is_global: Whether it is equal and a function of all rows, whose degree is not known.
         sources: The state inputs that it depends on, as bits.
+        carries: The state inputs that it is a sum of, with other addends, as bits.
         faults: The faults that it depends on, as bits.
         number: The value, if it is computed from numbers in the program.
         factors: The numbers that it was multiplied by, since it was last summed over replicas.
@@ -97,6 +98,7 @@ class Value:
     is_equal: bool = True
     is_global: bool = False
     sources: int = 0
+    carries: int = 0
     faults: int = 0
     number: float | None = None
     factors: tuple[float, ...] = ()

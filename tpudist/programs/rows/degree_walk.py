@@ -13,6 +13,7 @@ value depends: so gradients are distinguished from metrics, which only feed them
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -44,6 +45,8 @@ _KEEP = frozenset(
 _JOIN = frozenset(
     "add add_any sub concatenate pad dynamic_update_slice atan2 rem nextafter complex".split()
 )
+_ADDITIONS = ("add", "add_any", "sub")
+_IDENTITIES = frozenset("convert_element_type copy copy_p mesh_cast name pvary reshape".split())
 _EXTREMES = frozenset("max min clamp".split())
 _FREE = frozenset(
     "eq ne lt le gt ge and or not xor is_finite sign iota argmax argmin axis_index random_bits "
@@ -91,8 +94,9 @@ def walk(first: Any, second: Any, is_equal: Sequence[bool], state: Mapping[int, 
     found = _Walk()
     inputs = set(state.values())
     values = [
-        Value(is_equal=equal, sources=1 << i if i in inputs else 0)
+        Value(is_equal=equal, sources=bit, carries=bit)
         for i, equal in enumerate(is_equal)
+        for bit in [1 << i if i in inputs else 0]
     ]
     outputs = found.program(first, second, values)
     faults = tuple(
@@ -179,10 +183,16 @@ class _Walk:
             return [Value(is_equal=False)]
         if name in _KEEP:
             if len(eqn.outvars) == len(given):
-                return given
+                keeps = name in _IDENTITIES
+                return given if keeps else [dataclasses.replace(x, carries=0) for x in given]
             return [combine(given, given[0].degree, is_zero=given[0].is_zero)] * len(eqn.outvars)
+        if name == "sub" and given[0].carries & given[1].carries:
+            # The state cancels: new - old.
+            return [dataclasses.replace(_lose(given), mixed="")]
         if name in _JOIN:
-            return [functools.reduce(functools.partial(self._join, eqn), given)]
+            joined = functools.reduce(functools.partial(self._join, eqn), given)
+            carries = functools.reduce(operator.or_, (x.carries for x in given))
+            return [dataclasses.replace(joined, carries=carries if name in _ADDITIONS else 0)]
         if name == "select_n":
             joined = functools.reduce(self._either, given[1:])
             joined = self._absorb(eqn, given[1:], joined)
@@ -321,6 +331,7 @@ class _Walk:
             is_global=False,
             is_literal=False,
             is_constant=False,
+            carries=0,
             summed=line,
             averaged=averaged,
             factors=(),

@@ -202,7 +202,11 @@ class _Labeller:
         held: dict[str, list] = {}
         for bodies in zip(*(list(bodies_of(e)) for e in eqns), strict=True):
             name = bodies[0][0]
-            held.setdefault(name, []).append(self.program([body for _, body in bodies]))
+            try:
+                body = self.program([body for _, body in bodies])
+            except RowsError as error:  # of what a function of JAX's holds, its call has the line
+                raise RowsError(error.reason, error.line or users_line_of(first)) from None
+            held.setdefault(name, []).append(body)
         params = {
             name: value if name in NOT_COMPARED else self._param([e.params[name] for e in eqns])
             for name, value in first.params.items()

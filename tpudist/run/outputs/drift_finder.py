@@ -112,7 +112,7 @@ def _is_averaged(program: FlatProgram, source: int, output: int, state: set[int]
     The weights of both add up to one. The weights of an accumulator of gradients do not, although
     gradients may contain a multiple of the parameters.
     """
-    numbers = {i: float(x) for i, x in program.constants.items() if _is_number(x)}
+    numbers = {i: np.asarray(x).item() for i, x in program.constants.items() if _is_number(x)}
     weights: dict[int, dict[int, float]] = {program.inputs[i]: {i: 1.0} for i in state}
     for step in program.steps:
         name, inputs = step.eqn.primitive.name, step.inputs
