@@ -147,6 +147,7 @@ def test_a_step_that_cannot_run_on_one_device_is_compared_with_rows_exchanged():
     step = make(CenterOfCapturedMesh, dropout=True).train_on_batch
     report = STRATEGY.verify(step, (X[:8], Y[:8]))
     assert report.compared == {}
+    assert not report.ok
     assert "draws random numbers" in report.skipped["exchanged rows"]
     with pytest.raises(tpudist.VerificationError, match="was not compared with one device"):
         assert_same_as_one_device(step, (X[:8], Y[:8]), strategy=STRATEGY)

@@ -364,6 +364,12 @@ def test_nnx_state_is_compared_and_stays_as_it_was(strategy, batch, reduce_op, f
         assert "2 times" in report.differences[0].cause
 
 
+def test_a_step_without_results_is_not_ok(strategy, batch):
+    report = strategy.verify(lambda b: None, (batch,))
+    assert not report.ok
+    assert "was not compared" in str(report)
+
+
 def test_an_assertion_raises_the_report(strategy, batch):
     step = WRONG["a mean that is summed"][0]
     with pytest.raises(tpudist.VerificationError, match=r"DIFFERS FROM one device.*\n- 2 times"):

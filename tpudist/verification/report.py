@@ -56,11 +56,13 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all differences, if any, are differences on partial batches.
+        """Whether arrays were compared, and differ only on partial batches if at all.
 
-        A mean of each replica's mean differs on a partial batch: see `exact_on_partial_batches`.
+        A mean of each replica's mean differs there: see `exact_on_partial_batches`. True if there
+        is one replica, which has nothing to be compared with.
         """
-        return all(x.comparison == "tail" for x in self.differences)
+        is_compared = self.num_replicas == 1 or any(self.compared.values())
+        return is_compared and all(x.comparison == "tail" for x in self.differences)
 
     @property
     def exact_on_partial_batches(self) -> bool:

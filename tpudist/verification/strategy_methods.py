@@ -37,7 +37,7 @@ class VerifyMethods(StrategyBase):
                 global batch does not fit on one device.
 
         Returns:
-            The report. `report.ok` is True if all arrays agree up to rounding.
+            The report. `report.ok` is True if there are arrays, and all agree up to rounding.
 
         Raises:
             RuntimeError: If called in a replica function, or in the scope of another strategy.
