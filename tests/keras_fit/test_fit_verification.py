@@ -93,7 +93,6 @@ def line_of(name):
     return f"test_fit_verification.py:{lines[0]}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_right_model_equals_one_device_on_full_batches_and_the_tail(steps_per_execution):
     """With batch norm over all rows, and the masks of one device."""
@@ -115,7 +114,6 @@ def test_a_right_model_equals_one_device_on_full_batches_and_the_tail(steps_per_
     assert_unchanged(model, before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "line", "factor"),
     [
@@ -137,7 +135,6 @@ def test_what_depends_on_the_devices_is_found_with_its_line(options, line, facto
     assert_unchanged(model, before)
 
 
-@pytest.mark.slow
 def test_a_step_that_cannot_run_on_one_device_is_compared_with_rows_exchanged():
     """Its mesh was captured, so it has all devices wherever it runs."""
     report = STRATEGY.verify(make(CenterOfCapturedMesh).fit, (X, Y), {"batch_size": 8})
@@ -153,7 +150,6 @@ def test_a_step_that_cannot_run_on_one_device_is_compared_with_rows_exchanged():
         assert_same_as_one_device(step, (X[:8], Y[:8]), strategy=STRATEGY)
 
 
-@pytest.mark.slow
 def test_rows_that_several_replicas_have_are_found_and_the_pass_is_not_counted():
     rows = np.tile(X[:4], (N, 1)), np.tile(Y[:4], (N, 1))
     dataset = STRATEGY.experimental_distribute_dataset(tpudist.NumpyDataset(rows).batch(4 * N))
@@ -164,7 +160,6 @@ def test_rows_that_several_replicas_have_are_found_and_the_pass_is_not_counted()
     assert dataset.next_pass == before
 
 
-@pytest.mark.slow
 def test_an_error_of_the_step_leaves_the_model_as_it_is():
     class Broken(keras.Model):
         def compute_loss(self, *args, **kwargs):
@@ -201,7 +196,6 @@ def test_what_cannot_be_compared_is_an_error_that_says_what_can():
     assert_unchanged(model, before)
 
 
-@pytest.mark.slow
 def test_the_variable_verifies_the_first_fit_of_each_model(monkeypatch, caplog):
     verify = first_verification.verify_first
     monkeypatch.setattr(STRATEGY._replicator, "before_first_call", verify)

@@ -267,7 +267,7 @@ def numbers(strategy, results):
     return found
 
 
-QUICK = (train_mlp,)
+QUICK = (train_mlp, loop_over_collectives)
 
 
 @pytest.mark.parametrize(
