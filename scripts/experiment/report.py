@@ -96,7 +96,7 @@ def rows(
     baselines: Mapping[str, float],
 ) -> list[tuple[str, str]]:
     """(name, value) for people; `history` may be that of a run cut short."""
-    step_s = history.median_step_s
+    step_s = history.mean_step_s
     told = [
         ("model", f"{type(model).__name__}, {count_parameters(model):,} parameters"),
         (
@@ -112,7 +112,7 @@ def rows(
     if not math.isnan(step_s):
         timed = len(history.seconds) - history.num_earlier_seconds or len(history.seconds)
         told += [
-            ("step time", f"{step_s * 1000:.0f} ms (median of {timed})"),
+            ("step time", f"{step_s * 1000:.0f} ms (mean of {timed})"),
             ("throughput", f"{unit.items_per_step / step_s:,.0f} {unit.items}/s"),
         ]
     if not math.isnan(history.waited_share):
@@ -154,6 +154,7 @@ def write(
         "training_loss": final_loss(history) * unit.per_nat if history.losses else None,
         "held_out": history.held_out[-1][1] if history.held_out else None,
         "baselines": dict(baselines),
+        "mean_step_s": _nan_to_none(history.mean_step_s),
         "median_step_s": history.median_step_s if history.seconds else None,
         "waited_for_data": _nan_to_none(history.waited_share),
         "checkpoints": {"saved": history.num_saves, "blocked_s": history.blocked_s},

@@ -47,6 +47,14 @@ def test_a_run_is_compared_with_its_baselines_if_it_was_judged(strategy, held_ou
     assert "step time" not in told
 
 
+def test_throughput_counts_all_steps_over_their_time(strategy):
+    """Two steps that are noted as done at once would have a median of next to nothing."""
+    model = strategy.create(Scale)
+    history = History(seconds=[9.0, 0.001, 0.001, 0.001, 0.397], num_earlier_seconds=1)
+    told = dict(rows(strategy, model, model, history, Unit("nats", 1.0, "x", 8), {}))
+    assert (told["step time"], told["throughput"]) == ("100 ms (mean of 4)", "80 x/s")
+
+
 def test_losses_are_told_in_a_unit_and_written_in_both():
     unit = Unit("bits/byte", 2.0, "tokens", 8)
     assert unit.format("train", {"loss": 1.5}) == "loss 3.000 bits/byte"

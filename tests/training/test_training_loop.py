@@ -19,6 +19,7 @@ from tpudist.training import evaluate, history, loop, make_evaluation_step, make
 from tpudist.training.display import make_display
 from tpudist.training.metrics_writers import read_lines
 from tpudist.training.step_state import StepState
+from tpudist.training.step_timer import StepTimer
 from tpudist.training.steps import make_should_stop
 
 SCALES = [3.0]
@@ -320,6 +321,25 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_has(strategy):
     found, _ = run(strategy, should_stop=lambda: True, evaluate=lambda *_: {})
     assert (found.ended, found.num_steps, found.held_out) == ("interrupted", 0, [])
     assert math.isnan(found.median_step_s)
+    assert math.isnan(found.mean_step_s)
+
+
+def test_times_of_steps_add_up_to_the_time_without_compilation_and_pauses(monkeypatch):
+    now = iter([10.0, 11.0, 11.5, 20.0, 23.0, 23.0])
+    monkeypatch.setattr("tpudist.training.step_timer.time.perf_counter", lambda: next(now))
+    timed = history.History()
+    timer = StepTimer(timed, 4)
+    timer.begin_step()  # compiles
+    assert timer.end_step() == (None, None)  # at 10
+    timer.begin_step()
+    timer.end_step()
+    timer.end_step()
+    timer.pause()
+    timer.begin_step()  # at 20
+    timer.begin_step()  # while the first is under way
+    timer.end_step()
+    timer.end_step()
+    assert timed.seconds == [1.0, 0.5, 3.0, 0.0]
 
 
 def test_ctrl_c_finishes_the_step_and_saves(strategy, tmp_path):

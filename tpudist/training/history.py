@@ -26,7 +26,11 @@ class History:
     losses: list[float] = field(default_factory=list)
     """What the last so many steps returned as `loss`: of all, where `metrics.jsonl` was kept."""
     seconds: list[float] = field(default_factory=list)
-    """Time of each step but those that waited for a compilation, an evaluation or a save."""
+    """Time of each step but the first of each start, which waits for compilation.
+
+    From when the step before was noted as done, or from the start of the step after an evaluation
+    or a save.
+    """
     held_out: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """(steps done, what was measured) of each evaluation."""
     resumed_at: list[int] = field(default_factory=list)
@@ -63,13 +67,28 @@ class History:
         return self.num_steps - len(self.losses) + 1
 
     @property
+    def mean_step_s(self) -> float:
+        """Mean time of a step since the last start (before it, if there is none to time), or NaN.
+
+        In seconds: the time of all timed steps, by their number. What a step processes, divided by
+        this, is the throughput.
+        """
+        seconds = self._recent_seconds
+        return statistics.fmean(seconds) if seconds else math.nan
+
+    @property
     def median_step_s(self) -> float:
         """Median time of a step since the last start (before it, if there is none to time), or NaN.
 
-        In seconds.
+        In seconds. Steps run while the loop goes on, and several may be noted as done at once: the
+        median may then be far from `mean_step_s`, which says how fast a run is.
         """
-        seconds = self.seconds[self.num_earlier_seconds :] or self.seconds
+        seconds = self._recent_seconds
         return statistics.median(seconds) if seconds else math.nan
+
+    @property
+    def _recent_seconds(self) -> list[float]:
+        return self.seconds[self.num_earlier_seconds :] or self.seconds
 
     @property
     def waited_share(self) -> float:

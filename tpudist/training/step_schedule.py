@@ -115,6 +115,7 @@ class StepSchedule:
 
     def start(self) -> None:
         """Takes a batch, and starts a step on it."""
+        self._timer.begin_step()
         batch, waited_s = self._passes.next_batch(self.started, self.num_steps)
         self.kept_state.batches = self._passes.batches
         args = (*self._state.parts, batch)
