@@ -303,7 +303,7 @@ def main(args: Sequence[str] | None = None) -> int:
             if config.run.compilation_cache:
                 enable_compilation_cache()
             why = f": emulated, {emulated}" if emulated else ""
-            about = f"{type(strategy).__name__} on {summary.describe_mesh(strategy.mesh)}{why}."
+            about = f"{summary.describe_strategy(strategy)}{why}."
             shown = make_display(1, quiet=jax.process_index() != 0)
             stack.callback(shown.close)
             job = make_job(config, find_model(config, strategy, shown))

@@ -273,7 +273,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return 2
         display = make_display(config.steps, quiet=jax.process_index() != 0)
         why = f": emulated, {emulated}" if emulated else ""
-        display.say(f"{type(strategy).__name__} on {summary.describe_mesh(strategy.mesh)}{why}.")
+        display.say(f"{summary.describe_strategy(strategy)}{why}.")
         if begun.moved_to:
             display.say(f"What another run had left in {config.out} is now in {begun.moved_to}.")
         return run_to_end(

@@ -15,7 +15,7 @@ import jax
 
 from experiment import curves, folder
 from experiment.optimizers import warmup_cosine
-from experiment.summary import count_parameters, describe_mesh, describe_placement
+from experiment.summary import count_parameters, describe_placement, describe_strategy
 from experiment.units import Unit
 from tpudist.processes.preemption_service import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
@@ -99,11 +99,7 @@ def rows(
     step_s = history.mean_step_s
     told = [
         ("model", f"{type(model).__name__}, {count_parameters(model):,} parameters"),
-        (
-            "strategy",
-            f"{type(strategy).__name__}, replicas in sync: {strategy.num_replicas_in_sync}",
-        ),
-        ("mesh", describe_mesh(strategy.mesh)),
+        ("strategy", describe_strategy(strategy)),
         ("model lives", describe_placement(model)),
         ("optimizer lives", describe_placement(optimizer)),
     ]

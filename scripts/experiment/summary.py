@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from tpudist.strategy.strategy import Strategy
 from tpudist.xla.estimate.sizes import format_bytes
 
 PyTree = Any
@@ -45,11 +46,17 @@ def describe_placement(tree: PyTree) -> str:
     return ", ".join(parts) or "none"
 
 
-def describe_mesh(mesh: jax.sharding.Mesh) -> str:
-    """As "replica 4 x fsdp 2 (8 CPU devices)"."""
-    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    devices = f"{mesh.size} {mesh.devices.flat[0].device_kind}"
-    return f"{shape} ({devices} device{'s' if mesh.size > 1 else ''})"
+def describe_strategy(strategy: Strategy) -> str:
+    """As "MirroredStrategy with 4 replicas on 8 CPU devices (replica 4 x fsdp 2)"."""
+    replicas, mesh = strategy.num_replicas_in_sync, strategy.mesh
+    kind = mesh.devices.flat[0].device_kind
+    kind = "CPU" if kind == "cpu" else kind
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return (
+        f"{type(strategy).__name__} with {replicas} replica{'s' if replicas > 1 else ''} on "
+        f"{mesh.size} {kind} device{'s' if mesh.size > 1 else ''}"
+        f"{f' ({axes})' if len(mesh.shape) > 1 else ''}"
+    )
 
 
 def _arrays(tree: PyTree) -> list[jax.Array]:

@@ -8,6 +8,7 @@ from flax import nnx
 import tpudist
 from experiment.generate import generate
 from experiment.report import rows
+from experiment.summary import describe_strategy
 from experiment.units import Unit, UnitWriter
 from tpudist.training.history import History
 
@@ -29,6 +30,21 @@ class Successor(nnx.Module):
 @pytest.fixture(scope="module")
 def strategy() -> tpudist.Strategy:
     return tpudist.MirroredStrategy(jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        (tpudist.MirroredStrategy, "MirroredStrategy with 8 replicas on 8 CPU devices"),
+        (
+            lambda: tpudist.TPUStrategy(replica_axes={"tensor": 2}),
+            "TPUStrategy with 4 replicas on 8 CPU devices (replica 4 x tensor 2)",
+        ),
+        (tpudist.OneDeviceStrategy, "OneDeviceStrategy with 1 replica on 1 CPU device"),
+    ],
+)
+def test_a_strategy_is_told_by_its_replicas_and_devices(strategy, told):
+    assert describe_strategy(strategy()) == told
 
 
 @pytest.mark.parametrize(

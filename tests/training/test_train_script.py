@@ -53,7 +53,9 @@ def test_a_run_prints_plain_lines_and_leaves_metrics_curves_and_a_summary(
     args = [*SMALL, "--data", text, "--steps", "6", "--evaluations", "2", "--out", str(out)]
     assert train.main([*args, "--emulate", "8", "--sample-bytes", "40"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("MirroredStrategy on replica 8 (8 cpu devices): emulated, as asked.")
+    assert printed.startswith(
+        "MirroredStrategy with 8 replicas on 8 CPU devices: emulated, as asked."
+    )
     for part in (
         "step 1/6  loss ",
         "step 3/6  held out ",
