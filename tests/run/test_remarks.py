@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import jax_utils, nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tpudist
@@ -447,6 +447,29 @@ def test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call(
     )[::-1]
     wanted = "call(model" if in_function else "strategy.run(nnx_step"
     assert source[caught[0].lineno - first].lstrip().startswith(wanted)
+
+
+@pytest.mark.parametrize("make", [tpudist.MirroredStrategy, tpudist.OneDeviceStrategy])
+def test_a_state_that_was_laid_out_for_pmap_is_refused(make):
+    """Else each replica trains all copies, and broadcasting may hide it."""
+    strategy = make(axis_name="batch")
+    [x] = jax_utils.prefetch_to_device(iter([X.reshape(8, -1, *X.shape[1:])]), 1)
+    state = {"w": jax_utils.replicate(jnp.ones(3))}
+
+    def step(state, x):
+        return jax.tree.map(lambda w: w - 0.1 * jax.lax.pmean(x.mean(), "batch"), state)
+
+    rule = r"was given 'state\['w'\]' float32\[8,3\], whose dim 0 is one of 8 devices"
+    with pytest.raises(ValueError, match=rule):
+        strategy.run(step, args=(state, X))
+    with strategy.debug(), pytest.raises(ValueError, match=rule):
+        strategy.run(step, args=(state, X))
+    state = jax_utils.unreplicate(state)
+    with pytest.raises(ValueError, match=r"'x' .*distribute_batch\(batch, has_device_dim=True\)"):
+        strategy.run(step, args=(state, x))
+    if strategy.num_replicas_in_sync == 8:
+        batch = strategy.distribute_batch(x, has_device_dim=True)
+        assert strategy.run(step, args=(state, batch))["w"].shape == (3,)
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])

@@ -23,7 +23,7 @@ from tpudist.programs import (
 )
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.run import larger_trace, program_checks, remarks
-from tpudist.run.arguments import call_arguments
+from tpudist.run.arguments import call_arguments, pmap_arrays
 from tpudist.run.arguments.inputs import positions
 from tpudist.run.captures import LocalState, NewVariable
 from tpudist.run.outputs import drift_finder, outputs, returned_state, state_collections
@@ -56,6 +56,7 @@ def trace_step(
     assert call.findings is not None, "nested traces are made in `nested_run`"
     mesh = strategy.replica_mesh
     call_arguments.check_leaves(call.leaves, call.kinds, call.binding, mesh.num_replicas, name)
+    pmap_arrays.refuse_replicated(call.leaves, labels, name)
     variables = [*strategy._list_variables(), *call.findings.captures]
     values = map(strategy._value_of, variables)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]

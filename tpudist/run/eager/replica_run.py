@@ -17,7 +17,7 @@ from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions, shorten
-from tpudist.run.arguments import call_arguments, call_description, python_numbers
+from tpudist.run.arguments import call_arguments, call_description, pmap_arrays, python_numbers
 from tpudist.run.arguments.row_groups import RowGroups
 from tpudist.run.eager import eager_merge, eager_results, replica_evaluation, written_state
 from tpudist.run.eager.eager_frame import EagerFrame
@@ -112,6 +112,7 @@ class EagerRun(ReplicaGroup):
         self.binding = nnx_binding.Binding(objects) if objects else None
         num_replicas = self.mesh.num_replicas
         call_arguments.check_leaves(self.leaves, self.kinds, self.binding, num_replicas, self.name)
+        pmap_arrays.refuse_replicated(self.leaves, lambda: names, self.name)
         values = [self.leaves[i] for i in self.kinds.per_replica]
         self.groups, self.rows = RowGroups.of(values)
         self.host_values = {
