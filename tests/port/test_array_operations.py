@@ -567,6 +567,22 @@ def test_a_loop_of_the_port_does_not_hide_an_argument():
     assert float(clipped[1][0]) == 0.5
 
 
+def test_a_clip_on_replicas_says_whose_norm_it_is_and_is_safe_at_zero():
+    source = (
+        "import tensorflow as tf\nstrategy = tf.distribute.get_strategy()\n"
+        "def step(grads):\n    grads = [tf.clip_by_norm(g, 5.0) for g in grads]\n    return grads\n"
+        "strategy.run(step, args=args)\nprint(tf.clip_by_norm(x, 1.0))\n"
+    )
+    text = port_program(source).source
+    comment, clip = text.partition("def step(grads):\n")[2].splitlines()[1:3]
+    assert comment.startswith("    # tf.distribute. One device clips by the norm of all")
+    assert text.count("# Before the sum over replicas") == 1
+    assert port_program(text).source == text
+    scope = {"jnp": jnp}
+    exec(f"def f(grads):\n{clip}\n    return grads[0]", scope)
+    assert jax.value_and_grad(lambda x: scope["f"]([x]))(0.0) == (0, 1)
+
+
 def test_the_mean_of_float16_is_not_added_up_in_float16():
     """70,000 is greater than the greatest float16."""
     x = jnp.ones(70_000, jnp.float16)

@@ -17,7 +17,12 @@ from tpudist.port.analysis.program import Program, Transformer
 from tpudist.port.analysis.value_flow import ValueFlow
 from tpudist.port.analysis.value_kinds import ValueKinds
 from tpudist.port.operations.irregular_operations import IRREGULAR, SAME_ARGUMENTS, Call
-from tpudist.port.operations.operation_table import OPERATIONS, RANDOM, Operation
+from tpudist.port.operations.operation_table import (
+    CLIPS_BY_NORM,
+    OPERATIONS,
+    RANDOM,
+    Operation,
+)
 
 DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32".split()
 DTYPES += ["complex64", "complex128"]
@@ -28,6 +33,11 @@ _BY_POSITION = ("jnp.astype",)
 # The name of an operation in a graph, and the dtype of numbers of elements, which is int32 here.
 _DROPS = {"name", "output_type", "out_type", "validate_indices"}
 _NO_SPACE = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+# Above what clips by a norm on replicas.
+_CLIPS = (
+    "# Before the sum over replicas, each replica clips by the norm of its own gradients, as with",
+    "# tf.distribute. One device clips by the norm of all: for that, clip after the sum.",
+)
 # Name of a value that an expression reads twice.
 _TWICE = "values"
 
@@ -59,6 +69,16 @@ class ArrayOperations(Transformer):
         self._kinds = ValueKinds(program)
         self._flow = ValueFlow(program, self._roles)
         self._targets: dict[cst.Call, _Target | None] = {}
+        self._clips: set[cst.CSTNode] = set()  # statements
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        """One that clips by a norm says by which."""
+        if original_node not in self._clips:
+            return updated_node
+        lines = [cst.EmptyLine(comment=cst.Comment(line)) for line in _CLIPS]
+        return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, *lines])
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         """One operation."""
@@ -66,6 +86,12 @@ class ArrayOperations(Transformer):
             return self._with_arrays(original_node, updated_node, name)
         if (target := self._target(original_node)) is None:
             return updated_node
+        if (
+            self.program.callee(original_node) in CLIPS_BY_NORM
+            and self._roles.of(original_node) is Role.REPLICA
+        ):
+            around = self.program.around(original_node)
+            self._clips |= {x for x in around if isinstance(x, cst.SimpleStatementLine)}
         args = bind(updated_node, target.parameters)
         originals = bind(original_node, target.parameters)
         assert args is not None

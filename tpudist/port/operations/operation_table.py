@@ -235,9 +235,12 @@ _add(
     f"{_NORM})",
     "",
 )
-_add(
-    "clip_by_norm", "t clip_norm", "_t * _clip_norm / jnp.maximum(jnp.linalg.norm(_t), _clip_norm)"
+_add(  # whose derivative is finite at 0, as TensorFlow's is
+    "clip_by_norm",
+    "t clip_norm",
+    "_t * jnp.minimum(1, _clip_norm / jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(_t)), 1e-30)))",
 )
+CLIPS_BY_NORM = {"tensorflow.clip_by_norm", "tensorflow.clip_by_global_norm"}
 
 # Networks.
 _add("nn.relu nn.relu6 nn.elu nn.selu", "features", "jax.nn.{}(_features)")
