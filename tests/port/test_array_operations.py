@@ -5,6 +5,7 @@ With `-m parity`, TensorFlow is compared with NumPy, too.
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -578,7 +579,7 @@ def test_a_clip_on_replicas_says_whose_norm_it_is_and_is_safe_at_zero():
     assert comment.startswith("    # tf.distribute. One device clips by the norm of all")
     assert text.count("# Before the sum over replicas") == 1
     assert port_program(text).source == text
-    scope = {"jnp": jnp}
+    scope: dict[str, Any] = {"jnp": jnp}
     exec(f"def f(grads):\n{clip}\n    return grads[0]", scope)
     assert jax.value_and_grad(lambda x: scope["f"]([x]))(0.0) == (0, 1)
 

@@ -14,7 +14,16 @@ import pytest
 import tpudist
 from places import ROOT
 from tpudist.port import CannotPort, port_program
-from tpudist.port.guide_sections import ADVICE, CAPTURED, KERAS_TAPE, OLD_LEARNING_RATE, RESULT
+from tpudist.port.guide_sections import (
+    ADVICE,
+    CAPTURED,
+    KERAS_MODULE,
+    KERAS_TAPE,
+    MODULE_VARIABLE,
+    OLD_LEARNING_RATE,
+    RANDOM_VALUE,
+    RESULT,
+)
 
 PROGRAMS = Path(__file__).parent / "programs"
 NAMES = sorted(path.name.removesuffix("_before.py") for path in PROGRAMS.glob("*_before.py"))
@@ -117,7 +126,7 @@ def test_leftovers_name_sections_that_are_there():
     ported = ported_before("tape")
     lines = ported.source.splitlines()
     assert all(one.name.rpartition(".")[2] in lines[one.line - 1] for one in ported.leftovers)
-    more = (CAPTURED, KERAS_TAPE, OLD_LEARNING_RATE, RESULT)
+    more = (CAPTURED, KERAS_MODULE, KERAS_TAPE, MODULE_VARIABLE, OLD_LEARNING_RATE, RESULT)
     for section in {advice.section for advice in (*ADVICE.values(), *more)}:
         page, _, anchor = section.partition("#")
         headings = [
@@ -196,6 +205,33 @@ def test_a_tape_that_stays_is_sent_to_the_guide_of_its_model(model, section):
     assert ("model" in found) == (not is_of_keras)
     assert found["mean.result"].section == RESULT.section
     assert "optimizer.apply_gradients" not in found
+
+
+def test_what_a_module_of_tensorflow_becomes_fits_the_rest_of_the_port():
+    """Its variables are found by `trainable_variables`, which only a Keras model has here."""
+    source = (
+        "import tensorflow as tf\n"
+        "strategy = tf.distribute.get_strategy()\n"
+        "class Net(tf.Module):\n"
+        "    def __init__(self):\n"
+        "        self.w = tf.Variable(tf.random.normal([4, 1], seed=1))\n"
+        "        self.b = tf.Variable(tf.zeros([1]))\n"
+        "net = Net()\n"
+        "optimizer = tf.keras.optimizers.SGD()\n"
+        "def step(x):\n"
+        "    with tf.GradientTape() as tape:\n"
+        "        loss = tf.reduce_sum(net.w * x + net.b)\n"
+        "    grads = tape.gradient(loss, net.trainable_variables)\n"
+        "    optimizer.apply_gradients(zip(grads, net.trainable_variables))\n"
+        "strategy.run(step, args=(1,))\n"
+    )
+    found = [(one.name, one.what) for one in port_program(source).leftovers]
+    assert found == [
+        ("tf.Module", KERAS_MODULE.what),
+        ("tf.Variable", MODULE_VARIABLE.what),
+        ("tf.random.normal", RANDOM_VALUE.what),
+        ("tf.Variable", MODULE_VARIABLE.what),
+    ]
 
 
 def test_the_callback_that_writes_summaries_is_named_and_not_left():

@@ -180,6 +180,10 @@ def test_a_function_of_replicas_and_of_python_takes_tensors_too():
             ["@tf.function", "def f(): pass", "f.get_concrete_function()"],
             ["@tf.function", "def f(): pass", "f.get_concrete_function()"],
         ),
+        (
+            ["@tf.function", "def train(): pass", "tf.train.Checkpoint(net=net)"],
+            ["def train(): pass", "tpudist.checkpoint.Checkpoint(net=net)"],
+        ),
         (["for i in tf.range(3): f(i)"], ["for i in range(3): f(i)"]),
         (["for i in tf.range(3): i.numpy()"], ["for i in range(3): np.asarray(i)[()]"]),
         (["for i in tf.range(3): i.set_shape(())"], ["for i in tf.range(3): i.set_shape(())"]),

@@ -26,7 +26,7 @@ class GraphFunctions(Transformer):
         self._roles = program.once(Roles)
         self._kinds = ValueKinds(program)
         self._asked: set[str] = set()  # of methods, something of whose graph is asked for
-        program.walk(_Asked(self._asked))
+        program.walk(_Asked(program, self._asked))
 
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
@@ -228,10 +228,12 @@ def _is_next(call: cst.Call) -> bool:
 class _Asked(cst.CSTVisitor):
     """The names in `object.name.something`."""
 
-    def __init__(self, names: set[str]):
+    def __init__(self, program: Program, names: set[str]):
         super().__init__()
+        self._program = program
         self._names = names
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        if isinstance(node.value, cst.Attribute):
+        # `tf.train.Checkpoint` asks nothing of a function that is called `train`.
+        if isinstance(node.value, cst.Attribute) and not self._program.name(node.value):
             self._names.add(node.value.attr.value)

@@ -50,7 +50,10 @@ ADVICE = {
     "tensorflow.cond": Advice("jax.lax.cond", CONTROL_FLOW),
     "tensorflow.while_loop": Advice("jax.lax.while_loop or fori_loop", CONTROL_FLOW),
     "tensorflow.range": Advice("a Python range, or jax.lax.fori_loop", CONTROL_FLOW),
-    "tensorflow.function": Advice("who calls its graph must call the function", STEP),
+    "tensorflow.function": Advice(
+        "delete it; what asks for its graph (get_concrete_function) calls the function instead",
+        STEP,
+    ),
     "tensorflow.compat.v1": Advice("TensorFlow 1: port it to TensorFlow 2 first", ORDER),
     "tensorflow.compat.v1.estimator": Advice("an Estimator is a model and model.fit today", ORDER),
     "tensorflow.compat.v1.ConfigProto": Advice("there are no sessions to configure", DIFFERENCES),
@@ -102,7 +105,22 @@ ADVICE = {
     "tensorflow.tpu": Advice("a TPUStrategy starts TPUs by itself", NAMES),
 }
 
-
+# Of random numbers in Python, which are the same for all replicas.
+RANDOM_VALUE = Advice(
+    "one value for all replicas: jax.random.normal(jax.random.key(1), shape), with another key for "
+    "each array",
+    NAMES,
+)
+# Of a module whose `trainable_variables` a tape has been rewritten for.
+KERAS_MODULE = Advice(
+    "make it a keras.Model, whose trainable_variables tpudist.keras.value_and_grad takes (a "
+    "flax.nnx.Module has none: pass one to the step, with nnx.value_and_grad)",
+    KERAS_LOOPS,
+)
+# Of a variable that a module keeps.
+MODULE_VARIABLE = Advice(
+    "keras.Variable(value) in a keras.Model, nnx.Param(value) in a flax.nnx.Module", MODELS
+)
 # Of a gradient tape in a program whose model is one of Keras.
 KERAS_TAPE = Advice(
     "make the loss a function, and differentiate that: tpudist.keras.value_and_grad", KERAS_LOOPS

@@ -11,15 +11,19 @@ from tpudist.port.analysis.function_roles import Role, Roles
 from tpudist.port.analysis.keras_objects import (
     has_servers,
     is_called_as_model,
+    is_in_module,
     is_without_keras,
     makes_model,
 )
 from tpudist.port.analysis.program import Program
 from tpudist.port.guide_sections import (
     CAPTURED,
+    KERAS_MODULE,
     KERAS_TAPE,
+    MODULE_VARIABLE,
     NO_KERAS,
     OLD_LEARNING_RATE,
+    RANDOM_VALUE,
     RESULT,
     SCALED_LOSS,
     SERVERS_CAPTURED,
@@ -172,6 +176,12 @@ class Leftovers(cst.CSTVisitor):
                 advice = SERVERS_TAPE
             elif name == "tensorflow.GradientTape" and self._has_keras_model:
                 advice = KERAS_TAPE
+            elif name == "tensorflow.Module" and self._program.uses(_GRADIENTS):
+                advice = KERAS_MODULE
+            elif name == "tensorflow.Variable" and is_in_module(self._program, node):
+                advice = MODULE_VARIABLE
+            elif name.startswith("tensorflow.random.") and self._is_first_value(node):
+                advice = RANDOM_VALUE
             self.found.append((node, called, advice))
         return False
 
@@ -207,6 +217,13 @@ class Leftovers(cst.CSTVisitor):
 
     def _is_asked(self, call: cst.Call) -> bool:
         return isinstance(call.func, cst.Attribute) and call.func.attr.value == _RESULT
+
+    def _is_first_value(self, node: cst.CSTNode) -> bool:
+        """Whether a node is in the first value of a variable that is made in Python."""
+        return self._roles.of(node) is Role.HOST and any(
+            self._program.callee(outer) in ("tensorflow.Variable", "tpudist.Variable")
+            for outer in self._program.around(node)
+        )
 
     def _is_of_dataset(self, node: cst.CSTNode) -> bool:
         """Whether a node is an argument of a dataset that stays TensorFlow's."""

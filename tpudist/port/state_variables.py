@@ -1,7 +1,8 @@
 """Variables: `tf.Variable` is `tpudist.Variable` where all that reads it takes one.
 
 That is certain of a variable with a name of its own that replica functions read, that is assigned
-and read by its methods, and printed. One that a layer or an operation of TensorFlow takes is left.
+and read by its methods, and printed. One that a layer or an operation of TensorFlow takes is left,
+and so is one of a `tf.Module`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.keras_objects import is_in_module
 from tpudist.port.analysis.program import Program, Transformer
 from tpudist.port.operations.array_operations import DTYPES
 
@@ -62,6 +64,8 @@ class StateVariables(Transformer):
             return False
         name = outer.targets[0].target
         if isinstance(name, cst.Attribute):
+            if is_in_module(self.program, call):  # it is in `trainable_variables`
+                return False
             return self._is_known_attribute(name.attr.value)
         values = self.program.values(name) if isinstance(name, cst.Name) else None
         if not values or not all(self.program.callee(one) in _VARIABLE for one in values):

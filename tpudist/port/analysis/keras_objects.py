@@ -102,6 +102,15 @@ def is_class_of_models(program: Program, node: cst.ClassDef) -> bool:
     return not writes.found and _has_base(program, node, _MODELS)
 
 
+def is_in_module(program: Program, node: cst.CSTNode) -> bool:
+    """Whether a node is in a class of `tf.Module`, which lists the variables that it keeps."""
+    return any(
+        isinstance(outer, cst.ClassDef)
+        and any(program.name(base.value) == "tensorflow.Module" for base in outer.bases)
+        for outer in program.around(node)
+    )
+
+
 def is_without_keras(program: Program) -> bool:
     """Whether Keras trains under none of the strategies that a program makes."""
     finder = _Strategies(program)
