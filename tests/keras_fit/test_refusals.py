@@ -25,11 +25,11 @@ def test_another_trainer_is_refused(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(owner, "_make_function", _make_function)
-    monkeypatch.delattr(owner, "_get_state_sharding_spec")
+    monkeypatch.delattr("keras.src.backend.jax.trainer._distribute_data")
     reason = refusals.why_not()
     assert reason.startswith("Keras 3.99.0 is not as the versions that tpudist knows (3.15)")
     assert "JAXTrainer._make_function has the parameters ('self', 'step_function'" in reason
-    assert "there is no keras.src.backend.jax.trainer.JAXTrainer._get_state_shardi" in reason
+    assert "there is no keras.src.backend.jax.trainer._distribute_data" in reason
 
 
 def test_another_backend_is_refused(monkeypatch):

@@ -199,6 +199,15 @@ def test_fit_in_a_replica_function_is_refused(strategy):
         strategy.run(step)
 
 
+def test_weights_that_are_set_on_one_device_bring_no_warning():
+    """Keras leaves them without the strategy's mesh, and would warn that a step fails."""
+    with tpudist.OneDeviceStrategy().scope():
+        model = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.set_weights([np.ones((2, 1)), np.zeros(1)])
+    assert np.isfinite(model.evaluate(np.ones((2, 2)), np.ones((2, 1)), verbose=0))
+
+
 def test_a_model_goes_on_outside_of_all_scopes_as_ever():
     model = km.make(km.mlp)
     model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0)

@@ -271,7 +271,6 @@ OF_OTHERS = {
     "_bit_generator": "input/sources/shuffle_seeds.py",  # of a `RandomState`
     "_distribute_data": "keras/keras_internals.py",
     "_get_distributed_iterator": "keras/keras_internals.py",
-    "_get_state_sharding_spec": "keras/keras_internals.py",
     "_initialize_layout": "keras/keras_internals.py",
     "_initial_epoch": "keras/keras_internals.py",
     "_layout": "keras/keras_internals.py",
