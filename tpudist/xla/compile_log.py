@@ -152,6 +152,17 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def describe_call(name: str, arguments: str, whole: bool) -> str:
+    """Returns the text of a call, for advice: `strategy.run(step, args=(batch,))`.
+
+    Args:
+        name: The name of the function.
+        arguments: The text of the arguments, such as `model, ...`.
+        whole: Whether the function is a `tpudist.function`, which is called without `run`.
+    """
+    return f"{name}({arguments})" if whole else f"strategy.run({name}, args=({arguments}))"
+
+
 def describe(value: Any) -> str:
     """An array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
     shape = ",".join(map(str, value.shape))
