@@ -630,6 +630,17 @@ def test_a_dataset_is_read_whole_by_each_worker(run):
         assert taken == [[float(i)] * 3 for i in range(len(taken))]
 
 
+def test_a_shuffled_dataset_has_the_same_order_on_each_worker_and_each_time(run):
+    """A worker in place of a lost one passes over what that one has taken."""
+    data = tpudist.NumpyDataset(np.arange(100)).shuffle(seed=0).batch(100)
+    dataset = run.coordinator.create_per_worker_dataset(data)
+    first = next(iter(data)).tolist()
+    for _ in range(2):
+        iterator = iter(dataset)
+        run.use_all_workers()
+        assert run.schedule(lambda it: np.asarray(next(it)).tolist(), (iterator,)).fetch() == first
+
+
 def count_iterators():
     from tpudist.coordinator.worker_iterator import WorkerIterator
 

@@ -61,7 +61,8 @@ def test_each_epoch_is_shuffled_in_an_order_of_its_own_and_the_same_again():
     first, second = np.concatenate(batches[:4]), np.concatenate(batches[4:])
     assert sorted(first) == sorted(second) == list(range(100))
     assert first.tolist() != second.tolist()
-    np.testing.assert_array_equal(np.concatenate(list(dataset)), np.concatenate(batches))
+    again = NumpyDataset(np.arange(100)).shuffle(7).batch(30).repeat(2)
+    np.testing.assert_array_equal(np.concatenate(list(again)), np.concatenate(batches))
     other = NumpyDataset(np.arange(100)).shuffle(8).batch(100)
     assert next(iter(other)).tolist() != first.tolist()
 
@@ -278,6 +279,8 @@ def test_every_pass_is_an_epoch_with_an_order_of_its_own():
     dataset = DistributedDataset(source, _two())
     passes = [np.concatenate([_real_rows(e) for e in dataset]) for _ in range(2)]
     np.testing.assert_array_equal(np.concatenate(passes), np.concatenate(list(source.repeat(2))))
+    plain = [np.concatenate(list(source)) for _ in range(2)]
+    np.testing.assert_array_equal(plain, passes)
 
 
 def test_leaves_may_be_whatever_numpy_takes(replicas):
@@ -390,7 +393,15 @@ def test_asking_for_the_specification_takes_no_batch_away():
     ids=["list", "factory", "numpy", "endless"],
 )
 def test_the_number_of_elements_is_told_where_it_is_known(source, cardinality):
-    assert DistributedDataset(source, _two()).cardinality == cardinality
+    dataset = DistributedDataset(source, _two())
+    assert dataset.cardinality == cardinality
+    if cardinality > 0:
+        assert len(dataset) == cardinality
+    else:
+        reason = {-1: "has no end", -2: "is not known in advance"}[cardinality]
+        with pytest.raises(TypeError, match=f"batches {reason}. .* enumerate"):
+            len(dataset)
+        assert dataset
 
 
 def test_what_drops_batches_does_not_promise_how_many():

@@ -102,6 +102,11 @@ def _(s):
     assert float(s.run(step)) == 1
     config.rate = 2.0
     assert float(s.run(step)) == 2
+    small, read = np.ones(1, np.float32), []
+    constant = lambda: small.sum()  # noqa: E731
+    for small[0] in (1, 2):
+        read.append((float(s.run(constant)), float(s.run(jnp.sum, (small,)))))
+    assert read == [(1, 1), (1, 2)]
 
 
 def _ids_in_step():

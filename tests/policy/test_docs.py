@@ -46,7 +46,6 @@ def run(guide: str, folder: Path, section: str | None = None) -> str:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_path):
-    (tmp_path / "notes.txt").write_text("".join(f"line {i}\n" for i in range(9)))
     printed = run("data_and_checkpoints.md", tmp_path)
     assert "40 steps; saved: [20, 30, 40]" in printed
     assert "Restored 2 values of step 40" in printed
@@ -81,27 +80,47 @@ def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
     assert (tmp_path / "saved_plan").is_dir()
 
 
+# Guides that are run as a whole, for what they assert.
+WHOLE = (
+    "from_pmap",
+    "from_jit",
+    "batch_norm",
+    "keras_fit",
+    "mixed_precision",
+    "model_parallelism",
+    "debugging",
+    "determinism",
+    "gradients",
+    "parameter_servers",
+    "pretrained",
+    "verification",
+)
+# Guides that other tests run, and a guide of programs for several machines.
+OTHERS = (
+    "architecture",
+    "data_and_checkpoints",
+    "finetuning",
+    "gpus",
+    "linen_haiku_equinox",
+    "planning",
+    "porting",
+    "training_loop",
+)
+NOT_RUN = ("several_processes",)
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "guide",
-    [
-        "from_pmap",
-        "from_jit",
-        "batch_norm",
-        "keras_fit",
-        "mixed_precision",
-        "model_parallelism",
-        "debugging",
-        "determinism",
-        "gradients",
-        "parameter_servers",
-        "pretrained",
-    ],
-)
+@pytest.mark.parametrize("guide", WHOLE)
 def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
     """Each asserts what the text around it says."""
     run(f"{guide}.md", tmp_path)
+
+
+def test_each_guide_with_snippets_is_run():
+    pages = (ROOT / "docs").glob("*.md")
+    shown = [page.stem for page in pages if "\n```python\n" in page.read_text()]
+    assert sorted(shown) == sorted((*WHOLE, *OTHERS, *NOT_RUN))
 
 
 @pytest.mark.slow

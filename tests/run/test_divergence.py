@@ -297,5 +297,5 @@ def test_a_local_value_of_a_plain_optax_state_is_named(strategy, batch):
 
     params = jnp.ones(4)
     args = strategy.run(step, args=(params, tx.init(params), batch))
-    with pytest.raises(ValueError, match=r"Reduce also the value= .*reduce_on_plateau"):
+    with pytest.raises(ValueError, match=r"All-reduce also the value= .*reduce_on_plateau"):
         strategy.run(step, args=(*args, batch))

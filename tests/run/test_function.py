@@ -623,3 +623,28 @@ def test_it_is_a_decorator_with_and_without_options():
     assert double.__name__ == "double"
     with pytest.raises(TypeError, match="compiles functions, but was given 3"):
         tpudist.function(3)
+
+
+def test_advice_about_captured_objects_passes_them_to_the_function_itself(mirrored):
+    """`strategy.run(step, ...)` would call the compiled program on every replica."""
+    model, table = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1024, 512))
+
+    @tpudist.function
+    def reads(x):
+        return mirrored.run(lambda model, x: model(x), args=(model, x))
+
+    @tpudist.function
+    def differentiates(x):
+        return nnx.grad(lambda model: model(x).sum())(model)
+
+    @tpudist.function
+    def large(x):
+        return mirrored.run(lambda: x + table.sum())
+
+    for function, advice in (
+        (reads, r"argument: reads\(model, ...\)\."),
+        (differentiates, r": differentiates\(model"),
+        (large, r"arguments: large\(array, ...\)\."),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            function(jnp.ones((1, 2)))

@@ -366,6 +366,24 @@ def test_a_value_that_comes_back_finds_its_program_and_the_log_names_what_change
     assert second.cause == "captured self.is_training was the value True, is the value False"
 
 
+def test_the_cause_is_the_difference_from_the_most_similar_program(strategy):
+    """A loop that alternates would otherwise see what alternates as the cause."""
+    rate, compiled = 0.5, NewCompiles()
+
+    def step(x, is_training):
+        return rate * x if is_training else x
+
+    for _ in range(2):
+        for is_training in (True, False):
+            strategy.run(step, (jnp.float32(3), is_training))
+        rate /= 2
+    assert [record.cause for record in compiled()] == [
+        "first call",
+        "is_training was the value True, is the value False",
+        *["captured rate was the value 0.5, is the value 0.25"] * 2,
+    ]
+
+
 def test_what_is_equal_or_not_read_compiles_nothing(strategy):
     trainer, compiled = _Trainer(), NewCompiles()
     trainer.rate = float("nan")

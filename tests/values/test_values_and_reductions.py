@@ -501,10 +501,13 @@ def test_state_of_each_replica_names_the_option_that_makes_one_array_of_it(mirro
     def step(x):
         return {"ema": x.mean()}
 
-    for use in (jnp.sum, lambda ema: ema.astype(int)):
+    for use in (float, lambda ema: ema + 1, lambda ema: ema.astype(int)):
         with pytest.raises((TypeError, AttributeError)) as caught:
             use(mirrored.run(step, (x,))["ema"])
         assert "tpudist.RunOptions(aggregation={'ema': 'mean'})" in str(caught.value)
+    with pytest.raises(TypeError) as caught:
+        jnp.sum(mirrored.run(lambda x: x.mean(), (x,)))
+    assert "aggregation" not in str(caught.value)
     options = tpudist.RunOptions(aggregation={"ema": "mean"})
     assert float(mirrored.run(step, (x,), options=options)["ema"]) == 3.5
 

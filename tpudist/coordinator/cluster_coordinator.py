@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import jax
@@ -244,7 +244,8 @@ class ClusterCoordinator:
         As `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
         """
         if not callable(dataset_fn):
-            iter(dataset_fn)  # TypeError for what is none
+            if not isinstance(dataset_fn, Iterable):
+                iter(dataset_fn)  # TypeError for what is none
             if isinstance(dataset_fn, Iterator):
                 raise TypeError(
                     f"create_per_worker_dataset was given an iterator, {dataset_fn!r}, which can "

@@ -6,6 +6,8 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tpudist.input.sources.indexed_dataset import IndexedDataset
+
 
 class WorkerIterator:
     """Goes over a dataset that each worker makes for itself.
@@ -16,7 +18,10 @@ class WorkerIterator:
 
     def __init__(self, make: Callable[[], Any]):
         """At the beginning of what `make` gives: a dataset, or anything to iterate over."""
-        self._iterator: Iterator[Any] = iter(make())
+        dataset = make()
+        if isinstance(dataset, IndexedDataset):
+            dataset = dataset.from_first_pass()  # the same order for a worker in place of another
+        self._iterator: Iterator[Any] = iter(dataset)
         self._num_taken = 0
         self._since: list[Any] = []
         self._again: collections.deque[Any] = collections.deque()

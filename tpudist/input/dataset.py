@@ -23,6 +23,7 @@ from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.iterator import DistributedIterator, require_no_trace
 from tpudist.input.iterator_state import Position
 from tpudist.input.sources import iterable
+from tpudist.input.sources.indexed_dataset import INFINITE_CARDINALITY
 from tpudist.input.transfer import feed_ahead
 from tpudist.options import AutoShardPolicy, PartialBatch
 from tpudist.processes import generations
@@ -184,6 +185,26 @@ class DistributedDataset:
     def cardinality(self) -> int:
         """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if not known."""
         return self._feed.cardinality
+
+    def __len__(self) -> int:
+        """The cardinality, if it is known and has an end. As of `tf.data.Dataset`.
+
+        Raises:
+            TypeError: If it is not known, or a pass has no end.
+        """
+        if (cardinality := self.cardinality) < 0:
+            endless = cardinality == INFINITE_CARDINALITY
+            raise TypeError(
+                f"len(distributed_dataset): the number of its batches "
+                f"{'has no end' if endless else 'is not known in advance'}. It is known for data "
+                f"that is read by number, such as a NumpyDataset, without an endless repeat(). "
+                f"Count the batches in the loop, as by enumerate."
+            )
+        return cardinality
+
+    def __bool__(self) -> bool:
+        """True, as of `tf.data.Dataset`: a dataset whose length is not known has a truth value."""
+        return True
 
     @property
     def element_spec(self) -> PyTree:

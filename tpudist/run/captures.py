@@ -90,8 +90,8 @@ class Capture:
         if held.is_padded:
             raise ValueError(
                 f"'{self._function_name}' captures {held!r}, a partial batch, and how many of its "
-                f"rows are real can be said for arguments only. Pass it as an argument: "
-                f"strategy.run({self._function_name}, args=(batch,))."
+                f"rows are real can be said for arguments only. Pass it as an argument of "
+                f"'{self._function_name}'."
             )
         self.key = id(held.array)
         return held.array

@@ -22,20 +22,26 @@ def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
         )
 
 
-def check_constants(program: compile.ReplicaProgram, name: str) -> None:
-    """Refuses a program that carries state or data as constants, which would never change."""
+def check_constants(program: compile.ReplicaProgram, name: str, whole: bool) -> None:
+    """Refuses a program that carries state or data as constants, which would never change.
+
+    Args:
+        program: The program.
+        name: The name of its function.
+        whole: Whether the function is a `tpudist.function`, which is called without `run`.
+    """
     for array in compile.constant_arrays(program):
         for variable in nnx_contents.holders_of(array):
             raise ValueError(
                 f"'{name}' uses an NNX object that it captures: the {type(variable).__name__} "
                 f"{compile_log.describe(array)} would be frozen into the program as a constant, "
-                f"and never change. Pass the object as an argument: strategy.run({name}, "
-                f"args=(model, ...))."
+                f"and never change. Pass the object as an argument: "
+                f"{compile_log.describe_call(name, 'model, ...', whole)}."
             )
     for array in compile.large_constants(program):
         raise ValueError(
             f"'{name}' captures an array {compile_log.describe(array)} of "
             f"{array.nbytes / 2**20:.1f} MiB, which would be frozen into the program as a "
             f"constant. Arrays above {compile.MAX_CONSTANT_BYTES / 2**20:.0f} MiB must be "
-            f"passed as arguments: strategy.run({name}, args=(array, ...))."
+            f"passed as arguments: {compile_log.describe_call(name, 'array, ...', whole)}."
         )

@@ -87,7 +87,7 @@ class ReplicaBody:
                     if isinstance(x, LocalPart):
                         frame.note_part(x)
             try:
-                explained = nnx_captures.explain_captures(call.name)
+                explained = nnx_captures.explain_captures(call.name, call.whole)
                 weighed = norm_statistics.weigh_by_rows(
                     self._names_of_replicas() if frame.has_partial_batch else ()
                 )

@@ -333,7 +333,7 @@ def _place_explicitly() -> contextlib.AbstractContextManager:
 
 
 class _Function:
-    """One function: its steps, and what the last compile of it was for."""
+    """One function: its steps, and the calls that its programs were compiled for."""
 
     def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
         self.name = compile_log.name_of(fn)
@@ -350,7 +350,8 @@ class _Function:
         self.was_called = False
         # Programs that were compiled elsewhere, as `planner.saved_plan.Saved`.
         self.loaded: list[Any] = []
-        self._last: dict[str, str] | None = None
+        # As many as there are programs: one that was given up is not what a call is compared with.
+        self._signatures: collections.deque[dict[str, str]] = collections.deque(maxlen=MAX_STEPS)
         self._num_compiles = 0
         code = getattr(fn, "__code__", None)
         self.earlier_copies = definitions[code] if code is not None else 0
@@ -407,11 +408,11 @@ class _Function:
         self.recent.drop(form)
 
     def record(self, signature: dict[str, str], seconds: float) -> None:
-        """Logs a compile for a call that looks like `signature`, with what has changed."""
-        last, self._last = self._last, signature
+        """Logs a compile for a call that looks like `signature`, with what is new about it."""
         self._num_compiles += 1
-        if last is not None:
-            cause = compile_log.signature_change(last, signature)
+        if self._signatures:
+            nearest = compile_log.nearest_signature(self._signatures, signature)
+            cause = compile_log.signature_change(nearest, signature)
         elif self.earlier_copies:
             cause = (
                 f"a new function object of the same definition (the {self.earlier_copies + 1}th): "
@@ -419,6 +420,7 @@ class _Function:
             )
         else:
             cause = "first call"
+        self._signatures.append(signature)
         number = max(self._num_compiles, self.earlier_copies + 1)
         compile_log.record_compile(self.name, cause, seconds, number)
 

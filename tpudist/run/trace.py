@@ -71,7 +71,7 @@ def trace_step(
     )
     if found.incomplete:
         raise NewVariable(_make_starter(found, program, strategy, variables, name))
-    program_checks.check_constants(program, name)
+    program_checks.check_constants(program, name, call.whole)
     axis_errors.check_constraints(mesh, program.closed, name)
     if found.structure_change:
         raise ValueError(outputs.describe_structure_change(name, found.structure_change))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tpudist.state import value_keys
+from tpudist.xla import compile_log
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum)
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
@@ -80,7 +81,7 @@ class Snapshot:
     def describe(self) -> dict[str, str]:
         """The scalars by name, for the log of compiles."""
         scalars = (p for p in self.places.values() if not p.is_weak)
-        return {f"captured {p.name}": f"the value {p.value!r}" for p in scalars}
+        return {f"{compile_log.CAPTURED}{p.name}": f"the value {p.value!r}" for p in scalars}
 
     def _prepare(self) -> None:
         places = self.places.values()

@@ -9,17 +9,19 @@ from flax import errors
 from jax.core import Tracer
 
 from tpudist.state import nnx_contents
+from tpudist.xla import compile_log
 from tpudist.xla.hlo.source_lines import line_of_error
 
 
 @contextlib.contextmanager
-def explain_captures(name: str) -> Iterator[None]:
+def explain_captures(name: str, whole: bool) -> Iterator[None]:
     """Says of a captured object, on which Flax or JAX gave up in the block, to pass it.
 
     Flax speaks of trace levels, JAX of meshes, and neither of what the function did.
 
     Args:
         name: What the user calls the function that is traced in the block.
+        whole: Whether the function is a `tpudist.function`.
 
     Raises:
         ValueError: The function changes or differentiates an NNX object that it captures.
@@ -34,7 +36,8 @@ def explain_captures(name: str) -> Iterator[None]:
             f"'{name}' changes or differentiates an NNX object that it captures "
             f"({type(found).__name__}), at {line_of_error(error)}. What is captured is a constant "
             f"of the program. Pass the object as an argument, and what the step changes in it is "
-            f"changed for the caller: strategy.run({name}, args=(model, optimizer, ...))."
+            f"changed for the caller: "
+            f"{compile_log.describe_call(name, 'model, optimizer, ...', whole)}."
         ) from error
 
 

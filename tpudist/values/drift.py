@@ -5,7 +5,7 @@ trains a model of its own. Such a value is recorded when it is made, and an erro
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,28 @@ class Drift:
         function: The function that made the value.
         cause: The reason why it differs between replicas.
         where: The user's line where it was made, `file:line`; empty if unknown.
+        advice: More that is to be reduced, as `advice_on_value` says; empty if nothing.
     """
 
     leaf: str
     function: str
     cause: str
     where: str
+    advice: str = ""
+
+
+def advice_on_value(names: Iterable[str]) -> str:
+    """Returns what to do about the `value=` of an optimizer, if its state is of one given that.
+
+    Args:
+        names: The names of the state.
+    """
+    if not any("plateau_count" in name for name in names):  # of `optax.contrib.reduce_on_plateau`
+        return ""
+    return (
+        " All-reduce also the value= that the optimizer is given (reduce_on_plateau): "
+        "value=tpudist.get_replica_context().all_reduce('sum', loss)."
+    )
 
 
 _records = WeakIdentityDict()
@@ -63,9 +79,8 @@ def check(values: Sequence[Any], names: Sequence[str], what: str) -> None:
             f"one value for each replica in its place{where}, because it depends on {drift.cause} "
             f"and was not reduced. Each replica would continue with a model of its own. Reduce the "
             f"gradients: tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a "
-            f"loss divided by the rows of all replicas (compute_average_loss). Reduce also the "
-            f"value= that the optimizer is given (reduce_on_plateau). If each replica must keep "
-            f"its own value, start it per replica: "
+            f"loss divided by the rows of all replicas (compute_average_loss).{drift.advice} "
+            f"If each replica must keep its own value, start it per replica: "
             f"strategy.experimental_distribute_values_from_function(...); or pass "
             f"RunOptions(aggregation='none')."
         )

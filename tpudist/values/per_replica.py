@@ -10,16 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import placement, replica_parts
 from tpudist.xla import collectives
 from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
 PyTree = Any
-_OF_STATE = (
-    "State that a step returns under a name, as in {'ema': value}, is one array with "
-    "run(..., options=tpudist.RunOptions(aggregation={'ema': 'mean'}))."
-)
+# By array: the key of the dict in which a replica function returned it, for messages.
+_keys = WeakIdentityDict()
 
 
 class _OrMirrored(type):
@@ -164,7 +163,16 @@ class PerReplica(DistributedValues):
             f"{self!r} was used as one array, but every replica has its own. Combine the parts "
             f"with strategy.reduce('sum', value, axis=None), concatenate them with "
             f"strategy.gather(value, axis=0), or read this process's with "
-            f"strategy.experimental_local_results(value). {_OF_STATE}"
+            f"strategy.experimental_local_results(value).{self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        """How `run` makes one array of state that a step returns under a name."""
+        if (name := _keys.get(self.array)) is None:
+            return ""
+        return (
+            f" The function returned it as '{name}'. run(..., options="
+            f"tpudist.RunOptions(aggregation={{{name!r}: 'mean'}})), or 'sum', returns one array."
         )
 
     def _as_array(self) -> Any:
@@ -208,8 +216,8 @@ class PerReplica(DistributedValues):
             return getattr(local, name)
         raise AttributeError(
             f"A {type(self).__name__} has no attribute '{name}': every replica has its own array. "
-            f"Use it in a replica function, or read it with strategy.experimental_local_results. "
-            f"{_OF_STATE}"
+            f"Use it in a replica function, or read it with strategy.experimental_local_results."
+            f"{self._advice()}"
         )
 
 
@@ -260,6 +268,11 @@ class LocalPart(PerReplica):
 
     def __repr__(self) -> str:
         return f"PerReplica({self.array.dtype}{list(self.shape)} on each replica, being traced)"
+
+
+def record_key(value: PerReplica, key: str) -> None:
+    """Records the key of the dict in which a replica function returned `value`."""
+    _keys.setdefault(value.array, key)
 
 
 def open_parts(tree: PyTree) -> tuple[Any, list[bool]]:

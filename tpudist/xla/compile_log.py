@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ class CompileRecord:
 
     Attributes:
         function: Its name.
-        cause: Why it was compiled: the first call, or what changed since the last one.
+        cause: Why it was compiled: the first call, or how the call differs from the most similar
+            call that was compiled before.
         seconds: From the call to the dispatch of the new program: tracing, proving, compiling.
     """
 
@@ -94,11 +95,34 @@ class CompileLog(list[CompileRecord]):
 
 _SHOWN = 40
 
+# What the names of captured values begin with in signatures; no argument's name has a space.
+CAPTURED = "captured "
+
 
 def compile_log() -> CompileLog:
     """The compiles of replica functions in this process, oldest first (the last 1000)."""
     with _records_lock:
         return CompileLog(_records)
+
+
+def nearest_signature(
+    earlier: Sequence[Mapping[str, str]], new: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Returns the signature that differs from `new` in the fewest inputs.
+
+    Of several, it is one with the same arguments, where only captured values differ, or else the
+    latest.
+
+    Args:
+        earlier: The signatures of the programs compiled before, oldest first; at least 1.
+        new: The signature of the call that is compiled now.
+    """
+
+    def distance(old: Mapping[str, str]) -> tuple[int, int]:
+        differing = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
+        return len(differing), sum(not name.startswith(CAPTURED) for name in differing)
+
+    return min(reversed(earlier), key=distance)
 
 
 def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
@@ -126,6 +150,17 @@ def name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
+
+
+def describe_call(name: str, arguments: str, whole: bool) -> str:
+    """Returns the text of a call, for advice: `strategy.run(step, args=(batch,))`.
+
+    Args:
+        name: The name of the function.
+        arguments: The text of the arguments, such as `model, ...`.
+        whole: Whether the function is a `tpudist.function`, which is called without `run`.
+    """
+    return f"{name}({arguments})" if whole else f"strategy.run({name}, args=({arguments}))"
 
 
 def describe(value: Any) -> str:

@@ -102,6 +102,8 @@ class IndexedDataset(abc.ABC):
 
     owns_memory = True
     _plan = Plan()
+    _num_passes = 0
+    """How many passes `iter` has begun. Distributed datasets count their own."""
 
     @property
     def num_examples(self) -> int:
@@ -252,9 +254,21 @@ class IndexedDataset(abc.ABC):
         )
 
     def __iter__(self) -> Iterator[PyTree]:
-        """The elements of the first pass as pytrees of arrays."""
+        """The elements of the next pass as pytrees of arrays.
+
+        A shuffled dataset has another order in each pass: those of the passes through the
+        distributed dataset. As in tf.data.
+        """
+        examples = self.begin(self._num_passes)
+        self._num_passes += 1
+        return self._elements(examples)
+
+    def from_first_pass(self) -> Self:
+        """The same dataset, whose passes are counted anew."""
+        return self._replace()
+
+    def _elements(self, examples: "IndexedPass") -> Iterator[PyTree]:
         batched = self._plan.global_batch_size is not None
-        examples = self.begin(0)
         while (place := examples.advance()) is not None:
             epoch, num_rows, start, order = place
             numbers = self._numbers(num_rows, start, order)
@@ -319,6 +333,7 @@ class IndexedDataset(abc.ABC):
     def _replace(self, **changes: Any) -> Self:
         dataset = copy.copy(self)
         dataset._plan = dataclasses.replace(self._plan, **changes)
+        dataset._num_passes = 0
         return dataset
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from tpudist.programs import flat_program, jaxprs, replica_equality, row_dependence
 from tpudist.programs.flat_program import FlatProgram, is_collective
 from tpudist.programs.user_lines import users_line_of
-from tpudist.values.drift import Drift
+from tpudist.values.drift import Drift, advice_on_value
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated")
 _ADDITIVE = frozenset(
@@ -45,6 +45,7 @@ def find_drifting(
         differs: For each input, whether each replica has a value of its own.
     """
     found = {}
+    advice = advice_on_value(labels.values())
     jaxpr = jaxprs.open_jaxpr(closed)
     flat = flat_program.flatten(closed, inline_calls=True)
     local = _find_local(flat, differs)
@@ -62,7 +63,8 @@ def find_drifting(
             made = next((e for e in jaxpr.eqns if jaxpr.outvars[output] in e.outvars), None)
             where = "" if made is None else users_line_of(made)
             cause = causes[output] or "it differs"
-            found[output] = Drift(labels.get(source, "an argument"), function, cause, where)
+            label = labels.get(source, "an argument")
+            found[output] = Drift(label, function, cause, where, advice)
     return found
 
 

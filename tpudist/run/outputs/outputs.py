@@ -7,6 +7,7 @@ from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.run.captures import LocalState
 from tpudist.state import nnx_binding
 from tpudist.state.variable import Variable
+from tpudist.values.drift import advice_on_value
 
 
 def place_outputs(
@@ -103,9 +104,7 @@ def remedy_of(kind: str) -> str:
         return (
             "All-reduce the gradients before they are applied: "
             "tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
-            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself. "
-            "All-reduce also the value= that the optimizer is given (reduce_on_plateau): "
-            "value=tpudist.get_replica_context().all_reduce('sum', loss)."
+            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself."
         )
     return (
         f"All-reduce what it is computed from, or give the Variable a rule: "
@@ -141,5 +140,5 @@ def describe_divergence(name: str, refused: list[tuple[str, str, str]]) -> str:
     return (
         f"{what} would differ between replicas after '{name}': {reason}.{also} "
         f"State that every replica shares must stay "
-        f"equal on all of them. {remedy}"
+        f"equal on all of them. {remedy}{advice_on_value(what for what, _, _ in refused)}"
     )

@@ -19,7 +19,7 @@ from tpudist.run.arguments.call_arguments import Call
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values import drift
-from tpudist.values.per_replica import PerReplica
+from tpudist.values.per_replica import PerReplica, record_key
 from tpudist.xla import collectives
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -242,6 +242,7 @@ class TracedStep:
         self.partial.check(now.rows)
 
     def __post_init__(self):
+        self._keys = {} if self.found.treedef is None else self._find_keys()
         self._plain = (
             self.found.plain
             and bool(self.stack_outputs)
@@ -249,6 +250,22 @@ class TracedStep:
             and not any(self.stack_outputs[: self.found.num_results])
             and self.partial is None
         )
+
+    def _find_keys(self) -> dict[int, str]:
+        """By result, the innermost key of a dict under which the function returned it.
+
+        Containers that JAX does not know are left out.
+        """
+        result = self.found.result
+        tree = self.found.treedef.unflatten(range(len(result)))
+        found = {}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            keys = [x.key for x in path if isinstance(x, jax.tree_util.DictKey)]
+            if isinstance(leaf, int) and keys and isinstance(keys[-1], str):
+                kind, what = result[leaf]
+                if kind == "array":
+                    found[what] = keys[-1]
+        return found
 
     def _merge(self, i: int, array: jax.Array, rows: Sequence[tuple[int, ...]]) -> Any:
         extents = self.partial.extents(i, rows) if self.partial is not None else []
@@ -259,6 +276,8 @@ class TracedStep:
             return array
         if not extents:
             value = PerReplica(array)
+            if i in self._keys:
+                record_key(value, self._keys[i])
             return drift.record(value, self.drifting[i]) if i in self.drifting else value
         (dim, first), *others = extents
         return PerReplica(array, first, dim, tuple(others))

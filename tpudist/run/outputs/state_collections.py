@@ -174,8 +174,7 @@ def _remedy_of(collection: str) -> str:
     rule = f"RunOptions(aggregation={{'{collection}': 'mean'}})"
     if collection in ("params", "opt_state"):
         return (
-            f"Reduce the gradients, and what else the optimizer is given (value=loss), before they "
-            f"are applied: jax.lax.pmean(grads, 'replica'), or "
+            f"Reduce the gradients before they are applied: jax.lax.pmean(grads, 'replica'), or "
             f"tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
             f"by the rows of all replicas (compute_average_loss). If each replica must keep its "
             f"own, pass RunOptions(aggregation={{'{collection}': 'none'}})."
