@@ -89,7 +89,12 @@ def _add_up(communicate: Callable[[Any], Any], arrays: Any) -> Any:
 def divide_by_replicas(summed: PyTree) -> PyTree:
     """Sums over all replicas as means; those of integers are float32."""
     n = num_replicas()
-    return jax.tree.map(lambda x: x / jnp.asarray(n, mean_dtype(x)), summed)
+
+    def divide(x):
+        dtype = mean_dtype(x)
+        return jnp.asarray(x, dtype) / jnp.asarray(n, dtype)
+
+    return jax.tree.map(divide, summed)
 
 
 def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTree:
