@@ -57,6 +57,7 @@ def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> P
 
     Cost: each of n replicas sends 2 (n - 1) / n times the bytes of `value`, if XLA picks a ring.
     """
+    value = widen_for_mean(op, value)
     reduced = run_collective(lambda x: combine(op, x), value, packing)
     return divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
@@ -86,15 +87,17 @@ def _add_up(communicate: Callable[[Any], Any], arrays: Any) -> Any:
     )
 
 
+def widen_for_mean(op: ReduceOp, value: PyTree) -> PyTree:
+    """Makes integers floats if they are to be averaged: their sum might not fit their dtype."""
+    if op is not ReduceOp.MEAN:
+        return value
+    return jax.tree.map(lambda x: jnp.asarray(x, mean_dtype(x)), value)
+
+
 def divide_by_replicas(summed: PyTree) -> PyTree:
-    """Sums over all replicas as means; those of integers are float32."""
+    """Sums over all replicas of what `widen_for_mean` gave, as means."""
     n = num_replicas()
-
-    def divide(x):
-        dtype = mean_dtype(x)
-        return jnp.asarray(x, dtype) / jnp.asarray(n, dtype)
-
-    return jax.tree.map(divide, summed)
+    return jax.tree.map(lambda x: x / jnp.asarray(n, mean_dtype(x)), summed)
 
 
 def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTree:
