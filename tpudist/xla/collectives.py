@@ -137,6 +137,7 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
                 f"replicas, but {x.shape[dim]} is not a multiple of {n}. Pad it first."
             )
         axis_name = replica_axis()
+        x = widen_for_mean(op, x)
         x = _add_up(
             lambda x: jax.lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=True), x
         )
@@ -216,8 +217,8 @@ def is_16_bit_float(dtype: Any) -> bool:
 
 
 def mean_dtype(x: jax.Array) -> Any:
-    """The dtype of a mean: the array's own, but float32 for integers."""
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
+    """The dtype of a mean: the array's own, but JAX's float (float32 without x64) for integers."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
 
 
 def platform() -> str:
