@@ -91,7 +91,9 @@ def widen_for_mean(op: ReduceOp, value: PyTree) -> PyTree:
     """Makes integers floats if they are to be averaged: their sum might not fit their dtype."""
     if op is not ReduceOp.MEAN:
         return value
-    return jax.tree.map(lambda x: jnp.asarray(x, mean_dtype(x)), value)
+    return jax.tree.map(
+        lambda x: x if _is_inexact(x) else jnp.asarray(x, jnp.result_type(float)), value
+    )
 
 
 def divide_by_replicas(summed: PyTree) -> PyTree:
@@ -218,7 +220,11 @@ def is_16_bit_float(dtype: Any) -> bool:
 
 def mean_dtype(x: jax.Array) -> Any:
     """The dtype of a mean: the array's own, but JAX's float (float32 without x64) for integers."""
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+    return x.dtype if _is_inexact(x) else jnp.result_type(float)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def platform() -> str:
