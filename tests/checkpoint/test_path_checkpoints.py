@@ -5,7 +5,9 @@ import shutil
 import warnings
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import tpudist
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager, latest_checkpoint
@@ -166,6 +168,29 @@ def test_what_does_not_fit_is_an_error(tmp_path):
         CheckpointError, match=rf"There is no checkpoint .*x-9. {tmp_path} has: x-1"
     ):
         Checkpoint(x=1).restore(tmp_path / "x-9")
+
+
+def test_values_of_each_replica_do_not_fit_one_value_and_the_error_says_what_to_do(tmp_path):
+    strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def count(variable, rows):
+        variable[...] += rows.sum()
+
+    def make():
+        value = jnp.zeros((), jnp.float32)
+        return strategy.create(lambda: nnx.Variable(value, aggregation="none"))
+
+    [rows] = strategy.experimental_distribute_dataset([np.arange(4, dtype=np.float32)])
+    old, new = Checkpoint(total=make()), Checkpoint(total=make())
+    strategy.run(count, (old.total, rows))
+    path = old.save(tmp_path / "ckpt")
+    with pytest.raises(
+        CheckpointError, match=r"total float32\[\] is one value .* call the step once"
+    ):
+        new.restore(path)
+    strategy.run(count, (new.total, rows))
+    new.restore(path).assert_consumed()
+    assert float(strategy.reduce("sum", new.total[...], axis=None)) == 6
 
 
 def test_a_damaged_checkpoint_is_not_restored(tmp_path):

@@ -96,6 +96,13 @@ def compiler_options():
     assert internals.compiler_options_of(lowered) == options
 
 
+def settings_of_traces():
+    before = internals.settings_of_traces()
+    with jax.default_matmul_precision("highest"):
+        assert internals.settings_of_traces() != before
+    assert internals.settings_of_traces() == before != ()
+
+
 def key_of_trace_caches():
     calls = []
     count = jax.jit(lambda x: (calls.append(0), x)[1])
@@ -219,6 +226,7 @@ DOORS = {
     ),
     "Lowered._lowering._compiler_options_kvs": ("xla/internals.py", compiler_options),
     "jax._src.config.config_ext.Config": ("xla/internals.py", key_of_trace_caches),
+    "jax._src.config.trace_context and its names": ("xla/internals.py", settings_of_traces),
     "jax._src.core.EvalTrace": ("xla/internals.py", evaluation_of_operations),
     "jax._src.config.config_states": ("xla/internals.py", settings_of_a_thread),
     "jax._src.sharding_impls.canonicalize_sharding and what takes its result": (

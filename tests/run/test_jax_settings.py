@@ -148,3 +148,30 @@ def test_padding_is_not_reported(strategy):
         with pytest.raises(FloatingPointError, match="infinity in result on replica 0"):
             strategy.run(jnp.log, args=(batch,))
     np.testing.assert_allclose(strategy.gather(logarithms, axis=0), np.log(rows + 1), rtol=1e-5)
+
+
+def test_a_setting_of_a_block_is_that_of_the_program_and_of_the_data(strategy):
+    """The second call used what the first had traced, and a thread made batches without it."""
+
+    def step(factor, rows):
+        return factor * rows.sum()
+
+    dtypes = []
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            dataset = strategy.experimental_distribute_dataset([np.ones(4) / 3] * 3)
+            for rows in dataset:
+                value = strategy.run(step, args=(np.float64(1 / 3), rows))
+                dtypes.append(strategy.reduce("sum", value, axis=None).dtype.name)
+    assert dtypes == [*["float32"] * 3, *["float64"] * 3, *["float32"] * 3]
+
+
+def test_strict_promotion_of_dtypes_allows_means_and_losses(strategy):
+    def step(x):
+        replica = tpudist.get_replica_context()
+        loss = tpudist.compute_average_loss(jnp.full(2, 3, jnp.bfloat16))
+        return replica.all_reduce("mean", x), replica.all_reduce("sum", loss)
+
+    with jax.numpy_dtype_promotion("strict"):
+        mean, loss = strategy.run(step, args=(jnp.int32(3),))
+    assert (float(mean), float(loss), mean.dtype) == (3.0, 3.0, jnp.float32)

@@ -78,6 +78,8 @@ class _Trainer(_Base):
         self._hidden, self.net, self.items = 1.0, _Net(1.0), _Items()
         self.last_rates, self.view = collections.deque([1.0]), types.MappingProxyType(self.options)
         self.array = np.ones(1, np.float32)
+        self.same = jax.custom_vjp(lambda x: x)
+        self.same.defvjp(lambda x: (x, None), lambda _, g: (g * self.rate,))
 
     def attribute(self, x):
         return x * self.rate
@@ -111,6 +113,17 @@ class _Trainer(_Base):
 
     def in_a_gradient(self, x):
         return jax.grad(lambda x: x * self.rate)(x) * x
+
+    def in_a_rule_of_a_custom_gradient(self, x):
+        @jax.custom_vjp
+        def same(x):
+            return x
+
+        same.defvjp(lambda x: (x, None), lambda _, g: (g * self.rate,))
+        return jax.grad(same)(x) * x
+
+    def in_a_rule_that_is_held(self, x):
+        return jax.grad(self.same)(x) * x
 
     def in_a_loop(self, x):
         return jax.lax.scan(lambda c, _: (c * self.rate, None), x, None, length=1)[0]
@@ -179,6 +192,8 @@ _CHANGES = {
     "behind_super": lambda t: setattr(t, "base", 2.0),
     "in_a_method": lambda t: setattr(t, "rate", 2.0),
     "in_a_gradient": lambda t: setattr(t, "rate", 2.0),
+    "in_a_rule_of_a_custom_gradient": lambda t: setattr(t, "rate", 2.0),
+    "in_a_rule_that_is_held": lambda t: setattr(t, "rate", 2.0),
     "in_a_loop": lambda t: setattr(t, "rate", 2.0),
     "handed_on": lambda t: setattr(t.config, "rate", 2.0),
     "handed_on_itself": lambda t: setattr(t, "rate", 2.0),

@@ -154,6 +154,16 @@ def test_a_plain_value_is_equal_on_every_replica(strategy, op, make):
         assert float(got) == NUMPY[op](np.arange(3.0)) * n
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(np.int8, 100), (np.uint8, 200), (np.int32, 2**30)])
+def test_a_mean_of_integers_is_right_where_their_sum_does_not_fit(mirrored, dtype, value):
+    """The sum over the replicas was one of the integers' dtype: a mean of 100 was -28."""
+
+    def step(x):
+        return tpudist.get_replica_context().all_reduce("mean", x)
+
+    assert float(mirrored.run(step, (jnp.asarray(value, dtype),))) == value
+
+
 def test_a_plain_integer_stays_an_integer(mirrored):
     assert mirrored.reduce("sum", jnp.int8(3), axis=None).dtype == jnp.int8
     assert int(mirrored.reduce("sum", 3, axis=None)) == 24

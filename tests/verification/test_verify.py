@@ -189,9 +189,11 @@ def test_a_count_of_rows_is_right_if_it_is_reduced(strategy, batch):
     assert set(report.compared) == {"copies", "rows", "tail"}
 
 
+@pytest.mark.parametrize("made", ["outside", pytest.param("in the step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_one_key_for_all_replicas_is_found(strategy, batch, shares):
+def test_one_key_for_all_replicas_is_found(strategy, batch, shares, made):
     def step(w, key, b):
+        key = jax.random.key(0) if made == "in the step" else key
         own = key if shares else tpudist.get_replica_context().random_key(key)
         noise = jax.random.normal(own, b["y"].shape)  # line of: draw
         gradient = jax.grad(lambda w: (errors(w, b) * noise).mean())(w)

@@ -107,8 +107,9 @@ def match(
             problems.append(f"several names are renamed to {entry.name}: {ambiguous[entry.name]}")
             continue
         if old is None:
-            if not partial:
-                problems.append(f"missing in the checkpoint: {entry}")
+            of_replicas = _describe_replicas(entry, by_name, saved)
+            if of_replicas or not partial:
+                problems.append(of_replicas or f"missing in the checkpoint: {entry}")
             continue
         used.add(old)
         known = saved[old]
@@ -155,6 +156,23 @@ def _difference(entry: Entry, known: Mapping[str, Any], cast: bool) -> str | Non
         return None
     what = "is another" if there == here else f"is {here} in the objects, {there}"
     return f"{entry.name} {what} in the checkpoint"
+
+
+def _describe_replicas(
+    entry: Entry, by_name: Mapping[str, str], saved: Mapping[str, Mapping[str, Any]]
+) -> str | None:
+    """What is wrong if the checkpoint has a value of each replica, and the objects one for all."""
+    known = saved.get(by_name.get(f"{entry.name}.0", ""))
+    if known is None or known["kind"] != entry.kind or known["dtype"] != entry.dtype:
+        return None
+    if tuple(known["shape"][1:]) != entry.shape or not known["shape"]:
+        return None
+    n = known["shape"][0]
+    return (
+        f"{entry} is one value in the objects, {n} values in the checkpoint. If they are those of "
+        f"{n} replicas (aggregation='none'), call the step once with {n} replicas before you "
+        f"restore: it makes one value for each replica. Or leave it out: exclude=['{entry.name}']"
+    )
 
 
 def _is_chosen(

@@ -60,7 +60,8 @@ def compute_average_loss(
             f"It must "
             f"be a number, and positive."
         )
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))  # counts need the precision
+    if jnp.finfo(loss.dtype).bits < 32:
+        loss = loss.astype(jnp.float32)  # counts need the precision
     if sample_weight is not None:
         loss = loss * _append_dims(jnp.asarray(sample_weight, loss.dtype), loss)
     if global_batch_size is None:

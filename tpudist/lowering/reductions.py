@@ -49,7 +49,8 @@ def reduce_on_one_replica(
 
     # With a function of the user's, gradients are what they are: not equal, for all we know.
     send = communicate if accumulate is not None else _mark_equalizing(communicate)
-    reduced = collectives.run_collective(send, list(arrays))
+    sent = collectives.widen_for_mean(op, list(arrays))
+    reduced = collectives.run_collective(send, sent)
     return collectives.divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
 
@@ -78,7 +79,8 @@ def reduce_in_groups(
         sent = [jnp.where(first, x, jnp.zeros_like(x)) for x in sent]
         return collectives.combine(ReduceOp.SUM, sent, within)
 
-    reduced = collectives.run_collective(_mark_equalizing(communicate), list(arrays), packing)
+    sent = collectives.widen_for_mean(op, list(arrays))
+    reduced = collectives.run_collective(_mark_equalizing(communicate), sent, packing)
     return collectives.divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
 

@@ -536,6 +536,7 @@ class Step:
         findings = self.function.findings
         shapes = [x if hasattr(x, "shape") else compile.shape_of(x) for x in rest]
         key = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in shapes)
+        key += traces.settings()
         if findings.captures:
             key += tuple((c._value.shape, c._value.dtype) for c in findings.captures)
         traced = self.traced.get(key)

@@ -106,6 +106,9 @@ class _Walk:
                     self._visit_function(f"{expression}.__init__", init)
         elif callable(inner := inspect.getattr_static(value, "__wrapped__", None)):
             self.visit(f"{expression}.__wrapped__", inner, name)
+            for part, x in getattr(value, "__dict__", {}).items():
+                if part != "__wrapped__" and isinstance(x, _FUNCTIONS):  # rules of `custom_vjp`
+                    self.visit(f"{expression}.{part}", x, f"{name}.{part}")
         elif _is_transparent(value):
             self._objects.setdefault(id(value), (expression, value, name))
             for method in ("__call__", "__getitem__", "__iter__"):

@@ -57,6 +57,7 @@ def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> P
 
     Cost: each of n replicas sends 2 (n - 1) / n times the bytes of `value`, if XLA picks a ring.
     """
+    value = widen_for_mean(op, value)
     reduced = run_collective(lambda x: combine(op, x), value, packing)
     return divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
@@ -86,8 +87,17 @@ def _add_up(communicate: Callable[[Any], Any], arrays: Any) -> Any:
     )
 
 
+def widen_for_mean(op: ReduceOp, value: PyTree) -> PyTree:
+    """Makes integers floats if they are to be averaged: their sum might not fit their dtype."""
+    if op is not ReduceOp.MEAN:
+        return value
+    return jax.tree.map(
+        lambda x: x if _is_inexact(x) else jnp.asarray(x, jnp.result_type(float)), value
+    )
+
+
 def divide_by_replicas(summed: PyTree) -> PyTree:
-    """Sums over all replicas as means; those of integers are float32."""
+    """Sums over all replicas of what `widen_for_mean` gave, as means."""
     n = num_replicas()
     return jax.tree.map(lambda x: x / jnp.asarray(n, mean_dtype(x)), summed)
 
@@ -129,6 +139,7 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
                 f"replicas, but {x.shape[dim]} is not a multiple of {n}. Pad it first."
             )
         axis_name = replica_axis()
+        x = widen_for_mean(op, x)
         x = _add_up(
             lambda x: jax.lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=True), x
         )
@@ -208,8 +219,12 @@ def is_16_bit_float(dtype: Any) -> bool:
 
 
 def mean_dtype(x: jax.Array) -> Any:
-    """The dtype of a mean: the array's own, but float32 for integers."""
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
+    """The dtype of a mean: the array's own, but JAX's float (float32 without x64) for integers."""
+    return x.dtype if _is_inexact(x) else jnp.result_type(float)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def platform() -> str:

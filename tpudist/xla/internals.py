@@ -157,6 +157,18 @@ def make_key_of_trace_caches() -> Any:
         return None
 
 
+def settings_of_traces() -> tuple[Any, ...]:
+    """The values of JAX's settings that change what a trace gives, such as `jax_enable_x64`.
+
+    Empty where this JAX does not give them.
+    """
+    try:
+        values = zip(config.trace_context_names(), config.trace_context(), strict=True)
+        return tuple(value for name, value in values if name.startswith("jax_"))
+    except (AttributeError, TypeError, ValueError):
+        return ()
+
+
 def is_described(device: jax.Device) -> bool:
     """Whether a device is one of a described topology, to compile for and not to run on."""
     return type(device.client).__name__ == "CompileOnlyPyClient"

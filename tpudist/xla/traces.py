@@ -20,6 +20,11 @@ def trace_state() -> Any:
     return core.get_opaque_trace_state(convention="tpudist")
 
 
+def settings() -> tuple[Any, ...]:
+    """The values of JAX's settings now, as far as they change what a trace gives."""
+    return internals.settings_of_traces()
+
+
 # A first use in a traced function imports this module there. Each thread begins outside of traces.
 with concurrent.futures.ThreadPoolExecutor(1) as _thread:
     _OUTSIDE = _thread.submit(trace_state).result()

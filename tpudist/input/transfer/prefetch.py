@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 # Registered after JAX's own: at exit, no thread may still copy to devices that JAX is taking down.
-import jax  # noqa: F401
+import jax
 
 from tpudist.input.transfer.turns import Turns
+from tpudist.xla.settings import Setting
 
 T = TypeVar("T")
 _EXIT_TIMEOUT_S = 2.0
@@ -181,9 +182,19 @@ class _Buffer:
 
 
 def _bind_context(iterator: Iterator[T]) -> Callable[[], T]:
-    """What makes the next item, in a copy of the context variables of now."""
-    run = contextvars.copy_context().run
-    return lambda: run(next, iterator)
+    """What makes the next item, in a copy of the context variables of now.
+
+    `with jax.enable_x64(True)` holds for one thread: the thread that makes items enters it too.
+    """
+    run, has_64_bits = contextvars.copy_context().run, Setting.ENABLE_X64.read()
+
+    def make() -> T:
+        if Setting.ENABLE_X64.read() == has_64_bits:
+            return run(next, iterator)
+        with jax.enable_x64(has_64_bits):
+            return run(next, iterator)
+
+    return make
 
 
 def _fill(buffer: _Buffer, make: Callable[[], Any]) -> None:

@@ -216,7 +216,7 @@ class _Walk:
             elif name == "random_bits":
                 result = dataclasses.replace(result, is_constant=False)
             key = given[0] if given else UNKNOWN
-            if name == "random_bits" and key.is_equal and not key.is_constant:
+            if name == "random_bits" and key.is_equal:
                 result = self._note_draw(eqn, other, result)
             return [result] * len(eqn.outvars)
         found = self._degree(eqn, other, given)
