@@ -1,6 +1,7 @@
 """`Strategy.verify` tells a right distributed step from a wrong one, and names cause and line."""
 
 import linecache
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,10 @@ def with_a_mean(w, b):
     return average(w, b) + jnp.cos(b["x"] @ w + draws).mean()  # line of: mixed
 
 
+def clip_as_tensorflow(g):
+    return g * 1e6 / jnp.maximum(jnp.linalg.norm(g), 1e6)
+
+
 def in_parts(w, b):
     parts = jnp.split(jnp.repeat(w, N), jax.lax.axis_size("replica"))  # one part on one device
     return mean(jnp.concatenate(parts)[::N], b)
@@ -118,6 +123,7 @@ RIGHT = {
     "a loss over all rows that is summed": stepper(average, "sum"),
     "a masked loss over the count of all": stepper(masked_by_count_of_all, "sum"),
     "a loss that is reduced inside": stepper(reduced_inside, "mean"),
+    "clipped before at a norm that is not reached": stepper(average, "sum", clip_as_tensorflow),
     "dropout": stepper(dropped, "mean"),
     "dropout in a loop": stepper(dropped_in_a_loop, "mean"),
 }
@@ -147,7 +153,13 @@ def on_full_batches(report):
     return [x for x in report.differences if x.comparison != "tail"]
 
 
-QUICK = ("dropout in a loop", "a masked loss over the own count", "not reduced", "clipped before")
+QUICK = (
+    "clipped before at a norm that is not reached",
+    "dropout in a loop",
+    "a masked loss over the own count",
+    "not reduced",
+    "clipped before",
+)
 
 
 def in_part(names):
@@ -368,6 +380,16 @@ def test_a_step_without_results_is_not_ok(strategy, batch):
     report = strategy.verify(lambda b: None, (batch,))
     assert not report.ok
     assert "was not compared" in str(report)
+
+
+def test_a_run_after_it_warns_of_a_sum(strategy, batch):
+    step = stepper(mean, "sum")
+    assert not strategy.verify(step, (jnp.ones(3), batch)).ok
+    for number in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy.run(step, (jnp.ones(3), batch))
+        assert [x.category for x in caught] == [tpudist.LocalMeanWarning] * number
 
 
 def test_an_assertion_raises_the_report(strategy, batch):

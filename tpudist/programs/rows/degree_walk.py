@@ -67,6 +67,7 @@ _ZERO_AT_ZERO = frozenset(
 )
 _SUMS = ("psum", "psum_invariant", "reduce_scatter", "psum_scatter")
 _MAX_ROUNDS = 6
+_EPSILON = 1e-3  # the largest number that only avoids a division by zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +202,7 @@ class _Walk:
             faults = joined.faults | given[0].faults & self._draws
             return [dataclasses.replace(joined, is_equal=equal, faults=faults)]
         if name in _EXTREMES:
-            # A bound that is a plain number, such as the 1 of `max(count, 1)`, is rarely reached.
-            kept = [x for x in given if not (x.is_literal and x.degree == NONE)] or given
+            kept = [x for x in given if not _is_guard(x, given)] or given
             return [self._absorb(eqn, kept, functools.reduce(self._either, kept))]
         if name in _FREE:
             result = combine(given, NONE)
@@ -422,6 +422,16 @@ def _dims_of_sum(eqn: core.JaxprEqn) -> Sequence[int]:
 
 def _shape(x: Any) -> tuple[int, ...]:
     return getattr(x.aval, "shape", ())
+
+
+def _is_guard(bound: Value, given: Sequence[Value]) -> bool:
+    """Whether a bound is hardly ever reached: an epsilon, or the 1 of `max(count, 1)`.
+
+    A count does not depend on state, unlike a norm of gradients, which is clipped.
+    """
+    is_small = bound.is_zero or abs(bound.number or 1) < _EPSILON
+    is_number = bound.is_literal and bound.degree == NONE
+    return is_number and (is_small or not any(x.sources for x in given))
 
 
 def _lose(given: Sequence[Value]) -> Value:
