@@ -376,6 +376,21 @@ def test_nnx_state_is_compared_and_stays_as_it_was(strategy, batch, reduce_op, f
         assert "2 times" in report.differences[0].cause
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_right"),
+    [(reduced_inside, True), pytest.param(mean, True, marks=pytest.mark.slow), (average, False)],
+)
+def test_an_average_is_compared_by_its_value(strategy, batch, loss, is_right):
+    metrics = strategy.create(lambda: nnx.MultiMetric(loss=nnx.metrics.Average()))
+    report = strategy.verify(
+        lambda metrics, b: metrics.update(values=loss(jnp.ones(3), b)), (metrics, batch)
+    )
+    assert report.ok is is_right, str(report)
+    if not is_right:
+        (found,) = on_full_batches(report)
+        assert found.remedy.startswith("Give the metric the losses of the examples"), found
+
+
 def test_a_step_without_results_is_not_ok(strategy, batch):
     report = strategy.verify(lambda b: None, (batch,))
     assert not report.ok
