@@ -1,5 +1,6 @@
 """`Strategy.verify` tells a right distributed step from a wrong one, and names cause and line."""
 
+import dataclasses
 import linecache
 import warnings
 
@@ -341,6 +342,17 @@ def test_complex_numbers_have_a_factor():
     assert found is not None
     assert found.factor == pytest.approx(2)
     assert found.max_error == pytest.approx(5**0.5)
+
+
+def test_the_rest_of_addends_that_cancel_is_no_difference():
+    """The gradient of a bias before batch normalization is zero but for rounding."""
+    rest = np.array([1.0, -2.0, 0.5, 1.5])
+    near = [(None, rest * 0.2e-9)]
+    values = comparison.Values("mu", 0, None, rest * 1e-9, near, 8 * rest[[1, 3, 0, 2]] * 1e-9)
+    assert comparison.compare(values, 1e-7, 1) is not None
+    assert comparison.compare(values, 1e-7, 8) is None
+    exact = dataclasses.replace(values, disturbed=[(None, rest * (1 + 1e-7) * 1e-9)])
+    assert comparison.compare(exact, 1e-7, 8) is not None
 
 
 class Net(nnx.Module):

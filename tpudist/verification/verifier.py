@@ -207,7 +207,7 @@ class _Verifier:
         def find(disturbed: Sequence[Rehearsal]) -> tuple[list[Finding], int]:
             values = [*pairs(many, one.exact, disturbed)]
             self._changed |= any(x.before is not None and (x.one != x.before).any() for x in values)
-            found = (comparison.compare(x, self._epsilon) for x in values)
+            found = (comparison.compare(x, self._epsilon, self._n) for x in values)
             return [x for x in found if x is not None], len(values)
 
         found, number = find(one.disturbed)
