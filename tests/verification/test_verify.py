@@ -1,6 +1,8 @@
 """`Strategy.verify` tells a right distributed step from a wrong one, and names cause and line."""
 
+import dataclasses
 import linecache
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,10 @@ def with_a_mean(w, b):
     return average(w, b) + jnp.cos(b["x"] @ w + draws).mean()  # line of: mixed
 
 
+def clip_as_tensorflow(g):
+    return g * 1e6 / jnp.maximum(jnp.linalg.norm(g), 1e6)
+
+
 def in_parts(w, b):
     parts = jnp.split(jnp.repeat(w, N), jax.lax.axis_size("replica"))  # one part on one device
     return mean(jnp.concatenate(parts)[::N], b)
@@ -118,6 +124,7 @@ RIGHT = {
     "a loss over all rows that is summed": stepper(average, "sum"),
     "a masked loss over the count of all": stepper(masked_by_count_of_all, "sum"),
     "a loss that is reduced inside": stepper(reduced_inside, "mean"),
+    "clipped before at a norm that is not reached": stepper(average, "sum", clip_as_tensorflow),
     "dropout": stepper(dropped, "mean"),
     "dropout in a loop": stepper(dropped_in_a_loop, "mean"),
 }
@@ -147,7 +154,13 @@ def on_full_batches(report):
     return [x for x in report.differences if x.comparison != "tail"]
 
 
-QUICK = ("dropout in a loop", "a masked loss over the own count", "not reduced", "clipped before")
+QUICK = (
+    "clipped before at a norm that is not reached",
+    "dropout in a loop",
+    "a masked loss over the own count",
+    "not reduced",
+    "clipped before",
+)
 
 
 def in_part(names):
@@ -333,6 +346,17 @@ def test_complex_numbers_have_a_factor():
     assert found.max_error == pytest.approx(5**0.5)
 
 
+def test_the_rest_of_addends_that_cancel_is_no_difference():
+    """The gradient of a bias before batch normalization is zero but for rounding."""
+    rest = np.array([1.0, -2.0, 0.5, 1.5])
+    near = [(None, rest * 0.2e-9)]
+    values = comparison.Values("mu", 0, None, rest * 1e-9, near, 8 * rest[[1, 3, 0, 2]] * 1e-9)
+    assert comparison.compare(values, 1e-7, 1) is not None
+    assert comparison.compare(values, 1e-7, 8) is None
+    exact = dataclasses.replace(values, disturbed=[(None, rest * (1 + 1e-7) * 1e-9)])
+    assert comparison.compare(exact, 1e-7, 8) is not None
+
+
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.inner, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
@@ -366,10 +390,35 @@ def test_nnx_state_is_compared_and_stays_as_it_was(strategy, batch, reduce_op, f
         assert "2 times" in report.differences[0].cause
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_right"),
+    [(reduced_inside, True), pytest.param(mean, True, marks=pytest.mark.slow), (average, False)],
+)
+def test_an_average_is_compared_by_its_value(strategy, batch, loss, is_right):
+    metrics = strategy.create(lambda: nnx.MultiMetric(loss=nnx.metrics.Average()))
+    report = strategy.verify(
+        lambda metrics, b: metrics.update(values=loss(jnp.ones(3), b)), (metrics, batch)
+    )
+    assert report.ok is is_right, str(report)
+    if not is_right:
+        (found,) = on_full_batches(report)
+        assert found.remedy.startswith("Give the metric the losses of the examples"), found
+
+
 def test_a_step_without_results_is_not_ok(strategy, batch):
     report = strategy.verify(lambda b: None, (batch,))
     assert not report.ok
     assert "was not compared" in str(report)
+
+
+def test_a_run_after_it_warns_of_a_sum(strategy, batch):
+    step = stepper(mean, "sum")
+    assert not strategy.verify(step, (jnp.ones(3), batch)).ok
+    for number in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy.run(step, (jnp.ones(3), batch))
+        assert [x.category for x in caught] == [tpudist.LocalMeanWarning] * number
 
 
 def test_an_assertion_raises_the_report(strategy, batch):

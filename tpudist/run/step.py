@@ -95,6 +95,8 @@ class Step:
         self._jitted: Callable | None = None
         self._plan: StepPlan | None = None  # there is one where there is a `jit`
         self._lowering = False  # nothing is moved then: not all of it may be within reach
+        self._rehearses = False  # the warnings of its traces are left to the run then
+        self._only_rehearsed: list[TracedStep] = []  # traces that have such warnings
         # Traced, but not agreed on with other processes: `jit` does not ask again for what was
         # lowered before.
         self._only_lowered: list[TracedStep] = []
@@ -116,6 +118,8 @@ class Step:
             self.check_rows(now)
         if self._only_lowered:
             self._agree_on_lowered(now)
+        if self._only_rehearsed:
+            self._warn_of_rehearsed(now)
         if self._checks_each_call:
             first_run.agree_on_values(self.mesh, self.function.name, now)
         self._throttle.before_step(donated, kept)
@@ -190,7 +194,11 @@ class Step:
                 traced,
             )
 
-        return self.attempt(now, run_on_copies)
+        self._rehearses = True
+        try:
+            return self.attempt(now, run_on_copies)
+        finally:
+            self._rehearses = False
 
     def trace(self, now: call_arguments.Call) -> tuple[TracedStep, list[Any]]:
         """Returns the trace of this call, which is not made, and the inputs of its program."""
@@ -526,10 +534,19 @@ class Step:
         traced.count_run = first_run.agree_on_program(self.mesh, self.function.name, now, closed)
 
     def _agree_on_lowered(self, now: call_arguments.Call) -> None:
-        traced = self._trace(jax.tree.leaves(self._values(now))[len(self.captured) :])
+        traced = self._trace_again(now)
         if traced in self._only_lowered:
             self._only_lowered.remove(traced)
             self._agree(traced)
+
+    def _warn_of_rehearsed(self, now: call_arguments.Call) -> None:
+        traced = self._trace_again(now)
+        if traced in self._only_rehearsed:
+            self._only_rehearsed.remove(traced)
+            remarks.warn_once(traced.remarks, self.function.findings.remarks)
+
+    def _trace_again(self, now: call_arguments.Call) -> TracedStep:
+        return self._trace(jax.tree.leaves(self._values(now))[len(self.captured) :])
 
     def _trace(self, rest: Sequence[Any]) -> TracedStep:
         """The traced step for the shapes of what is fed beside Variables; traces at most once."""
@@ -576,7 +593,10 @@ class Step:
         self.captured += [v for v in traced.variable_order if v not in known]
         self.written_variables |= traced.written_variables
         self.written_leaves |= traced.written_leaves
-        remarks.warn_once(traced.remarks, findings.remarks)
+        if not self._rehearses:
+            remarks.warn_once(traced.remarks, findings.remarks)
+        elif traced.remarks:
+            self._only_rehearsed.append(traced)
         return traced
 
     @contextlib.contextmanager

@@ -67,12 +67,13 @@ class Finding:
 
 
 @np.errstate(invalid="ignore")  # differences of infinities
-def compare(values: Values, epsilon: float) -> Finding | None:
+def compare(values: Values, epsilon: float, n: int = 1) -> Finding | None:
     """Returns how an array differs; None if rounding explains it.
 
     Args:
         values: The array.
         epsilon: The relative rounding error of the least precise numbers that are computed.
+        n: Number of replicas.
     """
     if values.differs:
         many = _floats(values.many)
@@ -91,6 +92,10 @@ def compare(values: Values, epsilon: float) -> Finding | None:
     own = np.finfo(values.one.dtype).eps if values.one.dtype.kind == "f" else epsilon
     floor = 0.3 * own * np.abs(one) + epsilon * np.abs(one - before)
     safety = SAFETY * (1 + 1 / math.sqrt(max(one.size, 1)))
+    largest_noise = max(map(_size, noise), default=0.0)
+    if largest_noise > max(0.5 * _size(one - before), 10 * _size(floor)):
+        # All addends cancel. A wrong sum makes the rest n times as large, and its square n**2.
+        safety *= n**2
     rounding = safety * max([_size(x) for x in noise] + [_size(floor)]) + 1e-30
     tolerance = safety * max(float(np.abs(x).max(initial=0)) for x in [*noise, floor])
     error = many - one

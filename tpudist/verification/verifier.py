@@ -13,7 +13,7 @@ from tpudist.programs import jaxprs, random_streams
 from tpudist.programs.rows.degree_faults import Fault
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.rehearsal import Rehearsal
-from tpudist.verification import comparison
+from tpudist.verification import averages, comparison
 from tpudist.verification.batches import Arguments, Rows
 from tpudist.verification.compared_values import Pairing
 from tpudist.verification.comparison import Finding, Values
@@ -207,13 +207,13 @@ class _Verifier:
         def find(disturbed: Sequence[Rehearsal]) -> tuple[list[Finding], int]:
             values = [*pairs(many, one.exact, disturbed)]
             self._changed |= any(x.before is not None and (x.one != x.before).any() for x in values)
-            found = (comparison.compare(x, self._epsilon) for x in values)
+            found = (comparison.compare(x, self._epsilon, self._n) for x in values)
             return [x for x in found if x is not None], len(values)
 
         found, number = find(one.disturbed)
         if found and all(x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance for x in found):
             found, _ = find([*one.disturbed, *run_rounded()])
-        self._findings.setdefault(key, []).extend(found)
+        self._findings.setdefault(key, []).extend(averages.drop_right(found))
         self._compared[key] = self._compared.get(key, 0) + number
 
     def _why_draws_differ(self, closed: jaxprs.ClosedJaxpr) -> str:
@@ -304,6 +304,11 @@ class _Verifier:
             best = next((x for x in (factor, known, place.factor) if x is not None), None)
             kind = place.kind if key == "copies" or place.kind == "number" else ""
             cause, remedy = comparison.explain(key, self._n, best, kind)
+            if averages.is_part(found.leaf) and known is not None and key != "tail":
+                cause, remedy = (
+                    f"{known:.4g} times: {averages.ONE_NUMBER[0]}",
+                    averages.ONE_NUMBER[1],
+                )
         return Difference(
             found.leaf, key, known, found.max_error, found.tolerance, cause, remedy, line
         )

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +66,21 @@ def degree_of_numbers(first: float, second: float, tolerance: float = 1e-5) -> D
     return next((x for power, x in _POWERS.items() if abs(ratio / power - 1) < tolerance), None)
 
 
+class Factor(NamedTuple):
+    """A number that a value was multiplied by.
+
+    Attributes:
+        number: The number; 1 / d for a division by d.
+        of_rows: Whether it multiplies one number per row that is not constant: it may belong to the
+            model rather than to the loss.
+        divides: Whether it comes from a division.
+    """
+
+    number: float
+    of_rows: bool = False
+    divides: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
     """The properties of one value of a replica.
@@ -101,8 +116,8 @@ class Value:
     carries: int = 0
     faults: int = 0
     number: float | None = None
-    factors: tuple[float, ...] = ()
-    before_sum: tuple[float, ...] = ()
+    factors: tuple[Factor, ...] = ()
+    before_sum: tuple[Factor, ...] = ()
     counted: str = ""
     summed: str = ""
     averaged: str = ""
@@ -179,7 +194,7 @@ def combine_either(values: Sequence[Value], degree: Degree | None, **changed: An
     """The same for a sum or a choice: it has the factors that all of `values` have."""
     counted = [x for x in values if not (x.is_zero or x.is_literal)] or values
 
-    def common(name: str) -> tuple[float, ...]:
+    def common(name: str) -> tuple[Factor, ...]:
         found = collections.Counter(getattr(counted[0], name))
         for x in counted[1:]:
             found &= collections.Counter(getattr(x, name))

@@ -5,6 +5,8 @@ import itertools
 import math
 from fractions import Fraction
 
+from tpudist.programs.rows.degree import Factor
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
@@ -27,8 +29,8 @@ class Fault:
     counted: str
     summed: str
     sources: int
-    factors: tuple[float, ...] = ()
-    before_sum: tuple[float, ...] = ()
+    factors: tuple[Factor, ...] = ()
+    before_sum: tuple[Factor, ...] = ()
     mixed: bool = False
     is_draw: bool = False
 
@@ -44,28 +46,24 @@ class Fault:
             for i, j in itertools.product(powers, (-1, 0, 1))
             if i - j == self.excess
         ]
-        factors = self.factors + self.before_sum
-        # Other products of many are often a power of n by chance.
-        together = [*itertools.combinations(factors, 2)]
-        for some in (self.factors, self.before_sum):
-            ends = itertools.combinations(range(len(some) + 1), 2)
-            together += [some[start:end] for start, end in ends]
-        products = [abs(math.prod(some)) for some in together]
-        if any(abs(x / y - 1) < 1e-4 for x in products for y in right):
+        of_loss = [
+            [x.number for x in some if not x.of_rows] for some in (self.factors, self.before_sum)
+        ]
+        both = of_loss[0] + of_loss[1]
+        found = [*both, *map(math.prod, (*of_loss, both))]
+        # A division inside of a square is in its derivative twice.
+        of_rows = [x.number for x in self.factors + self.before_sum if x.of_rows]
+        found += [x for x in of_rows if of_rows.count(x) == 1]
+        if any(abs(abs(x) / y - 1) < 1e-4 for x in found for y in right):
             return True
-        return any(_may_contain(num_replicas, abs(x)) for x in self.before_sum)
+        return any(
+            _is_share(num_replicas, abs(x.number))
+            for x in self.before_sum
+            if not x.of_rows and not x.divides
+        )
 
 
-def _may_contain(n: int, factor: float) -> bool:
-    """Whether a factor of a loss may contain 1 / n.
-
-    The inverse of a multiple of n may, and a number that has fewer digits if it is multiplied by n,
-    such as 0.025 with 4 replicas. A count of features may not, nor 0.9, nor the 1.25 of a dropout.
-    """
-    if factor >= 1:
-        return False
-    whole = 1 / factor
-    if abs(whole - round(whole)) < 1e-4:
-        return round(whole) % n == 0
+def _is_share(n: int, factor: float) -> bool:
+    """Whether a number is hardly anything but a rounder one divided by n, such as 0.3 / 8."""
     digits, without = (f"{x:.4e}".partition("e")[0].rstrip("0.") for x in (factor, factor * n))
-    return len(without) < len(digits) or without == "1"
+    return factor < 1 and len(without) < len(digits)

@@ -28,6 +28,7 @@ from tpudist.programs.rows.degree import (
     OF_REPLICAS,
     UNKNOWN,
     Degree,
+    Factor,
     Value,
     combine,
     combine_either,
@@ -66,6 +67,7 @@ _ZERO_AT_ZERO = frozenset(
 )
 _SUMS = ("psum", "psum_invariant", "reduce_scatter", "psum_scatter")
 _MAX_ROUNDS = 6
+_EPSILON = 1e-3  # the largest number that only avoids a division by zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +202,7 @@ class _Walk:
             faults = joined.faults | given[0].faults & self._draws
             return [dataclasses.replace(joined, is_equal=equal, faults=faults)]
         if name in _EXTREMES:
-            # A bound that is a plain number, such as the 1 of `max(count, 1)`, is rarely reached.
-            kept = [x for x in given if not (x.is_literal and x.degree == NONE)] or given
+            kept = [x for x in given if not _is_guard(x, given)] or given
             return [self._absorb(eqn, kept, functools.reduce(self._either, kept))]
         if name in _FREE:
             result = combine(given, NONE)
@@ -235,7 +236,7 @@ class _Walk:
             changed["counted"] = self._line(eqn)
         result = self._absorb(eqn, given, combine(given, found, **changed))
         if name in ("mul", "div") and len(given) == 2:
-            result = _with_factor(name, given, result)
+            result = _with_factor(eqn, other, given, result)
         elif name not in _LINEAR:  # a factor inside a function does not multiply its result
             result = dataclasses.replace(result, factors=(), before_sum=())
         return [result] * len(eqn.outvars)
@@ -269,10 +270,10 @@ class _Walk:
         if name in _POWERS:
             return known[0] * _POWERS[name]
         if name in ("reduce_sum", "cumsum", "reduce_window_sum"):
-            if name != "reduce_sum":
-                return known[0] if not self._has_rows(eqn, other) else None
-            added = _sizes(eqn.invars[0], other.invars[0], eqn.params["axes"])
-            return None if added is None else known[0] + added
+            added = _sizes(eqn.invars[0], other.invars[0], _dims_of_sum(eqn))
+            if added is None or (added != NONE and name != "reduce_sum"):
+                return None
+            return known[0] + added
         if all(x == NONE for x in known):
             return NONE
         return None
@@ -402,10 +403,6 @@ class _Walk:
             self._draws |= fault.is_draw << number
         return 1 << number
 
-    def _has_rows(self, eqn: core.JaxprEqn, other: core.JaxprEqn) -> bool:
-        dims = range(len(_shape(eqn.invars[0])))
-        return _sizes(eqn.invars[0], other.invars[0], dims) != NONE
-
     def _line(self, eqn: core.JaxprEqn) -> str:
         return first_line_of((eqn, *reversed(self._calls)))
 
@@ -416,25 +413,58 @@ def _sizes(x: Any, y: Any, dims: Sequence[int]) -> Degree | None:
     return degree.degree_of_numbers(*map(float, sizes)) if all(sizes) else None
 
 
+def _dims_of_sum(eqn: core.JaxprEqn) -> Sequence[int]:
+    """The dims that a sum adds along."""
+    if eqn.primitive.name == "reduce_window_sum":
+        return [i for i, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
+    return [eqn.params["axis"]] if eqn.primitive.name == "cumsum" else eqn.params["axes"]
+
+
 def _shape(x: Any) -> tuple[int, ...]:
     return getattr(x.aval, "shape", ())
+
+
+def _is_guard(bound: Value, given: Sequence[Value]) -> bool:
+    """Whether a bound is hardly ever reached: an epsilon, or the 1 of `max(count, 1)`.
+
+    A count does not depend on state, unlike a norm of gradients, which is clipped.
+    """
+    is_small = bound.is_zero or abs(bound.number or 1) < _EPSILON
+    is_number = bound.is_literal and bound.degree == NONE
+    return is_number and (is_small or not any(x.sources for x in given))
 
 
 def _lose(given: Sequence[Value]) -> Value:
     return dataclasses.replace(combine(given, None), is_zero=False)
 
 
-def _with_factor(name: str, given: Sequence[Value], result: Value) -> Value:
-    """The result of a product or quotient with a number, which is recorded."""
-    first, second = (x.number for x in given)
-    if name == "div":
-        second = 1 / second if second else None
+def _with_factor(
+    eqn: core.JaxprEqn, other: core.JaxprEqn, given: Sequence[Value], result: Value
+) -> Value:
+    """The result of a product or quotient, with the numbers that multiply it.
+
+    A number is recorded where it multiplies numbers, as in the derivative of a loss, a value
+    without a dim of rows, or a vector of the rows. It does not multiply the loss elsewhere.
+    """
+    divides = eqn.primitive.name == "div"
+    numbers = [x.number for x in given]
+    if divides:
+        numbers[1] = 1 / numbers[1] if numbers[1] else None
+    first, second = numbers
     if first is not None and second is not None:
-        return dataclasses.replace(result, number=first * second)
-    number = first if second is None else second
-    if not number:
+        result = dataclasses.replace(result, number=first * second)
+    values = [x for x in given if x.number is None]
+    sizes = list(zip(_shape(eqn.outvars[0]), _shape(other.outvars[0]), strict=True))
+    has_rows = any(x != y for x, y in sizes)
+    of_rows = has_rows and not all(x.is_constant for x in values)
+    if of_rows and any(x == y != 1 for x, y in sizes):
         return result
-    return dataclasses.replace(result, factors=(*result.factors, number))
+    factors = [
+        Factor(number, of_rows, divides)
+        for x, number in zip(given, numbers, strict=True)
+        if number and abs(number) != 1 and not x.factors
+    ]
+    return dataclasses.replace(result, factors=(*result.factors, *factors))
 
 
 def _callees(eqn: core.JaxprEqn, other: core.JaxprEqn) -> tuple[Any, Any]:
