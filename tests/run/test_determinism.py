@@ -352,7 +352,7 @@ class BySum(tpudist.CrossDeviceOps):
     "make",
     [
         pytest.param(tpudist.ReductionToOneDevice, marks=pytest.mark.slow),
-        tpudist.HierarchicalCopyAllReduce,
+        pytest.param(tpudist.HierarchicalCopyAllReduce, marks=pytest.mark.slow),
         BySum,
     ],
 )

@@ -567,6 +567,7 @@ def test_a_value_outside_of_replica_functions_is_put_on_the_mesh():
     assert in_jit.sharding.spec[0] == ("logical_0", "logical_1")
 
 
+@pytest.mark.slow
 def test_a_captured_value_and_one_of_merge_call_are_split_as_arguments_are():
     strategy = assigned()
     x, w = arguments(strategy)

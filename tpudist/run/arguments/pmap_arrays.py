@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import NamedSharding
 
-from tpudist.values.per_replica import is_distributed
 from tpudist.xla import compile_log
 
 # What Flax calls the axis of the devices, in `jax_utils.replicate` and `prefetch_to_device`.
@@ -27,15 +27,15 @@ def refuse_replicated(
         ValueError: A leading dim has one part for each device.
     """
     for i, leaf in enumerate(leaves):
-        for array in () if is_distributed(leaf) else jax.tree.leaves(leaf):
-            if isinstance(array, jax.Array) and _has_device_dim(array):
-                raise ValueError(
-                    f"'{name}' was given '{labels()[i]}' {compile_log.describe(array)}, whose dim "
-                    f"0 is one of {array.shape[0]} devices: flax.jax_utils made it for jax.pmap. "
-                    f"Under a strategy, each replica would compute with all of it. Pass the state "
-                    f"without jax_utils.replicate (jax_utils.unreplicate(state) takes the dim "
-                    f"away), and a batch as strategy.distribute_batch(batch, has_device_dim=True)."
-                )
+        array = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        if isinstance(array, jax.Array) and _has_device_dim(array):
+            raise ValueError(
+                f"'{name}' was given '{labels()[i]}' {compile_log.describe(array)}, whose dim 0 is "
+                f"one of {array.shape[0]} devices: flax.jax_utils made it for jax.pmap. Under a "
+                f"strategy, each replica would compute with all of it. Pass the state without "
+                f"jax_utils.replicate (jax_utils.unreplicate(state) takes the dim away), and a "
+                f"batch as strategy.distribute_batch(batch, has_device_dim=True)."
+            )
 
 
 def _has_device_dim(array: jax.Array) -> bool:
