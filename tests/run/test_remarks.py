@@ -179,6 +179,9 @@ NOT_FOUND = {
     ),
     "sum / a number that is as large as the rows": lambda p, x, y: losses(p, x, y).sum() / 16,
     "mean / replicas": lambda p, x, y: mean_loss(p, x, y) / 8,
+    "mean of one replica": lambda p, x, y: jnp.where(
+        jax.lax.axis_index("replica") == 3, mean_loss(p, x, y), 0.0
+    ),
     "mean * share": lambda p, x, y: mean_loss(p, x, y) * (1 / 8),
     "weighted mean * share": lambda p, x, y: mean_loss(p, x, y) * (0.3 / 8),
     "rows * share": lambda p, x, y: jnp.mean(losses(p, x, y) / 8),

@@ -182,7 +182,7 @@ class _Walk:
         if replica_equality.makes_equal(eqn):
             return [dataclasses.replace(x, is_equal=True) for x in given]
         if name == "axis_index":
-            return [Value(is_equal=False)]
+            return [Value(is_equal=False, positions=OF_REPLICAS)]
         if name in _KEEP:
             if len(eqn.outvars) == len(given):
                 keeps = name in _IDENTITIES
@@ -198,6 +198,9 @@ class _Walk:
         if name == "select_n":
             joined = functools.reduce(self._either, given[1:])
             joined = self._absorb(eqn, given[1:], joined)
+            share = given[0].degree  # of a mask that picks one of all rows or replicas
+            if share and joined.degree and any(x.is_zero for x in given[1:]):
+                joined = dataclasses.replace(joined, degree=joined.degree + share)
             equal = joined.is_equal and given[0].is_equal
             faults = joined.faults | given[0].faults & self._draws
             return [dataclasses.replace(joined, is_equal=equal, faults=faults)]
