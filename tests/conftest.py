@@ -147,18 +147,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min((os.cpu_count() or 1) + 1, _MOST_WORKERS)
 
 
-def _in_groups(items: list[pytest.Item]) -> None:
-    """Says which tests share a worker: those of one file, which share what they have compiled.
+def _group_of(nodeid: str) -> str:
+    """Returns the name of the tests that share a worker with this one: those of its file.
 
-    Those that watch the clock are one group, so that they run one after the other.
+    They share what they have compiled. Tests that watch the clock run one after the other.
     """
-    for item in items:
-        name = item.path.stem
-        group = "the clock" if name in _WATCH_THE_CLOCK else name
-        group = "the layers" if name in ("test_layers", "test_layering") else group  # share trees
-        item.add_marker(pytest.mark.xdist_group(group))
-    rank = {name: i for i, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    name = Path(nodeid.partition("::")[0]).stem
+    if name in _WATCH_THE_CLOCK:
+        return "the clock"
+    return "the layers" if name in ("test_layers", "test_layering") else name  # share trees
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Gives each worker groups of tests. Its own groups, `loadgroup`, do nothing with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group_of(nodeid)
+
+    return ByGroup(config, log)
 
 
 def _skip_without_libtpu(items: list[pytest.Item]) -> None:
@@ -192,13 +200,14 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], keeps: list[bool
         items[:] = [item for item, keep in zip(items, keeps, strict=True) if keep]
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist looks for groups
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Groups the tests, and leaves out those that are not asked for."""
+    """Sorts the tests, and leaves out those that are not asked for."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
-    _in_groups(items)
+    rank = {name: i for i, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(_group_of(item.nodeid), len(rank)))
     _skip_without_libtpu(items)
     if "parity" not in config.option.markexpr:
         _leave_out(config, items, [item.get_closest_marker("parity") is None for item in items])

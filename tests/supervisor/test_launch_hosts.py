@@ -147,6 +147,7 @@ def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_h
     assert "Traceback" not in seen.output + other.output
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_host_whose_network_is_lost_is_done_without(two_hosts, tmp_path):
     env = {"LINK_S": "6", "SUPERVISORS_S": "1", "STEPS": "14"}
