@@ -159,7 +159,7 @@ def _group_of(nodeid: str) -> str:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Gives each worker groups of tests. Its own groups, `loadgroup`, do nothing with pytest 9.2."""
+    """Gives each worker groups of tests: groups of pytest-xdist do nothing with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
