@@ -9,6 +9,7 @@ from processes import run_processes
 
 PREFIX = """
 import os
+import jax
 import numpy as np
 import tpudist
 from processes import report
@@ -96,6 +97,9 @@ class Items(keras.utils.PyDataset):
 attempt(lambda: model.fit(Items(), verbose=0))
 from keras_loops import Loop
 loop = Loop(strategy)
+if jax.__version_info__ < (0, 12):  # docs/keras_fit.md: it cannot place new variables in a trace
+    with strategy.scope():
+        loop.optimizer.build(loop.model.trainable_variables)
 losses = loop.train(60)
 
 report({{
