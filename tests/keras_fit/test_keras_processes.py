@@ -9,7 +9,6 @@ from processes import run_processes
 
 PREFIX = """
 import os
-import jax
 import numpy as np
 import tpudist
 from processes import report
@@ -97,9 +96,8 @@ class Items(keras.utils.PyDataset):
 attempt(lambda: model.fit(Items(), verbose=0))
 from keras_loops import Loop
 loop = Loop(strategy)
-if jax.__version_info__ < (0, 12):  # docs/keras_fit.md: it cannot place new variables in a trace
-    with strategy.scope():
-        loop.optimizer.build(loop.model.trainable_variables)
+with strategy.scope():  # docs/keras_fit.md: JAX cannot place new variables in a trace
+    loop.optimizer.build(loop.model.trainable_variables)
 losses = loop.train(60)
 
 report({{

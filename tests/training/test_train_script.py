@@ -324,7 +324,7 @@ def test_sigterm_of_one_process_saves_one_step_and_ends_all(train, tmp_path, cap
         first, second = running.wait(exit_codes=(143,))
     assert "Preempted after" in first.stdout
     assert (first.exit_code, second.exit_code) == (143, 143)
-    assert "MultiWorkerMirroredStrategy on replica 2" in first.stdout
+    assert "MultiWorkerMirroredStrategy with 2 replicas on 2 CPU devices" in first.stdout
     assert "step" not in second.stdout
     done = losses_of(out)[-1][0]
     assert (out / "checkpoints" / str(done)).is_dir()
@@ -343,7 +343,7 @@ def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
     out = tmp_path / "out"
     args = [*SMALL, "--data", text, "--steps", "4", "--sample-bytes", "8", "--out", str(out)]
     first, second = run_processes(SCRIPT, devices_per_process=1, args=args)
-    assert "MultiWorkerMirroredStrategy on replica 2" in first.stdout
+    assert "MultiWorkerMirroredStrategy with 2 replicas on 2 CPU devices" in first.stdout
     assert "Finished after 4 steps" in first.stdout
     assert "step" not in second.stdout
     assert len([line for line in lines_of(out) if line["split"] == "train"]) == 4
