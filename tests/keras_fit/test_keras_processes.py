@@ -96,8 +96,6 @@ class Items(keras.utils.PyDataset):
 attempt(lambda: model.fit(Items(), verbose=0))
 from keras_loops import Loop
 loop = Loop(strategy)
-with strategy.scope():  # docs/keras_fit.md: JAX cannot place new variables in a trace
-    loop.optimizer.build(loop.model.trainable_variables)
 losses = loop.train(60)
 
 report({{

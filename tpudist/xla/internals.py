@@ -9,7 +9,7 @@ import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -210,6 +210,17 @@ def name_axis(name: str, size: int) -> contextlib.AbstractContextManager:
 def name_axes(mesh: Any) -> contextlib.AbstractContextManager:
     """Lets collectives over the manual axes of an abstract mesh be asked for, in this thread."""
     return core.extend_axis_env_nd([(axis, mesh.shape[axis]) for axis in mesh.manual_axes])
+
+
+@contextlib.contextmanager
+def leave_axes() -> Iterator[None]:
+    """Takes the names of all axes out of force in this thread, as outside of traces."""
+    before = core.trace_ctx.axis_env
+    core.trace_ctx.set_axis_env(core.top_axis_env)
+    try:
+        yield
+    finally:
+        core.trace_ctx.set_axis_env(before)
 
 
 def leave_devices() -> contextlib.AbstractContextManager:

@@ -42,6 +42,8 @@ def run_eagerly() -> Iterator[None]:
         if not is_eager():
             # In a replica function the mesh is manual, and concrete arrays cannot be on it.
             stack.enter_context(jax.sharding.use_abstract_mesh(_NO_MESH))
+            # JAX compares what several processes place by a program, which needs a clean state.
+            stack.enter_context(internals.leave_axes())
         stack.enter_context(jax.ensure_compile_time_eval())
         yield
 
