@@ -202,7 +202,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], keeps: list[bool
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Sorts the tests, and leaves out those that are not asked for."""
+    """Sorts the tests, and deselects the tests that the options do not select."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)

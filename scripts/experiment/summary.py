@@ -47,7 +47,7 @@ def describe_placement(tree: PyTree) -> str:
 
 
 def describe_strategy(strategy: Strategy) -> str:
-    """As "MirroredStrategy with 4 replicas on 8 CPU devices (replica 4 x fsdp 2)"."""
+    """Returns such as "MirroredStrategy with 4 replicas on 8 CPU devices (replica 4 x fsdp 2)"."""
     replicas, mesh = strategy.num_replicas_in_sync, strategy.mesh
     kind = mesh.devices.flat[0].device_kind
     kind = "CPU" if kind == "cpu" else kind

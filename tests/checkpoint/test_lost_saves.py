@@ -62,7 +62,7 @@ PROGRAM = """
         write(path)
 
     def without_threads():  # as Python 3.12.0 and 3.12.1 end
-        # Not before: a thread of Orbax would wait for one that was not started.
+        # Not earlier: a thread of Orbax would wait for a thread that could not start.
         manifest.write = write_without_threads
         keep.append(CheckpointManager(Checkpoint(x=1), f"{sys.argv[1]}/{name}"))
         keep[0].save(1)

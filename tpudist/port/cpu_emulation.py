@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Program, Transformer, remove_statement
+from tpudist.port.analysis.program import Program, remove_statement
+from tpudist.port.analysis.transformers import Transformer
 
 _SET = (
     "tensorflow.config.set_logical_device_configuration",

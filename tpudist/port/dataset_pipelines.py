@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.pipeline_steps import (
     ONE,
     PARAMETERS,

@@ -20,7 +20,8 @@ from tpudist.port.analysis.keras_objects import (
     is_without_keras,
     makes_model,
 )
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 
 _TAPE = "tensorflow.GradientTape"
 _TRAINED = {"trainable_variables", "trainable_weights"}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
 
 _FUNCTION = ("tensorflow.function", "tensorflow.autograph.experimental.do_not_convert")

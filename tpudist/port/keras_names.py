@@ -8,7 +8,8 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.keras_objects import is_called_as_model, is_model, makes_model
-from tpudist.port.analysis.program import Program, Transformer, remove_statement
+from tpudist.port.analysis.program import Program, remove_statement
+from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.tensorflow_names import KERAS_ALIASES, is_in_keras
 
 _KERAS = "tensorflow.keras"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.keras_objects import is_optimizer
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 
 
 class LearningRates(Transformer):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Transformer
+from tpudist.port.analysis.transformers import Transformer
 
 _LEGACY = "tensorflow.keras.optimizers.legacy.SGD"
 _SAME = {"learning_rate", "momentum", "nesterov", "name"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 
 _SHARES = {
     "tensorflow.nn.compute_average_loss": "tpudist.compute_average_loss",

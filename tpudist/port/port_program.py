@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Program, Together
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Together
 from tpudist.port.cpu_emulation import CpuEmulation
 from tpudist.port.dataset_pipelines import DatasetPipelines
 from tpudist.port.gradient_tapes import GradientTapes

@@ -11,7 +11,8 @@ import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
 from tpudist.port.analysis.keras_objects import is_in_module
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.operations.array_operations import DTYPES
 
 _VARIABLE = ("tensorflow.Variable", "tpudist.Variable")

@@ -9,7 +9,8 @@ import functools
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Program, Transformer, remove_statement
+from tpudist.port.analysis.program import Program, remove_statement
+from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.tensorflow_names import TPUDIST
 
 _INITIALISES = (

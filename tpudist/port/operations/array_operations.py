@@ -13,7 +13,8 @@ import re
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.analysis.value_flow import ValueFlow
 from tpudist.port.analysis.value_kinds import ValueKinds
 from tpudist.port.operations.irregular_operations import IRREGULAR, SAME_ARGUMENTS, Call

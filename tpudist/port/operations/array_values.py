@@ -9,7 +9,8 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role, Roles
-from tpudist.port.analysis.program import Program, Transformer
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
 
 # Attributes that are variables of Keras.
 _VARIABLES = {"learning_rate", "iterations", "lr", "optimizer_step"}
