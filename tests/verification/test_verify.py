@@ -405,6 +405,22 @@ def test_an_average_is_compared_by_its_value(strategy, batch, loss, is_right):
         assert found.remedy.startswith("Give the metric the losses of the examples"), found
 
 
+def test_a_total_and_a_count_of_another_class_are_no_average(strategy, batch):
+    """Their quotient may not be what counts."""
+
+    class Sums(nnx.Metric):
+        def __init__(self):
+            self.total = nnx.metrics.MetricState(jnp.zeros(()))
+            self.count = nnx.metrics.MetricState(jnp.zeros(()))
+
+    def step(sums, b):
+        sums.total[...] += reduce("sum", reduce("sum", b["m"].sum()))
+        sums.count[...] += reduce("sum", reduce("sum", b["m"].sum()))
+
+    report = strategy.verify(step, (strategy.create(Sums), batch))
+    assert {x.factor for x in on_full_batches(report)} == {N}
+
+
 def test_a_step_without_results_is_not_ok(strategy, batch):
     report = strategy.verify(lambda b: None, (batch,))
     assert not report.ok

@@ -39,6 +39,7 @@ class Change:
         after: The array that the step would write, with the same shape.
         output: The number of the output of the program.
         variable: The Variable, if it is one.
+        is_average: Whether it is the total or the count of an average of NNX.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Change:
     after: jax.Array
     output: int
     variable: Variable | None = None
+    is_average: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,8 @@ def find_changes(
             name = f"{name} ({numbers[name]})"
         if what in outputs:  # another trace of the step writes it otherwise
             variable = what if kind == "variable" else None
-            changes.append(Change(name, inputs[at], after, outputs[what], variable))
+            is_average = variable is None and binding is not None and binding.is_average(what[0])
+            changes.append(Change(name, inputs[at], after, outputs[what], variable, is_average))
     return tuple(changes)
 
 

@@ -1,11 +1,8 @@
-"""Metrics that are a total divided by a count, as `nnx.metrics.Average`."""
+"""Averages of NNX, which are a total divided by a count."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tpudist.verification.comparison import SAME_FACTOR, Finding
-
-_PART = re.compile(r"^(MetricState '(?:.*\W)?)(total|count)(\W.*)$")
 
 ONE_NUMBER = (
     "the metric is given one number for each replica, a share of the loss of the step or a mean "
@@ -14,25 +11,27 @@ ONE_NUMBER = (
 )
 """Cause and remedy of a total or a count that has a factor, where the average is wrong."""
 
-
-def is_part(leaf: str) -> bool:
-    """Returns whether a leaf is the total or the count of a metric."""
-    return _PART.match(leaf) is not None
+_OTHER = {"total": "count", "count": "total"}
 
 
-def drop_right(found: Sequence[Finding]) -> list[Finding]:
+def drop_right(found: Sequence[Finding], averages: Collection[str]) -> list[Finding]:
     """Returns the findings without totals and counts that have the same factor.
 
-    Their quotient, which is the value of the metric, is that of one device.
+    Their quotient, which is the value of the average, is that of one device.
+
+    Args:
+        found: The findings.
+        averages: The names of the totals and counts of averages.
     """
-    factors = {x.leaf: x.factor for x in found}
+    factors = {x.leaf: x.factor for x in found if x.leaf in averages}
 
-    def is_right(x: Finding) -> bool:
-        match = _PART.match(x.leaf)
-        if match is None or not x.factor:
-            return False
-        other = "count" if match[2] == "total" else "total"
-        factor = factors.get(f"{match[1]}{other}{match[3]}")
-        return factor is not None and abs(factor / x.factor - 1) < SAME_FACTOR
+    def is_right(leaf: str) -> bool:
+        factor = factors.get(leaf)
+        for part, other in _OTHER.items():
+            head, _, tail = leaf.rpartition(part)
+            known = factors.get(f"{head}{other}{tail}")
+            if factor and known and abs(known / factor - 1) < SAME_FACTOR:
+                return True
+        return False
 
-    return [x for x in found if not is_right(x)]
+    return [x for x in found if not is_right(x.leaf)]

@@ -24,6 +24,7 @@ class Pairing:
         not_compared: The names of arrays that have no counterpart on one device: each replica has a
             value of its own.
         sums: The names of arrays that have none because they grow with the number of rows.
+        averages: The names of the totals and counts of averages of NNX.
         lines: For state that differs between replicas, the user's line that makes it.
     """
 
@@ -31,6 +32,7 @@ class Pairing:
         """Has found nothing yet."""
         self.not_compared: set[str] = set()
         self.sums: set[str] = set()
+        self.averages: set[str] = set()
         self.lines: dict[str, str] = {}
 
     def pairs(
@@ -93,6 +95,8 @@ class Pairing:
         for change in many.changes:
             if random_keys.is_key(change.after):
                 continue
+            if change.is_average:
+                self.averages.add(change.name)
             other, variable = others.get(change.name), change.variable
             if other is None:
                 self.not_compared.add(change.name)

@@ -213,7 +213,8 @@ class _Verifier:
         found, number = find(one.disturbed)
         if found and all(x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance for x in found):
             found, _ = find([*one.disturbed, *run_rounded()])
-        self._findings.setdefault(key, []).extend(averages.drop_right(found))
+        found = averages.drop_right(found, self._pairing.averages)
+        self._findings.setdefault(key, []).extend(found)
         self._compared[key] = self._compared.get(key, 0) + number
 
     def _why_draws_differ(self, closed: jaxprs.ClosedJaxpr) -> str:
@@ -304,11 +305,9 @@ class _Verifier:
             best = next((x for x in (factor, known, place.factor) if x is not None), None)
             kind = place.kind if key == "copies" or place.kind == "number" else ""
             cause, remedy = comparison.explain(key, self._n, best, kind)
-            if averages.is_part(found.leaf) and known is not None and key != "tail":
-                cause, remedy = (
-                    f"{known:.4g} times: {averages.ONE_NUMBER[0]}",
-                    averages.ONE_NUMBER[1],
-                )
+            if found.leaf in self._pairing.averages and known is not None and key != "tail":
+                cause, remedy = averages.ONE_NUMBER
+                cause = f"{known:.4g} times: {cause}"
         return Difference(
             found.leaf, key, known, found.max_error, found.tolerance, cause, remedy, line
         )
