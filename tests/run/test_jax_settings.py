@@ -1,6 +1,7 @@
 """A step under JAX's settings for debugging: it works, or says what the setting reports."""
 
 import contextlib
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -51,11 +52,15 @@ def strategy(request):
 @contextlib.contextmanager
 def setting(name, value):
     before = getattr(jax.config, name)
+    gc.collect()
+    gc.freeze()  # cycles that other tests left are not judged by a guard of this one
     jax.config.update(name, value)
     try:
         yield
+        gc.collect()
     finally:
         jax.config.update(name, before)
+        gc.unfreeze()
 
 
 @pytest.mark.slow
