@@ -1,126 +1,106 @@
-"""The snippets of the guides in docs run one after the other, as they say."""
+"""The Python blocks of each page of docs run one after the other, and print what the page shows."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import doc_outputs
 from places import ROOT
 from processes import run_processes
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import VariableHome
 
 
-def snippets(guide: str, section: str | None = None) -> str:
-    """The snippets of a guide as one program.
+def blocks_of(page: str, section: str | None = None) -> list[doc_outputs.Block]:
+    """The Python blocks of a page.
 
-    Of a guide whose sections stand by themselves, those of one section, after the ones before all.
+    Of a page whose sections stand by themselves, those of one section, after the ones before all.
     """
-    text = (ROOT / "docs" / guide).read_text()
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     if section is not None:
         first, *sections = re.split(r"^## ", text, flags=re.M)
         [found] = [x for x in sections if x.startswith(section + "\n")]
         text = first + found
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+    return doc_outputs.find_blocks(text)
 
 
-def run(guide: str, folder: Path, section: str | None = None) -> str:
-    """What the snippets of a guide, or of a section, print, run in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", snippets(guide, section)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
+def check(page: str, folder: Path, section: str | None = None) -> None:
+    """Runs the blocks of a page, or of a section, and compares what each prints."""
+    blocks = blocks_of(page, section)
+    printed = doc_outputs.run_blocks([x.code for x in blocks], folder)
+    for block, output in zip(blocks, printed, strict=True):
+        difference = doc_outputs.find_difference(block.output or "", output)
+        remedy = f"python scripts/doc_outputs.py docs/{page}.md stores the new output"
+        assert difference is None, f"{block.code}\n{difference}\n{remedy}"
+
+
+# Pages with a test of their own, and a page of programs for several machines.
+OTHERS = {"finetuning", "gpus", "linen_haiku_equinox", "several_processes"}
+PAGES = sorted(
+    x.stem
+    for x in (ROOT / "docs").glob("*.md")
+    if x.stem not in OTHERS and doc_outputs.find_blocks(x.read_text())
+)
+MARKS = {"planning": [pytest.mark.libtpu]}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("page", [pytest.param(x, marks=MARKS.get(x, ())) for x in PAGES])
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path):
+    check(page, tmp_path)
+
+
+def test_there_are_pages_with_code():
+    assert len(PAGES) >= 15
+
+
+@pytest.mark.parametrize(
+    ("stored", "printed", "same"),
+    [
+        ("loss 0.5 (3 steps)", "loss 0.502 (3 steps)", True),
+        ("loss 0.5 (3 steps)", "loss 0.52 (3 steps)", False),
+        ("loss 0.5 (3 steps)", "loss 0.5 (4 steps)", False),
+        ("took ... s, x 1.0", "took 12 s, x 1.001", True),
+        ("took ... s, x 1.0", "took 12 s, x 1.1", False),
+        ("[1. 2. -3.5e-01]", "[1.  2. -3.51e-01]", True),
+        ("a\n...\nb 1.0", "a\nx\ny\nb 1.001\n", True),
+        ("a\n...\nb 1.0", "a\nx\ny\nb 1.1\n", False),
+        ("a", "a\nb", False),
+        ("a\nb", "a", False),
+        ("", "a", False),
+    ],
+)
+def test_outputs_match_up_to_rounding_and_ellipses(stored, printed, same):
+    assert (doc_outputs.find_difference(stored, printed) is None) == same
+
+
+def test_an_output_is_the_text_block_right_below():
+    page = "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\n2\n```\nx\n```text\n3\n```\n"
+    assert [x.output for x in doc_outputs.find_blocks(page)] == ["1\n", None]
+
+
+def test_stored_outputs_are_rewritten_where_they_are_out_of_date(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "a\n```python\nprint(1.0)\n```\nb\n```python\nprint(2)\n```\n\n```text\n3\n```\n"
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_snippets_about_data_and_checkpoints_run_one_after_the_other(tmp_path):
-    printed = run("data_and_checkpoints.md", tmp_path)
-    assert "40 steps; saved: [20, 30, 40]" in printed
-    assert "Restored 2 values of step 40" in printed
-    assert "FileDataset" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_snippets_about_the_training_loop_run_one_after_the_other(tmp_path):
-    printed = run("training_loop.md", tmp_path)
-    assert "step 48/48  loss " in printed
-    assert "Goes on after step 25 of 60, from " in printed
-    assert "step 60/60  held out distance " in printed
+    assert doc_outputs.update(page) == 2
+    blocks = doc_outputs.find_blocks(page.read_text())
+    assert [x.output for x in blocks] == ["1.0\n", "2\n"]
+    assert doc_outputs.update(page) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_program_that_fine_tunes_learns(tmp_path):
-    printed = run("finetuning.md", tmp_path)
+    printed = "".join(doc_outputs.run_blocks([x.code for x in blocks_of("finetuning")], tmp_path))
     before, after = re.search(r"from (\S+) to (\S+) nats a byte", printed).groups()
     assert float(after) < float(before) - 0.5
     assert (tmp_path / "finetuned" / "model.safetensors").exists()
-
-
-@pytest.mark.libtpu
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_snippets_about_planning_run_one_after_the_other(tmp_path):
-    printed = run("planning.md", tmp_path)
-    assert "True 8 " in printed  # it fits, on 8 replicas
-    assert "all-reduce ('replica',) ici" in printed
-    assert (tmp_path / "saved_plan").is_dir()
-
-
-# Guides that are run as a whole, for what they assert.
-WHOLE = (
-    "from_pmap",
-    "from_jit",
-    "batch_norm",
-    "keras_fit",
-    "mixed_precision",
-    "model_parallelism",
-    "debugging",
-    "determinism",
-    "gradients",
-    "parameter_servers",
-    "pretrained",
-    "verification",
-)
-# Guides that other tests run, and a guide of programs for several machines.
-OTHERS = (
-    "architecture",
-    "data_and_checkpoints",
-    "finetuning",
-    "gpus",
-    "linen_haiku_equinox",
-    "planning",
-    "porting",
-    "training_loop",
-)
-NOT_RUN = ("several_processes",)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("guide", WHOLE)
-def test_the_snippets_of_a_guide_run_one_after_the_other(guide, tmp_path):
-    """Each asserts what the text around it says."""
-    run(f"{guide}.md", tmp_path)
-
-
-def test_each_guide_with_snippets_is_run():
-    pages = (ROOT / "docs").glob("*.md")
-    shown = [page.stem for page in pages if "\n```python\n" in page.read_text()]
-    assert sorted(shown) == sorted((*WHOLE, *OTHERS, *NOT_RUN))
 
 
 @pytest.mark.slow
@@ -130,7 +110,7 @@ def test_each_guide_with_snippets_is_run():
 )
 def test_each_library_of_models_has_a_section_that_runs(section, package, tmp_path):
     pytest.importorskip(package)
-    run("linen_haiku_equinox.md", tmp_path, section)
+    check("linen_haiku_equinox", tmp_path, section)
 
 
 ALONE = """
@@ -151,7 +131,7 @@ os.environ |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": 
 @pytest.mark.parametrize("how", ["by TF_CONFIG", "by Slurm"])
 def test_the_program_for_gpus_gives_the_losses_of_one_process_however_it_is_started(how):
     """On emulated devices: no GPU has run it."""
-    program = snippets("gpus.md")
+    program = "\n".join(x.code for x in blocks_of("gpus"))
     for_slurm = program.replace(
         "Resolver()", 'Resolver(port_base=int(os.environ["PORT"]), gpus_per_node=0)'
     )
@@ -187,9 +167,3 @@ def test_the_architecture_has_every_context_and_every_home_of_variables():
     for kind, column in ((ContextKind, "| `ContextKind` |"), (VariableHome, "| `VariableHome` |")):
         table = text[text.index(column) :].split("\n\n")[0]
         assert re.findall(r"^\| `(\w+)` \|", table, re.M)[1:] == [x.name for x in kind]
-
-
-@pytest.mark.slow
-def test_the_strategy_that_the_architecture_shows_works(tmp_path):
-    printed = run("architecture.md", tmp_path)
-    assert printed == "PairStrategy(replica=4, pair=2 on cpu) ('pair',) 128.0\n"
