@@ -1,0 +1,1 @@
+"""The pictures of the documentation: `scripts/pictures.py` writes them."""
