@@ -1,9 +1,9 @@
 """Measures the layers of tpudist: its packages, what they import, and how its files read.
 
-    python scripts/layers.py [--json | --draw FILE.svg] [FOLDER]
+    python scripts/layers.py [--json] [FOLDER]
 
-FOLDER holds a package `tpudist`; by default the repository of this file. `--draw` draws the
-layers: the picture of docs/architecture.md, which a test compares with the imports.
+FOLDER holds a package `tpudist`; by default the repository of this file. The picture of
+docs/architecture.md is drawn from the same imports: `python scripts/pictures.py layers`.
 
 A *package* here is a module or a folder at the top of `tpudist/`. An *import* is a package that
 imports another one, however often; imports inside functions and under `if TYPE_CHECKING` count. The
@@ -20,10 +20,8 @@ import json
 import statistics
 import subprocess
 import sys
-import textwrap
 import tokenize
 from collections.abc import Collection, Iterator, Mapping
-from html import escape
 from pathlib import Path
 
 
@@ -229,65 +227,11 @@ def figures(folder: Path) -> dict[str, object]:
     }
 
 
-_STYLE = """
-text { font-family: system-ui, sans-serif; fill: #1f2328; }
-rect { fill: #f0f4fa; stroke: #8aa0bd; }
-.name { font-size: 17px; font-weight: 600; }
-.what, .layer { font-size: 12px; fill: #57606a; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; } .what, .layer { fill: #9da7b3; }
-  rect { fill: #1c2733; stroke: #4d6480; }
-}"""
-_WIDTH, _HEIGHT, _GAP, _MARGIN = 1180, 84, 10, 34
-
-
-def _shown(package: str) -> str:
-    return {"__init__": "tpudist", "__main__": "python -m tpudist"}.get(package, package)
-
-
-def draw(folder: Path) -> str:
-    """The layers as SVG: the packages of each, and the first line of their docstrings."""
-    modules = modules_of(folder / "tpudist")
-    layers = layers_of(packages_of(imports_of(modules, "tpudist", types=True)))
-    top = max(layers.values())
-    parts = []
-    for layer in range(top, 0, -1):
-        packages = sorted(package for package, on in layers.items() if on == layer)
-        y = (top - layer) * (_HEIGHT + _GAP) + _GAP
-        width = (_WIDTH - _MARGIN - _GAP * len(packages)) / len(packages)
-        parts.append(f'<text class="layer" x="10" y="{y + _HEIGHT / 2 + 4:.0f}">{layer}</text>')
-        for i, package in enumerate(packages):
-            x = _MARGIN + i * (width + _GAP)
-            parts.append(
-                f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{_HEIGHT}" rx="6"/>'
-            )
-            name = _shown(package)
-            size = min(17, 1.6 * (width - 20) / len(name))  # in px: a letter is 0.6 wide
-            parts.append(
-                f'<text class="name" style="font-size: {size:.0f}px" x="{x + 12:.0f}" '
-                f'y="{y + 24}">{name}</text>'
-            )
-            tree = modules.get(package) or modules[f"{package}.__init__"]
-            said = (ast.get_docstring(tree) or "").split("\n\n")[0]
-            lines = textwrap.wrap(" ".join(said.split()), max(int((width - 20) / 6.1), 10))
-            for line, text in enumerate(lines[:3]):
-                at = y + 43 + 15 * line
-                parts.append(f'<text class="what" x="{x + 12:.0f}" y="{at}">{escape(text)}</text>')
-    height = top * (_HEIGHT + _GAP) + _GAP
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}">'
-    title = "<title>The layers of tpudist: a package imports only packages below it</title>"
-    return "\n".join([head, title, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", default=Path(__file__).resolve().parents[1], type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the layers as SVG")
     options = parser.parse_args()
-    if options.draw:
-        options.draw.write_text(draw(options.folder.resolve()))
-        return
     found = figures(options.folder.resolve())
     if options.json:
         print(json.dumps(found, indent=2))

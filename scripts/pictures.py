@@ -36,6 +36,7 @@ NAMES = (
     "plan-accuracy",
     "call-cost",
     "lost-process",
+    "layers",
 )
 
 

@@ -33,6 +33,7 @@ class Page(HTMLParser):
     Attributes:
         links: Where it leads, each with whether the browser asks for it by itself.
         anchors: What may come after `#`.
+        unnamed: Images without alternative text.
     """
 
     def __init__(self, text: str):
@@ -40,6 +41,7 @@ class Page(HTMLParser):
         super().__init__()
         self.links: list[tuple[str, bool]] = []
         self.anchors: set[str] = set()
+        self.unnamed: list[str] = []
         self._in_style = False
         self.feed(text)
 
@@ -48,6 +50,8 @@ class Page(HTMLParser):
         said = {name: value or "" for name, value in attrs}
         self.anchors |= {said[name] for name in ("id", "name") if name in said}
         self._in_style = tag == "style"
+        if tag == "img" and not said.get("alt", "").strip():
+            self.unnamed.append(said.get("src", ""))
         only_says = tag == "link" and said.get("rel") in _NEVER_ASKED
         for name, value in said.items():
             is_shown = (tag, name) in _SHOWN and not only_says
@@ -78,6 +82,11 @@ def problems(folder: Path) -> list[str]:
         f"{name} has an element for which the theme asks another host: {asks[0]}."
         for name, text in texts.items()
         if (asks := _ASKS_OTHERS.search(text))
+    ]
+    found += [
+        f"{name} shows {image} without alternative text."
+        for name, page in pages.items()
+        for image in page.unnamed
     ]
     links = [(name, link, shown) for name, page in pages.items() for link, shown in page.links]
     for name in files:

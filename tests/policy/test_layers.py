@@ -51,8 +51,3 @@ def test_tpudist_has_few_packages_few_imports_and_no_cycles():
     # Messages shorten what they print with `options`, and checkpoints open objects of libraries.
     assert found["imports between packages"] <= 242  # of the 780 pairs of 40 packages
     assert int(found["files in the largest folder"].split()[0]) <= 25
-
-
-def test_the_picture_of_the_layers_is_that_of_the_imports():
-    """`python scripts/layers.py --draw docs/images/layers.svg` draws it."""
-    assert (ROOT / "docs" / "images" / "layers.svg").read_text() == layers.draw(ROOT)

@@ -31,7 +31,7 @@ def make_site(tmp_path):
     "text",
     [
         '<a href="../">up</a><a href="../#top">up</a><a href="#top">here</a><a href=".">here</a>',
-        '<a href="../image.png">a file</a><img src="../image.png"><img src="data:image/png,">',
+        '<a href="../image.png">file</a><img alt="x" src="../image.png"><img alt="x" src="data:,">',
         '<a href="https://docs.jax.dev/#there">people ask for it</a><a href="mailto:a@b.c">a</a>',
         '<link rel="canonical" href="https://a.b"><link rel="stylesheet" href="../site.css">',
         '<a name="old"></a><a href="#old">an old anchor</a><a href="/guide/#top">from the top</a>',
@@ -47,15 +47,16 @@ def test_a_site_that_is_whole_has_no_problems(make_site, text):
     [
         ('<a href="../gone/">x</a>', "leads to ../gone/, and there is no gone/index.html."),
         ('<a href="../gone.png">x</a>', "leads to ../gone.png, and there is no gone.png."),
-        ('<img src="gone.png">', "leads to gone.png, and there is no guide/gone.png."),
+        ('<img alt="x" src="gone.png">', "leads to gone.png, and there is no guide/gone.png."),
         ('<a href="../#gone">x</a>', "leads to ../#gone, and index.html has no anchor gone."),
         ('<a href="#gone">x</a>', "leads to #gone, and guide/index.html has no anchor gone."),
         ('<script src="https://a.b/c.js">', "asks another host for https://a.b/c.js."),
         ('<script src="//a.b/c.js">', "asks another host for //a.b/c.js."),
-        ('<img srcset="https://a.b/c.png 2x">', "asks another host for https://a.b/c.png."),
+        ('<img alt="x" srcset="https://a.b/c.png 2x">', "asks another host for https://a.b/c.png."),
         ('<link rel="stylesheet" href="https://a.b/c">', "asks another host for https://a.b/c."),
         ('<p style="background: url(http://a.b/c)">', "asks another host for http://a.b/c."),
         ("<style>@import 'https://a.b/c';</style>", "asks another host for https://a.b/c."),
+        ('<img src="../image.png">', "shows ../image.png without alternative text."),
         (
             '<pre class="mermaid">',
             'has an element for which the theme asks another host: class="mermaid".',
