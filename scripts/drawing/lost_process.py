@@ -79,6 +79,9 @@ def draw(facts: dict, palette: Palette) -> Canvas:
         if killed:
             x = place(facts["new_generation_s"]) + 8
             canvas.text(x, y + 23, "killed (SIGKILL)", color="red", bold=True)
+        if name == "process 0":
+            x = place(facts["new_generation_s"]) + 8
+            canvas.text(x, y + 23, "connects and compiles", color="muted")
         if spare:
             canvas.text(left + 10, y + 23, "waits", color="muted")
     canvas.line((place(0), 40), (place(0), bottom), color="red", width=2)
