@@ -58,6 +58,6 @@ def draw(facts: list[tuple[str, str]], palette: Palette) -> Canvas:
         "purple-fill",
         "purple",
     )
-    told = "optimizer.update(model, grads) makes the sum. The result equals one device's."
+    told = "optimizer.update(model, grads) computes the sum. The result equals that of one device."
     canvas.text(428, 382, told, color="muted", anchor="middle")
     return canvas
