@@ -77,7 +77,8 @@ def show_classes(package: Path) -> str:
     rows = ["| class | cause | remedy |", "|---|---|---|"]
     for found in find_classes(package):
         if found.remedy:
-            cells = (f"`{found.name}` ({', '.join(found.bases)})", found.cause, found.remedy)
+            remedy = found.remedy[0].upper() + found.remedy[1:]
+            cells = (f"`{found.name}` ({', '.join(found.bases)})", found.cause, remedy)
             rows.append(f"| {' | '.join(x.replace('|', '&#124;') for x in cells)} |")
     return "\n".join(rows)
 

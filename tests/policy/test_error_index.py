@@ -125,5 +125,5 @@ def test_classes_and_messages_are_read_as_they_are_written(tmp_path):
         ("A", "... is no number.", "run/file.py"),
         ("reason", "it is dead", "run/file.py"),
     ]
-    assert "| `A` (ValueError) | What it is. | do &#124; this. |" in INDEX.show_classes(tmp_path)
+    assert "| `A` (ValueError) | What it is. | Do &#124; this. |" in INDEX.show_classes(tmp_path)
     assert "<li><code>reason</code> it is &lt;odd&gt; <small>" in INDEX.show_messages(tmp_path)
