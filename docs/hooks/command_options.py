@@ -1,6 +1,6 @@
-"""The options of a command as a table: those of the dataclass that its command line is made of.
+"""Writes the options of a command as a table, from the dataclass of its command line.
 
-A page asks for them with `<!-- options: FILE CLASS -->`. Nothing is imported, nothing is started.
+A page marks the place with `<!-- options: FILE CLASS -->`. The hook imports and starts nothing.
 """
 
 import ast
@@ -13,15 +13,15 @@ _ASKED = re.compile(r"^<!-- options: (\S+) (\w+) -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts the tables where they are asked for."""
+    """Replaces each mark of a page by its table."""
     return _ASKED.sub(lambda asked: table((ROOT / asked[1]).read_text(), asked[2]), markdown)
 
 
 def table(source: str, name: str) -> str:
-    """A row for each field of a class that a string explains."""
+    """Returns a table with a row for each field of a class that has a description."""
     tree = ast.parse(source)
     (body,) = (x.body for x in ast.walk(tree) if isinstance(x, ast.ClassDef) and x.name == name)
-    rows = ["| option | default | what it says |", "|---|---|---|"]
+    rows = ["| option | default | meaning |", "|---|---|---|"]
     for field, text in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             said = " ".join(ast.literal_eval(text.value).split()).replace("|", "\\|")

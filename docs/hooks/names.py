@@ -1,7 +1,7 @@
-"""Public names in running text lead to where the reference explains them.
+"""Links public names in running text to their entries in the reference.
 
-`MirroredStrategy`, `tpudist.emulate(8)` and `strategy.run` are links wherever they stand between
-backticks, in the guides and in docstrings. The sources need no markup for it.
+`MirroredStrategy`, `tpudist.emulate(8)` and `strategy.run` become links wherever they are between
+backticks, in guides and in docstrings. The sources need no markup.
 """
 
 import re
@@ -16,7 +16,7 @@ DOCUMENTED = set(
         re.M,
     )
 )
-# What objects are called in examples.
+# Names of objects in examples.
 OBJECTS = {
     "strategy": "Strategy",
     "manager": "checkpoint.CheckpointManager",
@@ -27,7 +27,7 @@ _HEADING_OR_LINK = re.compile(r"(<(?P<tag>h[1-6]|a|pre)\b.*?</(?P=tag)>)", re.DO
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Makes links of the names on a page that are no part of a heading or a link."""
+    """Links the names on a page that are not in a heading or a link."""
     parts = _HEADING_OR_LINK.split(html)
     # Between two parts come the heading or link, and its tag.
     parts[::3] = [_CODE.sub(_link, part) for part in parts[::3]]
@@ -40,9 +40,9 @@ def _link(code: re.Match[str]) -> str:
 
 
 def identifier(text: str) -> str | None:
-    """What the reference calls a name in running text; None for what is no public name.
+    """Returns the name of the reference for a name in running text, or None if it is not public.
 
-    Words without a capital are public names only with their module before them: `function`.
+    A word without a capital is a public name only after its module: `tpudist.function`.
     """
     first, _, rest = text.partition(".")
     if first == "tpudist":

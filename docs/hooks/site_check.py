@@ -1,8 +1,8 @@
-"""The site that was built: it is whole, asks nobody else for anything, and is put in an archive.
+"""Checks the links of the site, rejects requests to other hosts, and writes the archive.
 
-After `mkdocs build`, every link and file of every page is looked for among the pages, anchors and
-files that were written; one that is not there, or a request to another host, ends the build with an
-error. MkDocs itself follows the links of Markdown alone, not those of what hooks and plugins make.
+After `mkdocs build`, the hook looks up every link of every page among the pages, anchors and files
+of the site. A missing target or a request to another host ends the build with an error. MkDocs
+itself checks only links in Markdown, not those that hooks and plugins write.
 The site is then in `site/`, and the same as one file in `site.tar.gz`.
 """
 
@@ -17,7 +17,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 ARCHIVE = "site.tar.gz"
 HERE = "http://site"  # stands for wherever it is served from
 
-# What a browser asks for when it shows a page, by element; other links are asked for by people.
+# Requests of a browser that shows a page, by element; readers follow the other links.
 _SHOWN = {("audio", "src"), ("embed", "src"), ("iframe", "src"), ("img", "src"), ("img", "srcset")}
 _SHOWN |= {("link", "href"), ("object", "data"), ("script", "src"), ("source", "src")}
 _SHOWN |= {("source", "srcset"), ("video", "src"), ("video", "poster")}
@@ -31,8 +31,8 @@ class Page(HTMLParser):
     """The links and anchors of a page.
 
     Attributes:
-        links: Where it leads, each with whether the browser asks for it by itself.
-        anchors: What may come after `#`.
+        links: Targets, each with whether the browser requests it automatically.
+        anchors: Names that may follow `#`.
         unnamed: Images without alternative text.
     """
 
@@ -46,7 +46,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes what the element leads to, and what it is called."""
+        """Records the targets and the anchors of the element."""
         said = {name: value or "" for name, value in attrs}
         self.anchors |= {said[name] for name in ("id", "name") if name in said}
         self._in_style = tag == "style"
@@ -63,18 +63,18 @@ class Page(HTMLParser):
                 self.links += [(link, True) for link in links_of_style(value)]
 
     def handle_data(self, data: str) -> None:
-        """Notes what a style asks for."""
+        """Records the targets that a style requests."""
         if self._in_style:
             self.links += [(link, True) for link in links_of_style(data)]
 
 
 def links_of_style(text: str) -> list[str]:
-    """What a style asks for."""
+    """Returns the targets that a style requests."""
     return [first or second for first, second in _IN_STYLES.findall(text)]
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a site, one sentence each."""
+    """Returns the problems of a site, one sentence each."""
     files = {x.relative_to(folder).as_posix() for x in folder.rglob("*") if x.is_file()}
     texts = {name: (folder / name).read_text() for name in files if name.endswith(".html")}
     pages = {name: Page(text) for name, text in texts.items()}
@@ -116,7 +116,7 @@ def _problems_of_link(
 
 
 def write_archive(folder: Path, archive: Path) -> None:
-    """One file with all of a site: the same bytes whenever it is made of the same files."""
+    """Writes one file with the whole site; equal files give equal bytes."""
     with (
         gzip.GzipFile(archive, "wb", mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
@@ -130,7 +130,7 @@ def write_archive(folder: Path, archive: Path) -> None:
 
 
 def on_post_build(config: Any) -> None:
-    """Ends the build of a site that is not whole; else puts it in its archive."""
+    """Ends the build of a site with problems; otherwise writes its archive."""
     from mkdocs.exceptions import PluginError
 
     folder = Path(config["site_dir"])

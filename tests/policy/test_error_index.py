@@ -65,18 +65,33 @@ def test_every_class_of_errors_is_in_the_index_or_met_by_nobody(classes):
     assert [x.name for x in classes if not x.cause] == []
 
 
-def test_the_page_has_a_row_for_each_class_and_what_each_room_says(classes, messages):
+def test_the_page_has_a_row_for_each_class_and_a_list_for_each_group(classes, messages):
     page = INDEX.on_page_markdown((ROOT / "docs" / "errors.md").read_text())
     assert "<!-- errors" not in page
     for found in classes:
         assert (f"| `{found.name}` (" in page) == bool(found.remedy), found.name
-    assert {f"\n### {package}\n" in page for package in messages} == {True}
+    for (title, guide, _), found in messages.items():
+        assert f"\n### {title}\n" in page
+        assert found, title
+        assert (ROOT / "docs" / f"{guide}.md").exists()
+
+
+def test_each_prefix_of_a_group_is_a_file_or_folder_of_the_package():
+    prefixes = [x for *_, group in INDEX.GROUPS for x in group.split()]
+    assert [x for x in prefixes if not (PACKAGE / x).exists()] == []
+
+
+def test_the_longest_prefix_decides_the_group_and_each_file_needs_one():
+    assert INDEX.find_group("xla/mesh.py")[0] == "Create a strategy and choose devices"
+    assert INDEX.find_group("xla/compiler/compiler_process.py")[0] == "Plan a step"
+    with pytest.raises(ValueError, match="new_package/file.py raises errors"):
+        INDEX.find_group("new_package/file.py")
 
 
 def test_a_message_that_is_raised_is_found_in_the_index(messages):
     with pytest.raises(RuntimeError) as caught, tpudist.OneDeviceStrategy("cpu:0").scope():
         tpudist.experimental_set_strategy(None)
-    assert str(caught.value) in [x.text for x in messages["context"]]
+    assert str(caught.value) in [x.text for x in messages[INDEX.find_group("context/stack.py")]]
 
 
 def test_few_errors_are_without_a_message_of_their_own(messages):
@@ -86,8 +101,8 @@ def test_few_errors_are_without_a_message_of_their_own(messages):
 
 
 def test_classes_and_messages_are_read_as_they_are_written(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "file.py").write_text(
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file.py").write_text(
         'class A(ValueError):\n    """What\n    it is.\n\n    Remedy: do | this.\n    """\n\n'
         'class B(errors.A):\n    """No more."""\n\n'
         "def f(n, problem):\n"
@@ -103,14 +118,12 @@ def test_classes_and_messages_are_read_as_they_are_written(tmp_path):
         ("A", ("ValueError",), "What it is.", "do | this."),
         ("B", ("A",), "No more.", ""),
     ]
-    assert INDEX.find_messages(tmp_path) == {
-        "package": [
-            ("refused", "it is <odd>", "package/file.py"),
-            ("UserWarning", "... was ignored", "package/file.py"),
-            ("DeprecationWarning", "an old name", "package/file.py"),
-            ("A", "... is no number.", "package/file.py"),
-            ("refused", "it is dead", "package/file.py"),
-        ]
-    }
-    assert "| `A` (ValueError) | What it is. | do &#124; this. |" in INDEX.show_classes(tmp_path)
-    assert "<li><code>refused</code> it is &lt;odd&gt; <small>" in INDEX.show_messages(tmp_path)
+    assert INDEX.find_messages(tmp_path)[INDEX.find_group("run/file.py")] == [
+        ("reason", "it is <odd>", "run/file.py"),
+        ("UserWarning", "... was ignored", "run/file.py"),
+        ("DeprecationWarning", "an old name", "run/file.py"),
+        ("A", "... is no number.", "run/file.py"),
+        ("reason", "it is dead", "run/file.py"),
+    ]
+    assert "| `A` (ValueError) | What it is. | Do &#124; this. |" in INDEX.show_classes(tmp_path)
+    assert "<li><code>reason</code> it is &lt;odd&gt; <small>" in INDEX.show_messages(tmp_path)
