@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -64,9 +65,22 @@ def refusal(capsys, *options, **others):
 # Wrong use.
 
 
-def test_the_version_is_said(capsys):
+def test_version_prints_the_versions_of_a_bug_report(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"tpudist {tpudist.__version__}\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"tpudist {tpudist.__version__}, jax {jax.__version__}, ")
+    assert f", Python {platform.python_version()}, system " in printed
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_doctor_report_is_markdown_without_the_home_directory(capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(ROOT.parent))
+    cli.main(["doctor", "--report", "--emulate", "2"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("Versions: tpudist ")
+    assert "- ok: devices: 2 x cpu (cpu), emulated\n" in printed
+    assert str(ROOT.parent) not in printed
 
 
 @pytest.mark.parametrize(

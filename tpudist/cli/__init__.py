@@ -1,8 +1,8 @@
 """The command `tpudist`: one module per subcommand, each with its `Options` and `run`.
 
-Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use and where there is no answer, 130 after
-Ctrl-C. `tpudist --version` says which tpudist this is. Nothing here runs on a device: JAX is told
-to use the CPU unless `JAX_PLATFORMS` says something else.
+Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use or if there is no answer, 130 after
+Ctrl-C. `tpudist --version` prints the versions of tpudist and of its dependencies. Planning and
+porting use no accelerator: JAX uses the CPU unless `JAX_PLATFORMS` names something else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tyro
 
 from tpudist.cli import (
     doctor_command,
+    installed_versions,
     launch_command,
     plan_command,
     port_command,
@@ -45,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
     args = sys.argv[1:] if args is None else list(args)
     if args == ["--version"]:
-        write(f"tpudist {sys.modules['tpudist'].__version__}")  # its layer is above this one
+        write(installed_versions.format_versions())
         return 0
     if args[:1] in (
         ["run"],

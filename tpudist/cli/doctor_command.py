@@ -1,16 +1,19 @@
-"""`tpudist doctor`: whether this machine can run, and what the time of a run went to."""
+"""`tpudist doctor`: checks of this machine and its accelerators, and the time of a run."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
 from rich.table import Table
 from rich.text import Text
 
-from tpudist.cli import examination_table
-from tpudist.cli.console import make_table, show, write
+from tpudist.cli import examination_table, installed_versions
+from tpudist.cli.accelerator import accelerator_check, accelerator_report
+from tpudist.cli.console import make_table, say, show, write
 from tpudist.cli.errors import WrongUse
 from tpudist.goodput.diagnosis import LOST, REPLAYED, WAITED, Diagnosis, diagnose
 from tpudist.goodput.goodput import Phase
@@ -35,25 +38,36 @@ _COLUMNS = 8
 
 @dataclass(frozen=True)
 class Options:
-    """Checks this machine, or says what the time of a run went to: tpudist doctor [runs/latest]."""
+    """Check this machine or its accelerators, or explain the time of a run.
+
+    Examples: tpudist doctor; tpudist doctor --accelerator; tpudist doctor runs/latest
+    """
 
     run: tyro.conf.Positional[str | None] = None
-    """The folder of a run, where tpudist.record_goodput or TPUDIST_GOODPUT has noted it. Without
-    one, this machine is checked."""
+    """Folder of a run with records of tpudist.record_goodput. Without it, check this machine."""
+    accelerator: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Check numbers and measure speed on all devices of this host, and write a report."""
+    output: Path = Path("accelerator_report.json")
+    """With --accelerator: file of the report; the text is written to the same name with .txt."""
+    minutes: float = 10.0
+    """With --accelerator: time limit."""
+    report: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print versions, devices and checks as Markdown, to paste into a bug report."""
     emulate: int | None = None
-    """Checks with so many emulated CPU devices, as TPUDIST_EMULATE does, in place of the host's."""
+    """Number of emulated CPU devices (default: use the devices of this host)."""
     processes: int = 1
-    """Has so many local processes of emulated devices meet, too; two devices each, or --emulate."""
+    """Number of local processes to connect, with two emulated devices each, or --emulate."""
     timeout_s: float = 60.0
-    """How long devices, and processes, may take to start and compute."""
+    """Seconds that devices and processes may take to start and compute."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Prints what the checks have found as JSON."""
+    """Print the result as JSON."""
 
 
 def run(options: Options) -> int:
     """Prints the checks, or the shares and the causes of a run; returns the exit code."""
     if options.run is None:
-        return _examine(options)
+        _check_numbers(options)
+        return _check_accelerator(options) if options.accelerator else _examine(options)
     if options != Options(run=options.run):
         raise WrongUse("The options are for checks of this machine. Leave them out, or the folder.")
     try:
@@ -64,19 +78,44 @@ def run(options: Options) -> int:
     return 0
 
 
-def _examine(options: Options) -> int:
-    for name in ("emulate", "processes", "timeout_s"):
+def _check_numbers(options: Options) -> None:
+    for name in ("emulate", "processes", "timeout_s", "minutes"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise WrongUse(f"--{name.replace('_', '-')} {value}: it must be 1 at least.")
+        least = 0.1 if name == "minutes" else 1
+        if value is not None and not value >= least:
+            raise WrongUse(f"--{name.replace('_', '-')} {value}: it must be at least {least}.")
+    if options.accelerator and (options.report or options.processes != 1):
+        raise WrongUse("--accelerator has a report of its own: omit --report and --processes.")
+
+
+def _num_emulated(options: Options) -> int | None:
     try:
-        num_emulated = options.emulate
-        if num_emulated is None:
-            num_emulated = emulation.devices_of_environment()
+        return options.emulate or emulation.devices_of_environment()
     except ValueError as error:
         raise WrongUse(str(error)) from error
-    answers = examine(num_emulated, options.processes, options.timeout_s)
-    if options.json:
+
+
+def _check_accelerator(options: Options) -> int:
+    try:
+        report = accelerator_check.check_accelerator(
+            options.output,
+            60 * options.minutes,
+            _num_emulated(options),
+            installed_versions.find_versions(),
+            say,
+        )
+    except OSError as error:
+        raise WrongUse(f"The report cannot be written: {error}") from error
+    write(json.dumps(report) if options.json else accelerator_report.format_report(report))
+    say(f"Wrote {options.output} and {options.output.with_suffix('.txt')}.")
+    return 0 if report["ok"] else 1
+
+
+def _examine(options: Options) -> int:
+    answers = examine(_num_emulated(options), options.processes, options.timeout_s)
+    if options.report:
+        write(examination_table.format_report(answers, installed_versions.format_versions()))
+    elif options.json:
         write(examination_table.to_json(answers))
     else:
         show(*examination_table.draw_answers(answers))

@@ -16,6 +16,7 @@ from tpudist.cli import reference, user_step
 from tpudist.cli.console import say, show, write
 from tpudist.cli.errors import WrongUse
 from tpudist.planner import search_status
+from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.show import html
 from tpudist.planner.show.table import table
 from tpudist.planner.show.words import format_error, format_seconds, plural
@@ -67,6 +68,8 @@ class Options:
     """Draw the plan to this file (.png, .svg or .pdf; needs matplotlib)."""
     save: Path | None = None
     """Keep the compiled program in this folder, for Strategy.load_plan on the slice."""
+    calibration: Path | None = None
+    """Report of tpudist doctor --accelerator; its rates replace the published ones."""
     cache: bool = True
     """Use what an earlier plan of the same program found."""
     model: reference.ReferenceOptions = field(default_factory=reference.ReferenceOptions)
@@ -84,6 +87,7 @@ class _Work:
 
     def __init__(self, options: Options, slice_: Slice):
         self._own = options.step
+        self.calibration = _read_calibration(options.calibration)
         if options.step is not None:
             if options.model != reference.ReferenceOptions():
                 raise WrongUse(
@@ -121,6 +125,13 @@ class _Work:
             raise
 
 
+def _read_calibration(path: Path | None) -> Calibration | None:
+    try:
+        return None if path is None else read_calibration(path)
+    except (OSError, ValueError) as error:
+        raise WrongUse(str(error)) from error
+
+
 def _override_tokens(make_step: Any, tokens_per_step: int | None) -> Any:
     """A step whose tokens are those that were asked for, whatever it says itself."""
     if tokens_per_step is None:
@@ -145,6 +156,7 @@ def _plan(options: Options, work: _Work) -> int:
         )
         strategy, fn, args, *more = work.make_step(candidate)
         figures = {"tokens_per_step": work.tokens_per_step} | (more[0] if more else {})
+        figures = {"calibration": work.calibration} | figures
         plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
     shown = {"num_steps": options.steps, "price_per_chip_hour": options.price_per_chip_hour}
     try:
@@ -175,6 +187,7 @@ def _search(options: Options, work: _Work) -> int:
             time_budget_s=TIME_BUDGET_S if options.time_budget is None else options.time_budget,
             tokens_per_step=work.tokens_per_step,
             cache=options.cache,
+            calibration=work.calibration,
         )
     try:
         with _explain_write_errors():
