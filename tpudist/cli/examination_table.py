@@ -21,14 +21,14 @@ _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAIL: "bold r
 def draw_answers(answers: Sequence[Answer]) -> list[Any]:
     """A row for each answer, then what is to be done."""
     table = make_table()
-    for name in ("", "what was asked"):
+    for name in ("", "check"):
         table.add_column(name, no_wrap=True)
-    table.add_column("what was found", overflow="fold")
+    table.add_column("result", overflow="fold")
     for x in answers:
         verdict = Text(x.verdict.value, style=_STYLES[x.verdict])
         table.add_row(verdict, x.asked, Text(x.found))
     counts = {v: sum(x.verdict is v for x in answers) for v in Verdict}
-    closing = f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARNING]} with a warning."
+    closing = f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARNING]} warnings."
     return [table, *_remedies(answers), Text(closing)]
 
 
