@@ -2,8 +2,10 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -64,9 +66,22 @@ def refusal(capsys, *options, **others):
 # Wrong use.
 
 
-def test_the_version_is_said(capsys):
+def test_version_prints_the_versions_of_a_bug_report(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"tpudist {tpudist.__version__}\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"tpudist {tpudist.__version__}, jax {jax.__version__}, ")
+    assert f", Python {platform.python_version()}, system " in printed
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_doctor_report_is_markdown_without_the_home_directory(capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(ROOT.parent))
+    cli.main(["doctor", "--report", "--emulate", "2"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("Versions: tpudist ")
+    assert "- ok: devices: 2 x cpu (cpu), emulated\n" in printed
+    assert str(ROOT.parent) not in printed
 
 
 @pytest.mark.parametrize(
@@ -86,28 +101,34 @@ def test_a_slice_that_does_not_exist_is_wrong_use(capsys, topology, message):
     [
         (["--replica-axes", "fsdp"], "'fsdp' is not an axis and its size"),
         (["--replica-axes", "fsdp=2", "fsdp=2"], "gives the axis 'fsdp' twice"),
-        (["--remat", "none", "full"], "--remat none full: several are compared with --search"),
-        (["--microbatches", "1", "2"], "--microbatches 1 2: several are compared with --search"),
+        (["--remat", "none", "full"], "--remat none full: several values need --search"),
+        (["--microbatches", "1", "2"], "--microbatches 1 2: several values need --search"),
         (["--microbatches", "0"], "--microbatches is 0. It must be above 0"),
-        (["--geometries", "fsdp=2"], "--geometries are compared with --search"),
-        (["--price-per-chip-hour", "1.2"], "give its length too, as --steps 10000"),
+        (["--geometries", "fsdp=2"], "--geometries needs --search"),
+        (
+            ["--price-per-chip-hour", "1.2"],
+            "needs the length of the run. Add it, such as --steps 10000",
+        ),
         (["--steps", "-1"], "--steps is -1. It must be above 0"),
         (["--steps", "0"], "--steps is 0. It must be above 0"),
         (["--tokens-per-step", "0"], "--tokens-per-step is 0. It must be above 0"),
         (["--tokens-per-step", "-64"], "--tokens-per-step is -64. It must be above 0"),
-        (["--time-budget", "60"], "--time-budget 60 ends a search, and this is one plan"),
+        (["--time-budget", "60"], "--time-budget 60 is for a search, and this is one plan"),
         (["--steps", "1", "--price-per-chip-hour", "-1"], "--price-per-chip-hour is -1.0"),
         (["--search", "--replica-axes", "fsdp=2"], "--geometries fsdp=2 none"),
-        (["--search", "--chart", "x.png"], "--chart is for one plan, but --search makes several"),
-        (["--search", "--save", "x"], "--save is for one plan, but --search makes several"),
+        (["--search", "--chart", "x.png"], "--chart is for one plan, and --search makes several"),
+        (["--search", "--save", "x"], "--save is for one plan, and --search makes several"),
         (["--search", "--time-budget", "0"], "--time-budget is 0.0. It must be above 0"),
-        (["--search", "--time-budget", "inf"], "--time-budget is inf. Give a number of seconds"),
-        (["--search", "--price-per-chip-hour", "1"], "--price-per-chip-hour is for one plan, but"),
+        (["--search", "--time-budget", "inf"], "--time-budget is inf. Pass a number of seconds"),
+        (["--search", "--price-per-chip-hour", "1"], "--price-per-chip-hour is for one plan, and"),
         (
             ["--search", "--steps", "9", "--price-per-chip-hour", "1"],
-            "--steps is for one plan, but",
+            "--steps is for one plan, and",
         ),
-        (["--num-layers", "3"], "Sizes of the reference transformer were given with a step of"),
+        (
+            ["--num-layers", "3"],
+            "Options of the reference transformer were passed with your own step",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_wrong_use(capsys, options, message):
@@ -119,12 +140,12 @@ def test_options_that_make_no_sense_are_wrong_use(capsys, options, message):
     [
         (["--num-heads", "3"], "embed_dim=128 does not give each of num_heads=3 heads"),
         (["--num-layers", "0"], "A transformer needs num_layers >= 1; got 0"),
-        (["--global-batch", "8", "--batch-per-chip", "2"], "say the same thing twice"),
+        (["--global-batch", "8", "--batch-per-chip", "2"], "set the same size"),
         (["--global-batch", "0"], "--global-batch is 0. It must be above 0"),
         (["--batch-per-chip", "0"], "--batch-per-chip is 0. It must be above 0"),
         (["--sequence-length", "0"], "--sequence-length is 0. It must be above 0"),
         (["--sequence-length", "-1"], "--sequence-length is -1. It must be above 0"),
-        (["--tokens-per-step", "1"], "--tokens-per-step is for a step of your own"),
+        (["--tokens-per-step", "1"], "--tokens-per-step is only for your own step"),
     ],
 )
 def test_sizes_that_make_no_transformer_are_wrong_use(capsys, options, message):
@@ -134,7 +155,7 @@ def test_sizes_that_make_no_transformer_are_wrong_use(capsys, options, message):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        ("make_step", "'make_step' names no function. Name a function make_step(candidate)"),
+        ("make_step", "'make_step' does not name a function. Name a function make_step(candidate)"),
         ("missing:make_step", "There is no module 'missing' in this folder"),
         ("missing.py:make_step", "There is no file missing.py"),
         (f"{STEPS}:missing", "has no function 'missing'"),
@@ -178,9 +199,12 @@ def test_an_own_file_may_have_the_name_of_a_module_that_is_needed(tmp_path, monk
     [
         ("make_ending", "make_ending failed: SystemExit: 0 ({}:"),
         ("make_ending_step", "make_ending_step failed: SystemExit: 0 ({}:"),
-        ("make_more", "make_more gave a int as its fourth element. It is for more arguments"),
+        (
+            "make_more",
+            "make_more returned a int as its fourth element. It must be a dict of arguments",
+        ),
         ("make_odd_step", "make_odd_step failed: TypeError: cannot reshape array"),
-        ("make_nothing", "make_nothing gave a str. Name a function make_step(candidate)"),
+        ("make_nothing", "make_nothing returned a str. Name a function make_step(candidate)"),
         ("make_mistake", "make_mistake failed: KeyError: 'mistaken' ({}:{})"),
         ("make_diverging_step", "make_diverging_step failed: ValueError"),
     ],
@@ -211,7 +235,7 @@ def test_without_the_compiler_the_error_says_what_to_install(capsys, monkeypatch
     assert "needs libtpu, the TPU compiler, which is not installed" in refusal(capsys)
 
 
-@pytest.mark.parametrize("args", [[], ["plan"], ["launch"], ["plan", "--topology", "v5e-8", "-x"]])
+@pytest.mark.parametrize("args", [["plan"], ["launch"], ["plan", "--topology", "v5e-8", "-x"]])
 def test_what_cannot_be_read_is_wrong_use(args, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
@@ -235,7 +259,7 @@ def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path
     assert "at 1.5 per chip-hour" in out
     assert "tokens/s" in out  # the step said how many there are
     assert "steps_to_plan.py:" in out
-    assert "Written: plan.json, plan.html, plan.png" in err
+    assert "Wrote plan.json, plan.html, plan.png" in err
     found = Plan.from_json((tmp_path / "plan.json").read_text())
     assert found.fits
     assert found.mesh == {"replica": 2, "fsdp": 2}
@@ -262,7 +286,7 @@ def test_a_step_that_does_not_fit_says_why_with_exit_code_1(capsys):
 @pytest.mark.libtpu
 def test_a_program_is_kept_for_the_slice(capsys):
     assert plan("--save", "program") == 0
-    assert "Written: program" in capsys.readouterr().err
+    assert "Wrote program" in capsys.readouterr().err
     assert Path("program").stat().st_mode & 0o777 == 0o700
     assert any(Path("program").iterdir())
 
@@ -289,7 +313,7 @@ def test_a_search_in_which_everything_fails_is_wrong_use(capsys):
     assert plan(*options, step=f"{STEPS}:make_odd_step") == 2
     out, err = (" ".join(text.split()) for text in capsys.readouterr())
     assert "all that was tried for v5e-4 failed" in out
-    assert "tpudist: All 2 candidates that were tried failed. data parallel, remat none: " in err
+    assert "tpudist: All 2 layouts failed. data parallel, remat none: " in err
     assert "TypeError: cannot reshape array" in err
     assert f"({STEPS}:" in err
     assert SearchResult.from_json(Path("search.json").read_text()).best is None
@@ -300,8 +324,8 @@ def test_a_search_that_reaches_nothing_says_to_give_it_more_time(capsys):
     assert plan("--search", "--geometries", "none", "fsdp=2", "--time-budget", "1e-6") == 2
     out, err = (" ".join(text.split()) for text in capsys.readouterr())
     assert "nothing was compiled for v5e-4 within" in out
-    assert "Of 2 candidates none was compiled within" in err
-    assert "Raise --time-budget" in err
+    assert "None of 2 layouts was compiled within" in err
+    assert "Increase --time-budget" in err
 
 
 @pytest.mark.libtpu
@@ -345,7 +369,7 @@ def test_who_stops_reading_gets_the_files_and_the_verdict(
     assert plan(*options, step=f"{STEPS}:{step}") == code
     closed.file.close()  # as Python does in the end: nothing is left that could not be written
     assert written <= set(os.listdir())
-    assert "Written: " in capsys.readouterr().err
+    assert "Wrote " in capsys.readouterr().err
 
 
 def test_a_list_of_which_only_the_head_is_read_is_no_error(monkeypatch):
@@ -388,7 +412,7 @@ def test_topologies_lists_all_chips_and_their_sources(capsys):
     for name in CHIPS:
         assert name in table
     assert "v5e-256 (16x16)" in table
-    known, announced = table.split("Announced; libtpu does not know them yet")
+    known, announced = table.split("Announced. libtpu does not support these chips yet")
     for name in ANNOUNCED:
         assert name in announced
         assert name not in known
@@ -402,7 +426,7 @@ def test_topologies_lists_all_chips_and_their_sources(capsys):
     assert "v5e-" not in one.partition("A slice is named")[0]
     assert "docs.cloud.google.com/tpu/docs/v5p" in one
     assert cli.main(["topologies", "--only", "v5"]) == 2
-    assert "there is no such generation. Known are v2" in capsys.readouterr().err
+    assert "no such generation. Use one of v2" in capsys.readouterr().err
 
 
 # What is promised elsewhere.
@@ -444,7 +468,7 @@ def test_a_folder_that_describes_no_model_is_wrong_use(capsys, tmp_path):
     said = refusal(capsys, "--hf", str(tmp_path), step=None)
     assert "config.json says model_type: 'gpt2'" in said
     said = refusal(capsys, "--hf", str(tmp_path), "--preset", "mistral-7b", step=None)
-    assert "are both models to begin with" in said
+    assert "both choose a model" in said
 
 
 def test_every_preset_can_be_chosen_and_every_size_is_one_of_the_model():
@@ -475,7 +499,7 @@ def commands(document):
     for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S):
         for line in block.splitlines():
             name, *words = shlex.split(line)
-            if Path(name).name == "tpudist":
+            if Path(name).name == "tpudist" and words != ["--version"]:
                 yield words
 
 
@@ -573,8 +597,67 @@ def _wait_for(condition, seconds=120):
 
 def test_subcommands_are_modules_with_options_and_run():
     """So that a new one is one file, and one line of COMMANDS."""
-    for name, command in cli.COMMANDS.items():
+    for name in cli.COMMANDS:
+        command = cli.find_command(name)
         tree = ast.parse(Path(command.__file__).read_text())
         assert f"`tpudist {name}`" in (ast.get_docstring(tree) or "")
         assert callable(command.run)
         assert isinstance(command.Options, type)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_describes_every_option_and_ends_with_examples_and_exit_codes(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.read([name, "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "\nexamples:\n  tpudist " in printed
+    assert printed.count(f"\n  tpudist {name}") >= 2
+    assert "\nexit codes: " in printed
+    assert "STR" not in printed
+    assert "{None}" not in printed
+    command = cli.find_command(name)
+    kinds = {"plan": [command.Options, reference.ReferenceOptions]}.get(name, [command.Options])
+    for kind in kinds:
+        described = re.findall(
+            r'^    (\w+): .*\n(?:.*\n)*?    """(.*)"""$', inspect.getsource(kind), re.M
+        )
+        assert {x for x, _ in described} >= {x.name for x in dataclasses.fields(kind)} - {"model"}
+        for option, text in described:
+            assert text, option
+            assert len(text) <= 100, text
+
+
+def test_the_command_alone_prints_the_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in cli.COMMANDS)
+    assert max(map(len, printed.splitlines())) <= 100
+    assert cli.main([]) == cli.WRONG_USE
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("plann", "There is no command plann. Did you mean plan?"), ("x", "The commands are plan, ")],
+)
+def test_an_unknown_command_gets_the_nearest_one(name, message, capsys):
+    assert cli.main([name]) == cli.WRONG_USE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("words", ["--help", "--version", "port --help", "doctor --help", "plann"])
+def test_help_and_mistakes_do_not_load_jax(words):
+    program = (
+        "import sys; from tpudist import cli\n"
+        f"try: cli.main({words.split()!r})\n"
+        "except SystemExit: pass\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -55,6 +55,7 @@ FOLDERS = {
     "models": ("parts", "pretrained"),
     "run": ("arguments", "outputs", "eager"),
     "compat": ("v1",),
+    "cli": ("accelerator",),
 }
 
 # Every other file of `strategies` is one strategy, and imports no other.
@@ -70,7 +71,15 @@ ONLY_IN = {
     "ray": ("engine.ray.ray_session",),
     "grpc": ("coordinator.rpc.grpc_layer",),
     "libcst": ("port",),
-    "flax": ("state", "run", "strategy", "gradients", "training", "models"),
+    "flax": (
+        "state",
+        "run",
+        "strategy",
+        "gradients",
+        "training",
+        "models",
+        "cli.accelerator.numeric_checks",
+    ),
 }
 
 # Never at the top of a module: `import tpudist` must not load them.

@@ -48,6 +48,7 @@ def test_tpudist_has_few_packages_few_imports_and_no_cycles():
     assert found["cycles of modules"] == []
     assert found["packages (entries at the top)"] <= 40
     assert found["layers"] <= 17
-    # Messages shorten what they print with `options`, and checkpoints open objects of libraries.
-    assert found["imports between packages"] <= 242  # of the 780 pairs of 40 packages
+    # Messages shorten text with `options`, checkpoints open objects of libraries, and the check of
+    # accelerators measures a checkpoint.
+    assert found["imports between packages"] <= 243  # of the 780 pairs of 40 packages
     assert int(found["files in the largest folder"].split()[0]) <= 25

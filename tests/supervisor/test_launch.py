@@ -196,11 +196,11 @@ def test_the_processes_die_with_their_supervisor(tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["-n", "0", "x.py"], "--num-processes 0: there must be one at least."),
-        (["--devices-per-process", "0", "x.py"], "--devices-per-process 0: there must be one"),
-        (["--restarts", "-1", "x.py"], "--restarts -1: at least 0"),
-        (["nothing.py"], "nothing.py: there is no such file in"),
-        (["no-such-program"], "no-such-program: there is no such program. A Python file must"),
+        (["-n", "0", "x.py"], "--num-processes 0: must be at least 1."),
+        (["--devices-per-process", "0", "x.py"], "--devices-per-process 0: must be at least 1"),
+        (["--restarts", "-1", "x.py"], "--restarts -1: must be at least 0"),
+        (["nothing.py"], "nothing.py: no such file in"),
+        (["no-such-program"], "no-such-program: no such program. A Python file must"),
         (["--processes", "2", "x.py"], "no option --processes. Did you mean --num-processes?"),
         (["--emulate=2", "--", "x.py"], "launch has no option --emulate. Options of the program"),
     ],

@@ -37,7 +37,7 @@ def test_hosts_are_those_of_the_scheduler(env, hosts, monkeypatch):
 
 def test_a_host_knows_those_of_its_own_slice_only(monkeypatch):
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
-    with pytest.raises(WrongUse, match="Name the hosts of all slices: --hosts"):
+    with pytest.raises(WrongUse, match="Pass the hosts of all slices: --hosts"):
         launch_hosts.find_hosts(None, None, None)
 
 
@@ -55,12 +55,12 @@ def test_a_dry_run_prints_the_command_of_each_host(tmp_path, monkeypatch, capsys
     assert cli.main(["launch", *words]) == 0
     own = "--num-processes 2 --port 7000 'train it.py' --x 1"
     assert capsys.readouterr().out.splitlines() == [
-        "2 hosts, 4 processes: start on each, in the same folder,",
+        "2 hosts, 4 processes: run on each host, in the same folder,",
         "a (processes 0 to 1):",
         f"  tpudist launch --hosts a,b --host-index 0 {own}",
         "b (processes 2 to 3):",
         f"  tpudist launch --hosts a,b --host-index 1 {own}",
-        "or, where they are the hosts of a TPU slice, from anywhere, on all of them at once:",
+        "or, for the hosts of a TPU slice, from anywhere, on all of them at once:",
         "  gcloud compute tpus tpu-vm ssh NAME --worker=all --command "
         + shlex.quote(f"tpudist launch {own}"),
     ]
@@ -91,10 +91,18 @@ def test_this_host_is_found_by_its_address():
 @pytest.mark.parametrize(
     ("names", "index", "said"),
     [
-        ("198.51.100.1,198.51.100.2", None, "none has an address of this host. Give --host-index"),
-        ("127.0.0.1,localhost", None, "127.0.0.1 and localhost has an address of this host"),
-        ("a,a", None, "each host once is needed"),
-        ("a,b", 2, "there are 2 hosts, from 0 on"),
+        (
+            "198.51.100.1,198.51.100.2",
+            None,
+            "found none among the addresses of this host. Pass --host-index",
+        ),
+        (
+            "127.0.0.1,localhost",
+            None,
+            "found 127.0.0.1 and localhost among the addresses of this host",
+        ),
+        ("a,a", None, "name each host once"),
+        ("a,b", 2, "must be from 0 to 1"),
     ],
 )
 def test_hosts_that_are_not_clear_are_refused(names, index, said):

@@ -1,69 +1,75 @@
-"""The command `tpudist`: one module per subcommand, each with its `Options` and `run`.
+"""The command `tpudist`: one module per subcommand, each with its `Options`, `EPILOG` and `run`.
 
-Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use and where there is no answer, 130 after
-Ctrl-C. `tpudist --version` says which tpudist this is. Nothing here runs on a device: JAX is told
-to use the CPU unless `JAX_PLATFORMS` says something else.
+A subcommand is imported when it is used, so that help and errors take a fraction of a second.
+Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use or if there is no answer, 130 after
+Ctrl-C. Planning and porting use no accelerator: JAX uses the CPU unless `JAX_PLATFORMS` names
+something else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
+import difflib
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
-import tyro
-
-from tpudist.cli import (
-    doctor_command,
-    launch_command,
-    plan_command,
-    port_command,
-    run_command,
-    topologies_command,
-)
 from tpudist.cli.console import say, write
 from tpudist.cli.errors import WrongUse
-from tpudist.xla.settings import Setting
 
 WRONG_USE = 2
 INTERRUPTED = 130
-COMMANDS = {
-    "plan": plan_command,
-    "topologies": topologies_command,
-    "run": run_command,
-    "launch": launch_command,
-    "doctor": doctor_command,
-    "port": port_command,
+COMMANDS: Mapping[str, str] = {
+    "plan": "Compile a training step for a TPU slice; show its memory, time and communication.",
+    "topologies": "List TPU generations, their slices and the rates that plans use.",
+    "run": "Run a program as one process, for example on emulated devices.",
+    "launch": "Run a program as several processes, on one host or on many.",
+    "doctor": "Check this machine or its accelerators, or explain the time of a run.",
+    "port": "Port a program from tf.distribute to tpudist.",
 }
+_HELP = """usage: tpudist COMMAND [OPTIONS]
+
+Train on any mesh of devices with the programming model of tf.distribute.
+
+commands:
+{commands}
+
+options:
+  -h, --help   Show this help, or with a command the help of the command.
+  --version    Print the versions of tpudist and its dependencies.
+
+examples:
+  tpudist run --emulate 8 train.py
+  tpudist plan --topology v5e-64 --preset llama-3.1-8b --replica-axes fsdp=64
+
+exit codes: 0 success, 1 negative result, 2 wrong use, 130 interrupted
+"""
+_ON_CPU = ("plan", "topologies")  # they start no device; the others leave the choice to programs
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Reads the command line (or `args`) and runs it; returns the exit code."""
     args = sys.argv[1:] if args is None else list(args)
-    if args == ["--version"]:
-        write(f"tpudist {sys.modules['tpudist'].__version__}")  # its layer is above this one
-        return 0
-    if args[:1] in (
-        ["run"],
-        ["launch"],
-        ["doctor"],
-    ):  # their processes are to use what this host has
-        return _run(args)
-    if not os.environ.get("JAX_PLATFORMS"):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
-        Setting.PLATFORMS.set("cpu")
-    return _run(args)
-
-
-def _run(args: Sequence[str]) -> int:
     try:
+        if args == ["--version"]:
+            from tpudist.cli import installed_versions
+
+            write(installed_versions.format_versions())
+            return 0
+        if not args or args[0] in ("-h", "--help"):
+            names = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
+            write(_HELP.format(commands=names).rstrip())
+            return 0 if args else WRONG_USE
+        if args[0] in _ON_CPU and not os.environ.get("JAX_PLATFORMS"):
+            from tpudist.xla.settings import Setting
+
+            os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
+            Setting.PLATFORMS.set("cpu")
         options = read(args)
-        command = next(c for c in COMMANDS.values() if isinstance(options, c.Options))
-        return command.run(options)
+        return find_command(args[0]).run(options)
     except WrongUse as error:
         say(f"tpudist: {error}")
         return WRONG_USE
@@ -72,32 +78,48 @@ def _run(args: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def read(args: Sequence[str] | None = None) -> Any:
-    """The options of the subcommand that a command line names; ends the process if it is wrong.
+def find_command(name: str) -> ModuleType:
+    """Returns the module of a subcommand.
 
     Raises:
-        WrongUse: `run` or `launch` have no such option.
+        WrongUse: If there is no such subcommand.
     """
-    args = sys.argv[1:] if args is None else list(args)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise WrongUse(
+            f"There is no command {name}.{meant} The commands are {', '.join(COMMANDS)}."
+        )
+    return importlib.import_module(f"tpudist.cli.{name}_command")
+
+
+def read(args: Sequence[str]) -> Any:
+    """Returns the options of the subcommand that a command line names.
+
+    Ends the process if the command line asks for help, or if an option is wrong.
+
+    Raises:
+        WrongUse: If there is no such subcommand, or `run` or `launch` has no such option.
+    """
+    import tyro
+
+    name, *rest = args
+    command = find_command(name)
     own: list[str] = []
-    if args[:1] in (["run"], ["launch"]):
-        first, own = launch_command.split(args[1:])
-        launch_command.check_names(first, args[0], COMMANDS[args[0]].Options)
-        args = [args[0], *first]
-    options = tyro.cli(
-        _subcommands(),
-        args=args,
-        prog="tpudist",
-        description="Plans training steps for TPU slices that nobody has rented, ports programs "
-        "and starts runs. tpudist --version says which tpudist this is.",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs),
-    )
+    if name in ("run", "launch"):
+        from tpudist.cli import launch_command
+
+        rest, own = launch_command.split(rest)
+        launch_command.check_names(rest, name, command.Options)
+    try:
+        options = tyro.cli(
+            command.Options,
+            args=rest,
+            prog=f"tpudist {name}",
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs),
+        )
+    except SystemExit as end:
+        if not end.code:  # after the help
+            write(command.EPILOG.rstrip())
+        raise
     return dataclasses.replace(options, arguments=tuple(own)) if own else options
-
-
-def _subcommands() -> Any:
-    """The options of all commands, as tyro takes them."""
-    options = (
-        Annotated[command.Options, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()
-    )
-    return functools.reduce(operator.or_, options)

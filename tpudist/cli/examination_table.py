@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -20,14 +21,14 @@ _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAIL: "bold r
 def draw_answers(answers: Sequence[Answer]) -> list[Any]:
     """A row for each answer, then what is to be done."""
     table = make_table()
-    for name in ("", "what was asked"):
+    for name in ("", "check"):
         table.add_column(name, no_wrap=True)
-    table.add_column("what was found", overflow="fold")
+    table.add_column("result", overflow="fold")
     for x in answers:
         verdict = Text(x.verdict.value, style=_STYLES[x.verdict])
         table.add_row(verdict, x.asked, Text(x.found))
     counts = {v: sum(x.verdict is v for x in answers) for v in Verdict}
-    closing = f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARNING]} with a warning."
+    closing = f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARNING]} warnings."
     return [table, *_remedies(answers), Text(closing)]
 
 
@@ -40,6 +41,14 @@ def to_json(answers: Sequence[Answer]) -> str:
     """The same for programs."""
     rows = [dataclasses.asdict(x) | {"verdict": x.verdict.value} for x in answers]
     return json.dumps({"ok": is_well(answers), "checks": rows}, indent=2)
+
+
+def format_report(answers: Sequence[Answer], versions: str) -> str:
+    """Returns versions and answers as Markdown, to paste into a bug report."""
+    rows = [f"- {x.verdict.value}: {x.asked}: {' '.join(x.found.split())}" for x in answers]
+    details = [f"\n{x.asked}:\n\n```text\n{x.details.rstrip()}\n```" for x in answers if x.details]
+    text = "\n".join([f"Versions: {versions}", "", *rows, *details])
+    return text.replace(str(Path.home()), "~")
 
 
 def _remedies(answers: Sequence[Answer]) -> list[Table | Text]:

@@ -1,4 +1,4 @@
-"""`tpudist launch`: a program as several processes on this host."""
+"""`tpudist launch`: runs a program as several processes, on one host or on many."""
 
 from __future__ import annotations
 
@@ -17,40 +17,48 @@ import tyro
 
 from tpudist.cli import console
 from tpudist.cli.errors import WrongUse
-from tpudist.cli.launch_hosts import find_hosts, name_hosts
-from tpudist.processes.process_judge import hang_timeout
-from tpudist.supervisor.hosts import LOOPBACK
-from tpudist.supervisor.launch import Launch
+
+EPILOG = """
+examples:
+  tpudist launch -n 2 --devices-per-process 4 train.py --steps 10
+  tpudist launch --hosts 10.0.0.1,10.0.0.2 train.py
+
+exit codes: 0 success, 2 wrong use, 75 start again (a process was lost), 143 stopped by SIGTERM;
+otherwise the code of the program
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Runs a program as several processes on this host: tpudist launch -n 2 train.py --steps 10."""
+    """Run a program as several processes, on one host or on many."""
 
-    script: tyro.conf.Positional[str]
-    """A Python file, or another program; what follows are its arguments."""
-    arguments: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Of the program."""
-    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """How many, on each host; each finds its place in TF_CONFIG."""
-    devices_per_process: int | None = None
-    """Emulated devices of each process; without it, the devices of this host."""
-    restarts: int = 0
-    """How often all are started again, after one was killed or has lost another one; of a program
-    that survives, how many processes are started in the place of lost ones."""
-    hosts: str | None = None
-    """Names of several hosts, separated by commas: the same command is to be started on each. By
-    default those of a Slurm step or a TPU slice, or this one."""
-    host_index: int | None = None
-    """Which of them is this one, from 0; by default the one that has an address of this host."""
-    port: int | None = None
-    """Of the first host, where the hosts meet, and the first of as many as there are processes;
-    8470 by default."""
-    spares: int = 0
-    """Processes more that wait until one is lost, of a program that survives that
-    (tpudist.experimental.survive)."""
+    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT")]
+    """Python file, or another program."""
+    arguments: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="[ARGUMENT ...]", help_behavior_hint=""),
+    ] = ()
+    """Arguments passed to the program."""
+    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 1
+    """Number of processes per host; tpudist sets TF_CONFIG for each."""
+    devices_per_process: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")
+    ] = None
+    """Number of emulated devices per process (default: the devices of the host)."""
+    restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Number of restarts after a lost process; with survive(), of replacements."""
+    hosts: Annotated[str | None, tyro.conf.arg(metavar="HOST[,HOST...]", help_behavior_hint="")] = (
+        None
+    )
+    """Hosts; run the same command on each (default: Slurm step, TPU slice, or this host)."""
+    host_index: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None
+    """Index of this host in --hosts, from 0 (default: found by its addresses)."""
+    port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
+    """First port to use, one per process, for rendezvous on the first host (default: 8470)."""
+    spares: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Number of standby processes that replace lost ones; needs experimental.survive."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Starts nothing, and prints which processes each host would have, and the command of each."""
+    """Print the processes and commands of each host; start nothing."""
 
 
 def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -84,20 +92,24 @@ def check_names(first: Sequence[str], command: str, options: type) -> None:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             meant = f" Did you mean {near[0]}?" if near else ""
             raise WrongUse(
-                f"{command} has no option {name}.{meant} Options of the program follow its name; "
-                f"those of {command} are {', '.join(known)}."
+                f"{command} has no option {name}.{meant} Options of the program follow its name. "
+                f"The options of {command} are {', '.join(known)}."
             )
 
 
 def run(options: Options) -> int:
     """Runs the program; returns the exit code."""
+    from tpudist.cli.launch_hosts import find_hosts
+    from tpudist.processes.process_judge import hang_timeout
+    from tpudist.supervisor.launch import Launch
+
     for name in ("num_processes", "devices_per_process"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise WrongUse(f"--{name.replace('_', '-')} {value}: there must be one at least.")
+            raise WrongUse(f"--{name.replace('_', '-')} {value}: must be at least 1.")
     for name in ("restarts", "spares"):
         if getattr(options, name) < 0:
-            raise WrongUse(f"--{name} {getattr(options, name)}: at least 0 is needed.")
+            raise WrongUse(f"--{name} {getattr(options, name)}: must be at least 0.")
     try:
         hang_timeout()
     except ValueError as error:
@@ -126,6 +138,9 @@ def run(options: Options) -> int:
 
 
 def _print_commands(options: Options) -> int:
+    from tpudist.cli.launch_hosts import name_hosts
+    from tpudist.supervisor.hosts import LOOPBACK
+
     hosts = name_hosts(options.hosts) or [LOOPBACK]
     shared: list[str] = []
     for option, default in (("num_processes", 1), ("devices_per_process", None), ("restarts", 0)):
@@ -142,7 +157,7 @@ def _print_commands(options: Options) -> int:
     if options.port is not None:
         shared += ["--port", str(options.port)]
     console.write(
-        f"{len(hosts)} hosts, {len(hosts) * each} processes: start on each, in the same folder,"
+        f"{len(hosts)} hosts, {len(hosts) * each} processes: run on each host, in the same folder,"
     )
     for i, host in enumerate(hosts):
         words = ["tpudist", "launch", "--hosts", ",".join(hosts), "--host-index", str(i), *shared]
@@ -151,7 +166,7 @@ def _print_commands(options: Options) -> int:
         console.write(f"{host} ({numbers}):\n  {shlex.join([*words, *program])}")
     command = shlex.quote(shlex.join(["tpudist", "launch", *shared, *program]))
     console.write(
-        f"or, where they are the hosts of a TPU slice, from anywhere, on all of them at once:\n"
+        f"or, for the hosts of a TPU slice, from anywhere, on all of them at once:\n"
         f"  gcloud compute tpus tpu-vm ssh NAME --worker=all --command {command}"
     )
     return 0
@@ -165,8 +180,8 @@ def find_program(script: str) -> list[str]:
     """
     if script.endswith(".py"):
         if not os.path.isfile(script):
-            raise WrongUse(f"{script}: there is no such file in {os.getcwd()}.")
+            raise WrongUse(f"{script}: no such file in {os.getcwd()}.")
         return [sys.executable, script]
     if shutil.which(script) is None:
-        raise WrongUse(f"{script}: there is no such program. A Python file must end in .py.")
+        raise WrongUse(f"{script}: no such program. A Python file must end in .py.")
     return [script]

@@ -31,12 +31,12 @@ def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
         if len(here) != 1:
             which = " and ".join(hosts[i] for i in here) or "none"
             raise WrongUse(
-                f"--hosts {names}: of these, {which} has an address of this host. Give "
+                f"--hosts {names}: found {which} among the addresses of this host. Pass "
                 f"--host-index, from 0."
             )
         index = here[0]
     if not 0 <= index < len(hosts):
-        raise WrongUse(f"--host-index {index}: there are {len(hosts)} hosts, from 0 on.")
+        raise WrongUse(f"--host-index {index}: must be from 0 to {len(hosts) - 1}.")
     return Hosts(hosts, index, port or PORT) if len(hosts) > 1 else Hosts()
 
 
@@ -55,7 +55,7 @@ def name_hosts(names: str | None) -> list[str]:
 def _split(names: str) -> list[str]:
     hosts = [name.strip() for name in names.split(",") if name.strip()]
     if len(set(hosts)) < len(hosts) or not hosts:
-        raise WrongUse(f"--hosts {names}: each host once is needed, as in --hosts node1,node2.")
+        raise WrongUse(f"--hosts {names}: name each host once, as in --hosts node1,node2.")
     return hosts
 
 
@@ -68,8 +68,8 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
         return None
     if int(env.get("SLURM_STEP_NUM_TASKS", len(hosts))) != len(hosts):
         raise WrongUse(
-            f"Slurm starts {env['SLURM_STEP_NUM_TASKS']} tasks on {len(hosts)} nodes, and tpudist "
-            f"launch is to be one on each: srun --ntasks-per-node=1 tpudist launch -n ..."
+            f"Slurm starts {env['SLURM_STEP_NUM_TASKS']} tasks on {len(hosts)} nodes. Start one "
+            f"tpudist launch per node: srun --ntasks-per-node=1 tpudist launch -n ..."
         )
     return hosts, int(env["SLURM_NODEID"])
 
@@ -82,7 +82,7 @@ def _hosts_of_tpu() -> tuple[list[str], int] | None:
     count = os.environ.get("MEGASCALE_NUM_SLICES", "1")
     if count not in ("", "1"):
         raise WrongUse(
-            f"MEGASCALE_NUM_SLICES is {count}, and a host knows those of its own slice only. Name "
-            f"the hosts of all slices: --hosts HOST,HOST,..."
+            f"MEGASCALE_NUM_SLICES is {count}, and a host knows only the hosts of its own slice. "
+            f"Pass the hosts of all slices: --hosts HOST,HOST,..."
         )
     return (found.names, found.index) if found else None

@@ -1,4 +1,4 @@
-"""`tpudist plan`: compiles a step for a TPU slice that is not there, and says what it needs."""
+"""`tpudist plan`: compiles a step for a TPU slice, and shows what it needs. No TPU is needed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tpudist.cli import reference, user_step
 from tpudist.cli.console import say, show, write
 from tpudist.cli.errors import WrongUse
 from tpudist.planner import search_status
+from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.show import html
 from tpudist.planner.show.table import table
 from tpudist.planner.show.words import format_error, format_seconds, plural
@@ -29,46 +30,67 @@ FITS, DOES_NOT_FIT = 0, 1
 TIME_BUDGET_S = 600.0
 
 
+EPILOG = """
+examples:
+  tpudist plan --topology v5e-64 --preset llama-3.1-8b --replica-axes fsdp=64
+  tpudist plan my_steps.py:make_step --topology v5e:4x4 --chart plan.png
+
+exit codes: 0 the step fits, 1 it does not fit, 2 wrong use, or nothing could be compiled
+"""
+
+
 @dataclass(frozen=True)
 class Options:
-    """Compiles a training step for a TPU slice that is not there; no TPU is needed.
+    """Compile a training step for a TPU slice, and show what it needs. No TPU is needed."""
 
-    Says whether it fits, how long it takes and what it sends. Exit code 0: it fits; 1: it does not;
-    2: wrong use, or nothing could be compiled.
-    """
-
-    topology: str
-    """The slice, such as v5e-256, v5p-128, 2xv5e-256 or v5e:4x8; tpudist topologies lists them."""
-    step: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[STEP]")] = None
-    """Your own step, as my_module:make_step or my_file.py:make_step; see docs/planning.md."""
-    replica_axes: tuple[str, ...] = ()
-    """Mesh axes inside a replica, such as fsdp=16 tensor=4. By default each chip is a replica."""
-    remat: tuple[str, ...] = ()
+    topology: Annotated[str, tyro.conf.arg(metavar="SLICE")]
+    """TPU slice, such as v5e-256, v5p-128, 2xv5e-256 or v5e:4x8; see tpudist topologies."""
+    step: Annotated[
+        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[STEP]", help_behavior_hint="")
+    ] = None
+    """Your step: my_module:make_step or my_file.py:make_step (default: a transformer)."""
+    replica_axes: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[AXIS=SIZE ...]", help_behavior_hint="")
+    ] = ()
+    """Mesh axes inside a replica, such as fsdp=16 tensor=4 (default: one chip per replica)."""
+    remat: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[POLICY ...]", help_behavior_hint="")
+    ] = ()
     """What the backward pass recomputes: none, full, dots, ...; several with --search."""
-    microbatches: tuple[int, ...] = (1,)
-    """Parts that a batch is computed in, one after the other. Several with --search."""
-    search: bool = False
-    """Compile several candidates and rank them."""
-    geometries: tuple[str, ...] = ()
-    """With --search: axes to try, as fsdp=16 fsdp=8,tensor=2 none; else powers of two."""
-    time_budget: float | None = None
-    """With --search: seconds after which it ends; 600 by default."""
-    steps: int | None = None
-    """Length of a run, to say how many chip-hours it takes."""
-    price_per_chip_hour: float | None = None
-    """Your price of a chip for an hour, to say what the run costs."""
-    tokens_per_step: int | None = None
-    """For your own step: tokens of all replicas in a step, to say tokens per second."""
-    json: str | None = None
-    """Write it as JSON to this file; - is standard output, and then nothing else is there."""
-    html: Path | None = None
-    """Write it as an HTML page to this file."""
-    chart: Path | None = None
+    microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[N ...]")] = (1,)
+    """Number of parts of a batch, computed one after the other; several with --search."""
+    search: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compile several layouts and rank them."""
+    geometries: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[AXES ...]", help_behavior_hint="")
+    ] = ()
+    """With --search: axes to try, such as fsdp=16 fsdp=8,tensor=2 none (default: powers of two)."""
+    time_budget: Annotated[
+        float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")
+    ] = None
+    """With --search: time limit (default: 600)."""
+    steps: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of steps of a run; shows its chip-hours."""
+    price_per_chip_hour: Annotated[
+        float | None, tyro.conf.arg(metavar="PRICE", help_behavior_hint="")
+    ] = None
+    """Your price of one chip for one hour; with --steps, shows the cost of the run."""
+    tokens_per_step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """For your own step: tokens of all replicas in a step; shows tokens per second."""
+    json: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write the plan as JSON to this file, or only JSON to standard output with -."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write the plan as an HTML page."""
+    chart: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Draw the plan to this file (.png, .svg or .pdf; needs matplotlib)."""
-    save: Path | None = None
-    """Keep the compiled program in this folder, for Strategy.load_plan on the slice."""
+    save: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Save the compiled program, for Strategy.load_plan on the slice."""
+    calibration: Annotated[Path | None, tyro.conf.arg(metavar="REPORT", help_behavior_hint="")] = (
+        None
+    )
+    """Report of tpudist doctor --accelerator; its rates replace the published ones."""
     cache: bool = True
-    """Use what an earlier plan of the same program found."""
+    """Whether to use the result of an earlier plan of the same program."""
     model: reference.ReferenceOptions = field(default_factory=reference.ReferenceOptions)
 
 
@@ -84,21 +106,25 @@ class _Work:
 
     def __init__(self, options: Options, slice_: Slice):
         self._own = options.step
+        self.calibration = _read_calibration(options.calibration)
         if options.step is not None:
             if options.model != reference.ReferenceOptions():
                 raise WrongUse(
-                    f"Sizes of the reference transformer were given with a step of your own "
-                    f"({options.step}), which has its own. Leave one of them out."
+                    f"Options of the reference transformer were passed with your own step "
+                    f"{options.step}. Omit the options, or omit the step."
                 )
             self.make_step = _override_tokens(user_step.load(options.step), options.tokens_per_step)
             self.tokens_per_step = options.tokens_per_step
             self.remat = options.remat or ("none",)
             return
         if options.tokens_per_step is not None:
-            raise WrongUse("--tokens-per-step is for a step of your own: of this one it is known.")
+            raise WrongUse(
+                "--tokens-per-step is only for your own step. Omit it: the tokens of the reference "
+                "transformer are known."
+            )
         sized = reference.make_reference(options.model, slice_.num_chips)
         said = options.model.preset if options.model.hf is None else options.model.hf
-        say(f"Plans {said}: {sized.describe()}.")
+        say(f"Planning {said}: {sized.describe()}.")
         self.make_step = sized.make_step
         self.tokens_per_step = sized.tokens_per_step
         usual = ("none", "full") if options.search else (sized.config.remat,)
@@ -119,6 +145,13 @@ class _Work:
             if isinstance(error, ValueError | RuntimeError):
                 raise WrongUse(str(error)) from error
             raise
+
+
+def _read_calibration(path: Path | None) -> Calibration | None:
+    try:
+        return None if path is None else read_calibration(path)
+    except (OSError, ValueError) as error:
+        raise WrongUse(str(error)) from error
 
 
 def _override_tokens(make_step: Any, tokens_per_step: int | None) -> Any:
@@ -145,6 +178,7 @@ def _plan(options: Options, work: _Work) -> int:
         )
         strategy, fn, args, *more = work.make_step(candidate)
         figures = {"tokens_per_step": work.tokens_per_step} | (more[0] if more else {})
+        figures = {"calibration": work.calibration} | figures
         plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
     shown = {"num_steps": options.steps, "price_per_chip_hour": options.price_per_chip_hour}
     try:
@@ -175,6 +209,7 @@ def _search(options: Options, work: _Work) -> int:
             time_budget_s=TIME_BUDGET_S if options.time_budget is None else options.time_budget,
             tokens_per_step=work.tokens_per_step,
             cache=options.cache,
+            calibration=work.calibration,
         )
     try:
         with _explain_write_errors():
@@ -195,11 +230,11 @@ def _exit_code(found: planner.SearchResult) -> int:
         return FITS if found.best else DOES_NOT_FIT
     if failed := found.of(search_status.FAILED):
         first, num = failed[0], len(failed)
-        all_ = f"All {num} candidates that were tried" if num > 1 else "What was tried"
+        all_ = f"All {num} layouts" if num > 1 else "The layout"
         raise WrongUse(f"{all_} failed. {first.candidate.name}: {first.reason}")
     raise WrongUse(
-        f"Of {plural(len(found.outcomes), 'candidate')} none was compiled within "
-        f"{format_seconds(found.time_budget_s)}. Raise --time-budget, or try fewer first."
+        f"None of {plural(len(found.outcomes), 'layout')} was compiled within "
+        f"{format_seconds(found.time_budget_s)}. Increase --time-budget, or try fewer layouts."
     )
 
 
@@ -221,7 +256,7 @@ def _report_files(options: Options, save: bool = False) -> None:
     json = None if options.json == "-" else options.json
     written = (json, options.html, options.chart, options.save if save else None)
     if names := [str(name) for name in written if name is not None]:
-        say(f"Written: {', '.join(names)}")
+        say(f"Wrote {', '.join(names)}")
 
 
 @contextmanager
@@ -230,7 +265,7 @@ def _explain_write_errors() -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{error.filename} cannot be written" if error.filename else "Writing failed"
-        raise WrongUse(f"{where}: {error.strerror or error}. Name another file.") from error
+        raise WrongUse(f"{where}: {error.strerror or error}. Pass another file.") from error
     except (ValueError, ModuleNotFoundError) as error:
         raise WrongUse(str(error)) from error
 
@@ -259,7 +294,7 @@ def check(options: Options) -> Slice:
     except ValueError as error:
         raise WrongUse(str(error)) from error
     if math.isinf(options.time_budget or 0):
-        raise WrongUse("--time-budget is inf. Give a number of seconds, such as 86400 for a day.")
+        raise WrongUse("--time-budget is inf. Pass a number of seconds, such as 86400 for a day.")
     (_check_search if options.search else _check_plan)(options)
     return slice_
 
@@ -268,14 +303,14 @@ def _check_search(options: Options) -> None:
     if options.replica_axes:
         axes = ",".join(options.replica_axes)
         raise WrongUse(
-            f"--replica-axes is one set of axes; a search compares several: --geometries {axes} "
+            f"--replica-axes is for one plan. To compare layouts, use --search --geometries {axes} "
             f"none."
         )
     for name in ("chart", "save", "steps", "price_per_chip_hour"):
         if getattr(options, name) is not None:
             raise WrongUse(
-                f"--{name.replace('_', '-')} is for one plan, but --search makes several. Plan the "
-                f"best one again without --search: what the compiler said of it was kept."
+                f"--{name.replace('_', '-')} is for one plan, and --search makes several. Plan the "
+                f"best layout again without --search: the compiled program is cached."
             )
 
 
@@ -283,15 +318,15 @@ def _check_plan(options: Options) -> None:
     for name, values in (("remat", options.remat), ("microbatches", options.microbatches)):
         if len(values) > 1:
             told = " ".join(map(str, values))
-            raise WrongUse(f"--{name} {told}: several are compared with --search. Add it.")
+            raise WrongUse(f"--{name} {told}: several values need --search. Add it.")
     if options.geometries:
-        raise WrongUse("--geometries are compared with --search. Add it, or use --replica-axes.")
+        raise WrongUse("--geometries needs --search. Add it, or use --replica-axes.")
     if options.time_budget is not None:
         raise WrongUse(
-            f"--time-budget {options.time_budget:g} ends a search, and this is one plan, which "
-            f"takes as long as it takes. Leave it out, or add --search."
+            f"--time-budget {options.time_budget:g} is for a search, and this is one plan without "
+            f"a time limit. Omit it, or add --search."
         )
     if options.price_per_chip_hour is not None and options.steps is None:
         raise WrongUse(
-            "--price-per-chip-hour says what a run costs: give its length too, as --steps 10000."
+            "--price-per-chip-hour needs the length of the run. Add it, such as --steps 10000."
         )

@@ -1,4 +1,4 @@
-"""`tpudist port`: takes a program for tf.distribute to tpudist; lists what is left for hands."""
+"""`tpudist port`: ports a program from tf.distribute, and lists what to port manually."""
 
 from __future__ import annotations
 
@@ -6,34 +6,41 @@ import difflib
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from tpudist.cli.console import say, write
 from tpudist.cli.errors import WrongUse
 
+EPILOG = """
+examples:
+  tpudist port train.py
+  tpudist port train.py --output train_jax.py
+
+exit codes: 0 nothing is left to port manually, 1 something is left, 2 wrong use or unreadable file
+"""
 SECONDS_WITHOUT_PROGRESS = 1.0
 WHOLE, HANDS_ARE_NEEDED = 0, 1
 
 
 @dataclass(frozen=True)
 class Options:
-    """Ports a program for tf.distribute: tpudist port train.py, and with --write in place.
+    """Port a program from tf.distribute to tpudist.
 
-    Prints what changes as a diff, and lists what is left for hands on standard error. Exit code 0:
-    nothing is left; 1: something is; 2: wrong use, or a program that cannot be read.
+    Prints the changes as a diff, and on standard error a list of what to port manually.
     """
 
-    file: tyro.conf.Positional[Path]
-    """A Python program, or a notebook (.ipynb)."""
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """Python program, or a notebook (.ipynb)."""
     write: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Write the program back to its file."""
-    output: Path | None = None
-    """Write it to this file."""
+    """Overwrite the file with the ported program."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """File for the ported program (default: print a diff)."""
     diff: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print the diff also where a file is written."""
+    """Print the diff in addition to writing a file."""
     module: tyro.conf.FlagCreatePairsOff[bool] = False
-    """The file is a module of a program, and makes no strategy itself."""
+    """Treat the file as a module of a program, which creates no strategy."""
 
 
 def run(options: Options) -> int:
@@ -44,7 +51,7 @@ def run(options: Options) -> int:
     """
     if options.write and options.output is not None:
         raise WrongUse(
-            "--write is for the file itself, --output for another. Leave one of them out."
+            "--write overwrites the file, and --output writes another one. Omit one of them."
         )
     try:
         from tpudist import port
@@ -52,9 +59,10 @@ def run(options: Options) -> int:
         if error.name != "libcst":
             raise
         raise WrongUse(
-            "tpudist port needs LibCST, which is not installed: pip install 'tpudist[port]'."
+            "tpudist port needs LibCST. Install it in the clone: pip install -e '.[port]'."
         ) from error
     source = _read(options.file)
+    say(f"Porting {options.file}.")
     is_notebook = options.file.suffix == ".ipynb"
     port_file = port.port_notebook if is_notebook else port.port_program
     try:
@@ -86,7 +94,7 @@ class _Progress:
         """One of so many passes is done."""
         if number < total and time.monotonic() - self._said > SECONDS_WITHOUT_PROGRESS:
             self._said = time.monotonic()
-            say(f"{self._file}: {number} of {total} passes are done.")
+            say(f"{self._file}: {number} of {total} passes done.")
 
 
 def _diff(name: str, before: str, after: str) -> str:
@@ -108,9 +116,9 @@ def _list(file: Path, leftovers: tuple, stays: tuple[str, ...]) -> list[str]:
     num = len(leftovers)
     things = "thing is" if num == 1 else "things are"
     lines.append(
-        f"{file}: {num} {things} left for hands; lines are those of the program after the port."
+        f"{file}: {num} {things} left to port manually; the line numbers are those after the port."
         if num
-        else f"{file}: nothing is left for hands."
+        else f"{file}: nothing is left to port manually."
     )
     return lines
 
@@ -130,9 +138,9 @@ def _read(file: Path) -> str:
             return lines.read()
     except OSError as error:
         why = error.strerror or error
-        raise WrongUse(f"{file} cannot be read: {why}. Name a Python program.") from error
+        raise WrongUse(f"{file} cannot be read: {why}. Pass a Python program.") from error
     except UnicodeDecodeError as error:
-        raise WrongUse(f"{file} is no text in UTF-8. Name a Python program.") from error
+        raise WrongUse(f"{file} is not UTF-8 text. Pass a Python program.") from error
 
 
 def _write(file: Path, text: str) -> None:
@@ -140,5 +148,5 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise WrongUse(
-            f"{file} cannot be written: {error.strerror or error}. Name another file."
+            f"{file} cannot be written: {error.strerror or error}. Pass another file."
         ) from error

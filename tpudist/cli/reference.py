@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 
 from tpudist.cli.errors import WrongUse
 from tpudist.gradients.optimizer import Optimizer
@@ -32,8 +33,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class ReferenceOptions:
-    """The reference transformer, planned where no STEP of your own is named. What is not given
-    comes from the preset, or from the folder's model."""
+    """The reference transformer, planned if no STEP is passed. Defaults come from the preset."""
 
     preset: Literal[
         "tiny",
@@ -44,43 +44,43 @@ class ReferenceOptions:
         "dense-16b",
         "dense-32b",
     ] = "tiny"
-    """Sizes to begin with; tiny is what scripts/train.py trains."""
-    hf: Path | None = None
-    """Begin with the model of a folder's config.json instead; no weights need be there."""
-    batch_per_chip: int | None = None
+    """Sizes of the model; tiny is the model of scripts/train.py."""
+    hf: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Folder with a config.json, in place of a preset; weights are not needed."""
+    batch_per_chip: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Sequences per chip."""
-    global_batch: int | None = None
-    """Sequences of all chips together, instead."""
-    sequence_length: int | None = None
-    """Tokens of a sequence. Of a folder's model 8192, if it takes as many."""
-    num_layers: int | None = None
-    """Blocks, scanned over."""
-    embed_dim: int | None = None
+    global_batch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Sequences of all chips together, in place of --batch-per-chip."""
+    sequence_length: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Tokens per sequence (with --hf: 8192, or the most that the model supports)."""
+    num_layers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of blocks."""
+    embed_dim: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Width of the residual stream."""
-    num_heads: int | None = None
-    """Attention heads."""
-    num_kv_heads: int | None = None
-    """Heads of keys and values, if fewer."""
-    head_width: int | None = None
-    """Width of a head, if not an equal share of embed-dim."""
-    mlp_dim: int | None = None
+    num_heads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of attention heads."""
+    num_kv_heads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of key and value heads (default: --num-heads)."""
+    head_width: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Width of a head (default: --embed-dim / --num-heads)."""
+    mlp_dim: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Hidden width of the MLPs."""
-    vocabulary: int | None = None
+    vocabulary: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Number of distinct tokens."""
-    num_experts: int | None = None
-    """Experts per block; 0 for a plain MLP."""
-    pipeline_stages: int | None = None
-    """Stages that the layers are split into."""
+    num_experts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of experts per block; 0 for a plain MLP."""
+    pipeline_stages: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of pipeline stages."""
     attention: Literal["auto", "dot_product", "splash", "ring"] | None = None
-    """How attention is computed; auto is Splash attention on TPUs."""
+    """Attention algorithm; auto is Splash attention on TPUs."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """What to compute in; parameters are float32."""
-    loss_chunk: int | None = None
-    """Positions whose logits are held at a time; 0 for all of them."""
+    """Dtype of the computation; parameters are float32."""
+    loss_chunk: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of positions whose logits are in memory at a time; 0 for all."""
     optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
-    """What is kept for each parameter depends on it."""
+    """Optimizer; it determines the state of each parameter."""
     optimizer_memory: Literal["device", "pinned_host"] = "device"
-    """Where that lives between steps: pinned_host is the host's memory."""
+    """Memory of the optimizer state between steps; pinned_host is the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
     if options.global_batch is not None and options.batch_per_chip is not None:
         raise WrongUse(
             f"--global-batch {options.global_batch} and --batch-per-chip {options.batch_per_chip} "
-            f"say the same thing twice. Give one of them."
+            f"set the same size. Pass one of them."
         )
     for name in ("global_batch", "batch_per_chip", "sequence_length"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -171,8 +171,7 @@ def _read_folder(options: ReferenceOptions) -> Preset:
     """The model of a folder, trained as large presets are."""
     if options.preset != "tiny":
         raise WrongUse(
-            f"--preset {options.preset} and --hf {options.hf} are both models to begin with. Give "
-            f"one of them."
+            f"--preset {options.preset} and --hf {options.hf} both choose a model. Pass one."
         )
     assert options.hf is not None
     try:

@@ -1,48 +1,59 @@
-"""`tpudist run`: a program as one process, as `python` runs it."""
+"""`tpudist run`: runs a program as one process, as `python` does."""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import tyro
 
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.launch_command import find_program
-from tpudist.goodput import goodput
-from tpudist.verification import first_verification
-from tpudist.xla import emulation
+
+EPILOG = """
+examples:
+  tpudist run --emulate 8 train.py --steps 10
+  tpudist run --verify train.py
+
+exit codes: those of the program; 2 wrong use
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Runs a program as one process: tpudist run --emulate 8 train.py --steps 10."""
+    """Run a program as one process."""
 
-    script: tyro.conf.Positional[str]
-    """A Python file, or another program; what follows are its arguments."""
-    arguments: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Of the program."""
-    emulate: int | None = None
-    """So many emulated CPU devices, also if the program does not ask for them; without it, the
-    devices of this host."""
-    verify: bool = False
-    """Compare each step with one device at its first call, and stop if it differs."""
-    goodput: str | None = None
-    """A folder for notes of what the time goes to, which tpudist doctor reads."""
+    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT")]
+    """Python file, or another program."""
+    arguments: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="[ARGUMENT ...]", help_behavior_hint=""),
+    ] = ()
+    """Arguments passed to the program."""
+    emulate: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of emulated CPU devices (default: use the devices of this host)."""
+    verify: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compare each step with one device at its first call; stop if it differs."""
+    goodput: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Folder for records of the time, for tpudist doctor (default: no records)."""
 
 
 def run(options: Options) -> NoReturn:
-    """Becomes the program, which has this terminal, gets its signals, and gives its exit code.
+    """Replaces this process by the program, which keeps its terminal, signals and exit code.
 
     Raises:
-        WrongUse: There is no such program, or not as many devices.
+        WrongUse: If there is no such program, or the number of devices is not positive.
     """
+    from tpudist.goodput import goodput
+    from tpudist.verification import first_verification
+    from tpudist.xla import emulation
+
     if options.emulate is not None and options.emulate < 1:
         raise WrongUse(
-            f"--emulate {options.emulate}: there must be one device at least. Leave it out for the "
-            f"devices of this host."
+            f"--emulate {options.emulate}: must be at least 1. Omit it to use the devices of this "
+            f"host."
         )
     command = [*find_program(options.script), *options.arguments]
     if options.emulate is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
+import tyro
 from rich.table import Table
 from rich.text import Text
 
@@ -12,26 +14,34 @@ from tpudist.cli.console import make_table, show
 from tpudist.cli.errors import WrongUse
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, AnnouncedChip, Chip
 
+EPILOG = """
+examples:
+  tpudist topologies
+  tpudist topologies --only v5e --sources
+
+exit codes: 0 success, 2 wrong use
+"""
+
 
 @dataclass(frozen=True)
 class Options:
-    """Lists TPU generations, their slices and the facts that plans are priced with."""
+    """List TPU generations, their slices and the rates that plans use."""
 
-    sources: bool = False
-    """Say where each fact comes from."""
-    only: str | None = None
-    """Only this generation, such as v5e."""
+    sources: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Show the source of each figure."""
+    only: Annotated[str | None, tyro.conf.arg(metavar="GENERATION", help_behavior_hint="")] = None
+    """Generation to show, such as v5e (default: all)."""
 
 
 def run(options: Options) -> int:
     """Prints the table; returns the exit code."""
     if options.only is not None and options.only not in {**CHIPS, **ANNOUNCED}:
         known = ", ".join([*CHIPS, *ANNOUNCED])
-        raise WrongUse(f"--only {options.only}: there is no such generation. Known are {known}.")
+        raise WrongUse(f"--only {options.only}: no such generation. Use one of {known}.")
     chips = [chip for chip in CHIPS.values() if options.only in (None, chip.generation)]
     about = Text(
         "\nA slice is named by its size (v5e-256, v5p-128) or its shape in chips (v5e:16x16); "
-        "2xv5e-256 are two of them. * The number counts TensorCores, two per chip. ICI: links "
+        "2xv5e-256 is two such slices. * The number counts TensorCores, two per chip. ICI: links "
         "and usable bytes of each, one way. Rates are per chip."
     )
     announced = [c for c in ANNOUNCED.values() if options.only in (None, c.generation)]
@@ -39,7 +49,7 @@ def run(options: Options) -> int:
         show(_table(chips), about)
     if announced:
         show(
-            Text("\nAnnounced; libtpu does not know them yet, so nothing can be planned for them:")
+            Text("\nAnnounced. libtpu does not support these chips yet, so plans cannot use them:")
         )
         show(_table_of_announced(announced))
     show(*(_sources(chip) for chip in [*chips, *announced] if options.sources))

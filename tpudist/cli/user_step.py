@@ -27,7 +27,7 @@ def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
     """
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
-        raise WrongUse(f"{name!r} names no function. {RULE}")
+        raise WrongUse(f"{name!r} does not name a function. {RULE}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -47,11 +47,11 @@ def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
             raise WrongUse(f"{name} failed: {format_error(error)}") from error
         if not isinstance(step, tuple | list) or len(step) not in (3, 4):
             size = f" of {len(step)}" if isinstance(step, tuple | list) else ""
-            raise WrongUse(f"{name} gave a {type(step).__name__}{size}. {RULE}")
+            raise WrongUse(f"{name} returned a {type(step).__name__}{size}. {RULE}")
         if len(step) == 4 and not isinstance(step[3], Mapping):
             raise WrongUse(
-                f"{name} gave a {type(step[3]).__name__} as its fourth element. It is for more "
-                f'arguments of Strategy.plan, by name, as {{"tokens_per_step": 4096}}.'
+                f"{name} returned a {type(step[3]).__name__} as its fourth element. It must be "
+                f'a dict of arguments of Strategy.plan, such as {{"tokens_per_step": 4096}}.'
             )
         return tuple(step)
 

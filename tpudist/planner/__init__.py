@@ -1,6 +1,7 @@
 """Says what a step costs on a TPU slice that nobody has rented; see `Strategy.plan`."""
 
 from tpudist.planner.abstract_arguments import GlobalBatch
+from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.layouts.layout_search import search
 from tpudist.planner.layouts.search_result import SearchResult
@@ -9,11 +10,13 @@ from tpudist.xla.hardware.slices import parse as parse_topology
 from tpudist.xla.topology import devices
 
 __all__ = [
+    "Calibration",
     "Candidate",
     "GlobalBatch",
     "Plan",
     "SearchResult",
     "devices",
     "parse_topology",
+    "read_calibration",
     "search",
 ]

@@ -13,6 +13,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.planner import ask_compiler, input_roles, model_flops, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments
+from tpudist.planner.calibration import Calibration
 from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress
 from tpudist.run.step_cache import Replicator
@@ -32,6 +33,7 @@ class Request:
     model_flops: float | None
     cache: bool | str | Path
     in_process: bool
+    calibration: Calibration | None = None
 
 
 def plan(
@@ -43,10 +45,15 @@ def plan(
     tell: Progress,
 ) -> Plan:
     """The plan of a step on the devices of `twin`; see `Strategy.plan`."""
+    mesh = twin.mesh
+    chip = chips.chip_of_device(mesh.devices.flat[0])
+    notes = list(call.notes)
+    if request.calibration is not None and chip is not None:
+        chip = request.calibration.apply(chip)
+        notes.append("Times use the rates of the calibration, not the published ones.")
     started = time.monotonic()
     lowered = lower(twin, fn, call, options, request.compiler_options, tell)
     trace_s = time.monotonic() - started
-    mesh = twin.mesh
     answer = ask_compiler.ask(
         lowered.program,
         mesh,
@@ -56,8 +63,6 @@ def plan(
         tell=tell,
     )
     tell("reading", 0.0)
-    chip = chips.chip_of_device(mesh.devices.flat[0])
-    notes = list(call.notes)
     flops = request.model_flops
     if flops is None:
         flops, more = model_flops.model_flops(lowered.closed, twin.replica_mesh.num_replicas)

@@ -12,6 +12,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.planner import make_plan, saved_plan, user_figures
 from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
+from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.run.arguments import call_description
@@ -96,6 +97,7 @@ class PlanMethods(StrategyBase):
         model_flops: float | None = None,
         cache: bool | str | Path = True,
         in_process: bool = False,
+        calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
         progress: Progress | None = None,
     ) -> Plan:
         """What `run` with the same arguments would need, without running it: compiled and read.
@@ -124,11 +126,15 @@ class PlanMethods(StrategyBase):
                 same program; or a folder to keep it in.
             in_process: Whether to compile once more, in this process, so that `Plan.save` has an
                 executable. An abort of the TPU compiler would then end it.
+            calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation: its
+                path or content. Its measured rates replace the published ones.
             progress: Called with what is being done, and for how many seconds. By default a
                 terminal shows it.
 
         Raises:
-            ValueError: What `run` raises; a topology that is not there; arguments or a strategy
+            FileNotFoundError: If `calibration` is a path without a file.
+            ValueError: If `calibration` is not a report of this generation of TPUs. Also:
+                What `run` raises; a topology that is not there; arguments or a strategy
                 that cannot be moved to it.
             ImportError: libtpu is missing, or another one than this JAX was made for.
             RuntimeError: In a replica function, or in the scope of another strategy; or the
@@ -140,6 +146,7 @@ class PlanMethods(StrategyBase):
                 "plan was called in a function that JAX traces. Call it outside of all functions."
             )
         user_figures.check(tokens_per_step, model_flops)
+        measured = None if calibration is None else read_calibration(calibration)
         with show_progress(progress) as tell:
             tell("tracing", 0.0)
             twin = self._twin(topology)
@@ -150,6 +157,7 @@ class PlanMethods(StrategyBase):
                 model_flops=model_flops,
                 cache=cache,
                 in_process=in_process,
+                calibration=measured,
             )
             call = self._move_arguments(fn, args, kwargs, twin)
             notes = (*_notes_on_devices(self.replica_mesh, topology), *call.notes)

@@ -49,7 +49,6 @@ def require_explained_time(starts, process):
     assert abs(spent - wall_s) < 0.01 * wall_s
 
 
-@pytest.mark.slow
 def test_the_others_go_on_in_the_same_processes_when_one_is_killed(calm, tmp_path):
     """And the doctor explains the time of a process that went on."""
     with Run(tmp_path, *FOUR, env={"TPUDIST_GOODPUT": str(tmp_path)}) as run:

@@ -20,6 +20,7 @@ import jax
 
 from tpudist import context
 from tpudist.planner import user_figures
+from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.layouts import candidates
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.layouts.search_outcomes import Outcome
@@ -56,6 +57,7 @@ def search(
     tokens_per_step: int | None = None,
     model_flops: float | None = None,
     cache: bool | str | Path = True,
+    calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
     """The layouts of a step that fit a slice, fastest first, and why the others do not.
@@ -79,6 +81,7 @@ def search(
         model_flops: As of `Strategy.plan`.
         cache: As of `Strategy.plan`. If False, a program that two candidates share is still
             compiled once.
+        calibration: Same as in `Strategy.plan`.
         progress: Called with what is being done, and for how many seconds. By default a terminal
             shows it.
 
@@ -110,6 +113,7 @@ def search(
         "compiler_options": compiler_options,
         "tokens_per_step": tokens_per_step,
         "model_flops": model_flops,
+        "calibration": None if calibration is None else read_calibration(calibration),
     }
     started = time.monotonic()
     with show_progress(progress) as tell, tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tpudist.supervisor.worker_process import WorkerProcess
@@ -30,18 +30,34 @@ class ChildOutcome:
         return "\n".join(self.lines[-most:])
 
 
-def run_to_end(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> ChildOutcome:
-    """Runs a command for so long at most, and ends it with all that it has started.
+def run_to_end(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    timeout_s: float,
+    listen: Callable[[str], None] = lambda line: None,
+) -> ChildOutcome:
+    """Runs a command, and ends it and its children after a timeout.
 
-    A Python that does not end gets SIGABRT first, at which it prints the stacks of its threads,
-    even in the midst of C code (`faulthandler`).
+    A Python that does not end gets SIGABRT first. It then prints the stacks of its threads, even
+    during C code (`faulthandler`).
+
+    Args:
+        command: Program and arguments.
+        env: Environment variables, in addition to those of this process.
+        timeout_s: Seconds until the command is ended.
+        listen: Called with each line that the command prints.
 
     Raises:
-        OSError: There is no such program.
+        OSError: If there is no such program.
     """
     lines: list[str] = []
     more = {"PYTHONFAULTHANDLER": "1", **env}
-    child = WorkerProcess(0, command, more, lambda _, line: lines.append(line))
+
+    def read(_: int, line: str) -> None:
+        lines.append(line)
+        listen(line)
+
+    child = WorkerProcess(0, command, more, read)
     try:
         hung = not _ends_within(child, timeout_s)
         if hung:

@@ -141,13 +141,14 @@ class Rates:
     def of(cls, chip: Chip) -> "Rates":
         """The rates of one device of `chip`."""
         peak = chip.bf16_flops_per_s / chip.devices_per_chip
-        share = _best_share(chip)
+        published = _best_share(chip)
+        share = chip.matmul_share or published
         hbm_bytes_per_s = chip.hbm_bytes_per_s * chip.hbm_efficiency / chip.devices_per_chip
         return cls(
             peak * share,
             (chip.int8_ops_per_s or chip.bf16_flops_per_s) / chip.devices_per_chip * share,
             hbm_bytes_per_s,
-            chip.cycles_per_s * _speed(chip),
+            chip.cycles_per_s * _speed(chip) * share / published,
             COPY_CYCLES[chip.generation] * hbm_bytes_per_s / COPY_BYTES,
             256 if chip.generation in _WIDE_UNITS else 128,
         )

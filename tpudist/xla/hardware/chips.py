@@ -50,6 +50,8 @@ class Chip:
         hbm_efficiency: Share of the memory's peak bandwidth that a large copy reaches.
         cores_in_name: What the number of a name such as "v5p-128" counts per chip.
         sources: Where the figures come from, by attribute.
+        matmul_share: Measured share of the peak of a large matrix multiplication; None for the
+            share of published measurements.
     """
 
     generation: str
@@ -72,6 +74,7 @@ class Chip:
     hbm_efficiency: float
     cores_in_name: int
     sources: Mapping[str, str]
+    matmul_share: float | None = None
 
     def ring_axes(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of this shape (in chips) are rings; the others are lines.

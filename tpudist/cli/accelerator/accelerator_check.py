@@ -1,0 +1,70 @@
+"""Runs all sections, and keeps the report on the disk up to date after each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpudist.cli.accelerator.accelerator_report import build_report, write_report
+from tpudist.cli.accelerator.section_run import run_section
+from tpudist.xla import emulation
+
+SHARES = {"numbers": 0.4, "compute": 0.2, "collectives": 0.25, "host": 0.15}
+"""Share of the time that each section may take, in the order in which they run."""
+
+
+def check_accelerator(
+    path: Path,
+    budget_s: float,
+    num_emulated: int | None,
+    versions: Mapping[str, str],
+    tell: Callable[[str], None],
+    sections: Sequence[str] = tuple(SHARES),
+    python: str = sys.executable,
+) -> dict[str, Any]:
+    """Checks and measures the devices of this host, and returns the report.
+
+    Args:
+        path: File of the report as JSON; its text is written beside it.
+        budget_s: Seconds for all sections together.
+        num_emulated: Number of emulated CPU devices, or None for the devices of this host.
+        versions: Version of each package, for the report.
+        tell: Called with a line of progress.
+        sections: Keys of `SHARES` to run.
+        python: Interpreter of the child processes.
+
+    Raises:
+        OSError: If the report cannot be written.
+    """
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    results: list[dict[str, Any]] = []
+    report = build_report(results, versions, created)
+    write_report(report, path)  # now, rather than after ten minutes, if it cannot be written
+    for name in sections:
+        tell(f"{name}: at most {SHARES[name] * budget_s:.0f} s")
+        found = run_section(
+            name,
+            SHARES[name] * budget_s,
+            _environment(num_emulated),
+            lambda item: tell(f"  {item}"),
+            python,
+        )
+        results.append({**dataclasses.asdict(found), "ok": found.is_ok})
+        report = build_report(results, versions, created)
+        write_report(report, path)
+    return report
+
+
+def _environment(num_emulated: int | None) -> dict[str, str]:
+    quiet = {"TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if num_emulated:
+        return {**quiet, **emulation.environment_of(num_emulated)}
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        quiet["JAX_PLATFORMS"] = f"{platforms},cpu"  # the CPU computes the expected numbers
+    return quiet

@@ -1,0 +1,149 @@
+"""Sections "compute" and "collectives": what the devices do per second, and what a plan says.
+
+Each program repeats one operation in a loop, so that the time of a call does not count. The same
+program is planned for the same devices: the report has the measured and the estimated time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpudist.cli.accelerator.item import Figures, Item, seconds_per_call
+from tpudist.strategies.mirrored import MirroredStrategy
+
+LONG_S = 0.2
+"""How long a program runs, about: its loop is as long as that takes."""
+MATMULS = (1024, 2048, 4096, 8192)
+COPIES = tuple(2**power for power in (22, 24, 26, 28))
+MESSAGES = tuple(2**power for power in (12, 16, 20, 24, 26))
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
+AXIS = "replica"
+Body = Callable[[jax.Array], jax.Array]
+
+
+def make_compute_items(devices: Sequence[jax.Device], is_small: bool) -> list[Item]:
+    """Returns matrix products in two types, and copies, by size.
+
+    Args:
+        devices: Devices of this process.
+        is_small: Whether only the smallest sizes are measured, as for emulated devices.
+    """
+    strategy = MirroredStrategy(devices)
+    items = []
+    for dtype in ("bfloat16", "float32"):
+        for size in MATMULS[:1] if is_small else MATMULS:
+            measure = functools.partial(_measure_matmul, strategy, dtype, size)
+            items.append(Item(f"matmul {dtype} {size} x {size}", measure))
+    for num_bytes in COPIES[:1] if is_small else COPIES:
+        measure = functools.partial(_measure_copy, strategy, num_bytes)
+        items.append(Item(f"memory {_size(num_bytes)}", measure))
+    return items
+
+
+def make_collective_items(devices: Sequence[jax.Device], is_small: bool) -> list[Item]:
+    """Returns each collective over all devices, by size of what one device holds."""
+    if len(devices) < 2:
+        return []
+    strategy = MirroredStrategy(devices)
+    return [
+        Item(
+            f"{kind} {_size(num_bytes)}",
+            functools.partial(_measure_collective, strategy, kind, num_bytes),
+        )
+        for kind in COLLECTIVES
+        for num_bytes in (MESSAGES[:2] if is_small else MESSAGES)
+    ]
+
+
+def _measure_matmul(strategy: Any, dtype: str, size: int) -> Figures:
+    weights = np.random.default_rng(0).normal(size=(size, size), scale=size**-0.5)
+    weights = jnp.asarray(weights, dtype)
+    found = _measure(strategy, lambda x, w: (x @ w).astype(dtype), weights, weights)
+    return {**found, "tflop_per_s": 2 * size**3 / found["seconds"] / 1e12, "dtype": dtype}
+
+
+def _measure_copy(strategy: Any, num_bytes: int) -> Figures:
+    found = _measure(strategy, lambda x: x * 1.0001, jnp.ones(num_bytes // 4, jnp.float32))
+    return {**found, "gbyte_per_s": 2 * num_bytes / found["seconds"] / 1e9}
+
+
+def _measure_collective(strategy: Any, kind: str, num_bytes: int) -> Figures:
+    count = strategy.num_replicas_in_sync
+    length = max(num_bytes // 4 // count, 1) * count
+    found = _measure(strategy, _collective(kind, count), jnp.ones(length, jnp.float32))
+    sent = {"all-reduce": 2 * (count - 1) / count, "permute": 1.0, "all-gather": count - 1}
+    num_sent = 4 * length * sent.get(kind, (count - 1) / count)
+    return {
+        **found,
+        "kind": kind,
+        "num_bytes": 4 * length,
+        "gbyte_per_s": num_sent / found["seconds"] / 1e9,
+    }
+
+
+def _collective(kind: str, count: int) -> Body:
+    """Returns a collective whose result has the shape of its argument."""
+
+    def all_gather(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, AXIS).sum(0) / count
+
+    def reduce_scatter(x: jax.Array) -> jax.Array:
+        return jnp.tile(jax.lax.psum_scatter(x, AXIS, tiled=True) / count, count)
+
+    def all_to_all(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x.reshape(count, -1), AXIS, 0, 0).reshape(-1)
+
+    def permute(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, AXIS, [(i, (i + 1) % count) for i in range(count)])
+
+    bodies: dict[str, Body] = {
+        "all-reduce": lambda x: jax.lax.psum(x, AXIS) / count,
+        "all-gather": all_gather,
+        "reduce-scatter": reduce_scatter,
+        "all-to-all": all_to_all,
+        "permute": permute,
+    }
+    return bodies[kind]
+
+
+def _measure(strategy: Any, body: Callable[..., jax.Array], x: jax.Array, *rest: Any) -> Any:
+    """Measures one operation in a loop whose length fits its time, and plans the same program."""
+    once = _time(strategy, body, 4, x, *rest) / 4
+    length = int(min(max(LONG_S / max(once, 1e-9), 4), 10_000))
+    seconds = _time(strategy, body, length, x, *rest) / length
+    return {"seconds": seconds, "estimated_s": _estimate(strategy, body, length, x, *rest)}
+
+
+def _time(strategy: Any, body: Callable[..., jax.Array], length: int, *args: Any) -> float:
+    step = _loop(body, length)
+    return seconds_per_call(lambda: jax.block_until_ready(strategy.run(step, args=args)))
+
+
+def _estimate(
+    strategy: Any, body: Callable[..., jax.Array], length: int, *args: Any
+) -> float | None:
+    """Returns the time that a plan for these devices says; None for devices it has no rates of."""
+    plan = strategy.plan(_loop(body, length), args, cache=False)
+    return None if plan.time is None else plan.time.step_s / length
+
+
+@functools.cache
+def _loop(body: Callable[..., jax.Array], length: int) -> Callable[..., jax.Array]:
+    def step(x: jax.Array, *rest: Any) -> jax.Array:
+        own = x + jax.lax.axis_index(AXIS).astype(x.dtype) * 0  # differs between replicas
+        return jax.lax.fori_loop(0, length, lambda _, y: body(y, *rest), own)
+
+    return step
+
+
+def _size(num_bytes: int) -> str:
+    for unit, number in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= number:
+            return f"{num_bytes / number:g} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,45 @@
+"""One item of a section: a name, and a function that measures or checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Figures = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Something to check or to measure.
+
+    Attributes:
+        name: Name in the report, unique in its section.
+        run: Measures, and returns figures that JSON can hold. `{"ok": False, ...}` is a failure.
+    """
+
+    name: str
+    run: Callable[[], Figures]
+
+
+def seconds_per_call(call: Callable[[], Any], least_s: float = 0.05, repeats: int = 3) -> float:
+    """Returns the seconds of one call: the least of several averages, after a call that compiles.
+
+    Args:
+        call: Runs, and waits for its result.
+        least_s: Calls are repeated until one average is over this many seconds.
+        repeats: Number of averages.
+    """
+    call()
+    number, found = 1, []
+    while len(found) < repeats:
+        started = time.perf_counter()
+        for _ in range(number):
+            call()
+        spent = time.perf_counter() - started
+        if spent < least_s and number < 1_000_000:
+            number = min(number * 10, max(number + 1, int(number * least_s / max(spent, 1e-9))))
+            continue
+        found.append(spent / number)
+    return min(found)

@@ -1,0 +1,144 @@
+"""Section "numbers": steps on the devices equal one device, and one device equals the CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from tpudist.cli.accelerator.item import Figures, Item
+from tpudist.gradients.losses import compute_average_loss
+from tpudist.gradients.optimizer import Optimizer
+from tpudist.strategies.mirrored import MirroredStrategy
+from tpudist.strategies.one_device import OneDeviceStrategy
+from tpudist.strategies.tpu import TPUStrategy
+
+TOLERANCE = 2e-3
+"""Largest relative distance of weights from those of the CPU after `STEPS` steps in float32."""
+STEPS = 5
+ROWS, WIDTH = 52, 16  # 52 rows: a partial batch on 8 replicas
+
+
+def make_items(devices: Sequence[jax.Device]) -> list[Item]:
+    """Returns a check of each step under each strategy that fits the devices."""
+    strategies: dict[str, Callable[[], Any]] = {
+        "MirroredStrategy": lambda: MirroredStrategy(devices)
+    }
+    strategies["OneDeviceStrategy"] = lambda: OneDeviceStrategy(devices[0])
+    number = len(devices)
+    if number > 1:
+        strategies[f"TPUStrategy(fsdp={number})"] = lambda: _make_split(devices, number)
+    if number > 3 and number % 2 == 0:
+        strategies[f"TPUStrategy(fsdp={number // 2})"] = lambda: _make_split(devices, number // 2)
+    steps = {"mean loss": _make_regression, "network": _make_network, "sums": _make_sums}
+    items = [
+        Item(f"{step} on {name}", functools.partial(_verify, strategy, make))
+        for (name, strategy), (step, make) in itertools.product(strategies.items(), steps.items())
+    ]
+    items += [
+        Item(f"training on {name} against the CPU", functools.partial(_compare_with_cpu, strategy))
+        for name, strategy in strategies.items()
+    ]
+    return items
+
+
+def _make_split(devices: Sequence[jax.Device], fsdp: int) -> Any:
+    return TPUStrategy(replica_axes={"fsdp": fsdp}, devices=list(devices))
+
+
+def _verify(make_strategy: Callable[[], Any], make_step: Callable[[Any], Any]) -> Figures:
+    strategy = make_strategy()
+    with jax.default_matmul_precision("highest"):
+        step, args = make_step(strategy)
+        report = strategy.verify(step, args=args)
+    return {"ok": report.ok, "report": str(report)}
+
+
+def _rows(strategy: Any, count: int = ROWS) -> Any:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(count, WIDTH)).astype(np.float32)
+    data = strategy.experimental_make_numpy_dataset({"x": x, "y": x.sum(1, keepdims=True)})
+    return next(iter(strategy.experimental_distribute_dataset(data.batch(count))))
+
+
+def _make_regression(strategy: Any) -> Any:
+    with strategy.scope():
+        model = nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(0))
+        optimizer = Optimizer(optax.sgd(0.05), model)
+
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        def loss_fn(model: Any) -> Any:
+            return compute_average_loss(((model(batch["x"]) - batch["y"]) ** 2).sum(-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return step, (model, optimizer, _rows(strategy))
+
+
+def _make_network(strategy: Any) -> Any:
+    with strategy.scope():
+        model = _Network(nnx.Rngs(0))
+        optimizer = Optimizer(optax.adam(0.01), model)
+
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        def loss_fn(model: Any) -> Any:
+            return compute_average_loss(((model(batch["x"]) - batch["y"]) ** 2).sum(-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return step, (model, optimizer, _rows(strategy))
+
+
+class _Network(nnx.Module):
+    """Two layers, layer normalization and attention over the features: what models are made of."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.norm = nnx.LayerNorm(4 * WIDTH, rngs=rngs)
+        self.last = nnx.Linear(4 * WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jax.nn.gelu(self.norm(self.first(x)))
+        heads = x.reshape(len(x), 4, WIDTH)
+        heads = jax.nn.dot_product_attention(
+            heads[:, :, None], heads[:, :, None], heads[:, :, None]
+        )
+        return self.last(x + heads.reshape(x.shape))
+
+
+def _make_sums(strategy: Any) -> Any:
+    def step(weights: jax.Array, batch: Any) -> Any:
+        total = jax.lax.psum((batch["x"] @ weights).sum(0), "replica")
+        count = jax.lax.psum(jnp.float32(len(batch["x"])), "replica")
+        return weights + total / count, total
+
+    return step, (jnp.ones((WIDTH, 8)), _rows(strategy))
+
+
+def _compare_with_cpu(make_strategy: Callable[[], Any]) -> Figures:
+    """Trains a network on the devices and on one CPU device, and compares the weights."""
+    with jax.default_matmul_precision("highest"):
+        found = _train(make_strategy())
+        expected = _train(OneDeviceStrategy(jax.devices("cpu")[0]))
+    scale = max(float(np.abs(x).max()) for x in expected)
+    distance = max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+    distance = distance / scale if np.isfinite(distance) else float("inf")
+    return {"ok": distance <= TOLERANCE, "relative_distance": distance, "tolerance": TOLERANCE}
+
+
+def _train(strategy: Any) -> list[np.ndarray]:
+    step, args = _make_network(strategy)
+    for _ in range(STEPS):
+        strategy.run(step, args=args)
+    return [np.asarray(x) for x in jax.tree.leaves(nnx.state(args[0]))]

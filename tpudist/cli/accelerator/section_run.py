@@ -1,0 +1,109 @@
+"""Runs a section in child processes, again after each item that ends or hangs its process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tpudist.cli.accelerator import section_program
+from tpudist.supervisor.doctor.child_outcome import ChildOutcome, run_to_end
+
+_MOST_STARTS = 6
+
+
+@dataclasses.dataclass
+class SectionResult:
+    """What one section found.
+
+    Attributes:
+        name: Name of the section.
+        items: One mapping for each item: `name`, `status` ("ok", "failed: ...", "left out: ..."),
+            `seconds`, `figures`.
+        devices: Description of the devices, empty if they did not start.
+        problem: Why the section has no further items, or "".
+    """
+
+    name: str
+    items: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    devices: dict[str, Any] = dataclasses.field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether no item failed and the section ran to its end."""
+        return not self.problem and not any(x["status"].startswith("failed") for x in self.items)
+
+
+def run_section(
+    name: str,
+    budget_s: float,
+    env: Mapping[str, str],
+    tell: Callable[[str], None],
+    python: str = sys.executable,
+) -> SectionResult:
+    """Runs a section within a budget. A crash or a hang costs the item in which it happens.
+
+    Args:
+        name: Key of `section_program.SECTIONS`.
+        budget_s: Seconds for the section.
+        env: Environment variables of the child, in addition to those of this process.
+        tell: Called with the name of each item that begins.
+        python: Interpreter of the child.
+    """
+    result = SectionResult(name)
+    deadline = time.monotonic() + budget_s
+    for _ in range(_MOST_STARTS):
+        left_s = deadline - time.monotonic()
+        if left_s < min(5.0, budget_s / 2):
+            result.problem = f"the time of the section ({budget_s:.0f} s) is over"
+            return result
+        skipped = [x["name"] for x in result.items]
+        command = [python, "-c", section_program.START, name, f"{left_s:.1f}", json.dumps(skipped)]
+        outcome = run_to_end(command, env, left_s + 2, _reader(tell))
+        begun = _read(outcome, result)
+        if begun is None:
+            if outcome.exit_code:
+                result.problem = f"failed before its first item: {_cause(outcome)}"
+            return result
+        status = f"failed: its process {_cause(outcome)}"
+        figures = {"output": outcome.last_lines()}
+        result.items.append({"name": begun, "status": status, "seconds": 0.0, "figures": figures})
+    result.problem = f"its process ended {_MOST_STARTS} times before the last item"
+    return result
+
+
+def _reader(tell: Callable[[str], None]) -> Callable[[str], None]:
+    def read(line: str) -> None:
+        _, mark, said = line.partition(section_program.MARK)
+        if mark and (begun := json.loads(said).get("begin")):
+            tell(begun)
+
+    return read
+
+
+def _read(outcome: ChildOutcome, result: SectionResult) -> str | None:
+    """Adds the items that ended to `result`, and returns the one in which the process ended."""
+    begun = None
+    for line in outcome.lines:
+        _, mark, said = line.partition(section_program.MARK)
+        if not mark:
+            continue
+        one = json.loads(said)
+        result.devices = one.get("devices", result.devices)
+        begun = one.get("begin", begun)
+        if "end" in one:
+            result.items.append({"name": one.pop("end"), **one})
+            begun = None
+    return begun
+
+
+def _cause(outcome: ChildOutcome) -> str:
+    text = outcome.last_lines()
+    if outcome.hung or "Timeout (" in text:
+        return "did not end in time"
+    errors = [x for x in outcome.lines if "Error: " in x and not x.startswith(" ")]
+    return f"ended with {outcome.exit_code}" + (f": {errors[-1]}" if errors else "")

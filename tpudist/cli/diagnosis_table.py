@@ -1,0 +1,78 @@
+"""The time of a run as a table, and what delayed it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+from rich.text import Text
+
+from tpudist.cli.console import make_table
+from tpudist.goodput.diagnosis import LOST, REPLAYED, WAITED, Diagnosis
+from tpudist.goodput.goodput import Phase
+
+ROWS = (
+    Phase.STEP.value,
+    WAITED,
+    Phase.INPUT.value,
+    Phase.COMPILE.value,
+    Phase.CHECKPOINT.value,
+    Phase.WAIT.value,
+    Phase.STARTUP.value,
+    LOST,
+    REPLAYED,
+)
+_SHOWN = 8
+_COLUMNS = 8
+
+
+def draw_diagnosis(diagnosis: Diagnosis) -> list[Table | Text]:
+    """Returns the table of phases and the list of causes, for `console.show`."""
+    return [_table(diagnosis), *_causes(diagnosis)]
+
+
+def _table(diagnosis: Diagnosis) -> Table:
+    title = f"{diagnosis.wall_s:.1f} s, {_share(diagnosis):.0%} of it new steps"
+    table = make_table(title=title, title_justify="left", title_style="bold")
+    table.add_column("", no_wrap=True)
+    processes = list(diagnosis.seconds)
+    if len(processes) <= _COLUMNS:
+        for process in processes:
+            table.add_column(f"process {process}", justify="right", no_wrap=True)
+    else:
+        for name in ("median", "most", "of process"):
+            table.add_column(name, justify="right", no_wrap=True)
+    for name in ROWS:
+        found = {i: spent.get(name, 0.0) for i, spent in diagnosis.seconds.items()}
+        if not any(found.values()):
+            continue
+        cells = [_cell(found[i], diagnosis.seconds[i]) for i in processes]
+        if len(processes) > _COLUMNS:
+            order = sorted(processes, key=lambda i: found[i])
+            middle, most = order[len(order) // 2], order[-1]
+            cells = [cells[processes.index(middle)], cells[processes.index(most)], str(most)]
+        table.add_row(name, *cells)
+    return table
+
+
+def _cell(seconds: float, spent: Mapping[str, float]) -> str:
+    total = sum(spent.values()) or 1.0
+    return f"{seconds:.1f} s {seconds / total:4.0%}" if seconds else ""
+
+
+def _share(diagnosis: Diagnosis) -> float:
+    """Returns the least share of steps: a process that others wait for seems to be in a step."""
+    return min(
+        spent.get(Phase.STEP.value, 0.0) / (sum(spent.values()) or 1.0)
+        for spent in diagnosis.seconds.values()
+    )
+
+
+def _causes(diagnosis: Diagnosis) -> list[Text]:
+    if not diagnosis.causes:
+        return [Text("\nNothing delayed the run.")]
+    causes = diagnosis.causes[:_SHOWN]
+    return [
+        Text("\nCauses of delay, longest first:"),
+        *(Text(f"{i + 1}. {c.seconds:.1f} s: {c.text}") for i, c in enumerate(causes)),
+    ]

@@ -1,0 +1,114 @@
+"""Rates that were measured on a machine, in place of the published ones that a plan prices with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tpudist.xla.hardware.chips import CHIPS, Chip
+
+_MOST = 1.05
+"""Largest share of a published peak that a measurement may have; a larger one is a mistake."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Measured rates of one generation of TPU chips, per JAX device. None keeps the published rate.
+
+    Attributes:
+        generation: Generation of the chips, such as "v5e".
+        matmul_flops_per_s: Operations per second of a large matrix product in bfloat16.
+        hbm_bytes_per_s: Bytes per second of a large copy in the device's memory, read and written.
+        host_bytes_per_s: Bytes per second from the host to the device.
+        ici_ratio: Bandwidth of large collectives, measured over estimated.
+    """
+
+    generation: str
+    matmul_flops_per_s: float | None = None
+    hbm_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
+    ici_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the rates.
+
+        Raises:
+            ValueError: If the generation is unknown, or a rate is not positive or is above the
+                published peak by more than 5%.
+        """
+        chip = CHIPS.get(self.generation)
+        if chip is None:
+            raise ValueError(
+                f"The calibration is for {self.generation!r}. Plans know {', '.join(CHIPS)}."
+            )
+        peaks = {
+            "matmul_flops_per_s": chip.bf16_flops_per_s / chip.devices_per_chip,
+            "hbm_bytes_per_s": chip.hbm_bytes_per_s / chip.devices_per_chip,
+            "host_bytes_per_s": math.inf,
+            "ici_ratio": math.inf,
+        }
+        for name, peak in peaks.items():
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= _MOST * peak:
+                raise ValueError(
+                    f"The calibration of {self.generation} has {name}={value:.3g}; the published "
+                    f"peak is {peak:.3g}. Measure again with tpudist doctor --accelerator."
+                )
+
+    def apply(self, chip: Chip) -> Chip:
+        """Returns the chip with the measured rates.
+
+        Raises:
+            ValueError: If the chip is of another generation.
+        """
+        if chip.generation != self.generation:
+            raise ValueError(
+                f"The calibration was measured on {self.generation}, and the plan is for "
+                f"{chip.generation}. Use a report of {chip.generation}, or omit the calibration."
+            )
+        devices = chip.devices_per_chip
+        measured: dict[str, Any] = {}
+        if self.matmul_flops_per_s:
+            measured["matmul_share"] = self.matmul_flops_per_s * devices / chip.bf16_flops_per_s
+        if self.hbm_bytes_per_s:
+            measured["hbm_efficiency"] = self.hbm_bytes_per_s * devices / chip.hbm_bytes_per_s
+        if self.host_bytes_per_s:
+            measured["host_bytes_per_s"] = self.host_bytes_per_s * devices
+        if self.ici_ratio:
+            measured["ici_bytes_per_s"] = self.ici_ratio * chip.ici_bytes_per_s
+        return dataclasses.replace(chip, **measured)
+
+
+def read_calibration(report: str | Path | Mapping[str, Any] | Calibration) -> Calibration:
+    """Returns the calibration in a report of `tpudist doctor --accelerator`.
+
+    Args:
+        report: Path of the JSON report, or its content, or a `Calibration`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is not such a report, or was not measured on TPUs.
+    """
+    if isinstance(report, Calibration):
+        return report
+    name = "The report" if isinstance(report, Mapping) else str(report)
+    remedy = "Write a report on the TPU with tpudist doctor --accelerator."
+    try:
+        content = report if isinstance(report, Mapping) else json.loads(Path(report).read_text())
+        found = content["calibration"]
+        return Calibration(**found) if found is not None else _refuse(name, content)
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = f"{name} is not a report of tpudist doctor --accelerator: {error!r}. {remedy}"
+        raise ValueError(text) from error
+
+
+def _refuse(name: str, content: Mapping[str, Any]) -> Calibration:
+    devices = content.get("devices") or {}
+    raise ValueError(
+        f"{name} was measured on {devices.get('kind', 'unknown devices')}, and plans are for TPUs. "
+        f"Write a report on a TPU with tpudist doctor --accelerator."
+    )
