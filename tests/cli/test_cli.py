@@ -504,7 +504,16 @@ def commands(document):
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/planning.md", "docs/several_processes.md", "docs/goodput.md"]
+    "document",
+    [
+        "README.md",
+        "docs/doctor.md",
+        "docs/fault_tolerance.md",
+        "docs/goodput.md",
+        "docs/planning.md",
+        "docs/several_processes.md",
+        "docs/tpu_vms.md",
+    ],
 )
 def test_the_commands_of_the_documents_can_be_read(document):
     found = list(commands(document))

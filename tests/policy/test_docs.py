@@ -1,7 +1,10 @@
 """The Python blocks of each page of docs run one after the other, and print what the page shows."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +40,9 @@ def check(page: str, folder: Path, section: str | None = None) -> None:
         assert difference is None, f"{block.code}\n{difference}\n{remedy}"
 
 
-# Pages with a test of their own, and a page of programs for several machines.
-OTHERS = {"finetuning", "gpus", "linen_haiku_equinox", "several_processes"}
+COMMANDS = ("fault_injection", "fault_tolerance", "several_processes")
+# Pages with a test of their own.
+OTHERS = {"finetuning", "gpus", "linen_haiku_equinox", *COMMANDS}
 PAGES = sorted(
     x.stem
     for x in (ROOT / "docs").glob("*.md")
@@ -52,6 +56,39 @@ MARKS = {"planning": [pytest.mark.libtpu]}
 @pytest.mark.parametrize("page", [pytest.param(x, marks=MARKS.get(x, ())) for x in PAGES])
 def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path):
     check(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("page", COMMANDS)
+def test_the_commands_of_a_page_print_what_the_page_shows(page, tmp_path):
+    """Processes print at the same time, so the order of lines is not compared."""
+    for block in blocks_of(page):
+        (tmp_path / block.code.splitlines()[0].removeprefix("# ")).write_text(block.code)
+    for name, arguments in (("python", ""), ("tpudist", "-m tpudist ")):
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments}"$@"\n')
+        command.chmod(0o755)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    shown = re.findall(r"^```bash\n([^`]*)```\n\n```text\n([^`]*)```$", text, re.M)
+    assert shown
+    for command, output in shown:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        printed = done.stdout.splitlines()
+        for line in output.splitlines():
+            found = any(doc_outputs.find_difference(line, x) is None for x in printed)
+            assert found or line == "...", f"{command}does not print {line!r}:\n{done.stdout}"
 
 
 def test_there_are_pages_with_code():

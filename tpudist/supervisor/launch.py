@@ -1,8 +1,8 @@
 """Runs a program as several processes on this host, and starts them again if that may help.
 
-What is decided here is decided from exit codes, which docs/several_processes.md lists: a process
-that raised (1) would raise again, and one that lost another one (75), was killed by a signal, or
-was asked to end and saved (143), goes on from its checkpoint when it is started again.
+Decisions depend on exit codes, which docs/fault_tolerance.md lists. A process that raised (1) would
+raise again. A process that lost another one (75), was killed by a signal, or saved after SIGTERM
+(143) resumes from its checkpoint when it is restarted.
 """
 
 import contextlib
