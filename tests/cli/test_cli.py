@@ -480,7 +480,7 @@ def commands(document):
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/planning.md", "docs/several_processes.md", "docs/goodput.md"]
+    "document", ["docs/planning.md", "docs/several_processes.md", "docs/goodput.md"]
 )
 def test_the_commands_of_the_documents_can_be_read(document):
     found = list(commands(document))
