@@ -64,3 +64,9 @@ def test_the_extras_of_accelerators_are_bounded_as_jax_itself():
     assert extras["tpu"] == [f"jax[tpu]{bound}"]
     gpus = (ROOT / "docs" / "gpus.md").read_text()
     assert {"cuda", "cuda12"} <= set(re.findall(r"tpudist\[(\w+)\]", gpus))
+
+
+def test_the_page_on_installation_names_each_extra():
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "installation.md").read_text(), re.M)
+    named = re.findall(r"`([\w-]+)`", " ".join(rows))
+    assert sorted(named) == sorted(PROJECT["optional-dependencies"])
