@@ -242,8 +242,8 @@ SITES = {
             "mean for sum": ("tpudist.Optimizer(optax.adam(0.05), model)",
                              'tpudist.Optimizer(optax.adam(0.05), model, reduce_op="mean")'),
             "divided by the replica's own count": (
-                'tpudist.compute_average_loss(((model(batch["x"]) - batch["y"]) ** 2).sum(-1))',
-                '((model(batch["x"]) - batch["y"]) ** 2).sum(-1).mean()',
+                "tpudist.compute_average_loss(errors**2)",
+                "(errors**2).mean()",
             ),
             "half of the batch is read twice": (
                 "    def loss_fn(model):",

@@ -506,7 +506,7 @@ def commands(document):
 @pytest.mark.parametrize(
     "document",
     [
-        "README.md",
+        "docs/first_hour.md",
         "docs/doctor.md",
         "docs/fault_tolerance.md",
         "docs/goodput.md",

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and .ci/run give the same commands, and README's example works."""
+"""README.md, docs/planning.md, CONTRIBUTING.md and .ci/run give the same commands."""
 
 import os
 import re
@@ -40,11 +40,12 @@ def test_ci_installs_the_extras_that_contributing_names():
 
 
 def standing_alone() -> list[list[str]]:
-    """The blocks of README that make their own environment: training, the tests, a plan."""
-    return [block for block in blocks("README.md") if any("-m venv" in line for line in block)]
+    """The blocks that make their own environment: training, the tests, a plan."""
+    both = [*blocks("README.md"), *blocks("docs/planning.md")]
+    return [block for block in both if any("-m venv" in line for line in block)]
 
 
-def test_readme_has_two_commands_and_a_plan_that_each_stand_alone():
+def test_readme_has_two_commands_and_planning_has_a_plan_that_each_stand_alone():
     train, test, plan = standing_alone()
     for commands in (train, test, plan):
         assert commands[0] == "python3 -m venv .venv"
@@ -184,12 +185,3 @@ def test_a_missing_interpreter_is_said_loudly_and_fails_ci_where_pyenv_has_it(
     done = ask_ci("x=$(find_python 3.18 3.17) || missing 3.18 3.17", environment)
     assert done.returncode == code
     assert "#### NOT TESTED: no Python 3.18/3.17 was found" in done.stderr
-
-
-@pytest.mark.multiprocess
-def test_the_example_in_readme_runs_and_learns():
-    (example,) = blocks("README.md", "python")
-    command = [sys.executable, "-W", "error", "-c", "\n".join(example)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1e-3  # it starts at about 4

@@ -116,6 +116,8 @@ def test_the_site_has_a_page_for_each_part_of_the_reference():
         ("README.md", "CHANGELOG.md", "changelog.md"),
         ("docs/porting.md", "../README.md#emulation", "index.md#emulation"),
         ("docs/porting.md", "differences.md", "differences.md"),
+        ("docs/examples.md", "../examples/README.md", "examples.md"),
+        ("examples/README.md", "gpt_nnx/plain.py", "examples/gpt_nnx/plain.py"),
         ("docs/reference/strategies.md", "../architecture.md#x", "../architecture.md#x"),
         ("docs/reference/index.md", "../../README.md", "../index.md"),
         ("docs/porting.md", "#names", "#names"),
