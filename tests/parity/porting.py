@@ -1,4 +1,4 @@
-"""The programs of docs/porting.md: runs them, and records what those for TensorFlow print.
+"""Runs the programs of docs/complete_programs.md, and records what those for TensorFlow print.
 
     cd tests && python -m parity.porting
 
@@ -17,7 +17,7 @@ from processes import run_processes
 from . import record
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = ROOT / "docs" / "porting.md"
+GUIDES = [ROOT / "docs" / name for name in ("porting.md", "complete_programs.md")]
 PROGRAMS = ROOT / "docs" / "porting"
 NUM_PROCESSES = {"custom_loop": 1, "batch_norm": 1, "multi_worker": 2}
 RECORDED = Path(__file__).with_name("porting.json")
