@@ -23,7 +23,7 @@ print(tf.signal.fft(x))
 """
 LEFT = (
     "Porting train.py.\n"
-    "train.py:6: tf.signal.fft: say it in jax.numpy or keras.ops (docs/porting.md#names)\n"
+    "train.py:6: tf.signal.fft: use a function of jax.numpy or keras.ops (docs/porting.md#names)\n"
     "train.py: 1 thing is left to port manually; the line numbers are those after the port.\n"
 )
 
@@ -92,7 +92,7 @@ def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
         ),
     ],
 )
-def test_its_exit_code_says_whether_hands_are_needed(capsys, program, statements, line):
+def test_its_exit_code_says_whether_names_are_left(capsys, program, statements, line):
     program.write_text(BEFORE.replace("print(tf.signal.fft(x))\n", f"{statements}\n"))
     assert cli.main(["port", "train.py", "--write"]) == 0
     assert capsys.readouterr().err == (
@@ -121,8 +121,8 @@ def test_a_port_that_takes_long_says_how_far_it_is(capsys, monkeypatch):
         (["none.py"], "none.py cannot be read: No such file or directory. Pass a Python program."),
         (["."], ". cannot be read: Is a directory."),
         (["bytes.py"], "bytes.py is not UTF-8 text."),
-        (["text.py"], "text.py cannot be ported. It is no Python that can be read: line 1"),
-        (["plain.py"], "plain.py cannot be ported. There is nothing of tf.distribute in it"),
+        (["text.py"], "text.py cannot be ported. Line 1 is not valid Python"),
+        (["plain.py"], "plain.py cannot be ported. It uses neither tf.distribute nor tpudist"),
         (["train.py", "--output", "no/new.py"], "no/new.py cannot be written: No such file"),
         (["train.py", "--write", "--output", "a.py"], "--write overwrites the file"),
     ],

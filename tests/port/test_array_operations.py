@@ -576,8 +576,10 @@ def test_a_clip_on_replicas_says_whose_norm_it_is_and_is_safe_at_zero():
     )
     text = port_program(source).source
     comment, clip = text.partition("def step(grads):\n")[2].splitlines()[1:3]
-    assert comment.startswith("    # tf.distribute. One device clips by the norm of all")
-    assert text.count("# Before the sum over replicas") == 1
+    assert comment.startswith(
+        "    # tf.distribute. To get the result of one device, clip after the sum."
+    )
+    assert text.count("# Each replica clips by the norm") == 1
     assert port_program(text).source == text
     scope: dict[str, Any] = {"jnp": jnp}
     exec(f"def f(grads):\n{clip}\n    return grads[0]", scope)

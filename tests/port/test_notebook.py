@@ -71,5 +71,5 @@ def test_code_is_shown_by_cells():
 
 @pytest.mark.parametrize("source", ["{", "[]", '{"cells": [{"cell_type": "code"}]}'])
 def test_what_is_no_notebook_is_refused(source):
-    with pytest.raises(CannotPort, match="It is no notebook"):
+    with pytest.raises(CannotPort, match="It is not a valid notebook"):
         port_notebook(source)

@@ -1,4 +1,4 @@
-"""What to do by hand about a name of TensorFlow, and which section of the guides shows it."""
+"""Advice for names of TensorFlow that the port leaves, and the section of the guides for each."""
 
 from __future__ import annotations
 
@@ -9,154 +9,173 @@ MODELS = "docs/porting.md#models-and-optimizers-are-arguments"
 VARIABLES = "docs/porting.md#variables"
 CONTROL_FLOW = "docs/porting.md#control-flow"
 CHECKPOINTS = "docs/porting.md#checkpoints"
-ORDER = "docs/porting.md#in-which-order"
+ORDER = "docs/porting.md#order-of-work"
 STEP = "docs/porting.md#a-step-is-a-program"
-LAPTOP = "docs/porting.md#on-a-laptop"
+DEBUGGING = "docs/debugging.md"
 GPUS = "docs/gpus.md"
 KERAS_LOOPS = "docs/keras_fit.md#loops-of-your-own"
 SERVERS = "docs/parameter_servers.md#start"
-DIFFERENCES = "docs/differences.md#also"
+DIFFERENCES = "docs/differences.md"
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What a reader is to do about a name, and the section of the guides that shows it."""
+    """An instruction for a name, and the section of the guides that shows it.
+
+    Attributes:
+        what: Instruction, as an imperative clause.
+        section: File and anchor of the section.
+    """
 
     what: str
     section: str
 
 
-# By prefix; the longest that matches is meant.
+# By prefix. The longest prefix that matches applies.
 ADVICE = {
-    "tensorflow": Advice("say it in jax.numpy or keras.ops", NAMES),
-    "tensorflow.Module": Advice("make it a flax.nnx.Module or a keras.Model", NAMES),
+    "tensorflow": Advice("use a function of jax.numpy or keras.ops", NAMES),
+    "tensorflow.Module": Advice("use a flax.nnx.Module or a keras.Model", NAMES),
     "tensorflow.GradientTape": Advice(
-        "make the loss a function, and differentiate that: nnx.value_and_grad", MODELS
+        "write the loss as a function and differentiate it with nnx.value_and_grad", MODELS
     ),
     "tensorflow.Variable": Advice(
-        "a tpudist.Variable, or the model's: here it meets more", VARIABLES
+        "use a tpudist.Variable or a parameter of the model; code that reads it may need changes",
+        VARIABLES,
     ),
     "tensorflow.autograph": Advice(
-        "there is no AutoGraph: jax.lax.cond, scan, fori_loop", CONTROL_FLOW
+        "use jax.lax.cond, scan or fori_loop, because JAX has no AutoGraph", CONTROL_FLOW
     ),
     "tensorflow.boolean_mask": Advice(
-        "on replicas the shape is fixed: keep all rows, and weight them by the mask", NAMES
+        "keep all rows and weight them by the mask, because shapes on replicas are fixed", NAMES
     ),
     "tensorflow.where": Advice(
-        "on replicas the shape is fixed: jnp.where(condition, x, y), or jnp.nonzero(x, size=n)",
+        "use jnp.where(condition, x, y) or jnp.nonzero(x, size=n), because shapes on replicas are "
+        "fixed",
         NAMES,
     ),
-    "tensorflow.TensorArray": Advice("a list in Python, or jax.lax.scan", CONTROL_FLOW),
-    "tensorflow.cond": Advice("jax.lax.cond", CONTROL_FLOW),
-    "tensorflow.while_loop": Advice("jax.lax.while_loop or fori_loop", CONTROL_FLOW),
-    "tensorflow.range": Advice("a Python range, or jax.lax.fori_loop", CONTROL_FLOW),
+    "tensorflow.TensorArray": Advice("use a Python list or jax.lax.scan", CONTROL_FLOW),
+    "tensorflow.cond": Advice("use jax.lax.cond", CONTROL_FLOW),
+    "tensorflow.while_loop": Advice("use jax.lax.while_loop or fori_loop", CONTROL_FLOW),
+    "tensorflow.range": Advice("use a Python range or jax.lax.fori_loop", CONTROL_FLOW),
     "tensorflow.function": Advice(
-        "delete it; what asks for its graph (get_concrete_function) calls the function instead",
+        "delete it; call the function where the program uses its graph (get_concrete_function)",
         STEP,
     ),
-    "tensorflow.compat.v1": Advice("TensorFlow 1: port it to TensorFlow 2 first", ORDER),
-    "tensorflow.compat.v1.estimator": Advice("an Estimator is a model and model.fit today", ORDER),
-    "tensorflow.compat.v1.ConfigProto": Advice("there are no sessions to configure", DIFFERENCES),
-    "tensorflow.estimator": Advice("an Estimator is a model and model.fit today", ORDER),
-    "tensorflow.config": Advice("devices are JAX's: jax.devices(), JAX_PLATFORMS", GPUS),
-    "tensorflow.device": Advice("a strategy places: leave it out, or jax.device_put", NAMES),
-    "tensorflow.debugging": Advice(
-        "with strategy.debug(), or jax.debug", "docs/porting.md#debugging"
+    "tensorflow.compat.v1": Advice("port the program to TensorFlow 2 first", ORDER),
+    "tensorflow.compat.v1.estimator": Advice("use a Keras model and model.fit", ORDER),
+    "tensorflow.compat.v1.ConfigProto": Advice(
+        "delete it, because there are no sessions to configure", DIFFERENCES
     ),
-    "tensorflow.profiler": Advice("jax.profiler", "docs/debugging.md"),
-    "tensorflow.distribute": Advice("tpudist has no such name", "docs/differences.md"),
+    "tensorflow.estimator": Advice("use a Keras model and model.fit", ORDER),
+    "tensorflow.config": Advice("use jax.devices() or the variable JAX_PLATFORMS", GPUS),
+    "tensorflow.device": Advice(
+        "delete it, because the strategy places arrays, or use jax.device_put", NAMES
+    ),
+    "tensorflow.debugging": Advice("use strategy.debug() or jax.debug", DEBUGGING),
+    "tensorflow.profiler": Advice("use jax.profiler", DEBUGGING),
+    "tensorflow.distribute": Advice(
+        "find the replacement in the guide, because tpudist does not have this name", DIFFERENCES
+    ),
     "tensorflow.distribute.Server": Advice(
-        "leave it out: tpudist.ParameterServerStrategy(num_workers=4, num_servers=2) starts "
-        "workers and servers in this process",
+        "delete it: tpudist.ParameterServerStrategy(num_workers=4, num_servers=2) starts workers "
+        "and servers from this process",
         SERVERS,
     ),
-    "tensorflow.dtypes": Advice("a dtype of jax.numpy", NAMES),
-    "tensorflow.keras": Advice("Keras 3 has it not for JAX", DIFFERENCES),
-    "tensorflow.keras.optimizers.legacy": Advice(
-        "the optimizer without `legacy`: it adds epsilon elsewhere", NAMES
+    "tensorflow.dtypes": Advice("use a dtype of jax.numpy", NAMES),
+    "tensorflow.keras": Advice(
+        "find a replacement, because Keras 3 on JAX does not have this name", DIFFERENCES
     ),
-    "tensorflow.keras.backend": Advice("keras.ops", NAMES),
-    "tensorflow.print": Advice("jax.debug.print", NAMES),
-    "tensorflow.python": Advice("TensorFlow's own: say it in public names first", ORDER),
+    "tensorflow.keras.optimizers.legacy": Advice(
+        "use the optimizer without `legacy`; it adds epsilon in a different place", NAMES
+    ),
+    "tensorflow.keras.backend": Advice("use keras.ops", NAMES),
+    "tensorflow.print": Advice("use jax.debug.print", NAMES),
+    "tensorflow.python": Advice(
+        "replace this private name of TensorFlow by a public one first", ORDER
+    ),
     "tensorflow.random": Advice(
-        "jax.random.normal(tpudist.get_replica_context().random_key(key), shape), with another key "
-        "for each step",
+        "use jax.random.normal(tpudist.get_replica_context().random_key(key), shape), with a new "
+        "key for each step",
         NAMES,
     ),
-    "tensorflow.raw_ops": Advice("say it in jax.numpy", NAMES),
+    "tensorflow.raw_ops": Advice("use a function of jax.numpy", NAMES),
     "tensorflow.reduce_mean": Advice(
-        "jnp.mean(x), for integers with dtype=x.dtype: their mean is an integer in TensorFlow",
+        "use jnp.mean(x); for integers add dtype=x.dtype, because TensorFlow returns an integer",
         NAMES,
     ),
     "tensorflow.saved_model": Advice(
-        "weights are handed over as arrays: no SavedModel is read", ORDER
+        "pass the weights as NumPy arrays, because tpudist does not read SavedModels", ORDER
     ),
     "tensorflow.train": Advice(
-        "tpudist.checkpoint.CheckpointManager, or optax for an optimizer", CHECKPOINTS
+        "use tpudist.checkpoint.CheckpointManager, or optax for an optimizer", CHECKPOINTS
     ),
     "tensorflow.train.Checkpoint": Advice(
         "name its objects: tpudist.checkpoint.Checkpoint(model=model, optimizer=optimizer)",
         CHECKPOINTS,
     ),
     "tensorflow.train.get_checkpoint_state": Advice(
-        "tpudist.checkpoint.latest_checkpoint(folder)", CHECKPOINTS
+        "use tpudist.checkpoint.latest_checkpoint(folder)", CHECKPOINTS
     ),
-    "tensorflow.experimental": Advice("say it in jax", NAMES),
-    "tensorflow.tpu": Advice("a TPUStrategy starts TPUs by itself", NAMES),
+    "tensorflow.experimental": Advice("use a function of JAX", NAMES),
+    "tensorflow.tpu": Advice("delete it, because a TPUStrategy starts the TPUs", NAMES),
 }
 
-# Of random numbers in Python, which are the same for all replicas.
+# For random numbers that Python draws once for all replicas.
 RANDOM_VALUE = Advice(
-    "one value for all replicas: jax.random.normal(jax.random.key(1), shape), with another key for "
-    "each array",
+    "use jax.random.normal(jax.random.key(1), shape) for one value on all replicas, with a new key "
+    "for each array",
     NAMES,
 )
-# Of a module whose `trainable_variables` a tape has been rewritten for.
+# For a module whose `trainable_variables` the port passes to `tpudist.keras.value_and_grad`.
 KERAS_MODULE = Advice(
-    "make it a keras.Model, whose trainable_variables tpudist.keras.value_and_grad takes (a "
-    "flax.nnx.Module has none: pass one to the step, with nnx.value_and_grad)",
+    "use a keras.Model, whose trainable_variables tpudist.keras.value_and_grad accepts; or pass a "
+    "flax.nnx.Module to the step and use nnx.value_and_grad",
     KERAS_LOOPS,
 )
-# Of a variable that a module keeps.
+# For a variable that a module stores.
 MODULE_VARIABLE = Advice(
-    "keras.Variable(value) in a keras.Model, nnx.Param(value) in a flax.nnx.Module", MODELS
+    "use keras.Variable(value) in a keras.Model, or nnx.Param(value) in a flax.nnx.Module", MODELS
 )
-# Of a gradient tape in a program whose model is one of Keras.
+# For a gradient tape in a program with a Keras model.
 KERAS_TAPE = Advice(
-    "make the loss a function, and differentiate that: tpudist.keras.value_and_grad", KERAS_LOOPS
-)
-# Of the result of a metric, which a replica has only a part of.
-RESULT = Advice("ask for it after strategy.run", KERAS_LOOPS)
-# Of an optimizer for float16.
-SCALED_LOSS = Advice(
-    "in Keras 3 it is optimizer.scale_loss(loss), and apply_gradients unscales by itself",
+    "write the loss as a function and differentiate it with tpudist.keras.value_and_grad",
     KERAS_LOOPS,
 )
-# Of an object that a replica function changes around it, and that may be no Keras.
-CAPTURED = Advice("its state is an argument of a step, and a result of it", MODELS)
+# For the result of a metric on a replica.
+RESULT = Advice(
+    "call it after strategy.run, because a replica has counted only its own rows", KERAS_LOOPS
+)
+# For an optimizer with loss scaling.
+SCALED_LOSS = Advice(
+    "use optimizer.scale_loss(loss) of Keras 3, whose apply_gradients unscales the gradients",
+    KERAS_LOOPS,
+)
+# For a captured object that a replica function changes, and that may not be a Keras object.
+CAPTURED = Advice("pass its state to the step as an argument and return the new state", MODELS)
 
-# Of both in a program with parameter servers, whose state Keras does not keep.
+# For both in a program with parameter servers, which do not store the state of Keras objects.
 SERVERS_TAPE = Advice(
-    "make the loss a function of the values: jax.value_and_grad(loss)(weights.read_value())",
+    "write the loss as a function of the values: jax.value_and_grad(loss)(weights.read_value())",
     SERVERS,
 )
 SERVERS_CAPTURED = Advice(
-    "make it of tpudist.Variable and tpudist.Optimizer in the scope, which servers keep", SERVERS
-)
-
-# Of `optimizer.lr` where it is not certain that the optimizer is one of Keras.
-OLD_LEARNING_RATE = Advice("an optimizer of Keras 3 calls it learning_rate", NAMES)
-
-# Of `fit` and the like, where all strategies are of servers or of one device's variables.
-NO_KERAS = Advice(
-    "Keras does not train under this strategy: use MirroredStrategy, or schedule functions",
+    "create it from tpudist.Variable and tpudist.Optimizer in the scope, so that servers store it",
     SERVERS,
 )
-STAR = Advice("import what is used by name, and port again", ORDER)
+
+# For `optimizer.lr` of an object that may not be a Keras optimizer.
+OLD_LEARNING_RATE = Advice("use learning_rate if this is a Keras 3 optimizer", NAMES)
+
+# For `fit` and related methods, if no strategy of the program can train Keras models.
+NO_KERAS = Advice(
+    "use MirroredStrategy or schedule functions, because Keras does not train under this strategy",
+    SERVERS,
+)
+STAR = Advice("import the names that you use, and port the program again", ORDER)
 
 
 def advise(name: str) -> Advice:
-    """What to do about a name of TensorFlow."""
+    """Returns the advice for a name of TensorFlow."""
     parts = name.split(".")
     for i in range(len(parts), 0, -1):
         if advice := ADVICE.get(".".join(parts[:i])):

@@ -1,4 +1,4 @@
-"""What a transformed program still has of TensorFlow: marked in the program, and listed."""
+"""Lists the names of TensorFlow that a ported program still has, and marks them in it."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ _STATELESS = ("keras.losses.", "tpudist.", "jax.", "flax.", "optax.", "numpy.", 
 
 @dataclasses.dataclass(frozen=True)
 class Leftover:
-    """What is left for hands.
+    """A name to port manually.
 
     Attributes:
-        line: Where, in the program as it is after the other changes, from 1.
-        name: What is there, as the program calls it.
-        what: What to do.
-        section: Of the guides, the one that shows it.
-        cell: Of a notebook, which cell it is in, from 1; `line` then is counted in the cell.
+        line: Line in the ported program, from 1.
+        name: Name, as the program writes it.
+        what: Instruction for the reader.
+        section: Section of the guides that shows it.
+        cell: Number of the cell in a notebook, from 1; `line` is then a line of the cell.
     """
 
     line: int
@@ -74,7 +74,7 @@ class Leftover:
 
 
 class Leftovers(cst.CSTVisitor):
-    """Finds them, and what may stay of TensorFlow, in a program."""
+    """Finds the leftovers of a program, and the names of TensorFlow that may stay."""
 
     def __init__(self, program: Program):
         """Looks through a program."""
@@ -94,18 +94,18 @@ class Leftovers(cst.CSTVisitor):
                 self.found.append((call.func, "".join(code.split()), NO_KERAS))
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """A dotted name, whole, or the rate of an optimizer that may be one of Keras."""
+        """Checks a dotted name, or the learning rate of an object that may be a Keras optimizer."""
         if is_old_rate(self._program, node):
             code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
             self.found.append((node, "".join(code.split()), OLD_LEARNING_RATE))
         return self._look(node)
 
     def visit_Name(self, node: cst.Name) -> bool:
-        """A name by itself."""
+        """Checks a single name."""
         return self._look(node)
 
     def visit_Call(self, node: cst.Call) -> None:
-        """An object on replicas that may be no Keras and would change, or a metric's result."""
+        """Finds objects that a replica changes and that may not be Keras objects, and results."""
         owner = node.func
         is_named = bool(self._program.callee(node))
         if isinstance(owner, cst.Attribute) and owner.attr.value in _SCALES and not is_named:
@@ -131,11 +131,11 @@ class Leftovers(cst.CSTVisitor):
                 self.found.append((node.func, "".join(code.split()), RESULT))
 
     def visit_Import(self, node: cst.Import) -> bool:
-        """What is imported is found where it is used."""
+        """Skips imports; names are found at their uses."""
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """The same, but for what is TensorFlow's own."""
+        """Finds imports of private modules of TensorFlow, and of all names."""
         module = cst.Module([]).code_for_node(node.module) if node.module else ""
         if module.startswith("tensorflow.python"):
             self.found.append((node, module, advise(module)))
@@ -144,7 +144,7 @@ class Leftovers(cst.CSTVisitor):
         return False
 
     def lines(self) -> list[Leftover]:
-        """One of each line and name, in order."""
+        """Returns one leftover for each line and name, in order."""
         found = {(self._program.line(node), name): advice for node, name, advice in self.found}
         return [
             Leftover(line, name, advice.what, advice.section)
@@ -252,12 +252,12 @@ def _is_update(call: cst.Call) -> bool:
 
 
 class Unmark(cst.CSTTransformer):
-    """Takes away the marks of an earlier port."""
+    """Removes the marks of an earlier port."""
 
     def leave_EmptyLine(
         self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine
     ) -> cst.EmptyLine | cst.RemovalSentinel:
-        """A mark is a line of its own."""
+        """Removes a line that is a mark."""
         comment = updated_node.comment
         if comment is not None and comment.value.startswith(MARK):
             return cst.RemoveFromParent()
@@ -265,10 +265,10 @@ class Unmark(cst.CSTTransformer):
 
 
 class Mark(cst.CSTTransformer):
-    """Puts a mark above each statement that holds leftovers, one for each section to read."""
+    """Puts marks above each statement with leftovers, one for each section to read."""
 
     def __init__(self, leftovers: Leftovers, program: Program):
-        """`leftovers` are those of `program`, whose module is transformed."""
+        """Creates the marks for the leftovers of a program."""
         super().__init__()
         names: dict[cst.CSTNode, dict[str, list[str]]] = {}
         for node, name, advice in leftovers.found:

@@ -27,12 +27,12 @@ def port_notebook(
     is_whole: bool = True,
     on_pass: Callable[[int, int], None] = lambda number, total: None,
 ) -> Ported:
-    """Ports the code cells of a notebook; leftovers say their cell, and the line in it.
+    """Ports the code cells of a notebook; leftovers have a cell and a line in it.
 
-    The arguments are those of `port_program`.
+    The arguments are the same as for `port_program`.
 
     Raises:
-        CannotPort: It is no notebook, or its program cannot be ported.
+        CannotPort: If the source is not a notebook, or its program cannot be ported.
     """
     try:
         notebook: dict[str, Any] = json.loads(source)
@@ -44,7 +44,7 @@ def port_notebook(
         }
     except (ValueError, KeyError, TypeError) as error:
         raise CannotPort(
-            "It is no notebook: its cells cannot be read. Save it as .ipynb again."
+            "It is not a valid notebook: its cells cannot be read. Save it as .ipynb again."
         ) from error
     of_program = {i: text for i, text in texts.items() if not text.lstrip().startswith("%%")}
     new, leftovers, stays = _port_cells(of_program, is_whole, on_pass)

@@ -1,4 +1,4 @@
-"""A program from tf.distribute to tpudist: one transformer after the other, then what is left."""
+"""Ports a program from tf.distribute to tpudist: transformers first, then the list of leftovers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRANSFORMERS = (
 
 
 class CannotPort(ValueError):
-    """A program that cannot be ported as it is; the message says why, and what to do."""
+    """Raised for a program that cannot be ported; the message has the reason and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Ported:
     """A program after the port.
 
     Attributes:
-        source: Its text; the same as before if there was nothing to do.
-        leftovers: What is left for hands, by line of `source`.
-        stays: What goes on to need TensorFlow, such as `tf.data`: then it must be installed.
+        source: Source code; unchanged if there was nothing to port.
+        leftovers: Names to port manually, by line of `source`.
+        stays: Names that still need an installed TensorFlow, such as `tf.data`.
     """
 
     source: str
@@ -62,30 +62,30 @@ def port_program(
     is_whole: bool = True,
     on_pass: Callable[[int, int], None] = lambda number, total: None,
 ) -> Ported:
-    """Ports the text of a Python program; what it gives is ported to itself.
+    """Ports the source of a Python program. Porting the result again changes nothing.
 
     Args:
-        source: The text.
-        is_whole: Whether it makes a strategy itself; else it is a module of a program that does.
+        source: Source code of the program.
+        is_whole: Whether it creates a strategy; False for another module of such a program.
         on_pass: Called after each pass over the program with its number, from 1, and the number of
             passes.
 
     Raises:
-        CannotPort: It is no Python, is whole and has nothing of tf.distribute and tpudist, or has
-            names of its own where the port needs `jax`, `jnp`, `keras`, `np` or `tpudist`.
+        CannotPort: If the source is not Python, if `is_whole` and it uses neither tf.distribute
+            nor tpudist, or if it defines `jax`, `jnp`, `keras`, `np` or `tpudist` itself.
     """
     try:
         module = _parse(source)
     except cst.ParserSyntaxError as error:
         raise CannotPort(
-            f"It is no Python that can be read: line {error.raw_line}: {error.message}. Repair it, "
-            f"or port a program that runs."
+            f"Line {error.raw_line} is not valid Python: {error.message}. Fix it first: the "
+            f"port needs a program that runs."
         ) from error
     program = Program(module.visit(Unmark()))
     if is_whole and not _is_distributed(program):
         raise CannotPort(
-            "There is nothing of tf.distribute in it, and nothing of tpudist. Name the file that "
-            "makes the strategy; for a module of the same program, add --module."
+            "It uses neither tf.distribute nor tpudist. Name the file that creates the strategy. "
+            "For another module of the same program, add --module."
         )
     imports: set[str] = set()
     num_passes = len(TRANSFORMERS) + 2  # then imports, and the list of what is left
@@ -108,7 +108,7 @@ def port_program(
 
 
 def _parse(source: str) -> cst.Module:
-    """The module of a text, which may be indented by tabs and by spaces."""
+    """Parses a source, which may mix tabs and spaces."""
     try:
         return cst.parse_module(source)
     except cst.ParserSyntaxError:
@@ -123,13 +123,13 @@ def _parse(source: str) -> cst.Module:
 
 
 def _with_spaces(line: str) -> str:
-    """A line that is indented by spaces, of which Python takes a tab for up to eight."""
+    """Returns a line with spaces in place of tabs; a tab moves to the next multiple of eight."""
     rest = line.lstrip(" \t")
     return line.removesuffix(rest).expandtabs() + rest
 
 
 def _lines_after_marks(source: str) -> list[int]:
-    """The number of each line that is not a mark, from 1."""
+    """Returns the number of each line that is not a mark, from 1."""
     return [i for i, line in enumerate(source.split("\n"), 1) if not line.lstrip().startswith(MARK)]
 
 
@@ -137,14 +137,14 @@ def _with_imports(program: Program, imports: set[str]) -> cst.Module:
     statements = ImportStatements(program, imports)
     if conflicts := statements.conflicts():
         raise CannotPort(
-            f"{conflicts[0]} stands for something of the program's own. What is written here "
-            f"imports a module by this name: rename it in the program first."
+            f"The program already uses the name {conflicts[0]}, and the port must import a module "
+            f"of this name. Rename it in the program first."
         )
     return program.module.visit(statements)
 
 
 def _is_distributed(program: Program) -> bool:
-    """Whether a program names a strategy's library, or is one that was ported."""
+    """Whether a program uses tf.distribute, or was ported already."""
     finder = _Finder(program)
     program.walk(finder)
     return finder.found

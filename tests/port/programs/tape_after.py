@@ -50,7 +50,7 @@ def train_step(inputs):
 for batch in dataset:
     if not [x for x in jax.devices() if x.platform == "gpu"]:
         print(np.asarray(train_step(batch))[()])
-# tpudist port: tf.debugging.assert_equal (docs/porting.md#debugging)
+# tpudist port: tf.debugging.assert_equal (docs/debugging.md)
 tf.debugging.assert_equal(1, 1)
 checkpoint.save("/tmp/checkpoint")
 mean_loss.reset_state()

@@ -36,8 +36,8 @@ _DROPS = {"name", "output_type", "out_type", "validate_indices"}
 _NO_SPACE = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 # Above what clips by a norm on replicas.
 _CLIPS = (
-    "# Before the sum over replicas, each replica clips by the norm of its own gradients, as with",
-    "# tf.distribute. One device clips by the norm of all: for that, clip after the sum.",
+    "# Each replica clips by the norm of its own gradients before the sum over replicas, as with",
+    "# tf.distribute. To get the result of one device, clip after the sum.",
 )
 # Name of a value that an expression reads twice.
 _TWICE = "values"
