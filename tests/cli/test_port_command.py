@@ -2,11 +2,13 @@
 
 import builtins
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from places import ROOT
 from tpudist import cli
 
 BEFORE = """import tensorflow as tf
@@ -53,6 +55,16 @@ def test_the_diff_is_a_patch(capsys, program):
     patch = capsys.readouterr().out
     subprocess.run(["patch", "-p1"], input=patch, text=True, check=True, capture_output=True)
     assert program.read_text() == AFTER
+
+
+def test_the_guide_shows_a_port_as_it_is_printed(capsys, program):
+    page = (ROOT / "docs" / "port_command.md").read_text()
+    [diff] = re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
+    [listed] = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
+    _, _, _, *lines = diff.splitlines()
+    program.write_text("".join(f"{line[1:]}\n" for line in lines if line[:1] != "+"))
+    assert cli.main(["port", "train.py"]) == 1
+    assert capsys.readouterr() == (diff, listed)
 
 
 def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
