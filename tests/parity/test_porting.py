@@ -62,6 +62,16 @@ def test_the_diffs_of_the_guides_are_those_of_the_programs():
             assert are_in_order(lines, program), (name, side)
 
 
+@pytest.mark.parametrize("page", ["from_jit", "from_pmap", "linen_haiku_equinox"])
+def test_what_a_diff_adds_is_in_the_code_of_its_page(page):
+    text = (porting.ROOT / "docs" / f"{page}.md").read_text()
+    [diff] = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)
+    code = [line for block in doc_outputs.find_blocks(text) for line in block.code.splitlines()]
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+    assert added
+    assert set(added) <= set(code)
+
+
 def test_the_outputs_of_the_guides_are_those_of_the_programs():
     outputs = list(blocks_of("text"))
     assert [name for name, _ in outputs] == ["custom_loop", "batch_norm", "multi_worker"]

@@ -449,7 +449,7 @@ def _(s):
     assert float(v) == 2
 
 
-@row("custom containers among the arguments of `run`", "Does the same, and")
+@row("custom containers among the arguments of `run`", "Looks into types that")
 def _(s):
     class Own(dict):
         pass
