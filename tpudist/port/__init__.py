@@ -1,4 +1,4 @@
-"""Ports programs from tf.distribute to tpudist where that is safe, and lists the leftovers."""
+"""Takes a program for tf.distribute to tpudist as far as that is certain; lists what is left."""
 
 from tpudist.port.leftovers import Leftover
 from tpudist.port.notebook import port_notebook, show_code

@@ -1,4 +1,4 @@
-"""CPUs that TensorFlow is told to split become emulated devices, by one line for all the others."""
+"""Replaces the statements that split a CPU in TensorFlow by `tpudist.emulate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_SPACE = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
 class CpuEmulation(Transformer):
-    """Says `tpudist.emulate(num_devices=...)`, and takes away what only led to it."""
+    """Writes `tpudist.emulate(num_devices=...)`, and removes statements for the old setting."""
 
     def __init__(self, program: Program):
         """Finds the statements that set devices, and the names that nothing else reads."""
@@ -50,7 +50,7 @@ class CpuEmulation(Transformer):
         return updated_node.with_changes(body=[cst.Expr(emulate)], leading_lines=lines)
 
     def look(self, statement: cst.SimpleStatementLine) -> None:
-        """Notes what becomes of a statement."""
+        """Records the replacement of a statement."""
         if len(statement.body) != 1 or not isinstance(statement.body[0], cst.Expr):
             return
         call = statement.body[0].value

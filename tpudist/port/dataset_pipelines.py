@@ -1,8 +1,7 @@
-"""Datasets: `tf.data` pipelines over arrays become `tpudist.NumpyDataset`s where that is certain.
+"""Datasets: `tf.data` pipelines over arrays become `tpudist.NumpyDataset`s where that is safe.
 
-It is, if a pipeline slices arrays, then perhaps shuffles, batches and repeats them in this order,
-and if nothing but a strategy reads it. All others stay as they are: a strategy and Keras take them,
-and TensorFlow goes on to make them.
+This is safe if a pipeline slices arrays, optionally shuffles, batches and repeats them in this
+order, and if only a strategy reads it. Other pipelines stay: a strategy and Keras accept them.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class DatasetPipelines(Transformer):
 
 
 class _Finder(cst.CSTVisitor):
-    """The pipelines that can be rewritten; what is not found stays as it is."""
+    """Finds the pipelines that can be rewritten; others stay."""
 
     def __init__(self, program: Program):
         super().__init__()
@@ -111,7 +110,7 @@ class _Finder(cst.CSTVisitor):
     def _chains_of_name(self, name: cst.Name) -> list[Chain]:
         """All that a name is bound to, if all of it can be rewritten.
 
-        That may go on over several statements, `dataset = dataset.batch(64)`, and end with the
+        The chain may span several statements, `dataset = dataset.batch(64)`, and end with the
         dataset distributed under its old name. Then they stand in one block, after each other.
         """
         program = self._program
@@ -149,7 +148,7 @@ class _Finder(cst.CSTVisitor):
     def _chains_of(self, pieces: list[cst.Call], ends: list[cst.Call]) -> list[Chain]:
         """The chains of one name, in the order of the program; none if one cannot be rewritten.
 
-        `ends` go on with the dataset where it is read, without binding it.
+        `ends` continue the dataset where it is read, without binding it.
         """
         chains: list[Chain] = []
         stage: Stage | None = None
@@ -178,7 +177,7 @@ class _Finder(cst.CSTVisitor):
 
 
 def _unchain(end: cst.BaseExpression) -> tuple[cst.BaseExpression, list[cst.Call]]:
-    """What a chain of calls begins with, and its calls in order."""
+    """Returns the first call of a chain, and its calls in order."""
     calls: list[cst.Call] = []
     while (
         isinstance(end, cst.Call)

@@ -1,7 +1,7 @@
-"""Gradient tapes: what one records becomes a function, which is differentiated by Keras' variables.
+"""Gradient tapes: the recorded code becomes a function, which `value_and_grad` differentiates.
 
-That is certain of a tape that is asked once, right after it, for the gradients of a loss that is
-computed in it, where what it records can stand in a function of its own.
+This is safe if the program asks the tape once, right after it, for the gradients of a loss that is
+computed in it, and if the recorded code can be in a function.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Tape:
     """A tape and the statement that asks it.
 
     Attributes:
-        loss: The name of what is differentiated.
-        gradients: What the gradients are called.
-        variables: A model, for its variables, or a function that gives them.
-        others: Names that what is recorded binds, and that are read after it.
+        loss: Name of the loss.
+        gradients: Name of the gradients.
+        variables: Model, for its variables, or a function that returns them.
+        others: Names that the recorded code binds and that later code reads.
     """
 
     loss: str
@@ -75,7 +75,7 @@ class GradientTapes(Transformer):
         return updated_node.with_changes(body=body)
 
     def _read(self, statement: cst.CSTNode, following: cst.CSTNode) -> _Tape | None:
-        """What is to be known of a tape; None if it is none, or not all of that is certain."""
+        """Returns the parts of a tape; None if the node is not a tape, or a part is uncertain."""
         if not isinstance(statement, cst.With) or len(statement.items) != 1:
             return None
         [item] = statement.items
@@ -233,7 +233,7 @@ class GradientTapes(Transformer):
 
 
 def _nodes_of(node: cst.CSTNode) -> set[cst.CSTNode]:
-    """A node and all that is in it."""
+    """Returns a node and all nodes inside it."""
     found, left = set(), [node]
     while left:
         found.add(left[-1])

@@ -1,7 +1,7 @@
 """The learning rate of an optimizer: Keras 2 calls it `lr`, Keras 3 `learning_rate`.
 
-It is rewritten where the optimizer is certainly one of Keras. Elsewhere what looks like one is
-found, for the list of what is left: `args.lr` is nobody's optimizer.
+The port rewrites it if the object is certainly a Keras optimizer. Objects that only look like one
+are found for the list of leftovers; `args.lr` is not.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tpudist.port.analysis.transformers import Transformer
 
 
 class LearningRates(Transformer):
-    """`optimizer.lr` is `optimizer.learning_rate`, and so is the argument that makes one."""
+    """Rewrites `optimizer.lr`, and the argument `lr`, to `learning_rate`."""
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        """One that is read or assigned."""
+        """Rewrites a rate that is read or assigned."""
         if original_node.attr.value == "lr" and self._is_certain(original_node):
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
         return updated_node
@@ -37,16 +37,16 @@ class LearningRates(Transformer):
         return updated_node.with_changes(args=args)
 
     def _is_certain(self, node: cst.Attribute) -> bool:
-        """Whether it is of Keras, and not called: a schedule is a number in Keras 3."""
+        """Whether the object is a Keras optimizer, and the rate is not called as a schedule."""
         outer = self.program.parent(node)
         is_called = isinstance(outer, cst.Call) and outer.func is node
         return not is_called and is_optimizer(self.program, node.value)
 
 
 def is_old_rate(program: Program, node: cst.Attribute) -> bool:
-    """Whether an attribute is the `lr` of what is, or is called, an optimizer.
+    """Whether an attribute is the `lr` of an object that is, or has the name of, an optimizer.
 
-    In a program that was ported, so that it imports Keras by that name if it does at all.
+    The program is ported already, so it imports Keras only by the name `keras`.
     """
     if node.attr.value != "lr" or program.name(node) or not program.imports("keras"):
         return False

@@ -1,6 +1,6 @@
-"""Notebooks: their code cells are ported as one program; a cell that writes a file, as another.
+"""Notebooks: the code cells are one program; a cell that writes a file is another program.
 
-What only IPython understands, such as `!pip install` and `%%bash`, stays as it is.
+IPython commands, such as `!pip install` and `%%bash`, stay unchanged.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ ONE = "tensorflow.data.Dataset.from_tensors"
 
 
 class Stage(enum.IntEnum):
-    """How far a pipeline is; each step asks for one of these."""
+    """Position in a pipeline; each step requires one of these."""
 
     EXAMPLES = 1
     SHUFFLED = 2
@@ -67,7 +67,7 @@ def begin(program: Program, root: cst.Call, calls: list[cst.Call]) -> Chain | No
 
 
 def advance(stage: Stage, step: Step) -> Stage | None:
-    """How far a pipeline is after a step; None if the step does not mean the same here."""
+    """Returns the stage after a step; None if tpudist has no such step."""
     args = step.args
     match step.method:
         case "cache" if stage is Stage.EXAMPLES and not args:
@@ -87,7 +87,7 @@ def advance(stage: Stage, step: Step) -> Stage | None:
 
 
 def arguments_of(step: Step) -> list[tuple[str, cst.BaseExpression]]:
-    """What a step is given here; an empty name for what is given by position."""
+    """Returns the arguments of a step; the name of a positional argument is empty."""
     args = step.args
     match step.method:
         case "shuffle":

@@ -1,8 +1,8 @@
-"""Variables: `tf.Variable` is `tpudist.Variable` where all that reads it takes one.
+"""Variables: `tf.Variable` becomes `tpudist.Variable` if all code that reads it accepts one.
 
-That is certain of a variable with a name of its own that replica functions read, that is assigned
-and read by its methods, and printed. One that a layer or an operation of TensorFlow takes is left,
-and so is one of a `tf.Module`.
+This is safe for a variable with its own name that replica functions read, and that the program
+assigns and reads by its methods or prints. Variables that a layer, an operation of TensorFlow or a
+`tf.Module` uses stay.
 """
 
 from __future__ import annotations

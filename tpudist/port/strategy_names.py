@@ -1,6 +1,6 @@
-"""Strategies, contexts, checkpoints and all else that tpudist has: the names change.
+"""Renames strategies, contexts, checkpoints and all other names that tpudist has.
 
-TPUs need no initialisation here, and neither does TensorFlow, so statements that only do that go.
+TPUs and TensorFlow need no initialization, so the port removes statements that only do that.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StrategyNames(Transformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-        """Drops what only initialises."""
+        """Removes a statement that only initializes."""
         [first, *more] = original_node.body
         if more or not isinstance(first, cst.Expr):
             return updated_node

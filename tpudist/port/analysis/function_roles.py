@@ -1,7 +1,7 @@
-"""Where the functions of a program run: on replicas, in a tf.data pipeline, in a Keras object.
+"""Finds where each function runs: on replicas, in a tf.data pipeline, in a Keras object.
 
-TensorFlow's operations mean the same everywhere; here they do not: what runs on replicas is JAX,
-what a Keras layer computes is `keras.ops`, and what `dataset.map` is given stays TensorFlow's.
+The role decides the replacement of an operation. Code on replicas becomes JAX, code in a Keras
+layer becomes `keras.ops`, and functions for `dataset.map` keep TensorFlow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Function = cst.FunctionDef | cst.Lambda
 
 
 class Role(enum.Enum):
-    """Where code runs."""
+    """Place where code runs."""
 
     HOST = "in Python, in cross-replica context"
     REPLICA = "on replicas, compiled"
@@ -64,7 +64,7 @@ class Roles(cst.CSTVisitor):
         self._spread()
 
     def of(self, node: cst.CSTNode) -> Role | None:
-        """Where a node runs; None if it runs in several places."""
+        """Returns the role of a node; None if it has several."""
         for outer in (node, *self._program.around(node)):
             if isinstance(outer, cst.FunctionDef | cst.Lambda) and (
                 found := self._roles.get(outer)
@@ -77,7 +77,7 @@ class Roles(cst.CSTVisitor):
         return Role.HOST
 
     def visit_Call(self, node: cst.Call) -> None:
-        """A function is given to a strategy or a dataset, or called."""
+        """Records functions that a strategy or a dataset receives, and calls."""
         func = node.func
         if isinstance(func, cst.Name) and (callee := self._program.function(func)):
             self._calls.append((self._function_around(node), callee))
@@ -101,7 +101,7 @@ class Roles(cst.CSTVisitor):
                 self._add(function, Role.REPLICA if is_run else Role.DATASET)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        """A property is a method that is called where it is read."""
+        """Records properties, whose methods run where they are read."""
         for method in self._methods.get(node.attr.value, ()):
             if any(_is_property(one.decorator) for one in method.decorators):
                 self._calls.append((self._function_around(node), method))
@@ -114,10 +114,10 @@ class Roles(cst.CSTVisitor):
                     self._add(statement, Role.KERAS)
 
     def _is_strategy(self, owner: cst.BaseExpression, call: cst.Call) -> bool:
-        """Whether what runs a function is a strategy: by what it is bound to, or how it is called.
+        """Whether an object with a `run` is a strategy, by its value, its name or its arguments.
 
-        One that a function is given cannot be followed: it is called a strategy, or called with
-        `args=`, as nothing else that has a `run` is.
+        The port cannot follow an argument of a function. It counts as a strategy if its name says
+        so, or if its `run` receives `args=`.
         """
         if self._program.name(owner):  # a module
             return False
@@ -128,14 +128,14 @@ class Roles(cst.CSTVisitor):
         return "strategy" in name or any(x.keyword and x.keyword.value == "args" for x in call.args)
 
     def _function(self, node: cst.CSTNode) -> Function | None:
-        """The function that a name, a lambda or `self.name` is; None if that is not certain."""
+        """Returns the function of a name, a lambda or `self.name`; None if uncertain."""
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
             found = self._methods.get(node.attr.value, [])
             return found[0] if node.value.value == "self" and len(found) == 1 else None
         return self._program.function(node)
 
     def _note_other_uses(self) -> None:
-        """Has functions that are given to anything else be of the host as well."""
+        """Adds the role of the host to functions that the program passes to anything else."""
         for function in list(self._roles):
             if not isinstance(function, cst.FunctionDef):
                 continue
@@ -146,9 +146,9 @@ class Roles(cst.CSTVisitor):
                     self._add(function, Role.HOST)
 
     def _note_readers_of_files(self) -> None:
-        """Takes a function that reads or decodes examples for one of a pipeline.
+        """Adds the role of a pipeline to functions that read or decode examples.
 
-        It may be given to `map` in another file. It has a parameter, and gives something back.
+        Another file may pass them to `map`. They have a parameter and return a value.
         """
         finder = _Readers(self._program)
         self._program.walk(finder)
@@ -180,9 +180,9 @@ class Roles(cst.CSTVisitor):
         return None
 
     def _spread(self) -> None:
-        """Gives the functions that are called the roles of their callers, until none is new.
+        """Adds the roles of callers to the functions that they call, until nothing changes.
 
-        It ends: roles are only added, and there are four of each function.
+        The loop ends, because roles are only added and each function has at most four.
         """
         before = -1
         while before != (before := sum(map(len, self._roles.values()))):

@@ -1,4 +1,4 @@
-"""What is a model or an optimizer of Keras, as far as the program itself says so."""
+"""Recognizes Keras models and optimizers by the code of the program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEPTH = 9  # how many names and functions are followed
 
 
 def is_model(program: Program, value: cst.BaseExpression, depth: int = 0) -> bool:
-    """Whether a value is certainly a model of Keras: made by it, or a callback's or its own."""
+    """Whether a value is certainly a Keras model, by its constructor, class or callback."""
     if isinstance(value, cst.Attribute):
         return value.attr.value == "model" and _is_self(program, value.value, _CALLBACKS)
     if isinstance(value, cst.Name):
@@ -45,7 +45,7 @@ def is_model(program: Program, value: cst.BaseExpression, depth: int = 0) -> boo
 
 
 def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
-    """Whether a value is certainly an optimizer of Keras: made by it, or that of a model."""
+    """Whether a value is certainly a Keras optimizer, by its constructor or model."""
     if isinstance(value, cst.Attribute):
         if value.attr.value == "optimizer" and is_model(program, value.value):
             return True
@@ -64,9 +64,9 @@ def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
 
 
 def is_called_as_model(program: Program, value: cst.BaseExpression) -> bool:
-    """Whether an object is called with `training=`, or asked for its `losses`, as models are.
+    """Whether the program calls an object with `training=`, or reads its `losses`, as for models.
 
-    If it is no model of Keras after all, what the port writes is an error that says so.
+    If the object is not a Keras model, the ported code raises an error that names the problem.
     """
     return _code(value) in program.once(_find_called_models)
 
@@ -96,14 +96,14 @@ def _code(node: cst.CSTNode) -> str:
 
 
 def is_class_of_models(program: Program, node: cst.ClassDef) -> bool:
-    """Whether a class is one of Keras models, and leaves the attribute `optimizer` to Keras."""
+    """Whether a class is a Keras model that does not set the attribute `optimizer` itself."""
     writes = _Writes()
     node.body.visit(writes)
     return not writes.found and _has_base(program, node, _MODELS)
 
 
 def is_in_module(program: Program, node: cst.CSTNode) -> bool:
-    """Whether a node is in a class of `tf.Module`, which lists the variables that it keeps."""
+    """Whether a node is in a class of `tf.Module`, which lists its variables."""
     return any(
         isinstance(outer, cst.ClassDef)
         and any(program.name(base.value) == "tensorflow.Module" for base in outer.bases)
@@ -112,21 +112,21 @@ def is_in_module(program: Program, node: cst.CSTNode) -> bool:
 
 
 def is_without_keras(program: Program) -> bool:
-    """Whether Keras trains under none of the strategies that a program makes."""
+    """Whether Keras trains under no strategy that the program creates."""
     finder = _Strategies(program)
     program.walk(finder)
     return bool(finder.found) and finder.found <= _WITHOUT_KERAS
 
 
 def has_servers(program: Program) -> bool:
-    """Whether a program makes a strategy of parameter servers."""
+    """Whether the program creates a parameter server strategy."""
     finder = _Strategies(program)
     program.walk(finder)
     return any(name.endswith("ParameterServerStrategy") for name in finder.found)
 
 
 def makes_model(program: Program) -> bool:
-    """Whether a program makes a model of Keras anywhere, or has a class of them."""
+    """Whether the program creates a Keras model, or defines a class of them."""
     finder = _Finder(program)
     program.walk(finder)
     return finder.found

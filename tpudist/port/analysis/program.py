@@ -1,7 +1,7 @@
-"""A program as its transformers see it: what its names stand for, and which function runs where.
+"""A program with resolved names, as its transformers see it.
 
-Names are resolved by the imports and scopes of the program, so `tf` may be called anything, and a
-variable that happens to be called `tf` is no TensorFlow. A name with two meanings has none here.
+Names are resolved by the imports and scopes of the program. `tf` may have any alias, and a variable
+with the name `tf` is not TensorFlow. A name with two meanings counts as unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class Program:
-    """A module and what is known of its nodes; nodes are those of `module`, not of the argument."""
+    """A module with facts about its nodes, which are nodes of `module`, not of the argument."""
 
     def __init__(self, module: cst.Module):
         """Resolves the names of a module."""
@@ -44,7 +44,7 @@ class Program:
         self._memo: dict[object, Any] = {}
 
     def once(self, make: Callable[[Program], _T]) -> _T:
-        """What a function makes of the program, which is made once."""
+        """The result of a function of the program, which is made once."""
         if make not in self._memo:
             self._memo[make] = make(self)
         return self._memo[make]
@@ -53,7 +53,7 @@ class Program:
 
     @functools.cached_property
     def _parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
-        """The node around each, but for blanks, commas and parentheses."""
+        """Parent of each node, except for blanks, commas and parentheses."""
         parents: dict[cst.CSTNode, cst.CSTNode] = {}
         left: list[cst.CSTNode] = [self.module]
         while left:
@@ -64,7 +64,7 @@ class Program:
         return parents
 
     def walk(self, visitor: cst.CSTVisitor) -> None:
-        """Shows a visitor each node, but for what is in one for which it returns False."""
+        """Visits each node; skips the children of nodes for which the visitor returns False."""
         visits: dict[type[cst.CSTNode], Any] = {}
         left: list[cst.CSTNode] = [self.module]
         while left:
@@ -89,7 +89,7 @@ class Program:
         return self._wrapper.resolve(metadata.ScopeProvider)
 
     def name(self, node: cst.CSTNode) -> str:
-        """What is imported under this name, as `tensorflow.keras.layers`; empty if nothing is."""
+        """Returns the imported name, such as `tensorflow.keras.layers`; empty if there is none."""
         first = node
         while isinstance(first, cst.Attribute):
             first = first.value
@@ -120,7 +120,7 @@ class Program:
         return name
 
     def callee(self, node: cst.CSTNode | None) -> str:
-        """What is called, if the node is a call of something that is imported; else empty."""
+        """Returns the imported name that a node calls; empty for other nodes."""
         return self.name(node.func) if isinstance(node, cst.Call) else ""
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
@@ -135,11 +135,11 @@ class Program:
             outer = self.parent(outer)
 
     def line(self, node: cst.CSTNode) -> int:
-        """Where a node begins, from 1."""
+        """Returns the first line of a node, from 1."""
         return self._positions[node].start.line
 
     def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
-        """In which names of a node are looked up."""
+        """Returns the scope for the names of a node."""
         scope = self._scopes.get(node)
         return scope if isinstance(scope, metadata.Scope) else None
 
@@ -163,7 +163,7 @@ class Program:
         )
 
     def is_bound(self, name: str) -> bool:
-        """Whether a name stands for something that is not imported, in any scope."""
+        """Whether a name has a meaning other than an import in any scope."""
         return any(
             isinstance(one, metadata.Assignment) and not isinstance(one, metadata.ImportAssignment)
             for scope in self.scopes()
@@ -171,7 +171,7 @@ class Program:
         )
 
     def free_name(self, name: str, taken: Collection[str] = ()) -> str:
-        """A name that the program does not mention, and that is not taken: `name`, or `name_2`."""
+        """Returns an unused name: `name`, or `name_2` and so on."""
         number, free = 1, name
         while free in self._mentioned or free in taken:
             number += 1
@@ -180,13 +180,13 @@ class Program:
 
     @functools.cached_property
     def _mentioned(self) -> set[str]:
-        """All names but those of attributes and keywords, also of what is imported."""
+        """All names, also imported ones, without attributes and keywords."""
         finder = _Mentioned(self)
         self.walk(finder)
         return finder.found
 
     def uses(self, prefix: str) -> bool:
-        """Whether something is named whose whole name begins so."""
+        """Whether the program uses a full name with this prefix."""
         return any(name.startswith(prefix) for name in self._used)
 
     @functools.cached_property
@@ -196,7 +196,7 @@ class Program:
         return finder.found
 
     def assignments(self, name: cst.Name) -> list[metadata.Assignment]:
-        """All that a name may stand for; empty if some of it is no assignment of this program."""
+        """Returns all assignments of a name; empty if it has another meaning too."""
         scope = self.scope(name)
         found = list(scope[name.value]) if scope is not None else []
         if any(not isinstance(one, metadata.Assignment) for one in found):
@@ -204,7 +204,7 @@ class Program:
         return [one for one in found if isinstance(one, metadata.Assignment)]
 
     def values(self, name: cst.Name) -> list[cst.BaseExpression] | None:
-        """The expressions of `name = expression`, if it is bound in no other way; else None."""
+        """Returns the values of `name = value`; None if the name is bound in another way."""
         values = []
         for assignment in self.assignments(name):
             target = self.parent(assignment.node)
@@ -229,9 +229,9 @@ class Program:
         return finder.found
 
     def last_value(self, name: cst.Name) -> cst.BaseExpression | None:
-        """The expression that a name is bound to right where it is read; None if not certain.
+        """Returns the value of a name at the place where it is read; None if uncertain.
 
-        That is `name = expression` before it in the same block, with no other binding between.
+        The value is `name = value` earlier in the same block, without a binding in between.
         """
         statement: cst.CSTNode = name
         for block in self.around(name):
@@ -263,13 +263,13 @@ class Program:
         return None
 
     def references(self, name: cst.Name) -> list[cst.CSTNode]:
-        """Where a name is read, in whatever scope that sees it."""
+        """Returns the nodes that read a name, in any scope that sees it."""
         return [
             access.node for assignment in self.assignments(name) for access in assignment.references
         ]
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Lambda | None:
-        """The function that a name or a lambda is; None if that is not certain."""
+        """Returns the function of a name or a lambda; None if uncertain."""
         if isinstance(node, cst.Lambda):
             return node
         if isinstance(node, cst.Name):
@@ -326,14 +326,14 @@ def name_expression(name: str) -> cst.Name | cst.Attribute:
 def remove_statement(
     parent: cst.CSTNode | None, statement: cst.SimpleStatementLine
 ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-    """No statement, and no comment on it; `pass` where there must be one."""
+    """Removes a statement and its comment; leaves `pass` in an empty block."""
     if isinstance(parent, cst.IndentedBlock) and len(parent.body) == 1:
         return statement.with_changes(body=[cst.Pass()])
     return cst.RemoveFromParent()
 
 
 class _AttributeValues(cst.CSTVisitor):
-    """What is assigned to attributes, by their names."""
+    """Values that the program assigns to attributes, by their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class _AttributeValues(cst.CSTVisitor):
 
 
 class _Used(cst.CSTVisitor):
-    """Whole names of what is imported."""
+    """Full names of imports that the program uses."""
 
     def __init__(self, program: Program):
         super().__init__()
@@ -364,7 +364,7 @@ class _Used(cst.CSTVisitor):
 
 
 class _Mentioned(cst.CSTVisitor):
-    """Names that stand for something by themselves."""
+    """Names that are not attributes or keywords."""
 
     def __init__(self, program: Program):
         super().__init__()

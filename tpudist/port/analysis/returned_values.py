@@ -6,10 +6,10 @@ import libcst as cst
 
 
 class Returns(cst.CSTVisitor):
-    """What a function returns, but not what the functions in it do."""
+    """Values that a function returns, without those of functions inside it."""
 
     def __init__(self) -> None:
-        """Has found nothing yet; visit the body of the function."""
+        """Creates an empty list; visit the body of the function to fill it."""
         super().__init__()
         self.values: list[cst.BaseExpression | None] = []
 

@@ -21,7 +21,7 @@ class Transformer(cst.CSTTransformer):
         self.changes = False  # whether anything was changed
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Notes whether a node is another one now."""
+        """Records whether a node changed."""
         result = super().on_leave(original_node, updated_node)
         self.changes = self.changes or result is not updated_node
         return result
@@ -48,7 +48,7 @@ class Together(cst.CSTTransformer):
         self._changing: dict[type[cst.CSTNode], list[Transformer]] = {}  # by class of nodes
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Has each transformer change a node."""
+        """Applies each transformer to a node."""
         kind = type(original_node)
         if kind not in self._changing:
             name = f"leave_{kind.__name__}"

@@ -34,7 +34,7 @@ class ValueFlow:
         self._roles = roles
 
     def ends_well(self, node: cst.CSTNode, depth: int = 0) -> bool:
-        """Whether nothing that a value comes to wants a tensor."""
+        """Whether no reader of a value needs a tensor."""
         outer = self._program.parent(node)
         if depth > _DEPTH or outer is None:
             return True

@@ -1,4 +1,4 @@
-"""Kinds of values: whether an expression is an array, a number or a list, and of which numbers."""
+"""Kinds of values: whether an expression is an array, a number or a list, and its dtype."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Numbers(enum.Enum):
 
 
 class ValueKinds:
-    """Tells the kinds of expressions of a program."""
+    """Determines the kinds of expressions of a program."""
 
     def __init__(self, program: Program):
         """Looks at the expressions of `program`."""

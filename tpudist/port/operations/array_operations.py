@@ -75,7 +75,7 @@ class ArrayOperations(Transformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        """One that clips by a norm says by which."""
+        """Adds a comment to a statement that clips by a norm."""
         if original_node not in self._clips:
             return updated_node
         lines = [cst.EmptyLine(comment=cst.Comment(line)) for line in _CLIPS]

@@ -232,7 +232,7 @@ def _count_nonzero(call: Call) -> str:
 
 
 def _name_scope(call: Call) -> str:
-    """In Python it names what is written by `tf.summary`, which stays."""
+    """In Python the scope names the records of `tf.summary`, which stays."""
     if call.role is Role.KERAS:
         return "keras.name_scope(_name)"
     names_summaries = call.is_on_host and call.program.uses("tensorflow.summary.")
@@ -247,7 +247,7 @@ def _trace(call: Call) -> str:
 
 
 def _tensor_spec(call: Call) -> str:
-    """A shape and a dtype, but for those that a pipeline or a graph is given."""
+    """A shape and a dtype, except specs that a pipeline or a graph receives."""
     call.use("name")
     code = _code(call.node)
     if "None" in code or "string" in code or not {"shape", "dtype"} <= set(call.args):
