@@ -57,6 +57,7 @@ def test_the_diff_is_a_patch(capsys, program):
     assert program.read_text() == AFTER
 
 
+@pytest.mark.slow
 def test_the_guide_shows_a_port_as_it_is_printed(capsys, program):
     page = (ROOT / "docs" / "port_command.md").read_text()
     [diff] = re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
