@@ -53,6 +53,8 @@ def run(options: Options) -> int:
         raise WrongUse(
             "--write overwrites the file, and --output writes another one. Omit one of them."
         )
+    source = _read(options.file)
+    say(f"Porting {options.file}.")
     try:
         from tpudist import port
     except ModuleNotFoundError as error:
@@ -61,8 +63,6 @@ def run(options: Options) -> int:
         raise WrongUse(
             "tpudist port needs LibCST. Install it in the clone: pip install -e '.[port]'."
         ) from error
-    source = _read(options.file)
-    say(f"Porting {options.file}.")
     is_notebook = options.file.suffix == ".ipynb"
     port_file = port.port_notebook if is_notebook else port.port_program
     try:
