@@ -1,9 +1,9 @@
-"""Writes the table of docs/constructs.md: what becomes of each construct on each geometry.
+"""Writes the results of docs/constructs.md: each construct with each kind of replicas.
 
     cd tests/child_programs && PYTHONPATH=../..:..:../shared python constructs_page.py
 
-It trains all of them, which takes some ten minutes: before a release, and after a change of what
-is compiled. The tests train a share of them.
+It trains all of them, which takes about ten minutes. Run it before a release, and after a change of
+what is compiled. The tests train a share of them.
 """
 
 from collections.abc import Mapping
@@ -14,33 +14,43 @@ from constructs import CONSTRUCTS
 from places import ROOT
 
 PAGE = ROOT / "docs" / "constructs.md"
-START = "<!-- The rest is written by tests/child_programs/constructs_page.py. -->\n"
+START = "<!-- Written by tests/child_programs/constructs_page.py. -->\n"
+FOLD, END = "<details markdown>", "\n<!-- End of the written part. -->\n"
 
 
 def table(found: Mapping[Cell, str]) -> str:
-    """Counts, a row for each construct, and what the refusals say."""
+    """Returns the count, the exceptions, and the folded table with all cells."""
     kinds = {cell: told.partition(":")[0] for cell, told in found.items()}
-    counts = [f"{list(kinds.values()).count(k)} {k}" for k in dict.fromkeys(kinds.values())]
-    lines = [f"\n{len(kinds)} cells: {', '.join(counts)}.\n"]
+    exact = list(kinds.values()).count("exact")
+    lines = [
+        f"\n**{exact} of {len(kinds)} combinations are exact**: {len(CONSTRUCTS)} constructs, each "
+        f"with {len(GEOMETRIES)} kinds of replicas.",
+    ]
+    if exact < len(kinds):
+        lines += ["", "| exception | replicas | result |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {geometry} | {_without_places(told)} |"
+        for (name, geometry), told in found.items()
+        if kinds[name, geometry] != "exact"
+    ]
+    lines += ["", FOLD, "<summary>All combinations</summary>", ""]
     lines.append(f"| construct | {' | '.join(GEOMETRIES)} |")
     lines.append("|---" * (len(GEOMETRIES) + 1) + "|")
     for name in CONSTRUCTS:
         lines.append(f"| {name} | {' | '.join(kinds[name, g] for g in GEOMETRIES)} |")
-    lines.append("")
-    for (name, geometry), told in found.items():
-        if kinds[name, geometry] != "exact":
-            lines.append(f"- {name}, on {geometry}: {_without_places(told)}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "</details>"]) + "\n"
 
 
 def with_table(page: str, found: Mapping[Cell, str]) -> str:
-    """The page, with the table of now."""
-    return page.partition(START)[0] + START + table(found)
+    """Returns the page with new results."""
+    before, _, after = page.partition(START)
+    return before + START + table(found) + after[after.index(END) :]
 
 
 def read_table(page: str) -> dict[Cell, str]:
-    """What the page's table says of each cell: "exact", or another kind."""
-    lines = [x for x in page.partition(START)[2].splitlines() if x.startswith("| ")]
+    """Returns the kind of each cell of the folded table: "exact", or another kind."""
+    folded = page.partition(FOLD)[2].partition(END)[0]
+    lines = [x for x in folded.splitlines() if x.startswith("| ")]
     rows = [[x.strip() for x in line.strip("| ").split(" | ")] for line in lines]
     geometries = rows[0][1:]
     return {

@@ -1,12 +1,11 @@
-"""Writes the table of docs/keras_rows.md: what becomes of each callback and feature of Keras.
+"""Writes the results of docs/keras_rows.md: callbacks and features of Keras with each strategy.
 
     cd tests/child_programs
     KERAS_BACKEND=jax PYTHONPATH=../..:..:../shared python keras_rows_page.py
 
-It trains all of them under each strategy, which takes some minutes. The tests train a share.
+It trains each of them with each strategy, which takes some minutes. The tests train a share.
 """
 
-import collections
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -17,17 +16,24 @@ import tpudist
 from places import ROOT
 
 PAGE = ROOT / "docs" / "keras_rows.md"
-START = "<!-- The rest is written by tests/child_programs/keras_rows_page.py. -->\n"
+START = "<!-- Written by tests/child_programs/keras_rows_page.py. -->\n"
+FOLD, END = "<details markdown>", "\n<!-- End of the written part. -->\n"
 Cell = tuple[str, str]
 
 
 def table(found: Mapping[Cell, str]) -> str:
-    """Counts, a row for each callback and each feature, and what is not equal."""
+    """Returns the count, the exceptions, and the folded table with all cells."""
     from keras_cases import CALLBACKS, FEATURES, STRATEGIES
 
-    counts = collections.Counter(told.partition(":")[0] for told in found.values())
-    total = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    lines = [f"\n{len(found)} cells: {total}."]
+    equal = list(found.values()).count("equal")
+    lines = [
+        f"\n**{equal} of {len(found)} combinations match one device**: {len(CALLBACKS)} callbacks "
+        f"and {len(FEATURES)} other features, each with {len(STRATEGIES)} strategies.",
+    ]
+    if equal < len(found):
+        lines += ["", "| exception | strategy | result |", "|---|---|---|"]
+    lines += [f"| {name} | {where} | {x} |" for (name, where), x in found.items() if x != "equal"]
+    lines += ["", FOLD, "<summary>All combinations</summary>"]
     for title, cases in (("callback", CALLBACKS), ("feature", FEATURES)):
         lines += [
             "",
@@ -37,19 +43,19 @@ def table(found: Mapping[Cell, str]) -> str:
         for name in cases:
             kinds = [found[name, strategy].partition(":")[0] for strategy in STRATEGIES]
             lines.append(f"| {name} | {' | '.join(kinds)} |")
-    lines.append("")
-    lines += [f"- {name}, {where}: {x}" for (name, where), x in found.items() if x != "equal"]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, "", "</details>"]) + "\n"
 
 
 def with_table(page: str, found: Mapping[Cell, str]) -> str:
-    """The page, with the table of now."""
-    return page.partition(START)[0] + START + table(found)
+    """Returns the page with new results."""
+    before, _, after = page.partition(START)
+    return before + START + table(found) + after[after.index(END) :]
 
 
 def read_table(page: str) -> dict[Cell, str]:
-    """What the page's tables say of each cell."""
-    lines = [x for x in page.partition(START)[2].splitlines() if x.startswith("| ")]
+    """Returns the kind of each cell of the folded tables."""
+    folded = page.partition(FOLD)[2].partition(END)[0]
+    lines = [x for x in folded.splitlines() if x.startswith("| ")]
     rows = [[x.strip() for x in line.strip("| ").split(" | ")] for line in lines]
     titles = rows[0][1:]
     return {

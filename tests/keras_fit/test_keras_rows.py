@@ -13,10 +13,10 @@ CASES = {**CALLBACKS, **FEATURES}
 # Every run trains these: the hooks of tpudist/keras treat each of them in another way.
 CORE = {
     "ModelCheckpoint, weights",
-    "one's own, that reads weights in an epoch",
+    "custom callback that reads weights during an epoch",
     "PyDataset",
-    "several inputs and outputs, loss_weights",
-    "one's own train_step, add_loss, regularizers",
+    "multiple inputs and outputs, loss_weights",
+    "custom train_step, add_loss, regularizers",
 }
 
 
@@ -29,6 +29,14 @@ def test_the_page_has_a_cell_for_each():
     assert set(CASES) > CORE
     assert len(CALLBACKS) >= 20
     assert len(FEATURES) >= 12
+
+
+def test_the_page_lists_each_exception():
+    text = page.PAGE.read_text()
+    cells = page.read_table(text) | {("History", "Mirrored"): "ValueError: no"}
+    new = page.with_table(text, cells)
+    assert "179 of 180" in new
+    assert "| History | Mirrored | ValueError: no |" in new
 
 
 @pytest.fixture(scope="module")

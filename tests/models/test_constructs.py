@@ -75,6 +75,14 @@ def test_the_page_of_constructs_has_a_cell_for_each():
     assert constructs_page.with_table(page, told) == page
 
 
+def test_the_page_of_constructs_lists_each_exception():
+    page = constructs_page.PAGE.read_text()
+    told = constructs_page.read_table(page) | {("FFT", "mirrored"): "refused: no"}
+    new = constructs_page.with_table(page, told)
+    assert "404 of 405" in new
+    assert "| FFT | mirrored | refused: no |" in new
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `sow` is
 def test_the_known_operations_are_those_of_the_constructs(monkeypatch):

@@ -42,7 +42,7 @@ def check(page: str, folder: Path, section: str | None = None) -> None:
 
 COMMANDS = ("fault_injection", "fault_tolerance", "several_processes")
 # Pages with a test of their own.
-OTHERS = {"finetuning", "gpus", "linen_haiku_equinox", *COMMANDS}
+OTHERS = {"gpus", "linen_haiku_equinox", *COMMANDS}
 PAGES = sorted(
     x.stem
     for x in (ROOT / "docs").glob("*.md")
@@ -129,15 +129,6 @@ def test_stored_outputs_are_rewritten_where_they_are_out_of_date(tmp_path):
     blocks = doc_outputs.find_blocks(page.read_text())
     assert [x.output for x in blocks] == ["1.0\n", "2\n"]
     assert doc_outputs.update(page) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_program_that_fine_tunes_learns(tmp_path):
-    printed = "".join(doc_outputs.run_blocks([x.code for x in blocks_of("finetuning")], tmp_path))
-    before, after = re.search(r"from (\S+) to (\S+) nats a byte", printed).groups()
-    assert float(after) < float(before) - 0.5
-    assert (tmp_path / "finetuned" / "model.safetensors").exists()
 
 
 @pytest.mark.slow

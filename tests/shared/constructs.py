@@ -121,7 +121,7 @@ def annotated_embedding(model, batch):
     return over_tokens(jnp.sin(constrain(model.table[...][batch["tokens"]], "batch", None, None)))
 
 
-@construct("embedding of positions", weights(table=TABLE, positions={"position": 64, "embed": 32}))
+@construct("position embedding", weights(table=TABLE, positions={"position": 64, "embed": 32}))
 def positions(model, batch):
     x = model.table[...][batch["tokens"]] + model.positions[...][jnp.arange(LENGTH)]
     return over_tokens(jnp.sin(x))
@@ -162,7 +162,7 @@ def scatters(model, batch):
     return jax.vmap(row)(batch["x"], batch["tokens"])
 
 
-@construct("cache: a dynamic update for each row", weights(table=TABLE))
+@construct("cache: dynamic update per row", weights(table=TABLE))
 def cache(model, batch):
     entries = model.table[...][batch["labels"]][:, None]
     rows = jax.vmap(lambda c, e, i: jax.lax.dynamic_update_slice_in_dim(c, e, i, 0))
@@ -196,7 +196,7 @@ def convolution(model, batch):
     return over_tokens(jnp.sin(model(batch["images"])))
 
 
-@construct("batch norm of each replica", Convolution, batch_norm, of_batch=True)
+@construct("batch norm per replica", Convolution, batch_norm, of_batch=True)
 def local_norm(model, batch):
     return over_tokens(jnp.sin(model(batch["images"])))
 
@@ -358,7 +358,7 @@ class Recurrent(nnx.Module):
         self.rnn = nnx.RNN(nnx.LSTMCell(EMBED, EMBED, rngs=rngs))
 
 
-@construct("LSTM, state of the last step by index", Recurrent)
+@construct("LSTM, last state by index", Recurrent)
 def lstm(model, batch):
     states = model.rnn(model.embed(batch["tokens"]))
     last = (batch["labels"] % LENGTH)[:, None, None]
@@ -586,7 +586,7 @@ def callbacks(model, batch):
     return over_tokens(batch["x"] @ model.up[...] * scale[:, None, None])
 
 
-@construct("shard_map over an axis of the user's", weights(up=UP))
+@construct("shard_map over a mesh axis of the user", weights(up=UP))
 def nested_shard_map(model, batch):
     mesh = jax.sharding.get_abstract_mesh()
     axes = {name for name in mesh.axis_names if name not in mesh.manual_axes}

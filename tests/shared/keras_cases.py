@@ -129,7 +129,7 @@ def _checkpoint_weights(folder):
     return {"files": len(list(folder.iterdir())), **_weights(model)}
 
 
-@_named(CALLBACKS, "ModelCheckpoint, the best model")
+@_named(CALLBACKS, "ModelCheckpoint, best model")
 def _checkpoint_best(folder):
     path = str(folder / "best.keras")
     _fit(kc.ModelCheckpoint(path, monitor="loss", save_best_only=True))
@@ -137,7 +137,7 @@ def _checkpoint_best(folder):
     return {"evaluated": model.evaluate(X, Y, verbose=0), **_weights(model)}
 
 
-@_named(CALLBACKS, "ModelCheckpoint, each two batches")
+@_named(CALLBACKS, "ModelCheckpoint, every two batches")
 def _checkpoint_batches(folder):
     path = str(folder / "{batch}.weights.h5")
     _fit(kc.ModelCheckpoint(path, save_weights_only=True, save_freq=2))
@@ -161,7 +161,7 @@ def _backup(folder):
     return _resume(folder)
 
 
-@_named(CALLBACKS, "BackupAndRestore, twice, by batches")
+@_named(CALLBACKS, "BackupAndRestore, save_freq, double_checkpoint")
 def _backup_batches(folder):
     return _resume(folder, save_freq=2, double_checkpoint=True)
 
@@ -172,7 +172,7 @@ def _stopping(folder):
     return {**_fit(stop, epochs=5), "stopped": stop.stopped_epoch}
 
 
-@_named(CALLBACKS, "EarlyStopping, the best weights")
+@_named(CALLBACKS, "EarlyStopping, restore_best_weights")
 def _stopping_best(folder):
     stop = kc.EarlyStopping("loss", min_delta=10, patience=2, restore_best_weights=True)
     return _fit(stop, epochs=5)
@@ -227,7 +227,7 @@ class _Reads(keras.callbacks.Callback):
         self.seen.append(float(np.sum(np.asarray(self.model.layers[0].kernel.value))))
 
 
-@_named(CALLBACKS, "one's own, that reads weights in an epoch")
+@_named(CALLBACKS, "custom callback that reads weights during an epoch")
 def _reads(folder):
     reads = _Reads()
     return {**_fit(reads), "seen": reads.seen}
@@ -240,7 +240,7 @@ class _Rate(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = 0.05
 
 
-@_named(CALLBACKS, "one's own, that sets the learning rate")
+@_named(CALLBACKS, "custom callback that sets the learning rate")
 def _rate(folder):
     return _fit(_Rate())
 
@@ -250,12 +250,12 @@ class _Stops(keras.callbacks.Callback):
         self.model.stop_training = batch == 1
 
 
-@_named(CALLBACKS, "one's own, that stops in an epoch")
+@_named(CALLBACKS, "custom callback that stops during an epoch")
 def _stops(folder):
     return _fit(_Stops())
 
 
-@_named(CALLBACKS, "of evaluate and predict")
+@_named(CALLBACKS, "callbacks of evaluate and predict")
 def _of_others(folder):
     seen = []
     watch = kc.LambdaCallback()
@@ -310,7 +310,7 @@ def _items(folder):
     return _fit(x=_Items(), y=None, batch_size=None)
 
 
-@_named(FEATURES, "a generator, steps_per_epoch")
+@_named(FEATURES, "generator, steps_per_epoch")
 def _generator(folder):
     def batches():
         while True:
@@ -338,12 +338,12 @@ def _with_policy(policy):
         keras.config.set_dtype_policy("float32")
 
 
-@_named(FEATURES, "accumulation of gradients")
+@_named(FEATURES, "gradient accumulation")
 def _accumulation(folder):
     return _fit(model=_model(optimizer=keras.optimizers.Adam(gradient_accumulation_steps=2)))
 
 
-@_named(FEATURES, "several inputs and outputs, loss_weights")
+@_named(FEATURES, "multiple inputs and outputs, loss_weights")
 def _several(folder):
     a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
     hidden = layers.Dense(8, "tanh")(layers.Concatenate()([a, b]))
@@ -368,7 +368,7 @@ class _OwnStep(keras.Model):
         return {**logs, "rows": keras.ops.shape(data[0])[0]}, state
 
 
-@_named(FEATURES, "one's own train_step, add_loss, regularizers")
+@_named(FEATURES, "custom train_step, add_loss, regularizers")
 def _own_step(folder):
     model = _OwnStep()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -392,7 +392,7 @@ def _on_batch(folder):
     return {"trained": trained, "tested": tested, "predicted": model.predict_on_batch(X[:5])}
 
 
-@_named(FEATURES, "freezing, compile again")
+@_named(FEATURES, "freeze layers, compile again")
 def _freezing(folder):
     model = _model()
     _fit(model=model, epochs=1)
@@ -401,7 +401,7 @@ def _freezing(folder):
     return _fit(model=model)
 
 
-@_named(FEATURES, "save, load_model, and on")
+@_named(FEATURES, "save, load_model, continue training")
 def _saving(folder):
     model = _model(optimizer="adam")
     _fit(model=model)
