@@ -59,6 +59,7 @@ _TIME = re.compile(
 )
 # The times that a plan or a search measures, among its estimates: "compiled in 2.24 min".
 _MEASURED = re.compile(r"((?:compiled +|candidates )in )(\d[\d.]* (?:ms|s|min))\b")
+_ROUNDING = re.compile(r"(?<=rounding explains )[\d.e+-]+")
 # A step that a progress report shows because some seconds have passed.
 _PROGRESS = re.compile(r"^step \d+/\d+ .* left\n", re.M)
 _CELL_FILE = re.compile(r"(?:/tmp/ipykernel_\d+/)?\b\d{5,}\.py\b")
@@ -141,6 +142,7 @@ def clean(text: str, folder: Path, *, has_times: bool = True) -> str:
     text = _ESCAPE.sub("", text).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
     lines = [x.rstrip("\r").rpartition("\r")[2].rstrip() for x in text.split("\n")]
     text = _PROGRESS.sub("", _CELL_FILE.sub("cell", "\n".join(lines)))
+    text = _ROUNDING.sub("...", text)
     if has_times:
         return _TIME.sub("...", text)
     return _MEASURED.sub(lambda found: found[1] + "...".ljust(len(found[2])), text)

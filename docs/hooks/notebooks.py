@@ -10,11 +10,13 @@ import base64
 import json
 import posixpath
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "01_quickstart"
+_WIDEST = 120  # of what `rich` prints in a notebook: 115
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _TO_NOTEBOOK = re.compile(r"\]\((?:[^)\s#]*/)?colab/(\w+)\.ipynb(#[^)\s]*)?\)")
 
@@ -79,7 +81,7 @@ def render(path: Path, address: str = "") -> tuple[str, dict[str, bytes]]:
                     parts.append(f"![Figure {len(images)}]({posixpath.basename(uri)})")
                 else:
                     text = output.get("text") or output["data"]["text/plain"]
-                    parts.append(_fence("text", "".join(text)))
+                    parts.append(_fence("text", _wrap("".join(text))))
     title, _, rest = parts[0].partition("\n")
     return "\n\n".join([title, _links(path.stem, page, address), rest.strip(), *parts[1:]]), images
 
@@ -113,6 +115,18 @@ def _with_links(markdown: str, page: str) -> str:
 
 def _relative(target: str, page: str) -> str:
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
+
+
+def _wrap(text: str) -> str:
+    """Returns an output whose sentences fit on a page. Tables have at most `_WIDEST` columns."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapped = textwrap.wrap(
+            line, 92, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines += wrapped if len(line) > _WIDEST else [line]
+    return "\n".join(lines)
 
 
 def _fence(language: str, text: str) -> str:
