@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "01_quickstart"
-_WIDEST = 120  # of what `rich` prints in a notebook: 115
+_WIDEST = 115  # columns that `rich` prints in a notebook
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _TO_NOTEBOOK = re.compile(r"\]\((?:[^)\s#]*/)?colab/(\w+)\.ipynb(#[^)\s]*)?\)")
 
