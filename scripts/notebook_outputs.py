@@ -7,8 +7,8 @@ pyproject.toml), and not executed. `--only-first-cell` writes this cell and exec
 
 Outputs have no times, progress bars, paths, warnings or execution counts, so a second run writes
 the same file. A stored output that still matches is kept (`doc_outputs.find_difference`). If a cell
-has the tag `varies`, its numbers depend on the version of the TPU compiler: its stored output is
-kept if only numbers differ.
+has the tag `varies`, its numbers depend on the version of Python or of the TPU compiler: its stored
+output is kept if only numbers differ.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def execute(notebook: Any, folder: Path) -> list[list[Any]]:
 
 
 def varies(cell: Any) -> bool:
-    """Whether the numbers of a cell depend on the version of the TPU compiler."""
+    """Whether the numbers of a cell depend on the version of Python or of the TPU compiler."""
     return "varies" in cell.metadata.get("tags", [])
 
 
@@ -124,10 +124,10 @@ def _clean_outputs(cell: Any, folder: Path) -> list[Any]:
             cleaned.append(nbformat.v4.new_output(output.output_type, data=kept))
     for output in cleaned:
         if output.output_type == "stream":
-            output.text = clean(output.text, folder, has_times=not varies(cell))
+            output.text = clean(output.text, folder)
         else:
             text = output.data["text/plain"]
-            output.data["text/plain"] = clean(text, folder, has_times=not varies(cell))
+            output.data["text/plain"] = clean(text, folder, has_times=False)
     return [x for x in cleaned if print_text([x]).strip()]
 
 
@@ -137,7 +137,7 @@ def clean(text: str, folder: Path, *, has_times: bool = True) -> str:
     Args:
         text: The text.
         folder: Working directory of the notebook.
-        has_times: Whether all its times are measured. Most times of a plan are not.
+        has_times: Whether all its times are measured, as in printed text. Plans estimate times.
     """
     text = _ESCAPE.sub("", text).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
     lines = [x.rstrip("\r").rpartition("\r")[2].rstrip() for x in text.split("\n")]

@@ -62,7 +62,7 @@ def test_it_prints_its_stored_outputs(name, tmp_path):
     for expected in PRINTED[name]:
         assert expected in printed, printed
     for cell, outputs in zip(notebook.cells, found, strict=True):
-        # Another libtpu may print other lines of a plan.
+        # Another Python has other texts to learn, and another libtpu other lines of a plan.
         if cell.cell_type == "code" and not notebook_outputs.varies(cell):
             difference = notebook_outputs.find_difference(cell, outputs)
             remedy = f"python scripts/notebook_outputs.py {name} stores the new output"
@@ -201,7 +201,7 @@ def test_estimates_stay_where_times_are_measured(tmp_path):
     assert notebook_outputs.clean(printed, tmp_path, has_times=False) == cleaned
 
 
-def test_numbers_of_the_compiler_may_vary():
+def test_numbers_that_depend_on_versions_may_vary():
     outputs = [
         [nbformat.v4.new_output("stream", text=text)]
         for text in ("205 ms  12%", "19.1 ms  7%", "s")
