@@ -14,6 +14,7 @@ import tpudist
 from benchmarks import emulation
 from places import PROGRAMS, ROOT
 from tpudist.run.throttle import MAX_STEPS_IN_FLIGHT, Throttle
+from tpudist.xla.emulation import has_accelerators
 
 
 def run_python(program: str, **variables: str) -> subprocess.CompletedProcess:
@@ -40,6 +41,37 @@ def test_the_environment_variable_is_blamed_for_its_own_number(monkeypatch):
     monkeypatch.setenv("TPUDIST_EMULATE", "eight")
     with pytest.raises(ValueError, match="TPUDIST_EMULATE asks for 'eight' devices"):
         tpudist.emulate()
+
+
+@pytest.mark.parametrize(
+    ("platforms", "files", "number", "has"),
+    [
+        ("", [], 1, False),
+        ("", ["accel0", "accel1"], 2, True),
+        ("", ["vfio/0", "vfio/vfio"], 2, False),
+        ("", ["nvidia0", "nvidiactl"], 1, True),
+        ("", ["dri/renderD128"], 1, False),
+        ("", ["dri/renderD128", "kfd"], 1, True),
+        ("cpu", ["accel0"], 1, False),
+        ("tpu,cpu", [], 4, True),
+    ],
+)
+def test_accelerators_are_found_without_a_backend(
+    platforms, files, number, has, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    assert has_accelerators(number, tmp_path) is has
+
+
+def test_a_machine_with_accelerators_need_not_be_emulated(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    tpudist.emulate(4, unless_accelerators=1)  # without the parameter, too late for 4 devices
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(RuntimeError, match="JAX has already started"):
+        tpudist.emulate(4, unless_accelerators=1)
 
 
 def test_asking_again_for_the_same_number_is_fine():

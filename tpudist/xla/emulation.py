@@ -7,6 +7,7 @@ devices were not (jax 0.10, two cores).
 """
 
 import os
+from pathlib import Path
 
 import jax
 
@@ -29,19 +30,25 @@ def has_backend() -> bool:
     return False
 
 
-def emulate(num_devices: int | None = None) -> None:
-    """Makes this process have `num_devices` CPU devices, as if it were a slice of that many chips.
+def emulate(num_devices: int | None = None, *, unless_accelerators: int | None = None) -> None:
+    """Emulates `num_devices` devices on the CPU of this process, as if each were a chip of a slice.
 
-    Call it before anything touches a device. Asking again for what already is, is fine.
+    Call it before any other operation uses a device. A second call with the same number does
+    nothing.
 
     Args:
-        num_devices: How many devices; if None, the environment variable `TPUDIST_EMULATE`, or 8.
+        num_devices: Number of devices; by default the environment variable `TPUDIST_EMULATE`, or 8.
+        unless_accelerators: Number of accelerators from which the process uses them instead. A
+            program with `unless_accelerators=1` runs on the TPUs or GPUs of a machine, and on
+            emulated devices if it has none. By default, devices are always emulated.
 
     Raises:
-        ValueError: `num_devices` is not a positive number.
-        RuntimeError: JAX already started with other devices.
+        ValueError: If `num_devices` is not a positive number.
+        RuntimeError: If JAX has already started with other devices.
     """
     num_devices = _parse_num_devices(num_devices)
+    if unless_accelerators is not None and has_accelerators(unless_accelerators):
+        return
     os.environ["NPROC"] = str(max(num_threads(num_devices), int(os.environ.get("NPROC", "0") or 0)))
     if not has_backend():
         # Not started here: several emulated processes must connect first.
@@ -56,6 +63,23 @@ def emulate(num_devices: int | None = None) -> None:
             f"once. Call tpudist.emulate({num_devices}) before the first array is made, or start "
             f"Python with {ENVIRONMENT_VARIABLE}={num_devices} and call tpudist.emulate()."
         )
+
+
+def has_accelerators(number: int = 1, dev: Path = Path("/dev")) -> bool:
+    """Returns whether JAX would use at least `number` accelerators, without starting JAX.
+
+    The environment variable `JAX_PLATFORMS` decides if it is set. Otherwise the device files of
+    TPUs and of NVIDIA and AMD GPUs are counted.
+
+    Args:
+        number: Number of accelerators.
+        dev: Folder of device files.
+    """
+    if platforms := os.environ.get("JAX_PLATFORMS", ""):
+        return platforms.split(",")[0].strip() != "cpu"
+    patterns = ["accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*"]
+    patterns += ["dri/renderD*"] if (dev / "kfd").exists() else []  # AMD; displays have one too
+    return any(len([*dev.glob(pattern)]) >= number for pattern in patterns)
 
 
 def num_threads(num_devices: int) -> int:
