@@ -34,6 +34,12 @@ PRINTED = {
         "(at cell:7)",
         "[fsdp]",
     ],
+    "07_first_hour": [
+        "No accelerator found: 8 emulated devices",
+        "numbers: 16 of 16 ok",
+        "host: 5 of 5 ok",
+        "all checks passed: True",
+    ],
 }
 MARKS = {"02_plan_before_you_rent": [pytest.mark.libtpu]}
 # Positions of the functions that a notebook gives to tpudist.
