@@ -22,11 +22,17 @@ from tpudist.programs import (
     unchanged_keys,
 )
 from tpudist.reduce_op import ReduceOp, VariableAggregation
-from tpudist.run import larger_trace, loss_numbers, program_checks, remarks
+from tpudist.run import larger_trace, program_checks, remarks
 from tpudist.run.arguments import call_arguments, pmap_arrays
 from tpudist.run.arguments.inputs import positions
 from tpudist.run.captures import LocalState, NewVariable
-from tpudist.run.outputs import drift_finder, outputs, returned_state, state_collections
+from tpudist.run.outputs import (
+    drift_finder,
+    loss_numbers,
+    outputs,
+    returned_state,
+    state_collections,
+)
 from tpudist.run.outputs.results import CallOutputs, TracedStep
 from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
