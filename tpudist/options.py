@@ -68,6 +68,10 @@ class LocalMeanWarning(UserWarning):
       counts n times;
     - a mean over replicas of means over their own rows, if replicas have different numbers of rows.
 
+    A step is also reported if it returns a reduced loss that is n times too large or too small, or
+    if it gives `nnx.metrics.Average` its share of a loss. `Strategy.reduce("mean", loss)` is
+    reported if the loss is a share of each replica.
+
     A step whose values cannot be followed, such as through a `while_loop` or a kernel, is not
     reported. A step that multiplies by a number that may be 1 / n is not reported either.
     `Strategy.verify` compares such steps with one device. To disable the warning:

@@ -18,7 +18,7 @@ from tpudist.options import shorten
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
 from tpudist.reductions.gather import capture_in_trace, gather
-from tpudist.values import indexed_slices
+from tpudist.values import indexed_slices, loss_shares
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.values.stacked_values import stack_parts
@@ -46,6 +46,8 @@ def reduce(
     if not isinstance(value, PerReplica):
         with internals.place_explicitly():
             return _reduce_equal(op, jnp.asarray(value), axis, n)
+    if op is ReduceOp.MEAN and axis is None:
+        loss_shares.warn_of_mean(value, n)
     array, real = value.array, None
     if value.is_padded:
         array, axis = _rows_first(value, axis)

@@ -36,7 +36,7 @@ from tpudist.programs.rows.row_sizes import (
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.outputs.results import CallOutputs
-from tpudist.run.replica_body import ReplicaBody
+from tpudist.run.replica_body import ReplicaBody, share_of_replica
 from tpudist.run.traced_rows import TracedRows
 from tpudist.xla import collectives, traces
 from tpudist.xla.mesh import ReplicaMesh
@@ -145,22 +145,34 @@ class PartialBatch:
         return _Learnt(tuple(gathered.items()), tuple(sizes), differing)
 
     def keep_state(
-        self, program: compile.ReplicaProgram, state: Mapping[int, int]
+        self,
+        program: compile.ReplicaProgram,
+        state: Mapping[int, int],
+        averages: Sequence[Mapping[int, int]],
     ) -> compile.ReplicaProgram:
         """Returns the program, in which replicas without rows leave some state as it is.
 
         Args:
             program: `self.program`, or a program that was made from it.
-            state: Outputs that are new state, each with the input that it replaces.
+            state: Outputs that are new state, each with the input that it replaces. It is left if
+                one of the batches has no rows.
+            averages: For each average, its total and its count in the same form. They are left if
+                no batch has rows and a number is not finite: the mean over no rows.
         """
-        if not state:
+        if not state and not averages:
             return program
 
         def keep(*local: Any) -> list[Any]:
             outputs = list(compile.evaluate(program.closed, local))
-            empty = jnp.stack(local[-self.num_groups :]).min() == 0
+            rows = jnp.stack(local[-self.num_groups :])
             for i, source in state.items():
-                outputs[i] = jnp.where(empty, local[source], outputs[i])
+                outputs[i] = jnp.where(rows.min() == 0, local[source], outputs[i])
+            for average in averages:
+                own = {i: share_of_replica(local[source]) for i, source in average.items()}
+                is_lost = [~jnp.isfinite(outputs[i]) & jnp.isfinite(own[i]) for i in average]
+                is_lost = (rows.max() == 0) & jnp.stack(is_lost).any()
+                for i in average:
+                    outputs[i] = jnp.where(is_lost, own[i], outputs[i])
             return outputs
 
         name = self._body.call.name
@@ -229,8 +241,9 @@ class PartialBatch:
         if empty and self.takes_means and not self._warned:
             self._warned = True
             _log.warning(
-                "'%s' is given a partial batch of which replica(s) %s have no rows: means over "
-                "none are NaN there. InputOptions(partial_batch='drop') leaves such batches out.",
+                "'%s' was given a partial batch of which replica(s) %s have no rows: a mean over "
+                "no rows is NaN. Use tpudist.compute_average_loss(per_example_loss), and sum it "
+                "over the replicas; or leave such batches out: InputOptions(partial_batch='drop').",
                 self._body.call.name,
                 ", ".join(map(str, empty)),
             )

@@ -155,6 +155,7 @@ def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
             f"averages over {n} replicas{summed} a mean over each replica's own rows{counted}, and "
             f"replicas have from {min(numbers)} to {max(numbers)} rows in this "
             f"batch: a row counts more where there are fewer"
+            f"{'' if min(numbers) else ', and the mean over no rows is NaN'}"
         )
         remedy = _DIVIDE
     elif fault.excess > 0:

@@ -121,7 +121,7 @@ class ReplicaBody:
         if self.call.strategy.num_replicas_in_sync > 1 and not self.call.whole:
             for v in self.variables:
                 if getattr(v, "is_counted", False):
-                    values[v] = _share_of_replica(values[v])
+                    values[v] = share_of_replica(values[v])
         return values
 
     def _mode(self, frame: ReplicaFrame) -> context.Mode:
@@ -263,10 +263,10 @@ def make_values_of_replica(
             if rule is VariableAggregation.NONE:
                 rule = binding.aggregation(i)  # local from now on: see `local_state`
             if rule is _SUM and i not in not_sums:
-                own[i] = _share_of_replica(x)
+                own[i] = share_of_replica(x)
     return own
 
 
-def _share_of_replica(x: Any) -> jax.Array:
-    """Of a sum: the first replica has it all, so that the sum over them counts it once."""
+def share_of_replica(x: Any) -> jax.Array:
+    """Returns a replica's share of a sum: the first has all of it, so that it counts once."""
     return jnp.where(collectives.replica_id() == 0, x, jnp.zeros_like(x))

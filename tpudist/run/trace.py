@@ -26,7 +26,13 @@ from tpudist.run import larger_trace, program_checks, remarks
 from tpudist.run.arguments import call_arguments, pmap_arrays
 from tpudist.run.arguments.inputs import positions
 from tpudist.run.captures import LocalState, NewVariable
-from tpudist.run.outputs import drift_finder, outputs, returned_state, state_collections
+from tpudist.run.outputs import (
+    drift_finder,
+    loss_numbers,
+    outputs,
+    returned_state,
+    state_collections,
+)
 from tpudist.run.outputs.results import CallOutputs, TracedStep
 from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
@@ -81,7 +87,7 @@ def trace_step(
         not_sums |= call.not_sums
         return trace_step(dataclasses.replace(call, not_sums=not_sums), rest, labels)
     causes = causes_of_variables(variables) + _causes_of_arguments(call, labels())
-    partial, plain = None, program
+    partial, plain, plain_found = None, program, found
     if rows is None:
         proof = replica_equality.prove(program.closed, causes)
     else:
@@ -116,15 +122,27 @@ def trace_step(
         statistics = find_statistics(
             call, found, program.closed, returned, len(variables), labels, aggregated
         )
-        program = partial.keep_state(program, statistics)
+        pairs = [pair for _, *pair in loss_numbers.find_averages(call, found)]
+        program = partial.keep_state(program, statistics, [{o: state[o] for o in x} for x in pairs])
     state |= {found.num_results + i: position[v] for i, v in enumerate(found.variables)}
     degrees = None
-    if strategy._stand_in is None and mesh.num_replicas > 1 and (proof.sums or partial is not None):
+    averages = loss_numbers.find_averages(call, plain_found)
+    if (
+        strategy._stand_in is None
+        and mesh.num_replicas > 1
+        and (proof.sums or partial is not None or averages)
+    ):
         degrees = remarks.find_degrees(call, variables, plain, state, larger)
     faults = () if degrees is None else degrees.faults
     fault = remarks.choose_fault(call, variables, plain, faults)
     if partial is not None:
         partial.takes_means = degrees is None or degrees.takes_means
+    shown: tuple[remarks.Remark, ...] = ()
+    shares: Mapping[int, str] = {}
+    if degrees is not None and not call.whole:
+        end = plain_found.num_results
+        shown = loss_numbers.find_remarks(call, plain, degrees.outputs, end, averages)
+        shares = loss_numbers.find_shares(plain, degrees.outputs, end, mesh.num_replicas)
     return TracedStep(
         program=program,
         found=found,
@@ -139,7 +157,8 @@ def trace_step(
             call, found, program, proof, returned, len(variables), labels, stack_outputs
         ),
         faults=tuple(x for x in faults if x is fault or x.is_draw),
-        remarks=remarks.find_remarks(call, variables, plain, proof, labels, fault),
+        remarks=(*remarks.find_remarks(call, variables, plain, proof, labels, fault), *shown),
+        shares=shares,
     )
 
 

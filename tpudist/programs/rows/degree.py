@@ -104,6 +104,7 @@ class Value:
         positions: The degree of the dim along which it is the position, `iota`.
         mixed: The line at which a part for each replica and a value of all were added; see
             `degree_walk`.
+        addend: The value that was added to it, if it is a sum of state and of one other value.
     """
 
     degree: Degree | None = NONE
@@ -123,6 +124,7 @@ class Value:
     averaged: str = ""
     positions: Degree = NONE
     mixed: str = ""
+    addend: "Value | None" = None
 
     @property
     def is_right(self) -> bool:

@@ -54,6 +54,7 @@ _FREE = frozenset(
     "random_wrap random_unwrap random_seed random_fold_in random_split threefry2x32 reduce_and "
     "reduce_or shift_left shift_right_logical".split()
 )
+_COMPARISONS = frozenset("eq ne lt le gt ge is_finite".split())
 _POWERS: Mapping[str, Fraction] = {
     "square": Fraction(2),
     "sqrt": Fraction(1, 2),
@@ -77,10 +78,12 @@ class Findings:
     Attributes:
         faults: The faults of the program.
         takes_means: Whether it divides by a count of the replica's own rows, which may be 0.
+        outputs: The properties of the outputs.
     """
 
     faults: tuple[Fault, ...]
     takes_means: bool
+    outputs: tuple[Value, ...]
 
 
 def walk(first: Any, second: Any, is_equal: Sequence[bool], state: Mapping[int, int]) -> Findings:
@@ -109,7 +112,7 @@ def walk(first: Any, second: Any, is_equal: Sequence[bool], state: Mapping[int, 
             for o, i in state.items()
         )
     )
-    return Findings(faults, found.takes_means)
+    return Findings(faults, found.takes_means, tuple(outputs))
 
 
 class _Walk:
@@ -194,7 +197,9 @@ class _Walk:
         if name in _JOIN:
             joined = functools.reduce(functools.partial(self._join, eqn), given)
             carries = functools.reduce(operator.or_, (x.carries for x in given))
-            return [dataclasses.replace(joined, carries=carries if name in _ADDITIONS else 0)]
+            addend = _addend_of(given) if name in _ADDITIONS and len(given) == 2 else None
+            carries = carries if name in _ADDITIONS else 0
+            return [dataclasses.replace(joined, carries=carries, addend=addend)]
         if name == "select_n":
             joined = functools.reduce(self._either, given[1:])
             joined = self._absorb(eqn, given[1:], joined)
@@ -217,6 +222,8 @@ class _Walk:
             elif name == "eq":  # one-hot vectors of rows: one of all elements is not zero
                 positions = next((x.positions for x in given if x.positions != NONE), NONE)
                 result = dataclasses.replace(result, degree=NONE - positions)
+            if name in _COMPARISONS:
+                result = dataclasses.replace(result, counted="")  # no mean any more
             elif name == "random_bits":
                 result = dataclasses.replace(result, is_constant=False)
             key = given[0] if given else UNKNOWN
@@ -435,6 +442,14 @@ def _is_guard(bound: Value, given: Sequence[Value]) -> bool:
     is_small = bound.is_zero or abs(bound.number or 1) < _EPSILON
     is_number = bound.is_literal and bound.degree == NONE
     return is_number and (is_small or not any(x.sources for x in given))
+
+
+def _addend_of(given: Sequence[Value]) -> Value | None:
+    """Returns the value that is added to a value that depends on one state input only."""
+    for state, other in (given, given[::-1]):
+        if state.sources.bit_count() == 1 and not state.sources & other.sources:
+            return other
+    return None
 
 
 def _lose(given: Sequence[Value]) -> Value:

@@ -6,7 +6,7 @@ not, without the padding of a partial batch; what was no array comes back as its
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -18,7 +18,7 @@ from tpudist.reductions import cross_device_ops
 from tpudist.run.arguments.call_arguments import Call
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
-from tpudist.values import drift
+from tpudist.values import drift, loss_shares
 from tpudist.values.per_replica import PerReplica, record_key
 from tpudist.xla import collectives
 from tpudist.xla.mesh import ReplicaMesh
@@ -121,6 +121,7 @@ class TracedStep:
         drifting: Outputs that replace equal state and differ between replicas.
         faults: Values of the program that are not those of one device; see `degree_faults`.
         count_run: Counts a run, once other processes are known to run the same; see `first_run`.
+        shares: Results that are shares of a loss; see `loss_numbers`.
     """
 
     program: compile.ReplicaProgram
@@ -136,6 +137,7 @@ class TracedStep:
     drifting: dict[int, drift.Drift] = dataclasses.field(default_factory=dict)
     faults: tuple["Fault", ...] = ()
     count_run: Callable[[], None] | None = None
+    shares: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def variables(self) -> set[Variable]:
@@ -276,6 +278,8 @@ class TracedStep:
             return array
         if not extents:
             value = PerReplica(array)
+            if i in self.shares:
+                loss_shares.record(value, self.shares[i])
             if i in self._keys:
                 record_key(value, self._keys[i])
             return drift.record(value, self.drifting[i]) if i in self.drifting else value
