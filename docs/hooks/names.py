@@ -2,6 +2,8 @@
 
 `MirroredStrategy`, `tpudist.emulate(8)` and `strategy.run` become links wherever they are between
 backticks, in guides and in docstrings. The sources need no markup.
+
+In the reference, code above an entry becomes the first part of the entry, below its heading.
 """
 
 import re
@@ -23,15 +25,24 @@ OBJECTS = {
     "plan": "planner.Plan",
 }
 _CODE = re.compile(r"<code>([A-Za-z_][\w.]*)((?:\(.*?\))?)</code>")
+# A block of code of a page (not a signature), and the start of an entry with its heading.
+_EXAMPLE = r'<div class="(?!doc-)[^"]*highlight">(?:(?!</div>).)*</div>\s*'
+_ENTRY = r'<div class="doc doc-object [^"]*">\s*<h\d [^>]*class="doc doc-heading">.*?</h\d>\s*'
+_EXAMPLES_AND_ENTRY = re.compile(f"((?:{_EXAMPLE})+)({_ENTRY})", re.DOTALL)
 _HEADING_OR_LINK = re.compile(r"(<(?P<tag>h[1-6]|a|pre)\b.*?</(?P=tag)>)", re.DOTALL)
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Links the names on a page that are not in a heading or a link."""
-    parts = _HEADING_OR_LINK.split(html)
+    parts = _HEADING_OR_LINK.split(move_examples(html))
     # Between two parts come the heading or link, and its tag.
     parts[::3] = [_CODE.sub(_link, part) for part in parts[::3]]
     return "".join(part for i, part in enumerate(parts) if i % 3 != 2)
+
+
+def move_examples(html: str) -> str:
+    """Moves the blocks of code directly above an entry of the reference below its heading."""
+    return _EXAMPLES_AND_ENTRY.sub(r"\2\1", html)
 
 
 def _link(code: re.Match[str]) -> str:

@@ -44,8 +44,8 @@ COMMANDS = ("fault_injection", "fault_tolerance", "several_processes")
 # Pages with a test of their own.
 OTHERS = {"gpus", "linen_haiku_equinox", *COMMANDS}
 PAGES = sorted(
-    x.stem
-    for x in (ROOT / "docs").glob("*.md")
+    x.relative_to(ROOT / "docs").with_suffix("").as_posix()
+    for x in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "reference").glob("*.md")]
     if x.stem not in OTHERS and doc_outputs.find_blocks(x.read_text())
 )
 MARKS = {"planning": [pytest.mark.libtpu]}

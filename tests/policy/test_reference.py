@@ -103,6 +103,50 @@ def test_members_that_are_chosen_exist_and_leave_out_none_of_tf_distribute():
         assert sorted(x for x in methods - {*members, *old} if x[0] != "_") == [], name
 
 
+# The main classes. An example can be that of another name, which it uses.
+EXAMPLES = (
+    "tpudist.MirroredStrategy",
+    "tpudist.TPUStrategy",
+    "tpudist.MultiWorkerMirroredStrategy",
+    "tpudist.ParameterServerStrategy",
+    "tpudist.coordinator.ClusterCoordinator",
+    "tpudist.Variable",
+    "tpudist.PerReplica",
+    "tpudist.Optimizer",
+    "tpudist.TrainState",
+    "tpudist.checkpoint.CheckpointManager",
+    "tpudist.DistributedDataset",
+    "tpudist.planner.Plan",
+)
+
+
+def test_each_main_class_has_a_short_example_with_output_above_its_entry():
+    text = "\n".join(page.read_text() for page in PAGES)
+    block = r"```python\n((?:(?!```).*\n)+)```\n\n```text\n(?:(?!```).*\n)+```\n\n::: (\S+)\n"
+    examples = {name: code for code, name in re.findall(block, text)}
+    for name in EXAMPLES:
+        num_lines = len([x for x in examples[name].splitlines() if x.strip()])
+        assert 6 <= num_lines <= 17, name
+        assert "import tpudist" in examples[name], name
+
+
+def test_each_page_emulates_its_devices_once_in_its_first_block():
+    for page in PAGES:
+        blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+        emulates = ["tpudist.emulate(num_devices=8)" in block for block in blocks]
+        assert emulates == [True, *[False] * len(blocks)][: len(blocks)], page
+
+
+def test_an_example_above_an_entry_is_shown_below_its_heading():
+    example = '<div class="highlight"><pre>code</pre></div>\n<div class="highlight">output</div>\n'
+    entry = '<div class="doc doc-object doc-class">\n'
+    heading = '<h3 id="tpudist.X" class="doc doc-heading">X</h3>\n'
+    signature = '<div class="doc-signature highlight"><pre>X()</pre></div>'
+    shown = hook("names").on_page_content(f"<p>text</p>\n{example}{entry}{heading}{signature}")
+    assert shown == f"<p>text</p>\n{entry}{heading}{example}{signature}"
+    assert hook("names").on_page_content(signature + entry) == signature + entry
+
+
 def test_the_site_has_a_page_for_each_part_of_the_reference():
     nav = re.findall(r"reference/\w+\.md", (ROOT / "mkdocs.yml").read_text())
     assert sorted(nav) == [f"reference/{page.name}" for page in PAGES]
