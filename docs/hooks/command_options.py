@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _ASKED = re.compile(r"^<!-- options: (\S+) (\w+) -->$", re.MULTILINE)
+_SAID_DEFAULT = re.compile(r" \(default: ([^()]*|[^()]*\(\)[^()]*)\)(?=\.$)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -25,15 +26,28 @@ def table(source: str, name: str) -> str:
     for field, text in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             said = " ".join(ast.literal_eval(text.value).split()).replace("|", "\\|")
-            rows.append(f"| {_option(field)} | {_default(field)} | {said} |")
+            default = _default(field)
+            if not default and (found := _SAID_DEFAULT.search(said)):
+                default = found[1] if " " in found[1] else f"`{found[1]}`"
+                said = said.replace(found[0], "")
+            rows.append(f"| {_option(field)} | {default} | {said} |")
     return "\n".join(rows)
 
 
 def _option(field: ast.AnnAssign) -> str:
     name = ast.unparse(field.target)
+    settings = {
+        x.arg: ast.literal_eval(x.value)
+        for call in ast.walk(field.annotation)
+        if isinstance(call, ast.Call)
+        for x in call.keywords
+        if x.arg in ("aliases", "metavar")
+    }
+    metavar = settings.get("metavar", "")
     if "Positional" in ast.unparse(field.annotation):
-        return f"`{name.upper()}`"
-    return f"`--{name.replace('_', '-')}`"
+        return f"`{metavar or name.upper()}`"
+    names = [*settings.get("aliases", ()), f"--{name.replace('_', '-')}"]
+    return ", ".join(f"`{x} {metavar}`" if metavar else f"`{x}`" for x in names)
 
 
 def _default(field: ast.AnnAssign) -> str:

@@ -40,13 +40,14 @@ def check(page: str, folder: Path, section: str | None = None) -> None:
         assert difference is None, f"{block.code}\n{difference}\n{remedy}"
 
 
-COMMANDS = ("fault_injection", "fault_tolerance", "several_processes")
+COMMANDS = ("fault_injection", "fault_tolerance", "reference/command_line", "several_processes")
 # Pages with a test of their own.
 OTHERS = {"gpus", "linen_haiku_equinox", *COMMANDS}
 PAGES = sorted(
-    x.relative_to(ROOT / "docs").with_suffix("").as_posix()
-    for x in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "reference").glob("*.md")]
-    if x.stem not in OTHERS and doc_outputs.find_blocks(x.read_text())
+    page
+    for folder in ("", "reference/")
+    for x in (ROOT / "docs" / folder).glob("*.md")
+    if (page := folder + x.stem) not in OTHERS and doc_outputs.find_blocks(x.read_text())
 )
 MARKS = {"planning": [pytest.mark.libtpu]}
 
