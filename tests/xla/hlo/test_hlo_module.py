@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tpudist.xla.hlo import hlo_module, shapes
+from tpudist.xla.hlo import hlo_module, shapes, source_lines
 
 
 def _module(function, *arguments):
@@ -295,3 +295,10 @@ def test_the_gather_of_a_parameter_is_for_what_works_on_it():
         "source_line=3}\n}\n"
     )
     assert module.origin(module.entry.instructions["g"]).name == "n"
+
+
+def test_a_frozen_module_of_python_is_nobodys_line():
+    """`python -m tpudist plan` runs below `<frozen runpy>`."""
+    own = f"{source_lines.__file__}:3"
+    assert source_lines.users_line((own, "<frozen runpy>:88")) == own
+    assert source_lines.users_line((own, "/a/train.py:7", "<frozen runpy>:88")) == "/a/train.py:7"

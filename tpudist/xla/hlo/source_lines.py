@@ -58,7 +58,7 @@ def _is_library(file: str) -> bool:
     # The reference models are written as a user would write them, but for what lays out arrays and
     # applies layers on their behalf.
     is_models = path.is_relative_to(_MODELS) and path.name not in ("logical.py", "pipeline.py")
-    return path.is_relative_to(_LIBRARY) and not is_models
+    return file.startswith("<frozen") or (path.is_relative_to(_LIBRARY) and not is_models)
 
 
 class Sources:
