@@ -1,4 +1,4 @@
-"""Errors that programs catch by name: what is raised of `tf.errors`, and tpudist's own."""
+"""Errors that programs catch by name: those of `tf.errors` that tpudist raises, and its own."""
 
 __all__ = [
     "CancelledError",
@@ -12,74 +12,74 @@ __all__ = [
 
 
 class CancelledError(RuntimeError):
-    """A function that was scheduled has not run, since another one had failed before.
+    """A scheduled function did not run, because another function had failed before.
 
-    Or a call was given up.
+    Also raised if a call was given up. Matches `tf.errors.CancelledError`.
 
-    As `tf.errors.CancelledError`.
-
-    Remedy: look at the error of the function that had failed, which `join` or `schedule` has
-    raised, and schedule this one again.
+    Remedy: correct the error of the function that failed, which `join` or `schedule` has raised.
+    Then schedule this function again.
     """
 
 
 class DeadlineExceededError(TimeoutError):
-    """A call to another program has taken longer than it may.
+    """A call to another program took longer than its timeout.
 
-    As `tf.errors.DeadlineExceededError`.
+    Matches `tf.errors.DeadlineExceededError`.
 
-    Remedy: call again, with a longer timeout if the other program is slow rather than gone.
+    Remedy: call again. If the other program is slow rather than gone, use a longer timeout.
     """
 
 
 class OutOfRangeError(StopIteration):
     """An iterator is at its end.
 
-    Also a `StopIteration`, so a program may catch either. As `tf.errors.OutOfRangeError`.
+    It is also a `StopIteration`, so a program may catch either. Matches
+    `tf.errors.OutOfRangeError`.
 
-    Remedy: none is needed at the end of an epoch; `iter` of the dataset begins the next one.
+    Remedy: at the end of an epoch, do nothing; `iter(dataset)` begins the next epoch.
     """
 
 
 class ProcessFailedError(RuntimeError):
-    """Another process of the run has raised, or was killed or stopped: this one cannot go on.
+    """Another process of the run has failed or stopped, so this process cannot continue.
 
-    Says which process, and shows its traceback if it had one. Raised at the next line of Python;
-    a process that waits for the other one's part of a collective cannot raise, and ends.
-    As `tf.errors.UnavailableError` where a worker is lost.
+    The message names the process, and shows its traceback if it had one. The error is raised at the
+    next line of Python. A process that waits for the failed one in a collective cannot raise; it
+    exits. Matches `tf.errors.UnavailableError` if a worker is lost.
 
-    Remedy: correct what the traceback shows; of a machine that was lost, start the run again,
-    which `tpudist launch --restarts` does by itself.
+    Remedy: correct the error in the traceback. If a machine was lost, start the run again;
+    `tpudist launch --restarts` does so automatically.
     """
 
 
 class ProcessesDifferError(RuntimeError):
-    """The processes of a run were about to do different things, or with different values.
+    """The processes of a run were about to execute different operations or use different values.
 
-    Raised on each of them: their collectives would combine what does not belong together, without
-    an error, or wait for ever. Says which processes differ, in what, and where. tf.distribute has
-    none; its collectives fail where shapes or dtypes differ.
+    Every process raises this error. Without it, their collectives would wait forever, or combine
+    unrelated values without an error. The message says which processes differ, in what, and where.
+    tf.distribute has no such error; its collectives fail only if shapes or dtypes differ.
 
-    Remedy: make the processes do at the named line what the message says they do not: the same
-    seed, order, shapes and number of steps.
+    Remedy: make the difference in the message disappear at the named line: use the same seed,
+    order, shapes and number of steps in all processes.
     """
 
 
 class StartupError(RuntimeError):
-    """The processes of a run do not come together: one is missing, or does not fit.
+    """The processes of a run could not connect: one is missing, or its configuration differs.
 
-    Or the address of the first one cannot be used. Says which, where, and for how long was waited.
+    Also raised if the address of the first process cannot be used. The message says which process,
+    where, and how long tpudist waited.
 
-    Remedy: start the process that is named, let its host and port be reached from the others,
-    or name another address; `tpudist doctor` looks before a run.
+    Remedy: start the named process, make its host and port reachable from the other hosts, or
+    configure another address. `tpudist doctor` checks this before a run.
     """
 
 
 class UnavailableError(RuntimeError):
-    """A parameter server has died, and what it held was kept nowhere.
+    """A parameter server died, and no copy of its state exists.
 
-    Or a server that was called has gone. As `tf.errors.UnavailableError`.
+    Also raised if a server that was called is gone. Matches `tf.errors.UnavailableError`.
 
-    Remedy: give the strategy a folder for its servers' log (`log=`), or restore a checkpoint;
-    of a server that is called, start it again.
+    Remedy: give the strategy a folder for the log of its servers (`log=`), or restore a checkpoint.
+    If you called a server yourself, start it again.
     """

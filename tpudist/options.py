@@ -1,4 +1,4 @@
-"""Options of calls, as frozen dataclasses, and warnings that are switched off by their class."""
+"""Options of calls, as frozen dataclasses, and warning classes that programs can filter."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def warn_if_given(what: str, value: Any, why: str) -> None:
-    """Warns that `what`, a parameter of `tf.distribute`, was given a value that has no effect."""
+    """Warns that the value of `what`, a parameter of `tf.distribute`, has no effect."""
     if value is not None:
         warnings.warn(f"{what}={shorten(value)}) has no effect: {why}.", stacklevel=3)
 
@@ -18,43 +18,45 @@ def warn_of_deprecation(name: str, instead: str, *, stacklevel: int = 3) -> None
 
 
 def warn_of_op_arguments(what: str, use_locking: bool, name: str | None) -> None:
-    """Warns that what describes an operation of a TensorFlow graph was given to method `what`."""
+    """Warns that method `what` ignores arguments that describe a TensorFlow graph operation."""
     if use_locking:
         warnings.warn(
             f"{what}(use_locking={use_locking!r}) has no effect: steps run one at a time.",
             stacklevel=3,
         )
     if name is not None:
-        warnings.warn(f"{what}(name={name!r}) has no effect: nothing is named.", stacklevel=3)
+        warnings.warn(
+            f"{what}(name={name!r}) has no effect: tpudist does not name operations.", stacklevel=3
+        )
 
 
 class UndistributedBatchWarning(UserWarning):
-    """Replicas add up what each of them has computed from the same array of the host.
+    """Warns that each replica computes with the whole of an array, and the results are added up.
 
-    Each replica is given the whole of a NumPy array, or of a `jax.Array` of one device or that a
-    sharding splits by rows, that is an argument of `Strategy.run`: n replicas do the work of one n
-    times, and a sum over them (an optimizer's, `all_reduce`) is n times that of one, unless it is
-    divided by n as a mean is. It is given once for a function, with the line of the call, if all of
-    this holds:
+    Each replica receives the whole array if you pass `Strategy.run` a NumPy array, or a `jax.Array`
+    that is on one device or whose sharding splits its rows. So n replicas repeat the same work. A
+    sum over the replicas (in an optimizer or `all_reduce`) is n times the sum on one device, unless
+    it is divided by n, as a mean is. The warning appears once per function, with the line of the
+    call, if all of these conditions hold:
 
-    - the array has a dim 0 of more than one row;
-    - no argument of the call is distributed, and the function captures no PerReplica;
-    - what some `all_reduce` (by sum or mean) in it adds up depends on the array, and is equal on
-      all replicas;
-    - nothing that is added up or returned has the array's shape, as parameters and state would.
+    - Dim 0 of the array has more than one row.
+    - No argument of the call is distributed, and the function captures no `PerReplica`.
+    - An `all_reduce` (by sum or mean) in the function adds up a value that depends on the array and
+      is equal on all replicas.
+    - No value that is added up or returned has the array's shape, as parameters and state would.
 
-    So scalars, lookup tables beside a distributed batch, and arrays of which each replica takes its
-    own rows are no reason; nor is a function that reduces nothing. Where replicas differ by their
-    random numbers nothing is said either. To switch it off:
+    So these cases cause no warning: scalars, lookup tables next to a distributed batch, arrays from
+    which each replica takes its own rows, functions that reduce nothing, and replicas that differ
+    by their random numbers. To disable the warning:
     `warnings.filterwarnings("ignore", category=tpudist.UndistributedBatchWarning)`.
 
-    Remedy: give the array to a dataset that `experimental_distribute_dataset` distributes, so
+    Remedy: put the array in a dataset and distribute it with `experimental_distribute_dataset`, so
     that each replica has its own rows.
     """
 
 
 class LocalMeanWarning(UserWarning):
-    """Warns of a step whose new state is not the state of one device with all rows.
+    """Warns that a step computes a different new state than one device with all rows would.
 
     A step gets this warning once, when it is traced, with the factor, the line of the mean and the
     line of the reduction. tpudist traces each step that sums over replicas a second time, with more
@@ -77,39 +79,44 @@ class LocalMeanWarning(UserWarning):
     `Strategy.verify` compares such steps with one device. To disable the warning:
     `warnings.filterwarnings("ignore", category=tpudist.LocalMeanWarning)`.
 
-    Remedy: `tpudist.compute_average_loss(per_example_loss)`, with summed gradients.
+    Remedy: compute the loss with `tpudist.compute_average_loss(per_example_loss)`, and sum the
+    gradients over the replicas.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How `Strategy.run` compiles and calls a replica function.
+    """Options of `Strategy.run`: how it compiles and calls a replica function.
 
-    The `experimental_` fields are those of `tf.distribute.RunOptions`, the others are ours.
+    The `experimental_` fields come from `tf.distribute.RunOptions`; tpudist adds the others.
 
     Attributes:
-        experimental_enable_dynamic_batch_size: Accepted for `tf.distribute`; partial batches are
-            padded to one static shape and masked, so nothing is dynamic (see `PerReplica.rows`).
+        experimental_enable_dynamic_batch_size: Accepted for `tf.distribute`; False gives a warning.
+            Partial batches are padded to one static shape and masked (see `PerReplica.rows`).
         experimental_bucketizing_dynamic_shape: Must stay False: shapes are static.
-        experimental_xla_options: Compiler options by name, given to XLA as they are; kept as pairs.
-        donate_argnums: Positions of positional arguments whose arrays the call may overwrite. They
-            must not be used afterwards.
-        static_argnums: Positions of positional arguments whose Python numbers are part of the
-            program, which is compiled for each value, as in `jax.jit`. Without it integers and
-            floats are arrays in the function, unless it turns out to need one as it is (for a
-            shape, in `if` or `range`). Booleans are always static.
-        donate_state: Whether the old values of NNX objects and Variables that the function changes
-            may be overwritten in place. Arrays read from them before the call are then gone.
-        aggregation: What becomes of state in plain pytrees, such as Linen's collections, that the
-            function takes as an argument and gives back, or returns under the name of a collection
-            (`{"batch_stats": ...}`), and that differs between replicas: by that name a
-            `tpudist.VariableAggregation` or its name, `max` or `min`, or `none` for one value for
-            each replica. NNX Variables have the names of their types (`{"MetricState": "max"}`). By
-            default `{"batch_stats": "mean"}`; `params` and `opt_state` that are given back and
-            differ are refused, if there is an integer beside them, such as the number of the step
-            (gradients are nested alike), and state without a name here becomes a PerReplica. Just
-            `"none"` keeps one value for each replica of all such state, and of all NNX Variables
-            that differ: they hold a `PerReplica` then. Kept as pairs.
+        experimental_xla_options: Compiler options by name, passed to XLA unchanged. Stored as
+            pairs.
+        donate_argnums: Positions of positional arguments whose arrays the call may overwrite. You
+            must not use these arrays afterwards.
+        static_argnums: Positions of positional arguments whose Python numbers become part of the
+            program, as in `jax.jit`. The program is compiled once for each value. By default,
+            integers and floats are arrays in the function, unless it turns out to need the Python
+            number (for a shape, in `if` or `range`). Booleans are always static.
+        donate_state: Whether the call may overwrite in place the old values of NNX objects and
+            Variables that the function changes. Arrays that you read from them before the call are
+            then deleted.
+        aggregation: Rules that combine state in plain pytrees when it differs between replicas:
+            a dict from the name of a collection to a `tpudist.VariableAggregation`, its name,
+            `"max"`, `"min"`, or `"none"`, which keeps one value for each replica. The rules apply
+            to state that the function takes as an argument and returns, such as Linen's
+            collections, and to state that it returns under the name of a collection
+            (`{"batch_stats": ...}`). An NNX Variable uses the name of its type
+            (`{"MetricState": "max"}`). The default rule is `{"batch_stats": "mean"}`. State without
+            a rule becomes a `PerReplica`. But `params` and `opt_state` that are returned and differ
+            raise an error if an integer is next to them, such as the number of the step; without
+            one they may be gradients, which are nested alike. The value `"none"` without a dict
+            keeps one value for each replica of all such state, and of all NNX Variables that
+            differ: these then hold a `PerReplica`. Stored as pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -121,7 +128,7 @@ class RunOptions:
     aggregation: Any = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self):
-        """Refuses what cannot be honoured, and makes the fields hashable."""
+        """Checks the fields and makes them hashable."""
         object.__setattr__(self, "aggregation", _check_aggregation(self.aggregation))
         for name in ("donate_argnums", "static_argnums"):
             object.__setattr__(self, name, _check_positions(name, getattr(self, name)))
@@ -136,27 +143,27 @@ class RunOptions:
             )
         if self.experimental_bucketizing_dynamic_shape:
             raise ValueError(
-                "RunOptions(experimental_bucketizing_dynamic_shape=True) was asked for, but every "
+                "RunOptions(experimental_bucketizing_dynamic_shape=True) is not supported: every "
                 "replica function is compiled for static shapes. Distribute the dataset with "
                 "tpudist, which pads the last batch and counts only its real rows."
             )
 
 
 def shorten(value: Any) -> str:
-    """A value in a message: its `repr`, or only its type if that is long, as of a model."""
+    """Returns the `repr` of a value for a message, or only its type if the `repr` is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST and "\n" not in text else f"<{type(value).__name__}>"
 
 
 _LONGEST = 120
 ALL_COLLECTIONS = ""
-"""The name in `RunOptions.aggregation` that stands for all state in plain pytrees."""
+"""Name in `RunOptions.aggregation` that stands for all state in plain pytrees."""
 
 _AGGREGATIONS = ("none", "sum", "mean", "max", "min", "only_first_replica")
 
 
 def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
-    """The names of the aggregations, by the names of collections."""
+    """Returns pairs of the name of a collection and the name of its aggregation."""
     if isinstance(rules, str) or hasattr(rules, "name"):
         rules = {ALL_COLLECTIONS: rules}
     checked = []
@@ -165,9 +172,9 @@ def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
         known = ("none",) if collection == ALL_COLLECTIONS else _AGGREGATIONS
         if name not in known or not isinstance(collection, str):
             raise ValueError(
-                f"RunOptions(aggregation={shorten(rules)}) was asked for. It says by the name of a "
-                f"collection what becomes of it: a tpudist.VariableAggregation or its name "
-                f"({', '.join(_AGGREGATIONS)}), as in {{'batch_stats': 'mean'}}."
+                f"RunOptions(aggregation={shorten(rules)}): aggregation must map the names of "
+                f"collections to a tpudist.VariableAggregation or its name "
+                f"({', '.join(_AGGREGATIONS)}). For example: {{'batch_stats': 'mean'}}."
             )
         checked.append((collection, name))
     return tuple(checked)
@@ -179,30 +186,31 @@ def _check_positions(name: str, value: Any) -> tuple[int, ...]:
         isinstance(i, int) and not isinstance(i, bool) for i in positions
     ):
         raise TypeError(
-            f"RunOptions({name}={shorten(value)}) names no positions of arguments. Give a tuple "
-            f"of whole "
-            f"numbers from 0, such as (1,)."
+            f"RunOptions({name}={shorten(value)}): {name} must hold positions of arguments. Pass a "
+            f"tuple of integers, such as (1,)."
         )
     return tuple(positions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutualTLS:
-    """Certificates with which the processes of a run prove to each other who they are.
+    """Certificates with which the processes of a run authenticate each other.
 
-    For what they tell each other through the first process (who is there, who has left, the keys of
-    checkpoints): without it that service trusts whoever reaches its port. What devices send each
-    other goes its own way, and is not encrypted by this.
+    They protect the service in the first process, through which processes report who is present,
+    who has left, and the keys of checkpoints. Without certificates, that service trusts everyone
+    who reaches its port. They do not encrypt the traffic between devices, which uses other
+    connections.
 
-    Needs jax 0.12. The files are read again from time to time, so certificates may be renewed.
+    Requires jax 0.12. The files are read again from time to time, so you can renew certificates.
 
     Attributes:
-        cert_file: This process' chain of certificates, PEM.
-        key_file: Its private key, PEM.
-        ca_file: The certificates of the authorities that others' must be signed by, PEM.
-        peer_uri_prefix: What a URI in the others' certificates must begin with, such as
-            "spiffe://example.org/" (with the slash). None compares the name of the host in the
-            first process' certificate with its address.
+        cert_file: Path of this process's certificate chain, PEM.
+        key_file: Path of its private key, PEM.
+        ca_file: Path of the certificates of the authorities that must have signed the certificates
+            of other processes, PEM.
+        peer_uri_prefix: Required prefix of a URI in the certificates of other processes, such as
+            "spiffe://example.org/" (with the slash). None compares the host name in the first
+            process's certificate with its address.
     """
 
     cert_file: str
@@ -212,11 +220,11 @@ class MutualTLS:
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a dataset function is called. As `tf.distribute.InputReplicationMode`.
+    """Number of calls of a dataset function; matches `tf.distribute.InputReplicationMode`.
 
     Attributes:
-        PER_WORKER: Once in each process, whose replicas take batches from its dataset in turn.
-        PER_REPLICA: Once for each replica, which has a dataset of its own.
+        PER_WORKER: One call in each process, whose replicas take batches from its dataset in turn.
+        PER_REPLICA: One call for each replica, which has its own dataset.
     """
 
     PER_WORKER = "PER_WORKER"
@@ -224,19 +232,21 @@ class InputReplicationMode(enum.Enum):
 
 
 class AutoShardPolicy(enum.Enum):
-    """How several processes share the reading of one dataset. As `tf.data`'s `AutoShardPolicy`.
+    """Policy by which several processes share one dataset; matches `tf.data`'s `AutoShardPolicy`.
 
-    In one process nothing is shared out. Under the first three policies all processes are given the
-    same dataset, and a step reads the same examples on any number of them.
+    With one process there is nothing to share. Under the first three policies, give all processes
+    the same dataset; a step then reads the same examples with any number of processes.
 
     Attributes:
-        AUTO: `DATA`.
-        FILE: As `DATA`, in an order in which each process reads few files; for files only.
+        AUTO: Same as `DATA`.
+        FILE: Same as `DATA`, in an order in which each process reads few files. Requires a dataset
+            of files.
         DATA: Each process takes the rows of its own replicas. Examples that can be read by number
-            are read once; of an iterable every process reads, and decodes, all batches.
-        OFF: The dataset of each process holds other data, batched by the global batch size, and
+            are read once. If the dataset is an iterable, every process reads and decodes all
+            batches.
+        OFF: The dataset of each process holds different data, batched by the global batch size, and
             each replica takes one part of its process's batches in turn.
-        HINT: As `OFF`, where `dataset.shard(SHARD_HINT, SHARD_HINT)` makes the data differ.
+        HINT: Same as `OFF`; `dataset.shard(SHARD_HINT, SHARD_HINT)` makes the data differ.
     """
 
     OFF = -1
@@ -247,16 +257,17 @@ class AutoShardPolicy(enum.Enum):
 
 
 class PartialBatch(enum.Enum):
-    """What becomes of a batch that has fewer rows than the global batch.
+    """Policy for a batch that has fewer rows than the global batch.
 
     Attributes:
-        PAD: It is padded to the full shape, and its `PerReplica.rows` tell which rows are real.
-            The default; but if it is asked for, so are batches for one replica, which are then
-            PerReplica too: with plain arrays, each size is a shape of its own.
-        SHRINK: Its b rows are split in parts of ceil(b / n) rows, as TensorFlow does: a shape of
-            its own, for which a step is compiled once more. So are full batches.
-        DROP: It is left out.
-        ERROR: It is a `ValueError`.
+        PAD: The default. The batch is padded to the full shape, and `PerReplica.rows` has the
+            numbers of real rows. If you pass it explicitly, batches for one replica are padded too,
+            and are PerReplica values. Otherwise they are plain arrays, and each size is a new
+            shape.
+        SHRINK: The b rows are split into parts of ceil(b / n) rows, as in TensorFlow. The step is
+            compiled again for this shape. Full batches are split in the same way.
+        DROP: The batch is skipped.
+        ERROR: The batch raises a `ValueError`.
     """
 
     PAD = "pad"
@@ -266,35 +277,38 @@ class PartialBatch(enum.Enum):
 
     @classmethod
     def of(cls, value: "PartialBatch | str | None") -> "PartialBatch":
-        """The policy of this name; PAD for None.
+        """Returns the policy of this name; PAD for None.
 
         Raises:
-            ValueError: There is none.
+            ValueError: If no policy has this name.
         """
         try:
             return cls.PAD if value is None else cls(value)
         except ValueError:
             known = ", ".join(repr(policy.value) for policy in cls)
-            raise ValueError(f"partial_batch is {shorten(value)}. Known are {known}.") from None
+            raise ValueError(
+                f"partial_batch={shorten(value)}: it must be one of {known}."
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class InputOptions:
-    """How a dataset is distributed. As `tf.distribute.InputOptions`.
+    """Options for distributing a dataset; matches `tf.distribute.InputOptions`.
 
     Attributes:
-        experimental_fetch_to_device: Whether batches wait on the devices for their step (None, the
-            default, is True), or in host memory, from which the step then takes them.
-        experimental_replication_mode: How often the function of
-            `distribute_datasets_from_function` is called.
-        experimental_place_dataset_on_device: Accepted, with a warning: datasets are read on the
+        experimental_fetch_to_device: Whether batches wait for their step on the devices or, if
+            False, in host memory, from which the step takes them. None, the default, means True.
+        experimental_replication_mode: Whether `distribute_datasets_from_function` calls its
+            function once per process or once per replica.
+        experimental_place_dataset_on_device: Accepted with a warning: datasets are read on the
             host.
-        experimental_per_replica_buffer_size: How many batches wait, at most; with 0 each is made
-            when it is asked for.
-        auto_shard_policy: How several processes share the reading of one dataset; ours, since the
-            options of datasets are not `tf.data`'s here.
-        partial_batch: What becomes of a batch with fewer rows than the global batch; ours. None,
-            the default, pads it, but for one replica, which is given plain arrays of any size.
+        experimental_per_replica_buffer_size: Maximum number of batches that wait. With 0, each
+            batch is made when you request it.
+        auto_shard_policy: Policy by which several processes share one dataset. It is a field here
+            because datasets have no `tf.data.Options` in tpudist.
+        partial_batch: Policy for a batch with fewer rows than the global batch; only in tpudist.
+            None, the default, pads it. But a strategy with one replica then receives plain arrays
+            of any size.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -310,7 +324,7 @@ class InputOptions:
     partial_batch: PartialBatch | str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self, experimental_prefetch_to_device: bool | None):
-        """Takes the old name of `experimental_fetch_to_device`, and checks the values."""
+        """Accepts the old name of `experimental_fetch_to_device`, and checks the values."""
         if experimental_prefetch_to_device is not None:
             warnings.warn(
                 "InputOptions(experimental_prefetch_to_device) is deprecated: use "
@@ -320,10 +334,10 @@ class InputOptions:
             )
             if self.experimental_fetch_to_device not in (None, experimental_prefetch_to_device):
                 raise ValueError(
-                    f"InputOptions was given experimental_fetch_to_device="
-                    f"{self.experimental_fetch_to_device} and, by its old name, "
-                    f"experimental_prefetch_to_device={experimental_prefetch_to_device}. Leave out "
-                    f"the old one."
+                    f"InputOptions(experimental_fetch_to_device="
+                    f"{self.experimental_fetch_to_device}, experimental_prefetch_to_device="
+                    f"{experimental_prefetch_to_device}): the two values differ, and the second "
+                    f"is the old name of the first. Omit experimental_prefetch_to_device."
                 )
         fetch = self.experimental_fetch_to_device
         fetch = experimental_prefetch_to_device if fetch is None else fetch
@@ -331,27 +345,27 @@ class InputOptions:
         mode, size = self.experimental_replication_mode, self.experimental_per_replica_buffer_size
         if not isinstance(mode, InputReplicationMode):
             raise ValueError(
-                f"InputOptions(experimental_replication_mode={mode!r}) is no mode. Use "
+                f"InputOptions(experimental_replication_mode={mode!r}): it must be "
                 f"InputReplicationMode.PER_WORKER or InputReplicationMode.PER_REPLICA."
             )
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
             raise ValueError(
-                f"InputOptions(auto_shard_policy={self.auto_shard_policy!r}) is no policy. Use one "
-                f"of AutoShardPolicy: {', '.join(policy.name for policy in AutoShardPolicy)}."
+                f"InputOptions(auto_shard_policy={self.auto_shard_policy!r}): it must be an "
+                f"AutoShardPolicy: {', '.join(policy.name for policy in AutoShardPolicy)}."
             )
         if self.partial_batch is not None:
             object.__setattr__(self, "partial_batch", PartialBatch.of(self.partial_batch))
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
-                f"InputOptions(experimental_per_replica_buffer_size={size!r}) is no number of "
-                f"batches. Give a whole number of at least 0."
+                f"InputOptions(experimental_per_replica_buffer_size={size!r}): it must be an "
+                f"integer of at least 0."
             )
 
 
 class ValueContext:
-    """Which replica a value is for. As `tf.distribute.experimental.ValueContext`."""
+    """Replica that a value is for; matches `tf.distribute.experimental.ValueContext`."""
 
     def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1):
-        """For one replica of so many."""
+        """Stores the replica's number and the number of replicas."""
         self.replica_id_in_sync_group = replica_id_in_sync_group
         self.num_replicas_in_sync = num_replicas_in_sync

@@ -543,7 +543,7 @@ def test_what_is_not_a_dataset_is_refused(source, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partial_batch": "shrunk"}, "Known are 'pad', 'shrink', 'drop', 'err"),
+        ({"partial_batch": "shrunk"}, "it must be one of 'pad', 'shrink', 'drop', 'err"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"prefetch": True}, "prefetch is True"),
     ],

@@ -188,7 +188,7 @@ def test_a_boolean_is_static_in_a_partial_batch_and_in_a_function(mirrored):
 @pytest.mark.parametrize("field", ["static_argnums", "donate_argnums"])
 def test_positions_of_arguments_are_whole_numbers_that_there_are(mirrored, field):
     for wrong in ("x", (0.5,), None, (True,)):
-        with pytest.raises(TypeError, match=rf"RunOptions\({field}=.*names no positions"):
+        with pytest.raises(TypeError, match=rf"RunOptions\({field}=.*must hold positions"):
             tpudist.RunOptions(**{field: wrong})
     options = tpudist.RunOptions(**{field: (2,)})
     with pytest.raises(ValueError, match=rf"{field}=\(2,\).*given 1 positional"):

@@ -80,7 +80,7 @@ def test_the_old_name_of_an_option_is_deprecated():
     assert options == InputOptions(experimental_fetch_to_device=False)
     with (
         pytest.warns(DeprecationWarning, match="deprecated"),
-        pytest.raises(ValueError, match="Leave out the old one"),
+        pytest.raises(ValueError, match="Omit experimental_prefetch_to_device"),
     ):
         InputOptions(True, experimental_prefetch_to_device=False)
 
@@ -88,9 +88,9 @@ def test_the_old_name_of_an_option_is_deprecated():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"experimental_replication_mode": "PER_REPLICA"}, "is no mode. Use InputReplicationMode"),
-        ({"experimental_per_replica_buffer_size": -1}, "whole number of at least 0"),
-        ({"experimental_per_replica_buffer_size": True}, "whole number of at least 0"),
+        ({"experimental_replication_mode": "PER_REPLICA"}, "it must be InputReplicationMode"),
+        ({"experimental_per_replica_buffer_size": -1}, "integer of at least 0"),
+        ({"experimental_per_replica_buffer_size": True}, "integer of at least 0"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(options, message):

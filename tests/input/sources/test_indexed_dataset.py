@@ -132,9 +132,13 @@ def test_a_hint_stands_for_all_of_the_data_in_one_process():
 
 
 def test_what_is_not_an_option_is_refused():
-    with pytest.raises(ValueError, match="'FILE'.* is no policy. Use one of .*OFF, AUTO, FILE"):
+    with pytest.raises(
+        ValueError, match="'FILE'.* it must be an AutoShardPolicy: .*OFF, AUTO, FILE"
+    ):
         InputOptions(auto_shard_policy="FILE")  # type: ignore
-    with pytest.raises(ValueError, match="partial_batch is 'trim'. Known are 'pad', 'shrink', 'dr"):
+    with pytest.raises(
+        ValueError, match="partial_batch='trim': it must be one of 'pad', 'shrink', 'dr"
+    ):
         InputOptions(partial_batch="trim")
     assert InputOptions(partial_batch="drop").partial_batch is tpudist.input.PartialBatch.DROP
 
