@@ -87,8 +87,8 @@ def merge(model: Transformer) -> Transformer:
     found = [name for name in TARGETS if hasattr(blocks, f"{name}_lora_a")]
     if not found:
         raise ValueError(
-            "lora.merge was given a model without adapters: lora.add(model) makes them, and a "
-            "model is merged once."
+            "lora.merge received a model without adapters. Call lora.add(model) first, and merge a "
+            "model only once."
         )
     for name in found:
         variable, part = _weight_of(model.config, name)
@@ -178,13 +178,15 @@ def _check(model: Transformer, rank: int, targets: tuple[str, ...]) -> None:
     unknown = [name for name in targets if name not in possible]
     if unknown or not targets:
         raise ValueError(
-            f"lora.add was asked for adapters of {', '.join(unknown) or 'nothing'}. The matrices "
-            f"of this model that may have one are {', '.join(possible)}: name some of them."
+            f"lora.add(targets=...) cannot add adapters to {', '.join(unknown) or 'nothing'}. Use "
+            f"some of the matrices of this model: {', '.join(possible)}."
         )
     if rank < 1:
-        raise ValueError(f"rank={rank} is no width of an adapter. Use 1 or more, such as 8.")
+        raise ValueError(
+            f"rank={rank}: the width of an adapter must be at least 1. Use for example 8."
+        )
     if getattr(model.blocks, "adapter_scale", None) is not None:
         raise ValueError(
-            "The model has adapters already. Merge them first (lora.merge), or name all targets in "
+            "The model already has adapters. Merge them first (lora.merge), or name all targets in "
             "one call."
         )

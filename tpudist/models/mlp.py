@@ -21,7 +21,7 @@ class MLP(nnx.Module):
         """Makes one linear layer between each two `dims`."""
         if len(dims) < 2:
             raise ValueError(
-                f"An MLP needs the dims of its input and output at least; got dims={tuple(dims)}."
+                f"An MLP needs at least the dims of its input and output; got dims={tuple(dims)}."
             )
         names = ("embed", "mlp")
         self.layers = nnx.List(

@@ -108,9 +108,9 @@ class TransformerConfig:
         if self.head_width is None and self.embed_dim % multiple:
             raise ValueError(
                 f"embed_dim={self.embed_dim} does not give each of num_heads={self.num_heads} "
-                f"heads an equal and even number of dims, which rotary positions need. Use a "
+                "heads an equal and even number of dims, which rotary positions need. Use a "
                 f"multiple of {multiple}, such as {-(-self.embed_dim // multiple) * multiple}, or "
-                f"give head_width."
+                "pass head_width."
             )
         if self.head_dim % 2:
             raise ValueError(
@@ -130,8 +130,9 @@ class TransformerConfig:
                 raise ValueError(f"A transformer needs {name} > 0; got {value}.")
         if self.gelu and (self.num_experts or not self.gated):
             raise ValueError(
-                f"gelu=True is for gated MLPs; this model has gated={self.gated} and num_experts="
-                f"{self.num_experts}. MLPs without a gate have GELU anyway; experts have SiLU."
+                f"gelu=True is only for gated MLPs, but this model has gated={self.gated} and "
+                f"num_experts={self.num_experts}. MLPs without a gate use GELU anyway; experts use "
+                "SiLU. Omit gelu."
             )
         remat.parse(self.remat)
         experts.check(self)
@@ -153,11 +154,11 @@ def _check_window(config: TransformerConfig) -> None:
     for name in ("layers_with_window", "local_rotary_base"):
         if getattr(config, name) is not None and config.attention_window is None:
             raise ValueError(
-                f"{name}={getattr(config, name)} is about layers with a window, but "
-                f"attention_window is None: no layer has one. Give both or neither."
+                f"{name}={getattr(config, name)} is for layers with a window, but attention_window "
+                "is None: no layer has a window. Pass both or neither."
             )
     if layers is not None and len(layers) != config.num_layers:
         raise ValueError(
-            f"layers_with_window says of {len(layers)} layers whether they have a window, but "
-            f"there are num_layers={config.num_layers}. Say it of each."
+            f"layers_with_window has {len(layers)} entries, one for each layer, but "
+            f"num_layers={config.num_layers}. Pass one entry for each layer."
         )

@@ -185,9 +185,12 @@ def test_equally_likely_experts_that_are_chosen_equally_have_an_imbalance_of_one
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_experts": -1}, "num_experts=-1 is not a number of experts. Use 0"),
-        ({"experts_per_token": 5}, "num_experts=4: a token goes to different ones. Use 4 at most"),
-        ({"expert_capacity": 0.0}, "leaves the experts no room.*use 1.25, or 2 so that none"),
+        ({"num_experts": -1}, "num_experts=-1: it must not be negative. Use 0"),
+        (
+            {"experts_per_token": 5},
+            "num_experts=4: each token goes to different experts. Use at most 4",
+        ),
+        ({"expert_capacity": 0.0}, "leaves the experts no space.*Use 1.25, or 2 so that no"),
     ],
 )
 def test_experts_that_cannot_be_chosen_are_refused(change, words):

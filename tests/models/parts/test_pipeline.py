@@ -123,7 +123,7 @@ def test_a_mesh_of_another_number_of_stages_is_refused(num_stages):
     strategy = tpudist.TPUStrategy(replica_axes={"stage": 2})
     model = strategy.create_abstract(lambda: Transformer(staged(num_stages), rngs=nnx.Rngs(0)))
     words = (
-        f"pipeline_stages={num_stages}, but the mesh has 2 places along the axis 'stage'.*"
+        f"pipeline_stages={num_stages}, but the mesh has 2 positions along the axis 'stage'.*"
         f"Use pipeline_stages=2, or replica_axes with stage={num_stages}"
     )
     with pytest.raises(ValueError, match=words):

@@ -48,7 +48,10 @@ def test_a_policy_that_says_nothing_is_refused(text, words):
 
 
 def test_offloading_where_there_is_no_host_memory_is_refused():
-    with pytest.raises(ValueError, match="moves query, key, value to host memory, which platform"):
+    with pytest.raises(
+        ValueError,
+        match="moves query, key, value to host memory, which JAX does not support on platform",
+    ):
         remat.apply(lambda x: x, "offload_qkv", platform="METAL")
     assert callable(remat.apply(lambda x: x, "save_qkv", platform="METAL"))
 

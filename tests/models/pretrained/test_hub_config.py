@@ -148,7 +148,9 @@ def test_a_key_that_is_not_there_has_the_value_of_its_family(name, changes, expe
     ],
 )
 def test_what_the_transformer_cannot_be_is_refused_by_its_key(name, changes, key):
-    with pytest.raises(ValueError, match=rf"config\.json says {key}: .*would compute something"):
+    with pytest.raises(
+        ValueError, match=rf"config\.json says {key}: .*would compute a different result"
+    ):
         parse_config(config_of(name, **changes))
 
 
@@ -157,10 +159,13 @@ def test_what_the_transformer_cannot_be_is_refused_by_its_key(name, changes, key
     [
         ({"attention_window": 0}, "needs attention_window >= 1; got 0"),
         ({"attention_cap": 0.0}, "needs attention_cap > 0; got 0.0"),
-        ({"layers_with_window": (True,)}, "no layer has one. Give both or neither"),
-        ({"local_rotary_base": 3.0}, "no layer has one. Give both or neither"),
-        ({"attention_window": 2, "layers_with_window": (True,)}, "of 1 layers whether"),
-        ({"gelu": True, "gated": False}, "gelu=True is for gated MLPs"),
+        ({"layers_with_window": (True,)}, "no layer has a window. Pass both or neither"),
+        ({"local_rotary_base": 3.0}, "no layer has a window. Pass both or neither"),
+        (
+            {"attention_window": 2, "layers_with_window": (True,)},
+            "layers_with_window has 1 entries",
+        ),
+        ({"gelu": True, "gated": False}, "gelu=True is only for gated MLPs"),
     ],
 )
 def test_fields_that_make_no_model_are_refused(fields, message):
@@ -173,7 +178,7 @@ def test_fields_that_make_no_model_are_refused(fields, message):
     [
         (("linear", 0.0), "a factor above 0; got 0.0"),
         (("dynamic", 2.0), "'dynamic' needs original_length"),
-        (("llama3", 2.0, 16, 4.0, 4.0), "low must be less; got low=4.0, high=4.0"),
+        (("llama3", 2.0, 16, 4.0, 4.0), "more than high turns; got low=4.0, high=4.0"),
     ],
 )
 def test_numbers_that_stretch_nothing_are_refused(arguments, message):

@@ -114,7 +114,9 @@ def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     kept = (tmp_path / "model.safetensors").read_bytes()
     save_pretrained(make(), tmp_path, max_file_bytes=10_000)
     (tmp_path / "model.safetensors").write_bytes(kept)
-    with pytest.raises(ValueError, match=r"holds both model\.safetensors and .*Remove the one"):
+    with pytest.raises(
+        ValueError, match=r"holds both model\.safetensors and .*Remove the wrong one"
+    ):
         load_pretrained(tmp_path)
 
 
@@ -125,9 +127,9 @@ def test_what_others_cannot_compute_is_refused(tmp_path):
         save_pretrained(abstract(gated=False), tmp_path)
     with pytest.raises(ValueError, match="differs in num_experts"):
         save_pretrained(abstract(num_experts=2), tmp_path)
-    with pytest.raises(ValueError, match="Parameters of dtype int8 are in no file of weights"):
+    with pytest.raises(ValueError, match="cannot contain parameters of dtype int8"):
         save_pretrained(abstract(), tmp_path, dtype="int8")
-    with pytest.raises(ValueError, match="differs from the one there in num_layers"):
+    with pytest.raises(ValueError, match="differs from the model in that folder in num_layers"):
         save_pretrained(abstract(num_layers=3), tmp_path, like=RECORDED / "mistral")
     with pytest.raises(ValueError, match="a model with adapters.*Merge them first"):
         save_pretrained(nnx.eval_shape(lambda: lora.add(make())), tmp_path)

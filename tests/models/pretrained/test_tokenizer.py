@@ -18,10 +18,12 @@ def test_a_tokenizer_is_read(tmp_path):
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="tokenizer.json does not exist: a tokenizer is"):
+    with pytest.raises(
+        FileNotFoundError, match="tokenizer.json does not exist: tpudist reads a tokenizer"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not of a tokenizer: .*Fetch it again"):
+    with pytest.raises(ValueError, match="is not a tokenizer file: .*Download it again"):
         load_tokenizer(tmp_path)
 
 

@@ -93,10 +93,7 @@ def attend(
         # Masks are a part of the kernel: there is one for each kind of layer.
         whole = functools.partial(run, scores=scores.without_window())
         return jax.lax.cond(has_window, windowed, whole, query, key, value)
-    raise ValueError(
-        f"attention={method!r} is not a way to compute attention. Use 'auto', 'dot_product', "
-        f"'splash' or 'ring'."
-    )
+    raise ValueError(f"attention={method!r}: it must be 'auto', 'dot_product', 'splash' or 'ring'.")
 
 
 def choose_method(length: int) -> str:
@@ -171,9 +168,9 @@ def _check_ring(scores: Scores) -> None:
     if scores != Scores():
         given = [name for name, value in vars(scores).items() if value is not None]
         raise ValueError(
-            f"Ring attention, over a sequence that a mesh axis splits, has plain scores alone; "
-            f"this model's have {', '.join(given)} of their own. Split the batch or the heads "
-            f"instead: replica_axes without 'sequence'."
+            "Ring attention, for a sequence that a mesh axis splits, supports only plain scores; "
+            f"the scores of this model use {', '.join(given)}. Split the batch or the heads "
+            "instead: replica_axes without 'sequence'."
         )
 
 
@@ -181,8 +178,8 @@ def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     over = split_over("sequence", query.shape[1])
     if len(over) > 1:
         raise ValueError(
-            f"Ring attention goes around one mesh axis, but the logical-axis rules split "
-            f"'sequence' over {over}. Map it to one of them."
+            "Ring attention uses one mesh axis, but the logical-axis rules split 'sequence' over "
+            f"{over}. Map it to one of them."
         )
     axis = over[0] if over else None
 

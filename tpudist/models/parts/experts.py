@@ -73,21 +73,20 @@ def check(config: ExpertSettings) -> None:
     """
     if config.num_experts < 0:
         raise ValueError(
-            f"num_experts={config.num_experts} is not a number of experts. Use 0 for a plain MLP."
+            f"num_experts={config.num_experts}: it must not be negative. Use 0 for a plain MLP."
         )
     if not config.num_experts:
         return
     if config.experts_per_token > config.num_experts:
         raise ValueError(
-            f"experts_per_token={config.experts_per_token}, but there are num_experts="
-            f"{config.num_experts}: a token goes to different ones. Use {config.num_experts} at "
-            f"most."
+            f"experts_per_token={config.experts_per_token}, but num_experts={config.num_experts}: "
+            f"each token goes to different experts. Use at most {config.num_experts}."
         )
     if not config.expert_capacity > 0:
         raise ValueError(
-            f"expert_capacity={config.expert_capacity} leaves the experts no room. It is a "
-            f"multiple of their equal share of a row's tokens: use 1.25, or "
-            f"{config.num_experts / config.experts_per_token:g} so that none is ever dropped."
+            f"expert_capacity={config.expert_capacity} leaves the experts no space. It is a "
+            "multiple of their equal share of a row's tokens. Use 1.25, or "
+            f"{config.num_experts / config.experts_per_token:g} so that no token is ever dropped."
         )
 
 

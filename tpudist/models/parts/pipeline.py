@@ -126,7 +126,7 @@ def check(config: PipelineSettings) -> None:
     if microbatches % stages:
         raise ValueError(
             f"pipeline_microbatches={microbatches} is not a multiple of pipeline_stages={stages}: "
-            f"every stage keeps the same number of those that wait. Use "
+            "every stage keeps the same number of waiting microbatches. Use "
             f"{-(-microbatches // stages) * stages}."
         )
 
@@ -195,6 +195,7 @@ def _check_mesh(num_stages: int, config: PipelineSettings) -> None:
     if num_stages != config.pipeline_stages:
         raise ValueError(
             f"The model has pipeline_stages={config.pipeline_stages}, but the mesh has "
-            f"{num_stages} places along the axis {AXIS!r}: each of them computes one stage. Use "
-            f"pipeline_stages={num_stages}, or replica_axes with {AXIS}={config.pipeline_stages}."
+            f"{num_stages} positions along the axis {AXIS!r}, each of which computes one stage. "
+            f"Use pipeline_stages={num_stages}, or replica_axes with "
+            f"{AXIS}={config.pipeline_stages}."
         )

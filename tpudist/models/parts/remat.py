@@ -75,8 +75,8 @@ def parse(text: str) -> Policy:
         verb, colon, names = part.partition(":")
         if verb not in chosen or not colon:
             raise ValueError(
-                f"remat={text!r} is not a policy. Use one of {', '.join(POLICIES)}, or write one "
-                f'out, as in "save:query,key+offload:mlp_in".'
+                f"remat={text!r} is not a policy. Use one of {', '.join(POLICIES)}, or list "
+                'tensors, as in "save:query,key+offload:mlp_in".'
             )
         chosen[verb] += tuple(name.strip() for name in names.split(","))
     mentioned = chosen["save"] + chosen["offload"]
@@ -111,8 +111,8 @@ def apply(block: Callable[..., Any], text: str, *, platform: str) -> Callable[..
         return block
     if policy.offloaded and platform not in ("tpu", "gpu", "cpu"):
         raise ValueError(
-            f"remat={text!r} moves {', '.join(policy.offloaded)} to host memory, which platform "
-            f"{platform!r} does not offer to JAX. Save them instead, or recompute them."
+            f"remat={text!r} moves {', '.join(policy.offloaded)} to host memory, which JAX does "
+            f"not support on platform {platform!r}. Save them instead, or recompute them."
         )
     return jax.checkpoint(block, policy=_rule(policy), prevent_cse=False)
 

@@ -43,17 +43,18 @@ class RotaryScaling:
         """Refuses numbers that scale nothing."""
         if not self.factor > 0:
             raise ValueError(
-                f"Rotary positions are stretched by a factor above 0; got {self.factor}."
+                f"Rotary positions must be stretched by a factor above 0; got {self.factor}."
             )
         if self.kind != "linear" and self.original_length < 1:
             raise ValueError(
-                f"Rotary scaling {self.kind!r} needs original_length, the tokens of a sequence in "
-                f"the first training; got {self.original_length}."
+                f"Rotary scaling {self.kind!r} needs original_length, the number of tokens of a "
+                f"sequence in the first training; got {self.original_length}."
             )
         if self.kind in ("llama3", "yarn") and not self.low < self.high:
             raise ValueError(
-                f"Rotary scaling {self.kind!r} slows pairs with less than low turns and not those "
-                f"with more than high: low must be less; got low={self.low}, high={self.high}."
+                f"Rotary scaling {self.kind!r} needs low < high, because it slows pairs with less "
+                f"than low turns and keeps pairs with more than high turns; got low={self.low}, "
+                f"high={self.high}."
             )
 
 

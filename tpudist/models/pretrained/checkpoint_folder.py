@@ -23,13 +23,15 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{file} does not exist: the folder of a pretrained model holds {what} there. Name a "
-            f"folder of this machine; nothing is fetched."
+            f"{file} does not exist: the folder of a pretrained model must hold {what} there. Name "
+            "a folder of this machine; tpudist downloads nothing."
         ) from None
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}. Fetch it again.") from error
+        raise ValueError(f"{file} is not JSON: {error}. Download it again.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, not an object. Fetch it again.")
+        raise ValueError(
+            f"{file} holds a {type(found).__name__}, not an object. Download it again."
+        )
     return found
 
 
@@ -46,19 +48,19 @@ def weight_files(folder: Path) -> list[Path]:
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise FileNotFoundError(
-                f"{index} names {len(names)} files, of which {len(missing)} are not there: "
-                f"{', '.join(missing[:3])}. Fetch them too."
+                f"{index} names {len(names)} files, but {len(missing)} of them are missing: "
+                f"{', '.join(missing[:3])}. Download them too."
             )
         if WEIGHTS not in names and (folder / WEIGHTS).exists():
             raise ValueError(
                 f"{folder} holds both {WEIGHTS} and {INDEX}, which names other files: libraries "
-                f"differ in which of them they read. Remove the one that is not meant."
+                "differ in which one they read. Remove the wrong one."
             )
         return [folder / name for name in names]
     if not (folder / WEIGHTS).exists():
         raise FileNotFoundError(
-            f"{folder} holds neither {WEIGHTS} nor {INDEX}. Weights are read from safetensors "
-            f"alone; convert others, such as those of pickle, first."
+            f"{folder} holds neither {WEIGHTS} nor {INDEX}. tpudist reads weights only from "
+            "safetensors. Convert other formats, such as pickle, first."
         )
     return [folder / WEIGHTS]
 

@@ -15,6 +15,6 @@ def refuse(key: str, value: Any, why: str) -> ValueError:
     """
     return ValueError(
         f"config.json says {key}: {value!r}: the model {why}. The reference transformer "
-        f"(tpudist.models.Transformer) would compute something else, so nothing is read. Use the "
-        f"library that the model is from."
+        "(tpudist.models.Transformer) would compute a different result, so nothing is loaded. Use "
+        "the library that the model comes from."
     )

@@ -45,9 +45,9 @@ def make_config(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         differing[family] = different
     family, least = min(differing.items(), key=lambda item: len(item[1]))
     raise ValueError(
-        f"No family of pretrained models computes what this transformer does, so other libraries "
+        "No family of pretrained models computes the same as this transformer, so other libraries "
         f"could not read it. The nearest is {family!r}, which differs in {', '.join(least)}. Train "
-        f"a model without, or keep this one with tpudist.checkpoint."
+        "a model without these differences, or save this one with tpudist.checkpoint."
     )
 
 

@@ -48,7 +48,7 @@ def parse_config(values: Values) -> TransformerConfig:
     """
     family = values.get("model_type")
     if family not in FAMILIES:
-        raise refuse("model_type", family, f"is none of {', '.join(FAMILIES)}")
+        raise refuse("model_type", family, f"is not one of {', '.join(FAMILIES)}")
     defaults, parse = FAMILIES[family]
     values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 0} | defaults | values
     _check(values)
@@ -81,7 +81,7 @@ def _check(values: Values) -> None:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     for key in (*sizes, "intermediate_size"):
         if not isinstance(values.get(key), int):
-            raise refuse(key, values.get(key), "has a size that is not known")
+            raise refuse(key, values.get(key), "has an unknown size")
     if values.get("quantization_config") is not None:
         raise refuse("quantization_config", values["quantization_config"], "has quantized weights")
     if values.get("attention_bias"):
@@ -89,9 +89,11 @@ def _check(values: Values) -> None:
     if values.get("mlp_bias"):
         raise refuse("mlp_bias", True, "adds biases in its MLPs")
     if values.get("use_bidirectional_attention"):
-        raise refuse("use_bidirectional_attention", True, "attends to what follows a token")
+        raise refuse("use_bidirectional_attention", True, "attends to the tokens after a token")
     if values.get("adapter_config") is not None:
-        raise refuse("adapter_config", values["adapter_config"], "has adapters beside its weights")
+        raise refuse(
+            "adapter_config", values["adapter_config"], ("has adapters in addition to its weights")
+        )
 
 
 def _parse_llama(values: Values) -> Values:
@@ -102,7 +104,7 @@ def _parse_llama(values: Values) -> Values:
 
 def _parse_mistral(values: Values) -> Values:
     if values.get("layer_types") is not None:
-        raise refuse("layer_types", values["layer_types"], "has windows in some layers, perhaps")
+        raise refuse("layer_types", values["layer_types"], "may have windows in some layers")
     return _parse_llama(values) | {"attention_window": values["sliding_window"]}
 
 
@@ -130,7 +132,7 @@ def _parse_gemma(values: Values) -> Values:
     # "gelu" was written by mistake, and is read as that of the tanh.
     known = ("gelu_pytorch_tanh", "gelu") if values["model_type"] == "gemma" else None
     if activation not in (known or ("gelu_pytorch_tanh",)):
-        raise refuse("hidden_activation", activation, "gates its MLPs with something else")
+        raise refuse("hidden_activation", activation, "gates its MLPs with a different function")
     fields: Values = {
         "gelu": True,
         "norm_offset": True,
@@ -157,7 +159,7 @@ def _parse_gemma2(values: Values) -> Values:
 def _parse_gemma3(values: Values) -> Values:
     if values["attn_logit_softcapping"] is not None:
         cap = values["attn_logit_softcapping"]
-        raise refuse("attn_logit_softcapping", cap, "has a bound that libraries leave out")
+        raise refuse("attn_logit_softcapping", cap, "has a bound that libraries omit")
     types, layers = values.get("layer_types"), values["num_hidden_layers"]
     every = values.get("sliding_window_pattern") or 6
     pattern = [(i + 1) % every != 0 for i in range(layers)]
@@ -186,7 +188,7 @@ def _parse_gemma3(values: Values) -> Values:
 
 def _check_silu(values: Values) -> None:
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise refuse("hidden_act", values["hidden_act"], "gates its MLPs with something else")
+        raise refuse("hidden_act", values["hidden_act"], "gates its MLPs with a different function")
 
 
 def _parse_layer_types(types: list[str]) -> list[bool]:
@@ -201,7 +203,7 @@ def _windows(window: int | None, local: list[bool]) -> Values:
     if not any(local):
         return {}
     if window is None:
-        raise refuse("sliding_window", None, "has layers with a window of no size")
+        raise refuse("sliding_window", None, "has layers with a window of unknown size")
     return {
         "attention_window": window,
         "layers_with_window": None if all(local) else tuple(local),

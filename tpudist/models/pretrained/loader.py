@@ -83,9 +83,9 @@ def load_pretrained(
             config = dataclasses.replace(found, dtype=computed)
     elif different := differences(found, config):
         raise ValueError(
-            f"load_pretrained({str(folder)!r}) was given a config that differs from that of the "
-            f"weights in {', '.join(different)}. Begin with read_config(folder), and change how it "
-            f"computes, not what."
+            f"load_pretrained({str(folder)!r}) received a config that differs from the config of "
+            f"the weights in {', '.join(different)}. Start with read_config(folder), and change "
+            "only how the model computes, not its weights."
         )
     tensors = read_tensors(folder)
     groups: dict[str, list[TensorPlace]] = defaultdict(list)
@@ -131,8 +131,8 @@ def _parse_dtype(dtype: Any) -> np.dtype:
     except (AttributeError, TypeError):
         pass
     raise ValueError(
-        f"dtype={dtype!r} is none that parameters are read in. Use 'float32', 'bfloat16' or "
-        f"'float16', or leave it out for that in which they are stored."
+        f"load_pretrained(dtype={dtype!r}): dtype must be 'float32', 'bfloat16' or 'float16'. Omit "
+        "it to keep the stored dtype."
     )
 
 
@@ -154,20 +154,20 @@ def _match(
             if names
         ]
         raise ValueError(
-            f"The tensors in {folder} are not those of the model that its config.json describes. "
-            f"Of them {'; '.join(parts)}. Weights and configuration must be of one model."
+            f"The tensors in {folder} do not match the model that its config.json describes: "
+            f"{'; '.join(parts)}. Use weights and a configuration of one model."
         )
     for place in places:
         tensor = tensors[place.tensor]
         if tensor.shape != place.shape:
             raise ValueError(
-                f"{place.tensor} in {tensor.file} is {list(tensor.shape)}, but by config.json it "
-                f"is {list(place.shape)}. Weights and configuration must be of one model."
+                f"{place.tensor} in {tensor.file} is {list(tensor.shape)}, but config.json "
+                f"requires {list(place.shape)}. Use weights and a configuration of one model."
             )
         if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{place.tensor} in {tensor.file} is of dtype {tensor.dtype}; weights of "
-                f"{', '.join(DTYPES)} are read. Quantized ones are for other libraries."
+                f"{place.tensor} in {tensor.file} is of dtype {tensor.dtype}, but tpudist loads "
+                f"only {', '.join(DTYPES)}. For quantized weights, use another library."
             )
     yield from places
 
@@ -181,8 +181,8 @@ def _check_tied(folder: Path, output: StoredTensor, embedding: StoredTensor | No
         if all(np.array_equal(first[i : i + rows], second[i : i + rows]) for i in pieces):
             return
     raise ValueError(
-        f"config.json in {folder} says tie_word_embeddings: true, but {OUTPUT} is not the "
-        f"embedding: which of them is meant is not known. Set it to false to have both."
+        f"config.json in {folder} says tie_word_embeddings: true, but {OUTPUT} differs from the "
+        "embedding, so it is not clear which one to use. Set it to false to load both."
     )
 
 

@@ -57,11 +57,17 @@ def parse_scaling(
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _KINDS:
         raise refuse(
-            key, given, f"has rotary positions of type {kind!r}; {', '.join(_KINDS)} exist"
+            key,
+            given,
+            (f"has rotary positions of type {kind!r}; only {', '.join(_KINDS)} are supported"),
         )
     part = given.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if part not in (None, 1, 1.0):
-        raise refuse("partial_rotary_factor", part, "turns a part of each head; all of it is")
+        raise refuse(
+            "partial_rotary_factor",
+            part,
+            ("turns only a part of each head; only whole heads are supported"),
+        )
     if kind == "default":
         return None
     factor = given.get("factor")

@@ -69,7 +69,7 @@ def read_header(file: Path) -> tuple[bytes, dict[str, StoredTensor]]:
             pass
     except safetensors.SafetensorError as error:
         raise ValueError(
-            f"{file} is not a whole file of safetensors: {error}. Fetch it again."
+            f"{file} is not a complete safetensors file: {error}. Download it again."
         ) from error
     with file.open("rb") as opened:
         length = opened.read(8)

@@ -69,8 +69,8 @@ def save_pretrained(
     folder = Path(folder)
     if model.blocks.adapter_scale is not None:
         raise ValueError(
-            "save_pretrained was given a model with adapters, which no file of weights has. Merge "
-            "them first: lora.merge(model)."
+            "save_pretrained received a model with adapters, which a file of weights cannot "
+            "contain. Merge them first: lora.merge(model)."
         )
     files = _plan(model, dtype, max_file_bytes) if like is None else _imitate(model, Path(like))
     writes = jax.process_index() == 0
@@ -100,7 +100,7 @@ def _plan(model: Transformer, dtype: Any, max_file_bytes: int) -> dict[str, Head
         kind = np.dtype(variable_of(model, place).get_raw_value().dtype if dtype is None else dtype)
         if kind not in NAMES:
             raise ValueError(
-                f"Parameters of dtype {kind.name} are in no file of weights. Use one of "
+                f"A file of weights cannot contain parameters of dtype {kind.name}. Use one of "
                 f"{', '.join(known.name for known in NAMES)}."
             )
         names[place.tensor] = NAMES[kind]
@@ -125,8 +125,9 @@ def _imitate(model: Transformer, like: Path) -> dict[str, Header]:
     config = model.config
     if different := differences(read_config(like), config):
         raise ValueError(
-            f"save_pretrained(like={str(like)!r}) was given a model that differs from the one "
-            f"there in {', '.join(different)}. Name the folder that it was loaded from, or none."
+            f"save_pretrained(like={str(like)!r}) received a model that differs from the model in "
+            f"that folder in {', '.join(different)}. Name the folder that the model was loaded "
+            "from, or omit `like`."
         )
     places = {place.tensor: place for place in tensor_places(config)}
     if config.tied:

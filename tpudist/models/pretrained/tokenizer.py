@@ -23,8 +23,8 @@ def load_tokenizer(folder: str | PathLike[str]) -> tokenizers.Tokenizer:
     file = Path(folder) / TOKENIZER
     if not file.exists():
         raise FileNotFoundError(
-            f"{file} does not exist: a tokenizer is read from there alone. Tokenizers in other "
-            f"files are converted by the library that made them."
+            f"{file} does not exist: tpudist reads a tokenizer only from this file. Convert "
+            "tokenizers in other files with the library that made them."
         )
     try:
         import tokenizers
@@ -35,4 +35,4 @@ def load_tokenizer(folder: str | PathLike[str]) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the package has no class of its own
-        raise ValueError(f"{file} is not of a tokenizer: {error}. Fetch it again.") from error
+        raise ValueError(f"{file} is not a tokenizer file: {error}. Download it again.") from error
