@@ -415,7 +415,7 @@ def test_while_fit_holds_the_values_a_step_that_changes_them_says_so():
     class Change(keras.callbacks.Callback):
         def on_train_batch_end(self, batch_number, logs=None):
             strategy.run(lambda: other.assign_add(1.0))  # which has nothing to do with it
-            with pytest.raises(RuntimeError, match="which holds nothing now: while `fit` runs"):
+            with pytest.raises(RuntimeError, match="which holds no value now: while `fit` runs"):
                 loop.run(batch)
 
         def on_epoch_end(self, epoch, logs=None):
@@ -429,7 +429,7 @@ def test_while_fit_holds_the_values_a_step_that_changes_them_says_so():
 def test_it_is_refused_by_name_where_nothing_takes_it_back():
     strategy = mirrored()
     state = variable(0)
-    with strategy.debug(), pytest.raises(RuntimeError, match="Where functions run eagerly"):
+    with strategy.debug(), pytest.raises(RuntimeError, match="While functions run eagerly"):
         strategy.run(lambda: state.assign(1))
     assert float(state.value) == 0
 
@@ -444,7 +444,7 @@ def test_a_closure_of_a_coordinator_changes_no_model():
         inner.run(lambda: state.assign_add(1))
 
     coordinator.schedule(closure)
-    with pytest.raises(RuntimeError, match="A coordinator has scheduled it"):
+    with pytest.raises(RuntimeError, match="A coordinator has scheduled the function"):
         coordinator.join()
     assert float(state.value) == 0
     coordinator.shutdown()

@@ -206,7 +206,7 @@ def test_while_fit_holds_the_values_a_step_says_so():
 
     class Measure(keras.callbacks.Callback):
         def on_train_batch_end(self, batch_number, logs=None):
-            with pytest.raises(RuntimeError, match="which holds nothing now: while `fit` runs"):
+            with pytest.raises(RuntimeError, match="which holds no value now: while `fit` runs"):
                 strategy.run(infer, args=(batch,))
 
         def on_epoch_end(self, epoch, logs=None):

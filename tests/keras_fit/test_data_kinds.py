@@ -67,6 +67,6 @@ def test_sparse_arrays():
     def train(where):
         return km.train(km.make(build, where), sparse.csr_matrix(x), Y, 13, shuffle=False)
 
-    with pytest.warns(UserWarning, match="holds a sparse .*computed whole on every one of the 8"):
+    with pytest.warns(UserWarning, match="holds a sparse .*each of the 8"):
         found = train(tpudist.MirroredStrategy())
     km.assert_same(found, train(None))

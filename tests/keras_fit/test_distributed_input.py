@@ -67,8 +67,8 @@ def test_the_first_epoch_is_the_first_pass(strategy):
     ("options", "match"),
     [
         ({"y": Y}, "and y: the targets are part of its elements"),
-        ({"batch_size": 8}, "and batch_size: it is batched already"),
-        ({"class_weight": {0: 1.0}}, "and class_weight: make the third part"),
+        ({"batch_size": 8}, "and batch_size: it is already batched"),
+        ({"class_weight": {0: 1.0}}, "and class_weight: put the weights"),
         ({"validation_split": 0.5}, "and validation_split: give validation_data"),
     ],
 )
@@ -82,9 +82,9 @@ def test_what_a_distributed_dataset_holds_itself_is_refused_beside_it(strategy, 
 def test_datasets_where_they_cannot_be_are_refused(strategy):
     dataset = strategy.experimental_distribute_dataset(batches())
     model = km.make(km.mlp, strategy)
-    with pytest.raises(TypeError, match="fit was given an iterator of a distributed dataset as x"):
+    with pytest.raises(TypeError, match="fit received an iterator of a distributed dataset as x"):
         model.fit(iter(dataset))
-    with pytest.raises(TypeError, match="train_on_batch was given a distributed dataset as x"):
+    with pytest.raises(TypeError, match="train_on_batch received a distributed dataset as x"):
         model.train_on_batch(dataset)
     other = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = other.experimental_distribute_dataset(batches())
@@ -118,7 +118,7 @@ def test_a_dataset_without_batches_is_no_step_and_one_warning(strategy, make, ca
 def test_without_batches_validation_data_and_return_dict_count_wherever_they_are_given(strategy):
     model = km.make(km.mlp, strategy)
     empty, full = (strategy.experimental_distribute_dataset(x) for x in ([], batches()))
-    with pytest.warns(UserWarning, match="there are no epochs, and validation_data .* was not"):
+    with pytest.warns(UserWarning, match="there was no epoch, so validation_data was not"):
         history = model.fit(validation_data=full, x=empty, verbose=0)
     assert history.history == {}
     options = dict(x=empty, verbose=0, return_dict=True)

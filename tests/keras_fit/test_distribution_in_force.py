@@ -44,7 +44,7 @@ def test_clearing_the_session_in_a_scope_does_not_end_it(strategy):
 def test_a_distribution_of_keras_and_a_scope_do_not_meet(strategy):
     """In whichever order they come, and at `fit` of a model of the scope."""
     other = keras.distribution.DataParallel()
-    match = r"Two distributions of Keras meet: that of the scope of MirroredStrategy.*DataParallel"
+    match = r"Two Keras distributions conflict: the scope of MirroredStrategy.*DataParallel"
     with other.scope(), pytest.raises(RuntimeError, match=match), strategy.scope():
         pass
     with strategy.scope(), other.scope(), pytest.raises(RuntimeError, match=match):

@@ -176,15 +176,13 @@ def test_what_cannot_be_compared_is_an_error_that_says_what_can():
     model = make()
     before = state_of(model)
     batches = (x for x in [(X, Y)])
-    with pytest.raises(ValueError, match="a generator that can be read once.*Give arrays"):
+    with pytest.raises(ValueError, match="a generator that can be read only once.*Pass arrays"):
         STRATEGY.verify(model.fit, (batches,))
     assert next(batches)[0] is X
     once = STRATEGY.experimental_distribute_dataset(x for x in [(X, Y)])
-    with pytest.raises(ValueError, match="DistributedDataset that can be read once"):
+    with pytest.raises(ValueError, match="DistributedDataset that can be read only once"):
         STRATEGY.verify(model.fit, (once,))
-    with pytest.raises(
-        ValueError, match="verify was given evaluate .* give it fit or train_on_batch"
-    ):
+    with pytest.raises(ValueError, match="verify received evaluate .* Pass fit or train_on_batch"):
         STRATEGY.verify(model.evaluate, (X, Y))
     with pytest.raises(ValueError, match="RunOptions, which are for strategy.run"):
         STRATEGY.verify(model.fit, (X, Y), options=tpudist.RunOptions())

@@ -105,10 +105,10 @@ def test_it_is_asked_for_in_replica_functions_alone(loop):
 @pytest.mark.parametrize(
     ("variables", "kind", "match"),
     [
-        ([], ValueError, "was given no variables"),
-        (lambda: [], ValueError, "give the model itself"),
-        ([np.zeros(3)], TypeError, "given ndarray to differentiate by"),
-        (3, TypeError, "given int to differentiate by"),
+        ([], ValueError, "received no variables"),
+        (lambda: [], ValueError, "Pass the model itself"),
+        ([np.zeros(3)], TypeError, "received ndarray to differentiate by"),
+        (3, TypeError, "received int to differentiate by"),
     ],
 )
 def test_what_are_no_variables_is_refused(loop, variables, kind, match):
@@ -124,5 +124,5 @@ def test_what_is_differentiated_by_is_not_assigned(loop):
 
         return value_and_grad(change, loop.model)()
 
-    with pytest.raises(RuntimeError, match="It is what tpudist.keras.value_and_grad"):
+    with pytest.raises(RuntimeError, match="tpudist.keras.value_and_grad differentiates by it"):
         loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))

@@ -137,10 +137,10 @@ def test_what_processes_would_do_each_by_itself_is_refused_in_both(processes):
         assert told[0].startswith("ProcessesDifferError")
         assert "a batch of Keras" in told[0]
         assert "the end of an epoch of Keras" in told[1]
-        assert "different random seeds of Keras (0 in process 0, 1 in process 1)" in told[2]
-        assert "ModelCheckpoint was given to fit in several processes" in told[3]
+        assert "different Keras random seeds (0 in process 0, 1 in process 1)" in told[2]
+        assert "ModelCheckpoint was passed to fit in several processes" in told[3]
         assert "is split over devices" in told[3]
-        assert "A PyDataset was given to several processes with shuffle=True" in told[4]
+        assert "A PyDataset was passed in several processes with shuffle=True" in told[4]
 
 
 @pytest.mark.slow

@@ -66,5 +66,7 @@ def test_keras_of_another_backend_is_refused_where_it_trains_and_nowhere_else():
     assert lines[0] == "1.0"
     refused = ["fit", "predict", "train_on_batch", "compile"]
     assert [line.split(" of a Keras")[0] for line in lines[1:5]] == refused
-    assert "Keras computes with numpy, and the strategy's devices are JAX's. Set the" in lines[1]
+    assert (
+        "Keras computes with numpy, but the strategy's devices belong to JAX. Set the" in lines[1]
+    )
     assert lines[5] == "(8, 1)"

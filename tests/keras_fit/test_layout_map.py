@@ -72,7 +72,7 @@ def test_a_layout_map_of_keras_is_taken(strategy):
 @pytest.mark.parametrize(
     ("layout", "match"),
     [
-        ({".*": "tensor"}, "Give a tuple with None or the name of an axis"),
+        ({".*": "tensor"}, "Use a tuple with None or the name of an axis"),
         ({".*": ("model",)}, r"over 'model', but replicas have the axes \['tensor'\]"),
         ({".*": ("replica",)}, "over 'replica', but replicas have the axes"),
     ],

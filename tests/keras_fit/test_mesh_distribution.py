@@ -34,7 +34,7 @@ def test_axes_that_split_the_rows_of_a_replica_split_batches_too():
     ("make", "match"),
     [
         (tpudist.experimental.CentralStorageStrategy, "keeps variables on one place"),
-        (lambda: tpudist.MirroredStrategy(deterministic=8), r"deterministic=8\).*Leave out"),
+        (lambda: tpudist.MirroredStrategy(deterministic=8), r"deterministic=8\).*Omit"),
     ],
 )
 def test_strategies_under_which_keras_cannot_train_are_refused(make, match):

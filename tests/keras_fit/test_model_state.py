@@ -148,5 +148,7 @@ def test_a_callback_saves_and_restores_in_the_middle_of_an_epoch(tmp_path):
 
 def test_a_model_without_variables_is_refused(tmp_path):
     model = keras.Sequential([keras.layers.Dense(1)], name="later")
-    with pytest.raises(ValueError, match=r"'later' is not built.*Give it an Input layer"):
+    with pytest.raises(
+        ValueError, match=r"'later' is not built.*Begin the model with an Input layer"
+    ):
         CheckpointManager(Checkpoint(model=tpudist.keras.ModelState(model)), tmp_path).save(0)

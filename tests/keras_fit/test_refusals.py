@@ -14,7 +14,7 @@ def test_this_keras_is_known():
 @pytest.mark.parametrize("version", ["3.14.2", "2.15.0"])
 def test_an_old_keras_is_refused(monkeypatch, version):
     monkeypatch.setattr(keras, "__version__", version)
-    assert refusals.why_not().startswith(f"Keras is {version}, and a strategy's scope needs 3.15")
+    assert refusals.why_not().startswith(f"Keras is {version}, but a strategy's scope needs 3.15")
 
 
 def test_another_trainer_is_refused(monkeypatch):
@@ -27,14 +27,14 @@ def test_another_trainer_is_refused(monkeypatch):
     monkeypatch.setattr(owner, "_make_function", _make_function)
     monkeypatch.delattr("keras.src.backend.jax.trainer._distribute_data")
     reason = refusals.why_not()
-    assert reason.startswith("Keras 3.99.0 is not as the versions that tpudist knows (3.15)")
+    assert reason.startswith("Keras 3.99.0 differs from the versions that tpudist knows (3.15)")
     assert "JAXTrainer._make_function has the parameters ('self', 'step_function'" in reason
     assert "there is no keras.src.backend.jax.trainer._distribute_data" in reason
 
 
 def test_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
-    assert 'KERAS_BACKEND to "jax" before Keras is imported' in refusals.why_not()
+    assert 'KERAS_BACKEND to "jax" before you import Keras' in refusals.why_not()
 
 
 def test_the_nnx_mode_of_keras_is_refused(monkeypatch):

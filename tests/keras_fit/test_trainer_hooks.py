@@ -86,7 +86,7 @@ def test_steps_that_are_not_compiled_are_equal_and_said_to_be_computed_whole(str
     x, y = km.IMAGES[:7], km.LABELS[:7]
     wanted = km.make(km.mlp).train_on_batch(x, y)
     model = km.make(km.mlp, strategy, **option)
-    with pytest.warns(UserWarning, match="is computed whole on every one of the 8 devices"):
+    with pytest.warns(UserWarning, match="each of the 8 devices"):
         found = model.train_on_batch(x, y)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 

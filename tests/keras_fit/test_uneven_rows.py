@@ -38,7 +38,7 @@ def test_rows_of_replicas_are_joined_in_order(distribution, rows):
 
 def test_parts_that_are_no_rows_are_refused(distribution):
     array = jax.device_put(np.arange(8.0), distribution.rows_sharding(8)[0])
-    with pytest.raises(TypeError, match=r"parts \[\] on each replica that are no rows"):
+    with pytest.raises(TypeError, match=r"parts \[\] on each replica that are not rows"):
         uneven_rows.of_replicas(PerReplica(array), distribution)
 
 

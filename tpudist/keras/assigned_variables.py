@@ -33,9 +33,10 @@ class AssignedVariable(Variable):
     """A variable of Keras under one strategy: what it holds is Keras' array."""
 
     remedy = (
-        "What a Keras optimizer applies is summed over the replicas. Else all-reduce what is "
-        "assigned (tpudist.get_replica_context().all_reduce('mean', value)), or make the variable "
-        "with an aggregation: add_weight(..., aggregation='mean'), 'sum' or 'only_first_replica'."
+        "A Keras optimizer sums the gradients over the replicas. For other values, all-reduce what "
+        "you assign (tpudist.get_replica_context().all_reduce('mean', value)), or make the "
+        "variable with an aggregation: add_weight(..., aggregation='mean'), 'sum' or "
+        "'only_first_replica'."
     )
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
@@ -95,9 +96,9 @@ class AssignedVariable(Variable):
             return aggregation.aggregate_read(self, value)
         if next(_callers(keras.metrics.Metric, "result"), None) is not None:
             raise RuntimeError(
-                f"The result of a Keras metric ('{self.name}') was asked for in a function that "
-                f"{self.strategy!r} runs on its replicas, at {line_of_call()}. Each of them has "
-                f"counted only its own part. Ask for it after strategy.run: metric.result()."
+                f"The result of a Keras metric ('{self.name}') was read in a function that "
+                f"{self.strategy!r} runs on its replicas, at {line_of_call()}. Each replica has "
+                "counted only its own part. Read it after strategy.run: metric.result()."
             )
         return value
 

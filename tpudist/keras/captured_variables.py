@@ -81,7 +81,7 @@ def install(reason: str | None = None) -> None:
         if frame is None or keras_internals.is_in_stateless_scope():
             return plain_assign(self, value)
         if held_variables.find(self) is not None:
-            _refuse(self, "assigned", "It is what tpudist.keras.value_and_grad differentiates by.")
+            _refuse(self, "assigned", "tpudist.keras.value_and_grad differentiates by it.")
         if not is_traced(keras_internals.array_of(self)):  # else it was made in this trace
             _require_array(self)
             _require_support(self, frame, reason)
@@ -138,19 +138,19 @@ def _require_frame(variable: Any, made_in: Frame | None, frame: Frame | None) ->
     if made_in is None or frame is None or made_in not in (frame, frame.root):
         raise RuntimeError(
             f"The Keras variable '{variable.path}' was made while a replica function was compiled, "
-            f"where its first value is one of the compilation's and not an array, and is read "
-            f"after that, at {line_of_call()}. Build models before they are called on replicas: "
-            f"begin with keras.Input(shape), or call model.build(shape) in the strategy's scope; "
-            f"optimizers with optimizer.build(model.trainable_variables)."
+            "so its first value belongs to the compilation and is not an array, but it is read "
+            f"after that, at {line_of_call()}. Build models before you call them on replicas: "
+            "begin with keras.Input(shape), or call model.build(shape) in the strategy's scope. "
+            "Build optimizers with optimizer.build(model.trainable_variables)."
         )
 
 
 def _require_array(variable: Any) -> None:
     if keras_internals.array_of(variable) is None:
         raise RuntimeError(
-            f"A compiled function uses the Keras variable '{variable.path}', which holds nothing "
-            f"now: while `fit` runs, its steps have the values. Call the function after `fit`, "
-            f"or in a callback at the end of an epoch."
+            f"A compiled function uses the Keras variable '{variable.path}', which holds no value "
+            "now: while `fit` runs, its steps hold the values. Call the function after `fit`, or "
+            "in a callback at the end of an epoch."
         )
 
 
@@ -162,15 +162,15 @@ def _require_support(variable: Any, frame: Frame, reason: str | None) -> None:
         _refuse(
             variable,
             "assigned",
-            "Where functions run eagerly, one replica after the other, none changes Keras' "
-            "variables: tpudist.run_functions_eagerly(False), or without strategy.debug().",
+            "While functions run eagerly, one replica after the other, they cannot change Keras "
+            "variables. Use tpudist.run_functions_eagerly(False), or remove strategy.debug().",
         )
     if current_place() is not None:
         _refuse(
             variable,
             "assigned",
-            "A coordinator has scheduled it, and workers would change the variable beside each "
-            "other. Pass the values, and return them: stateless_call, stateless_apply and "
+            "A coordinator has scheduled the function, and workers would change the variable "
+            "independently. Pass the values, and return them: stateless_call, stateless_apply and "
             "stateless_update_state.",
         )
 

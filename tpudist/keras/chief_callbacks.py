@@ -87,8 +87,8 @@ def _require_whole(strategy: StrategyBase, model: Any, name: str) -> None:
     for variable in model.variables:
         if not variable.value.is_fully_replicated:
             raise ValueError(
-                f"{name} was given to fit in several processes, and writes variables from the "
-                f"first one, but {variable.path!r} of the model {model.name!r} is split over "
+                f"{name} was passed to fit in several processes, and writes variables from the "
+                f"first process, but {variable.path!r} of the model {model.name!r} is split over "
                 f"devices ({variable.value.sharding.spec} of {strategy!r}). Save it in a callback "
-                f"through tpudist.checkpoint: Checkpoint(model=model)."
+                "with tpudist.checkpoint: Checkpoint(model=model)."
             )

@@ -19,8 +19,10 @@ from tpudist.values.per_replica import PerReplica
 _REFUSED = {
     "y": "the targets are part of its elements: (x, y)",
     "sample_weight": "weights are part of its elements: (x, y, sample_weight)",
-    "class_weight": "make the third part of its elements, the sample weights, of the classes",
-    "batch_size": "it is batched already",
+    "class_weight": (
+        "put the weights of the classes into the third part of its elements, the sample weights"
+    ),
+    "batch_size": "it is already batched",
     "validation_split": "give validation_data",
 }
 
@@ -82,31 +84,31 @@ def adapt(
     for key, value in arguments.items():
         if isinstance(value, DistributedIterator):
             raise TypeError(
-                f"{name} was given an iterator of a distributed dataset as {key}, which has one "
-                f"pass. Give the dataset itself: each epoch is a pass through it."
+                f"{name} received an iterator of a distributed dataset as {key}, which allows only "
+                "one pass. Pass the dataset itself: each epoch is a pass through it."
             )
         if isinstance(value, DistributedDataset):
             if key not in ("x", "validation_data") or name.endswith("on_batch"):
                 raise TypeError(
-                    f"{name} was given a distributed dataset as {key}. It can be x of fit, "
-                    f"evaluate and predict, and validation_data of fit."
+                    f"{name} received a distributed dataset as {key}. Pass it only as x of fit, "
+                    "evaluate and predict, or as validation_data of fit."
                 )
             if value.strategy is not distribution.strategy:
                 raise ValueError(
-                    f"{name} of a model of {distribution.strategy!r} was given a dataset that "
+                    f"{name} of a model of {distribution.strategy!r} received a dataset that "
                     f"{value.strategy!r} distributed, as {key}. Distribute it by the strategy of "
-                    f"the model."
+                    "the model."
                 )
     if isinstance(arguments.get("x"), DistributedDataset):
         for key, why in _REFUSED.items():
             if arguments.get(key) is not None and not (
                 key == "validation_split" and not arguments[key]
             ):
-                raise ValueError(f"{name} was given a distributed dataset, and {key}: {why}.")
+                raise ValueError(f"{name} received a distributed dataset, and {key}: {why}.")
         if arguments.get("shuffle"):
             warnings.warn(
-                f"{name} was given a distributed dataset and shuffle=True, which has no effect: "
-                f"shuffle the dataset before it is distributed.",
+                f"{name} received a distributed dataset and shuffle=True, which has no effect: "
+                "shuffle the dataset before you distribute it.",
                 stacklevel=4,
             )
         if arguments["x"].cardinality == 0:
@@ -137,9 +139,9 @@ def result_of_no_batches(
     if name == "fit":
         if arguments.get("validation_data") is not None:
             warnings.warn(
-                "fit was given x without batches, and validation_data. Without batches there are "
-                "no epochs, and validation_data is evaluated at the end of each epoch: it was not "
-                "evaluated. Call model.evaluate, or give x with batches.",
+                "fit received x without batches, and validation_data. Validation runs at the end "
+                "of each epoch, and there was no epoch, so validation_data was not evaluated. Call "
+                "model.evaluate, or pass x with batches.",
                 stacklevel=4,
             )
         history = keras.callbacks.History()

@@ -85,9 +85,9 @@ def of_model(model: Any) -> MeshDistribution | None:
         there = owner_of(variables[0]) if variables else None
     if here is not None and there is not None and here.strategy is not there.strategy:
         raise RuntimeError(
-            f"The model {model.name!r} was made in the scope of {there.strategy!r}, and is used in "
-            f"that of {here.strategy!r}. A model belongs to one strategy: save its weights and "
-            f"load them into a model that is made in the other scope."
+            f"The model {model.name!r} was made in the scope of {there.strategy!r}, but is used in "
+            f"the scope of {here.strategy!r}. A model belongs to one strategy. Save its weights, "
+            "and load them into a model that you make in the other scope."
         )
     other = keras.distribution.distribution()
     if there is not None and other is not None and not isinstance(other, MeshDistribution):
@@ -110,7 +110,7 @@ def enter_of(model: Any) -> contextlib.AbstractContextManager:
 
 def _two_distributions(strategy: StrategyBase, other: Any) -> RuntimeError:
     return RuntimeError(
-        f"Two distributions of Keras meet: that of the scope of {strategy!r}, and {other!r}, which "
-        f"the program has set. One of them says where variables live: leave out "
-        f"keras.distribution.set_distribution (or its scope), or the strategy's scope."
+        f"Two Keras distributions conflict: the scope of {strategy!r}, and {other!r}, which the "
+        "program has set. Only one can decide where variables live. Remove "
+        "keras.distribution.set_distribution (or its scope), or the strategy's scope."
     )

@@ -69,16 +69,16 @@ def find_problem(model: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[s
     """Returns why a call cannot be compared with one device, and what can; "" if it can."""
     if name not in TRAINING:
         return (
-            f"verify was given {name} of the Keras model {model.name!r}. It compares training: "
-            f"give it {' or '.join(TRAINING)}, with the arguments of that."
+            f"verify received {name} of the Keras model {model.name!r}, but it compares training. "
+            f"Pass {' or '.join(TRAINING)}, with its arguments."
         )
     x = args[0] if args else kwargs.get("x")
     if hasattr(type(x), "__next__") or (isinstance(x, DistributedDataset) and x.has_one_pass):
         return (
-            f"{name} of the Keras model {model.name!r} was to be verified with a "
-            f"{type(x).__name__} that can be read once: its first batches would be missing in the "
-            f"training. Give arrays, or a dataset that can be read again; or verify train_on_batch "
-            f"with a batch of your own."
+            f"{name} of the Keras model {model.name!r} cannot be verified: it received a "
+            f"{type(x).__name__} that can be read only once, so its first batches would be missing "
+            "in the training. Pass arrays, or a dataset that can be read again; or verify "
+            "train_on_batch with a batch."
         )
     return ""
 

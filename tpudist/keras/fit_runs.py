@@ -48,8 +48,8 @@ def open_steps(
     found = distribution_in_force.of_model(model)
     if found is None or found.strategy is not strategy:
         raise ValueError(
-            f"{strategy!r} was to verify {name} of the Keras model {model.name!r}, which was not "
-            f"made in its scope. Make and compile the model in `with strategy.scope():`."
+            f"{strategy!r} cannot verify {name} of the Keras model {model.name!r}, which was not "
+            "made in its scope. Make and compile the model in `with strategy.scope():`."
         )
     problem = first_batches.find_problem(model, name, args, kwargs)
     if problem:

@@ -63,9 +63,9 @@ def value_and_grad(
         frame = context.current().frame
         if frame is None:
             raise RuntimeError(
-                f"tpudist.keras.value_and_grad was used outside of replica functions, at "
+                "tpudist.keras.value_and_grad was used outside of replica functions, at "
                 f"{line_of_call()}. Use it in a function that strategy.run or tpudist.function "
-                f"is given; elsewhere jax.value_and_grad of model.stateless_call."
+                "runs. Elsewhere, use jax.value_and_grad of model.stateless_call."
             )
         found = _list(variables)
 
@@ -86,9 +86,9 @@ def value_and_grad(
             raise frame.interruption()  # what `fn` has built is there then
         if not found:
             raise ValueError(
-                f"tpudist.keras.value_and_grad was given no variables, at {line_of_call()}. Where "
-                f"a model is built by its first call, it has none before: give the model itself, "
-                f"value_and_grad(fn, model), or begin it with keras.Input(shape)."
+                f"tpudist.keras.value_and_grad received no variables, at {line_of_call()}. A model "
+                "that is built by its first call has none before. Pass the model itself, "
+                "value_and_grad(fn, model), or begin the model with keras.Input(shape)."
             )
         return result
 
@@ -104,8 +104,8 @@ def _list(variables: Any) -> list[Any]:
     for x in found:
         if not isinstance(x, keras.Variable):
             raise TypeError(
-                f"tpudist.keras.value_and_grad was given {type(x).__name__} to differentiate by. "
-                f"Give variables of Keras: a list such as model.trainable_variables, a model, or a "
-                f"function that gives them."
+                f"tpudist.keras.value_and_grad received {type(x).__name__} to differentiate by. "
+                "Pass Keras variables: a list such as model.trainable_variables, a model, or a "
+                "function that returns them."
             )
     return found

@@ -56,14 +56,14 @@ def find_layout(strategy: StrategyBase, path: str, shape: tuple[int, ...]) -> Pa
     if len(found) > 1:
         raise ValueError(
             f"The variable {path!r} matches {len(found)} patterns of the layout map: {found}. Each "
-            f"variable may match one: make the patterns narrower."
+            "variable may match only one. Make the patterns narrower."
         )
     spec = specs[found[0]]
     if len(spec) != len(shape):
         raise ValueError(
             f"The layout map has {len(spec)} entries for {found[0]!r}, which matches the variable "
-            f"{path!r} of shape {list(shape)}. Give an axis or None for each of its "
-            f"{len(shape)} dims, or a pattern that does not match it."
+            f"{path!r} of shape {list(shape)}. Use an axis or None for each of its {len(shape)} "
+            "dims, or a pattern that does not match it."
         )
     sizes = strategy.mesh.shape
     for dim, (size, axes) in enumerate(zip(shape, spec, strict=True)):
@@ -90,8 +90,8 @@ def _resolve(strategy: StrategyBase, pattern: str, axes: Any) -> PartitionSpec:
     axes = getattr(axes, "axes", axes)  # of a keras.distribution.TensorLayout
     if not isinstance(axes, tuple | list | PartitionSpec):
         raise ValueError(
-            f"The layout map has {axes!r} for {pattern!r}. Give a tuple with None or the name of "
-            f"an axis for each dim, such as (None, 'tensor')."
+            f"The layout map has {axes!r} for {pattern!r}. Use a tuple with None or the name of an "
+            "axis for each dim, such as (None, 'tensor')."
         )
     inner = {name: strategy.mesh.shape[name] for name in strategy.replica_mesh.inner_axes}
     logical = dict(reversed(list(strategy.logical_axis_rules)))  # the first rule of a name counts

@@ -46,9 +46,10 @@ def _check(loss: Any) -> None:
         return
     name = type(loss).__name__
     raise ValueError(
-        f"The Keras loss {name}(reduction='{loss.reduction}') was called in what "
+        f"The Keras loss {name}(reduction='{loss.reduction}') was called in a function that "
         f"tpudist.keras.value_and_grad differentiates, at {line_of_call()}. It is a mean over each "
-        f"replica's own rows, and gradients are summed over {replica.num_replicas_in_sync} "
-        f"replicas: they would be that many times too large. Make it with {name}(reduction="
-        f"'none'), and divide by the rows of all replicas: tpudist.compute_average_loss(losses)."
+        f"replica's own rows, but gradients are summed over {replica.num_replicas_in_sync} "
+        "replicas, so they would be that many times too large. Make it with "
+        f"{name}(reduction='none'), and divide by the rows of all replicas: "
+        "tpudist.compute_average_loss(losses)."
     )

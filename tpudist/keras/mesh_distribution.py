@@ -119,13 +119,14 @@ def _why_not(strategy: StrategyBase) -> str | None:
         where = "parameter servers" if strategy.servers is not None else "one place"
         return (
             f"A Keras model cannot be made in the scope of {name}, which keeps variables on "
-            f"{where} and lends them to each step: Keras holds its variables itself. Use {instead}."
+            f"{where} and lends them to each step, because Keras holds its variables itself. Use "
+            f"{instead}."
         )
     if strategy.replica_mesh.deterministic is not None:
         return (
-            f"A Keras model cannot be made in the scope of {name}(deterministic="
-            f"{strategy.replica_mesh.deterministic}): Keras' step is one program over the whole "
-            f"batch, whose sums XLA orders by the number of devices. Leave out `deterministic`, or "
-            f"write the step for strategy.run."
+            "A Keras model cannot be made in the scope of "
+            f"{name}(deterministic={strategy.replica_mesh.deterministic}): the step of Keras is "
+            "one program over the whole batch, and XLA orders its sums by the number of devices. "
+            "Omit `deterministic`, or write the step for strategy.run."
         )
     return None

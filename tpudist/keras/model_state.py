@@ -86,9 +86,9 @@ def _find_model(optimizer: Any, neighbors: Iterable[Any]) -> Any:
     own = [x for x in models if getattr(x, "optimizer", None) is optimizer] or models
     if len(own) != 1:
         raise ValueError(
-            f"The Keras optimizer {optimizer.name!r} is not built, and a checkpoint needs its "
+            f"The Keras optimizer {optimizer.name!r} is not built, but a checkpoint needs its "
             f"variables. The checkpoint has {len(models)} models, so call "
-            f"optimizer.build(model.trainable_variables) first, with the variables that it trains."
+            "optimizer.build(model.trainable_variables) first, with the variables that it trains."
         )
     if not own[0].built:
         raise _not_built(own[0])
@@ -106,8 +106,8 @@ def _build(optimizer: Any, model: Any) -> None:
 
 def _not_built(model: Any) -> ValueError:
     return ValueError(
-        f"The Keras model {model.name!r} is not built, and a checkpoint needs its "
-        f"variables. Give it an Input layer, or call model.build(input_shape) first."
+        f"The Keras model {model.name!r} is not built, but a checkpoint needs its variables. Begin "
+        "the model with an Input layer, or call model.build(input_shape) first."
     )
 
 

@@ -37,9 +37,9 @@ def agree_on_seed(strategy: StrategyBase) -> None:
     if len(set(seeds)) > 1:
         found = ", ".join(f"{s} in process {i}" for i, s in zip(mesh.processes, seeds, strict=True))
         raise ValueError(
-            f"The processes have different random seeds of Keras ({found}), and would make "
-            f"different models. Call keras.utils.set_random_seed with the same number in all, or "
-            f"in none."
+            f"The processes have different Keras random seeds ({found}), and would make different "
+            "models. Call keras.utils.set_random_seed with the same number in all processes, or in "
+            "none."
         )
     if mine is None:
         keras.utils.set_random_seed(int(texts[0].split()[1]))
@@ -58,8 +58,9 @@ def require_order(strategy: StrategyBase, arguments: Mapping[str, Any]) -> None:
         and process_agreement.is_needed(strategy.replica_mesh)
     ):
         raise ValueError(
-            "A PyDataset was given to several processes with shuffle=True, and each would shuffle "
-            "it by itself. Give shuffle=False, and shuffle its items by a seed in on_epoch_end."
+            "A PyDataset was passed in several processes with shuffle=True, and each process would "
+            "shuffle it independently. Pass shuffle=False, and shuffle its items by a seed in "
+            "on_epoch_end."
         )
 
 

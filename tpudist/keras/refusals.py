@@ -22,26 +22,26 @@ def why_not() -> str | None:
     numbers = tuple(int(x) for x in version.split(".")[:2] if x.isdecimal())
     if numbers < OLDEST:
         return (
-            f"Keras is {version}, and a strategy's scope needs {TESTED} or later: "
-            f'pip install --upgrade "keras>={TESTED}".'
+            f"Keras is {version}, but a strategy's scope needs {TESTED} or later: pip install "
+            f'--upgrade "keras>={TESTED}".'
         )
     backend = keras.backend.backend()
     if backend != "jax":
         return (
-            f"Keras computes with {backend}, and the strategy's devices are JAX's. Set the "
-            f'environment variable KERAS_BACKEND to "jax" before Keras is imported '
-            f'(or "backend" in ~/.keras/keras.json), or leave the strategy\'s scope.'
+            f"Keras computes with {backend}, but the strategy's devices belong to JAX. Set the "
+            'environment variable KERAS_BACKEND to "jax" before you import Keras (or "backend" in '
+            "~/.keras/keras.json), or leave the strategy's scope."
         )
     if keras_internals.is_nnx_enabled():
         return (
-            "Keras was started with KERAS_NNX_ENABLED, where its variables are those of Flax NNX, "
-            "which is not supported in a strategy's scope. Unset it, or train the model as an NNX "
-            "module with strategy.run."
+            "Keras was started with KERAS_NNX_ENABLED, which makes its variables Flax NNX "
+            "variables. A strategy's scope does not support them. Unset it, or train the model as "
+            "an NNX module with strategy.run."
         )
     changed = keras_internals.list_changes()
     if changed:
         return (
-            f"Keras {version} is not as the versions that tpudist knows ({TESTED}): "
+            f"Keras {version} differs from the versions that tpudist knows ({TESTED}): "
             f"{'; '.join(changed)}. Install one of those, or train without the scope."
         )
     return None

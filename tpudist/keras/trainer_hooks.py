@@ -142,9 +142,9 @@ def _compile_step(model: Any, kind: str, distribution: MeshDistribution) -> Call
         if distribution.mesh.size > 1:
             option = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
             warnings.warn(
-                f"The model {model.name!r} was compiled with {option}: each step is computed whole "
-                f"on every one of the {distribution.mesh.size} devices of "
-                f"{distribution.strategy!r}, to the same results. Leave it out to split the step.",
+                f"The model {model.name!r} was compiled with {option}: each of the "
+                f"{distribution.mesh.size} devices of {distribution.strategy!r} computes the whole "
+                "of each step, with the same results. To split the step, omit the option.",
                 stacklevel=4,
             )
         return step
@@ -186,9 +186,9 @@ def _warn_of_idle_patterns(model: Any, distribution: MeshDistribution) -> None:
     unmatched = layout_map.list_idle_patterns(distribution.strategy, paths)
     if unmatched:
         warnings.warn(
-            f"No variable of the model {model.name!r} matches {unmatched} of the layout map, which "
-            f"so splits nothing there. Its variables are {paths[:4]}"
-            f"{' and so on' if len(paths) > 4 else ''}.",
+            f"No variable of the model {model.name!r} matches {unmatched} of the layout map, so "
+            "this pattern splits nothing. Its variables are "
+            f"{paths[:4]}{' and so on' if len(paths) > 4 else ''}.",
             stacklevel=5,
         )
 
@@ -260,9 +260,9 @@ def _require_hooked_functions(model: Any, distribution: MeshDistribution) -> Non
         name = f"make_{kind}_function"
         if getattr(type(model), name) is not getattr(keras_internals.trainer_class(), name):
             raise ValueError(
-                f"{type(model).__name__} overrides {name}, so that {distribution.strategy!r} "
-                f"cannot split its batches. Override {kind}_step instead, or train it outside of "
-                f"the scope."
+                f"{type(model).__name__} overrides {name}, so {distribution.strategy!r} cannot "
+                f"split its batches. Override {kind}_step instead, or train it outside of the "
+                "scope."
             )
 
 

@@ -120,9 +120,8 @@ def _warn_of_whole(value: Any, distribution: MeshDistribution) -> None:
     if distribution.mesh.size > 1:
         warnings.warn(
             f"A batch for {distribution.strategy!r} holds a sparse {type(value).__name__}, whose "
-            f"rows are not split: what is made of it is computed whole on every one of the "
-            f"{distribution.mesh.size} devices, to the same results. Give a dense array to split "
-            f"it.",
+            f"rows are not split: each of the {distribution.mesh.size} devices computes everything "
+            "that depends on it, with the same results. To split it, pass a dense array.",
             stacklevel=4,
         )
 
@@ -143,8 +142,8 @@ def of_replicas(value: Any, distribution: MeshDistribution) -> Any:
     if value.rows is None or value.dim != 0 or value.other_rows:
         raise TypeError(
             f"An element of the distributed dataset has parts {list(value.shape)} on each replica "
-            f"that are no rows of a batch, and a Keras model trains on batches. Batch the dataset "
-            f"before it is distributed."
+            "that are not rows of a batch, but a Keras model trains on batches. Batch the dataset "
+            "before you distribute it."
         )
     sharding, _ = distribution.rows_sharding(sum(value.rows))
     return UnevenRows(value.array, value.rows, True, sharding)
