@@ -89,7 +89,7 @@ def test_doctor_report_is_markdown_without_the_home_directory(capsys, monkeypatc
     [
         ("v5e", "'v5e' is not a TPU slice"),
         ("v5e-7", "Near are v5e-4, v5e-8, v5e-16"),
-        ("v5e:32x32", "For more chips, ask for several slices"),
+        ("v5e:32x32", "For more chips, use several slices"),
     ],
 )
 def test_a_slice_that_does_not_exist_is_wrong_use(capsys, topology, message):
@@ -225,8 +225,8 @@ def test_axes_that_do_not_divide_the_slice_are_wrong_use(capsys):
 @pytest.mark.parametrize("words", [["--replica-axes"], ["--search", "--geometries", "none"]])
 def test_axes_that_split_nothing_of_the_reference_transformer_are_wrong_use(words, capsys):
     message = refusal(capsys, *words, "fdsp=2", step=None)
-    assert "the axis 'fdsp', over which nothing of this model is split" in message
-    assert "Did you mean fsdp? The axes of its rules are data, expert, fsdp," in message
+    assert "the axis 'fdsp', but no rule of this model splits anything" in message
+    assert "Did you mean fsdp? The axes of the model's rules are data, expert, fsdp," in message
 
 
 def test_without_the_compiler_the_error_says_what_to_install(capsys, monkeypatch):
@@ -303,7 +303,7 @@ def test_a_search_ranks_what_fits(capsys):
     found = SearchResult.from_json(Path("search.json").read_text())
     assert [one.status for one in found.outcomes] == ["fits", "too large"]
     assert plan("--search", "--geometries", "none", step=step) == 1
-    assert "nothing that was tried fits v5e-4" in capsys.readouterr().out
+    assert "no candidate fits v5e-4" in capsys.readouterr().out
 
 
 @pytest.mark.libtpu

@@ -136,13 +136,15 @@ def test_parameters_are_those_of_tensorflow(name):
 
 
 def test_steps_per_run_has_no_effect_and_says_so():
-    with pytest.warns(UserWarning, match="steps_per_run=10. has no effect: strategy.run_steps"):
+    with pytest.warns(
+        UserWarning, match="steps_per_run=10. has no effect: pass the number of steps"
+    ):
         with pytest.warns(DeprecationWarning, match="use tpudist.TPUStrategy"):
             strategy = v1.experimental.TPUStrategy(steps_per_run=10)
     assert strategy.num_replicas_in_sync == len(jax.devices())
     assert (strategy.steps_per_run, strategy.extended.steps_per_run) == (10, 10)
     assert tpudist.TPUStrategy().extended.steps_per_run == 1
-    with pytest.raises(AttributeError, match="only TPUStrategy does"):
+    with pytest.raises(AttributeError, match="only TPUStrategy has it"):
         tpudist.MirroredStrategy().extended.steps_per_run  # noqa: B018
 
 

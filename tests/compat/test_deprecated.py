@@ -266,7 +266,7 @@ def test_initializing_takes_nothing_from_what_has_one_pass(two):
     assert iterator.initializer is None
     assert len(list(iterator)) == 2
     assert iterator.initializer is None
-    with pytest.raises(ValueError, match="can be gone through once"):
+    with pytest.raises(ValueError, match="can be read only once"):
         next(iterator)
 
 
@@ -405,7 +405,7 @@ def test_steps_beyond_the_end_are_an_error(two):
 
 @pytest.mark.parametrize("iterations", [-1, 1.0, True])
 def test_a_number_of_steps_that_is_none_is_refused(two, iterations):
-    with pytest.raises(ValueError, match="Give a whole number from 0"):
+    with pytest.raises(ValueError, match="an integer of at least 0"):
         _run_steps(two, lambda context, inputs: None, iterations)
 
 

@@ -124,21 +124,21 @@ def _numpy(size=4):
         (lambda: NumpyDataset([np.zeros(3), np.zeros(4)]), ValueError, "every row must have the"),
         (lambda: NumpyDataset(np.array(["a", "b"])), TypeError, "Convert it"),
         (lambda: NumpyDataset({"t": np.array([None])}), TypeError, r"\['t'\] has dtype object"),
-        (lambda: _numpy().batch(2).batch(2), ValueError, "batched already, by 2"),
+        (lambda: _numpy().batch(2).batch(2), ValueError, "already batched, by 2"),
         (lambda: _numpy().batch(0), ValueError, "at least 1"),
-        (lambda: _numpy().batch(2.0), ValueError, "whole number"),
+        (lambda: _numpy().batch(2.0), ValueError, "an integer"),
         (lambda: _numpy().batch(2).shuffle(0), ValueError, "before batching"),
-        (lambda: _numpy().shuffle(0).shuffle(1), ValueError, "shuffled already, with seed 0"),
+        (lambda: _numpy().shuffle(0).shuffle(1), ValueError, "already shuffled, with seed 0"),
         (lambda: _numpy().shuffle(-1), ValueError, "at least 0"),
         (lambda: _numpy().repeat(2), ValueError, "not batched"),
-        (lambda: _numpy().batch(2).repeat(2).repeat(2), ValueError, "repeated already"),
+        (lambda: _numpy().batch(2).repeat(2).repeat(2), ValueError, "already repeated"),
         (lambda: _numpy().batch(2).repeat(0), ValueError, "at least 1"),
         (lambda: _numpy().shard(0, 0), ValueError, "at least 1"),
         (lambda: _numpy().shard(2, -1), ValueError, "at least 0"),
-        (lambda: _numpy().shard(2, 2), ValueError, "Of 2 shards it must be one"),
+        (lambda: _numpy().shard(2, 2), ValueError, "must be one of 2 shards"),
         (lambda: _numpy().shuffle(0).shard(2, 0), ValueError, "Shard examples before shuffling"),
-        (lambda: _numpy().batch(2).repeat(2).shard(2, 0), ValueError, "repeated already. Shard it"),
-        (lambda: _numpy().batch(1).shard(2, 0).shard(2, 0), ValueError, "are sharded already"),
+        (lambda: _numpy().batch(2).repeat(2).shard(2, 0), ValueError, "already repeated. Shard it"),
+        (lambda: _numpy().batch(1).shard(2, 0).shard(2, 0), ValueError, "are already sharded"),
     ],
 )
 def test_a_mistake_in_a_numpy_dataset_is_named(make, error, message):
@@ -398,7 +398,7 @@ def test_the_number_of_elements_is_told_where_it_is_known(source, cardinality):
     if cardinality > 0:
         assert len(dataset) == cardinality
     else:
-        reason = {-1: "has no end", -2: "is not known in advance"}[cardinality]
+        reason = {-1: "is infinite", -2: "is not known in advance"}[cardinality]
         with pytest.raises(TypeError, match=f"batches {reason}. .* enumerate"):
             len(dataset)
         assert dataset
@@ -450,7 +450,7 @@ def test_typed_random_keys_in_a_batch_are_refused_with_what_to_give_instead():
         ([{"x": [[1, 2], [3]]}], ValueError, "pad the rows"),
         ([{}], ValueError, "Batch 0 of the dataset holds no arrays"),
         ([np.zeros(0)], ValueError, "Batch 0 of the dataset has no rows"),
-        ([np.zeros(4), {"x": np.zeros(4)}], ValueError, "Batch 1 of the dataset is structured as"),
+        ([np.zeros(4), {"x": np.zeros(4)}], ValueError, "Batch 1 of the dataset has the structure"),
         (
             [{"x": np.zeros((4, 2))}, {"x": np.zeros((4, 3, 1))}],
             ValueError,
@@ -459,7 +459,7 @@ def test_typed_random_keys_in_a_batch_are_refused_with_what_to_give_instead():
         (
             [np.zeros(4, np.int32), np.zeros(2, np.float32)],
             ValueError,
-            r"the array holds float32\[rows\], before int32\[rows\].*convert the arrays",
+            r"the array holds float32\[rows\], before int32\[rows\].*Convert the arrays",
         ),
     ],
 )
@@ -530,7 +530,7 @@ def test_dropping_everything_is_told(caplog):
         (np.zeros((4, 3)), TypeError, "experimental_make_numpy_dataset"),
         ({"x": np.zeros(4)}, TypeError, "A dict is not a dataset of batches"),
         ("train.txt", TypeError, "A str is not a dataset of batches"),
-        (7, TypeError, "A int is not a dataset. Give an iterable"),
+        (7, TypeError, "A int is not a dataset. Pass an iterable"),
         (NumpyDataset(np.zeros(4)), ValueError, "is not batched"),
         (lambda: 7, TypeError, "not iterable"),
     ],
@@ -544,8 +544,8 @@ def test_what_is_not_a_dataset_is_refused(source, error, message):
     ("options", "message"),
     [
         ({"partial_batch": "shrunk"}, "it must be one of 'pad', 'shrink', 'drop', 'err"),
-        ({"prefetch": -1}, "prefetch is -1"),
-        ({"prefetch": True}, "prefetch is True"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"prefetch": True}, "prefetch=True"),
     ],
 )
 def test_an_option_that_does_not_exist_is_refused(options, message):
@@ -564,14 +564,14 @@ def test_partial_numpy_batches_are_refused_before_any_step():
 def test_a_distributed_dataset_is_not_distributed_again():
     dataset = DistributedDataset([np.zeros(4)], _two())
     for again in (dataset, iter(dataset)):
-        with pytest.raises(TypeError, match="distributed already"):
+        with pytest.raises(TypeError, match="already distributed"):
             DistributedDataset(again, _two())
 
 
 def test_a_generator_has_one_pass_and_says_so():
     dataset = DistributedDataset((np.zeros(4) for _ in range(2)), _two())
     assert len(list(dataset)) == 2
-    with pytest.raises(ValueError, match="is a generator, which can be gone through once. Give a"):
+    with pytest.raises(ValueError, match="is a generator, which can be read only once.* Pass a"):
         iter(dataset)
 
 
@@ -580,7 +580,7 @@ def test_a_function_that_returns_a_used_up_iterator_is_found(kind):
     batches = kind([np.zeros(4)])
     dataset = DistributedDataset(lambda: batches, _two())
     assert len(list(dataset)) == 1
-    with pytest.raises(ValueError, match="give a function that makes a new one"):
+    with pytest.raises(ValueError, match="pass a function that makes a new one"):
         list(dataset)
 
 

@@ -374,9 +374,9 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
     for (kind, text), told in zip(
         here["mistakes"],
         [
-            "begin with the same examples, byte by byte",
-            "nothing in the NumpyDataset says where its shards are taken",
-            "nothing in the list says where",
+            "begin with exactly the same examples",
+            "the NumpyDataset has no SHARD_HINT",
+            "the list has no SHARD_HINT",
             "the NumpyDataset is not read from files",
             "partial_batch='shrink' was asked for with auto_shard_policy OFF",
             "but is distributed with AutoShardPolicy.AUTO",

@@ -25,14 +25,14 @@ def test_measured_rates_are_those_that_plans_price_with():
 
 
 def test_another_generation_is_refused():
-    with pytest.raises(ValueError, match="measured on v5e, and the plan is for v5p"):
+    with pytest.raises(ValueError, match="measured on v5e, but the plan is for v5p"):
         Calibration("v5e").apply(CHIPS["v5p"])
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"generation": "v99"}, "for 'v99'. Plans know v2, "),
+        ({"generation": "v99"}, "for 'v99', but plans support only v2, "),
         ({"generation": "v5e", "matmul_flops_per_s": 300e12}, "the published peak is 1.97e"),
         ({"generation": "v5e", "hbm_bytes_per_s": 0.0}, "hbm_bytes_per_s=0"),
         ({"generation": "v5e", "ici_ratio": float("nan")}, "ici_ratio=nan"),

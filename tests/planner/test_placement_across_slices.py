@@ -48,7 +48,7 @@ def test_a_replica_that_would_span_slices_is_refused(num_slices, axes):
     """Its layers would wait for the slow network; FSDP over slices is seldom meant."""
     told = ", ".join(f"{name}={size}" for name, size in axes.items())
     message = rf"Replicas of {told} span \d+ devices each, but a slice has 4, and there are "
-    with pytest.raises(ValueError, match=message + rf"{num_slices} slices: .* divides 4, or let"):
+    with pytest.raises(ValueError, match=message + rf"{num_slices} slices\. .* divides 4, or add"):
         make_mesh(topology.devices("v5e:2x2", num_slices=num_slices), axes)
 
 

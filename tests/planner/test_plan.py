@@ -127,10 +127,10 @@ def test_a_plan_as_json_is_the_same_plan():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no", "it is no JSON"),
-        ("[]", "This JSON is no Plan"),
+        ("no", "it is not JSON"),
+        ("[]", "This JSON is not a Plan"),
         ('{"kind": "Plan", "version": 0}', "version 0 of the format"),
-        ('{"kind": "Plan", "version": 1}', "no whole Plan"),
+        ('{"kind": "Plan", "version": 1}', "not a complete Plan"),
         ('{"kind": "Plan", "version": 1, "other": 1}', "Plan has no other"),
     ],
 )
@@ -291,7 +291,7 @@ def _assigned():
     [
         (tpudist.experimental.CentralStorageStrategy, "keeps its state on one device"),
         (_assigned, "has a device assignment"),
-        (tpudist.OneDeviceStrategy, "has one device, and 4 were given"),
+        (tpudist.OneDeviceStrategy, "has one device, but 4 were given"),
         (lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 8}), "which is not a multiple"),
     ],
 )
@@ -363,7 +363,7 @@ def test_each_replica_keeps_its_part_of_a_batch_on_a_slice(monkeypatch):
     (batch,) = batches(strategy, 1)
     rows = ROWS // strategy.num_replicas_in_sync
     plan = strategy.plan(make_step(), (*state_of(strategy), batch), topology="half")
-    assert plan.notes == (f"x: each of 2 replicas gets [{rows}, {WIDTH}], as each of 4 had.",)
+    assert plan.notes == (f"x: each of 2 replicas receives [{rows}, {WIDTH}], as each of 4 did.",)
     same = GlobalBatch(jax.ShapeDtypeStruct((rows * 2, WIDTH), jnp.float32))
     again = strategy.plan(make_step(), (*state_of(strategy), same), topology="half")
     assert again.program == plan.program
@@ -375,7 +375,7 @@ def test_a_batch_of_one_replica_is_split_only_if_asked_for(monkeypatch):
     strategy = tpudist.MirroredStrategy(jax.devices()[:1])
     (batch,) = batches(strategy, 1)
     plan = strategy.plan(make_step(), (*state_of(strategy), batch), topology="4")
-    assert "All 4 replicas get the whole of x." in plan.notes[0]
+    assert "All 4 replicas receive all rows of x." in plan.notes[0]
     assert "GlobalBatch" in plan.notes[0]
     split = strategy.plan(make_step(), (*state_of(strategy), BATCH), topology="4")
     assert split.model_flops == plan.model_flops / 4
@@ -617,7 +617,7 @@ def test_the_users_own_count_goes_before_ours():
 
 
 def kept_note(plan):
-    return any("was not asked again" in note for note in plan.notes)
+    return any("was not called again" in note for note in plan.notes)
 
 
 @pytest.mark.slow
@@ -672,7 +672,7 @@ def test_source_lines_that_have_moved_since_are_told():
         strategy.plan(lambda x: jnp.sin(x), (np.ones(8),)),
     ]
     assert plan[0].program == plan[1].program
-    assert "Source lines are those of when it was asked" in plan[1].notes[-1]
+    assert "Source lines are from the time of that answer" in plan[1].notes[-1]
 
 
 def test_nothing_is_kept_where_nobody_wants_it(tmp_path):
@@ -689,10 +689,16 @@ def test_nothing_is_kept_where_nobody_wants_it(tmp_path):
     [
         (lambda file: file.write_bytes(b"no"), "cannot be read"),
         (lambda file: file.write_bytes(file.read_bytes()[:-20]), "cannot be read"),
-        (lambda file: _rewrite(file, lambda x: {**x, "entry": x["entry"] + " "}), "is not what"),
-        (lambda file: _rewrite(file, lambda x: {**x, "key": "0"}), "is not what"),
-        (lambda file: file.chmod(0o666), "others may write to it"),
-        (lambda file: file.parent.chmod(0o777), "others may write to it"),
+        (
+            lambda file: _rewrite(file, lambda x: {**x, "entry": x["entry"] + " "}),
+            "differs from the written content",
+        ),
+        (
+            lambda file: _rewrite(file, lambda x: {**x, "key": "0"}),
+            "differs from the written content",
+        ),
+        (lambda file: file.chmod(0o666), "other users may write to it"),
+        (lambda file: file.parent.chmod(0o777), "other users may write to it"),
     ],
 )
 def test_a_kept_plan_that_cannot_be_trusted_is_made_anew(tmp_path, caplog, damage, complaint):
@@ -866,7 +872,7 @@ def test_a_strategy_on_a_slice_that_is_named_stays_on_its_devices(picked, tpu_ca
     assert twin.mesh == strategy.mesh
     plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e-4", cache=tpu_cache)
     assert plan.num_devices == len(picked)
-    part = "The strategy is on 2 of the 4 devices of v5e-4, and stays so."
+    part = "The strategy is on 2 of the 4 devices of v5e-4; the plan uses only these."
     assert plan.notes == ((part,) if len(picked) == 2 else ())
 
 
@@ -880,7 +886,7 @@ def test_a_strategy_that_is_moved_from_slice_to_slice_says_so(tpu_cache):
     plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e:2x2", cache=tpu_cache)
     assert plan.num_devices == 4
     assert plan.notes == (
-        "The strategy is on 8 devices of 2xv5e:2x2: its mesh is made anew for v5e:2x2.",
+        "The strategy is on 8 devices of 2xv5e:2x2: the plan makes a new mesh for v5e:2x2.",
     )
 
 
@@ -899,8 +905,8 @@ def test_what_counts_for_less_than_it_may_take_is_told(tpu_cache):
     strategy = tpudist.OneDeviceStrategy()
     plan = strategy.plan(step, (x,), topology="v5e:1x1", cache=tpu_cache)
     loops, kernels = plan.notes[-2:]
-    assert "how often these loops run, and each counts once: " in loops
-    assert "how many operations these kernels run" in kernels
+    assert "number of iterations of these loops, so each counts once: " in loops
+    assert "number of operations of these kernels is unknown" in kernels
     assert plan.time.unknown_trip_counts[0] in loops
     assert plan.time.unknown_kernels[0] in kernels
 

@@ -90,7 +90,7 @@ def test_a_plan_without_an_executable_is_compiled_to_be_saved_and_says_so(tmp_pa
         plan = ours.plan(double, (X,))
     with caplog.at_level(logging.WARNING, "tpudist"):
         plan.save(tmp_path / "plan")
-    assert "double is compiled once more" in caplog.text
+    assert "double is compiled again" in caplog.text
     ours.load_plan(tmp_path / "plan", double, (X,))
     before = compile_log.backend_compiles().number
     np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
@@ -185,19 +185,27 @@ def _swap(folder):
         (lambda f: (f / "program.json").write_text("no"), ValueError, "program.json is damaged"),
         (lambda f: (f / "program.json").write_text("[]"), ValueError, "program.json is damaged"),
         (lambda f: (f / "program.json").write_text('{"format": 1}'), ValueError, "it has no"),
-        (_change(format=0), ValueError, "format 0, and this tpudist reads format 1"),
-        (lambda f: (f / "program.bin").write_bytes(b"no"), ValueError, "is damaged: its 2 bytes"),
+        (_change(format=0), ValueError, "format 0, but this tpudist reads format 1"),
+        (
+            lambda f: (f / "program.bin").write_bytes(b"no"),
+            ValueError,
+            "is damaged: it has 2 bytes",
+        ),
         (_change(kind="TPU v5 lite"), ValueError, "8 x TPU v5 lite, but the strategy has 8 x cpu"),
         (_change(devices=[[0, 0]]), ValueError, "1 x cpu, but the strategy has 8 x cpu"),
         (_change(mesh={"replica": 8}), ValueError, r"the mesh {'replica': 8}, but"),
-        (_change(processor="other"), ValueError, "the processor other, and this is"),
-        (_versions(jax="0.1"), ValueError, "jax 0.1, and here is .*install jax==0.1"),
-        (_versions(tpudist="9"), ValueError, "tpudist 9, and here is"),
-        (_swap, ValueError, "devices in another order or place"),
-        (_change(program="0" * 64), ValueError, "is program .* Load it with the function"),
-        (lambda f: f.chmod(0o770), PermissionError, "others may write to it"),
-        (lambda f: (f / "program.bin").chmod(0o622), PermissionError, "others may write to it"),
-        (lambda f: (f / "plan.json").chmod(0o622), PermissionError, "others may write to it"),
+        (_change(processor="other"), ValueError, "the processor other, but this is"),
+        (_versions(jax="0.1"), ValueError, "jax 0.1, but .* is installed.*install jax==0.1"),
+        (_versions(tpudist="9"), ValueError, "tpudist 9, but .* is installed"),
+        (_swap, ValueError, "devices in a different order or place"),
+        (_change(program="0" * 64), ValueError, "is program .* Load it with the same function"),
+        (lambda f: f.chmod(0o770), PermissionError, "other users may write to it"),
+        (
+            lambda f: (f / "program.bin").chmod(0o622),
+            PermissionError,
+            "other users may write to it",
+        ),
+        (lambda f: (f / "plan.json").chmod(0o622), PermissionError, "other users may write to it"),
     ],
 )
 def test_what_is_not_as_it_was_saved_is_refused_before_it_is_unpickled(
@@ -215,7 +223,7 @@ def test_what_is_not_as_it_was_saved_is_refused_before_it_is_unpickled(
 def test_a_folder_of_another_user_is_refused(saved, monkeypatch):
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    with pytest.raises(PermissionError, match=f"belongs to user {me}, and this is user {me + 1}"):
+    with pytest.raises(PermissionError, match=f"belongs to user {me}, but this is user {me + 1}"):
         strategy().load_plan(saved, double, (X,))
 
 
@@ -240,7 +248,7 @@ def test_a_step_that_calls_back_into_python_cannot_be_saved(tmp_path):
         return x
 
     plan = strategy().plan(step, (X,), in_process=True)
-    with pytest.raises(ValueError, match="cannot be saved: .*calls back into Python"):
+    with pytest.raises(ValueError, match="cannot be saved: .*callback into Python"):
         plan.save(tmp_path / "plan")
 
 
@@ -260,7 +268,7 @@ def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path
     with pytest.raises(ValueError, match="4 x TPU v5 lite, but the strategy has 8 x cpu"):
         ours.load_plan(tmp_path / "plan", double, (X,))
     described = ours.on(topology.devices("v5e:2x2"))
-    with pytest.raises(ValueError, match="are described only, and nothing runs on them"):
+    with pytest.raises(ValueError, match="are only descriptions of devices"):
         described.load_plan(tmp_path / "plan", double, (X,))
 
 

@@ -80,9 +80,9 @@ class DistributedDataset:
             ValueError: It is not batched, or an option has no such value.
         """
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-            raise ValueError(f"prefetch is {prefetch!r}. Give a whole number of at least 0.")
+            raise ValueError(f"prefetch={prefetch!r}: it must be an integer of at least 0.")
         if isinstance(source, DistributedDataset | DistributedIterator):
-            raise TypeError("The dataset is distributed already. Iterate over it as it is.")
+            raise TypeError("The dataset is already distributed. Iterate over it as it is.")
         self._mesh = replica_mesh
         self._sharding: Sharding | None = None
         if isinstance(source, Pipelines):
@@ -153,10 +153,11 @@ class DistributedDataset:
             return
         self._has_warned = True
         warnings.warn(
-            f"The state of an iterator was taken in the middle of a pass through a dataset that is "
-            f"shuffled by {name}, which has no seed. A program that resumes from it draws another "
-            f"order, so its iterator raises an error instead of losing examples. Give a seed, such "
-            f"as shuffle(n, seed=0) or np.random.default_rng(0), or save between passes only.",
+            "The state of an iterator was taken in the middle of a pass through a dataset that is "
+            f"shuffled by {name} without a seed. A program that resumes from it would draw a "
+            "different order, so its iterator raises an error instead of losing examples. Pass a "
+            "seed, such as shuffle(n, seed=0) or np.random.default_rng(0), or save only between "
+            "passes.",
             stacklevel=3,
         )
 
@@ -195,10 +196,10 @@ class DistributedDataset:
         if (cardinality := self.cardinality) < 0:
             endless = cardinality == INFINITE_CARDINALITY
             raise TypeError(
-                f"len(distributed_dataset): the number of its batches "
-                f"{'has no end' if endless else 'is not known in advance'}. It is known for data "
-                f"that is read by number, such as a NumpyDataset, without an endless repeat(). "
-                f"Count the batches in the loop, as by enumerate."
+                "len(distributed_dataset): the number of its batches "
+                f"{'is infinite' if endless else 'is not known in advance'}. It is known for data "
+                "that is read by number, such as a NumpyDataset, without an endless repeat(). "
+                "Count the batches in the loop, for example with enumerate."
             )
         return cardinality
 

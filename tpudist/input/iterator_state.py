@@ -61,14 +61,14 @@ def decode(state: Any, plan: dict[str, Any]) -> Position:
     """
     if not isinstance(state, dict):
         raise TypeError(
-            f"The state of an iterator is a dict, but this is a {type(state).__name__}. Give what "
-            f"get_state() returned."
+            f"The state of an iterator is a dict, but this is a {type(state).__name__}. Pass the "
+            "result of get_state()."
         )
     missing = [key for key in ("version", "pass", "step", "source", "plan") if key not in state]
     if missing:
         raise ValueError(
             f"This is not the state of an iterator: it has no {', '.join(map(repr, missing))}. "
-            f"Give what get_state() returned."
+            "Pass the result of get_state()."
         )
     if state["version"] != VERSION:
         raise ValueError(
@@ -79,8 +79,8 @@ def decode(state: Any, plan: dict[str, Any]) -> Position:
     step, source = read_count(state, "step"), state["source"]
     if (source is None) != (step == 0):
         raise ValueError(
-            f"The state is damaged: it is one after {step} elements, but what it says of the "
-            f"source is {source!r}. Take another one."
+            f"The state is damaged: it was taken after {step} elements, but its position in the "
+            f"source is {source!r}. Use another state."
         )
     ended = state.get("ended") is True
     return Position(read_count(state, "pass"), step, source, ended, resumed=True)
@@ -101,9 +101,9 @@ def require_plan(said: Any, plan: dict[str, Any]) -> None:
     ]
     if different:
         raise ValueError(
-            f"The state is one of other data than this dataset's, so what it has read is not known "
+            "The state belongs to different data than this dataset, so its position is unknown "
             f"here: {'; '.join(different)}. Make the dataset as it was when the state was taken, "
-            f"or begin anew without the state."
+            "or start again without the state."
         )
 
 
@@ -116,8 +116,8 @@ def read_count(state: Any, key: str) -> int:
     value = state.get(key) if isinstance(state, dict) else None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(
-            f"The state is damaged: its {key!r} is {value!r}, not a whole number of at least 0. "
-            f"Take another one."
+            f"The state is damaged: its {key!r} is {value!r}, but must be an integer of at least "
+            "0. Use another state."
         )
     return value
 

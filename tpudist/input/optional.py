@@ -28,8 +28,8 @@ class Optional:
         """
         if self._value is _NOTHING:
             raise ValueError(
-                "The value of an Optional was asked for that has none: the iterator was at its "
-                "end. Ask has_value() first."
+                "get_value() was called on an Optional without a value: the iterator was at its "
+                "end. Call has_value() first."
             )
         return self._value
 

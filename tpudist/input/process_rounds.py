@@ -58,8 +58,8 @@ class Rounds:
             number = ", ".join(map(str, failed))
             place = "at its start" if self.step is None else f"at step {self.step}"
             raise RuntimeError(
-                f"The {self._what} of process {number} failed {place}: see the error there, which "
-                f"is {next(iter(failed.values()))} The others cannot go on without it."
+                f"The {self._what} of process {number} failed {place}. The other processes cannot "
+                f"continue without it. Correct the error there: {next(iter(failed.values()))}"
             )
         return messages
 
@@ -82,7 +82,7 @@ class Rounds:
             try:
                 self.exchange({"error": f"{type(error).__name__}: {error}"})
             except Exception as other:
-                error.add_note(f"The other processes could not be told of it: {other}")
+                error.add_note(f"The other processes could not be notified: {other}")
             raise
 
     def require_same(self, plan: dict[str, Any]) -> None:
@@ -101,9 +101,9 @@ class Rounds:
             ]
             if different:
                 raise ValueError(
-                    f"The processes were given different datasets: {'; '.join(different)}. Each "
-                    f"reads its own rows of the same batches, so all must be given the same. Where "
-                    f"each has data of its own, use AutoShardPolicy.OFF."
+                    f"The processes received different datasets: {'; '.join(different)}. Each "
+                    "reads its own rows of the same batches, so all must receive the same dataset. "
+                    "If each process has its own data, use AutoShardPolicy.OFF."
                 )
 
 
@@ -135,10 +135,10 @@ def iterate_in_step(
                     for i, each in zip(rounds.processes, found, strict=True)
                 )
                 raise ValueError(
-                    f"The processes differ in batch {step} of the dataset: {told}. All must be "
-                    f"given the same batches, of which each takes its own rows. Where each has "
-                    f"data of its own, use AutoShardPolicy.OFF, or "
-                    f"distribute_datasets_from_function."
+                    f"The processes differ in batch {step} of the dataset: {told}. All must "
+                    "receive the same batches, from which each takes its own rows. If each process "
+                    "has its own data, use AutoShardPolicy.OFF, or "
+                    "distribute_datasets_from_function."
                 )
             if batch is None:
                 return

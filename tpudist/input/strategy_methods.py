@@ -132,8 +132,8 @@ class DataMethods(StrategyBase):
             return one_batch.split(self.replica_mesh, batch, global_batch_size)
         if global_batch_size is not None:
             raise ValueError(
-                "distribute_batch was called with has_device_dim=True and global_batch_size, but "
-                "parts of devices are always full. Leave global_batch_size out."
+                "distribute_batch(has_device_dim=True, global_batch_size=...): the parts of "
+                "devices are always full. Omit global_batch_size."
             )
         return one_batch.split_parts(self.replica_mesh, batch)
 
@@ -153,7 +153,7 @@ class DataMethods(StrategyBase):
             warn_if_given(
                 "InputOptions(partial_batch",
                 PartialBatch.of(options.partial_batch).value,
-                "the default strategy gives the dataset as it is",
+                "the default strategy returns the dataset unchanged",
             )
         is_function = callable(dataset) and not isinstance(dataset, Iterable)
         return self._distribute(dataset) if is_function else dataset

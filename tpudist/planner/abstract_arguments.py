@@ -49,8 +49,8 @@ class GlobalBatch:
         for x in jax.tree.leaves(self.tree):
             if not hasattr(x, "shape") or not hasattr(x, "dtype"):
                 raise TypeError(
-                    f"GlobalBatch for '{name}' holds a {type(x).__name__}. Give arrays or "
-                    f"jax.ShapeDtypeStructs [global_batch, ...]."
+                    f"GlobalBatch for '{name}' holds a {type(x).__name__}. Pass arrays or "
+                    "jax.ShapeDtypeStructs [global_batch, ...]."
                 )
             sizes.add(x.shape[0] if x.shape else None)
         if len(sizes) != 1 or None in sizes:
@@ -151,8 +151,8 @@ class _Mover:
         names = ", ".join(self._whole[:3]) + (", ..." if len(self._whole) > 3 else "")
         return (
             *self._notes,
-            f"All {n} replicas get the whole of {names}. A batch is split over them if it is "
-            f"wrapped in tpudist.planner.GlobalBatch.",
+            f"All {n} replicas receive all rows of {names}. To split a batch over them, wrap it in "
+            "tpudist.planner.GlobalBatch.",
         )
 
     def leaf(self, x: Any, name: str) -> Any:
@@ -202,13 +202,13 @@ class _Mover:
         )
         if parts not in (old, n):
             raise ValueError(
-                f"'{name}' is {x!r}, but the strategy has {old} replica(s) and the devices that "
-                f"are planned for {n}. Distribute it with this strategy, or give a "
-                f"tpudist.planner.GlobalBatch."
+                f"'{name}' is {x!r}, but the strategy has {old} replica(s) and the devices of the "
+                f"plan have {n}. Distribute it with this strategy, or pass a "
+                "tpudist.planner.GlobalBatch."
             )
         if parts != n:
             self._notes.append(
-                f"{name}: each of {n} replicas gets {list(x.shape)}, as each of {parts} had."
+                f"{name}: each of {n} replicas receives {list(x.shape)}, as each of {parts} did."
             )
         shape = (n, *x.shape)
         sharding = getattr(x.array, "sharding", None)

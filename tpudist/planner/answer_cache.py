@@ -84,7 +84,7 @@ class Cache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, EOFError) as error:
-            _log.warning("A kept plan is ignored and made anew: %s", error)
+            _log.warning("A kept plan is ignored and made again: %s", error)
             return None
 
     def put(self, key: str, entry: Entry) -> None:
@@ -118,5 +118,5 @@ def _decode(data: bytes, key: str) -> Entry:
     except Exception as error:  # zlib, UTF-8, JSON, or another structure
         raise ValueError(f"{key} cannot be read ({type(error).__name__}: {error})") from error
     if not matches or whole["key"] != key:
-        raise ValueError(f"{key} is not what was written")
+        raise ValueError(f"{key} differs from the written content")
     return as_json.loads(Entry, text, _VERSION)

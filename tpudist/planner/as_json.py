@@ -21,7 +21,8 @@ def dumps(value: Any, version: int) -> str:
         return json.dumps(found, indent=1, allow_nan=False)
     except ValueError as error:
         raise ValueError(
-            f"This {type(value).__name__} has a number that is none in JSON ({error}). Do without."
+            f"This {type(value).__name__} has a number that JSON cannot represent ({error}). "
+            "Remove it."
         ) from None
 
 
@@ -34,22 +35,27 @@ def loads(cls: type, text: str, version: int) -> Any:
     try:
         found = json.loads(text, parse_constant=_refuse_number)
     except ValueError as error:
-        raise ValueError(f"This text is no {cls.__name__}: it is no JSON ({error}).") from None
+        raise ValueError(
+            f"This text is not a {cls.__name__}: it is not JSON ({error}). Write one with "
+            "to_json()."
+        ) from None
     if not isinstance(found, dict) or found.pop("kind", None) != cls.__name__:
-        raise ValueError(f"This JSON is no {cls.__name__}: write one with to_json().")
+        raise ValueError(f"This JSON is not a {cls.__name__}. Write one with to_json().")
     if (other := found.pop("version", None)) != version:
         raise ValueError(
-            f"This {cls.__name__} was written in version {other} of the format, and this tpudist "
-            f"reads version {version}. Make it anew, or use the tpudist that wrote it."
+            f"This {cls.__name__} was written in version {other} of the format, but this tpudist "
+            f"reads version {version}. Make it again, or use the tpudist that wrote it."
         )
     try:
         return _from_plain(cls, found)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"This JSON is no whole {cls.__name__}: {error!r}.") from error
+        raise ValueError(
+            f"This JSON is not a complete {cls.__name__}: {error!r}. Write it again with to_json()."
+        ) from error
 
 
 def _refuse_number(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _to_plain(value: Any) -> Any:
@@ -97,4 +103,4 @@ def _from_plain(kind: Any, value: Any) -> Any:
 
 def _check_kind(kind: type, value: Any) -> None:
     if not isinstance(value, kind) or (kind is numbers.Real and isinstance(value, bool)):
-        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+        raise TypeError(f"{value!r:.40} is not a {kind.__name__}")

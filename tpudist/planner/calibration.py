@@ -43,7 +43,8 @@ class Calibration:
         chip = CHIPS.get(self.generation)
         if chip is None:
             raise ValueError(
-                f"The calibration is for {self.generation!r}. Plans know {', '.join(CHIPS)}."
+                f"The calibration is for {self.generation!r}, but plans support only "
+                f"{', '.join(CHIPS)}."
             )
         peaks = {
             "matmul_flops_per_s": chip.bf16_flops_per_s / chip.devices_per_chip,
@@ -67,7 +68,7 @@ class Calibration:
         """
         if chip.generation != self.generation:
             raise ValueError(
-                f"The calibration was measured on {self.generation}, and the plan is for "
+                f"The calibration was measured on {self.generation}, but the plan is for "
                 f"{chip.generation}. Use a report of {chip.generation}, or omit the calibration."
             )
         devices = chip.devices_per_chip
@@ -109,6 +110,6 @@ def read_calibration(report: str | Path | Mapping[str, Any] | Calibration) -> Ca
 def _refuse(name: str, content: Mapping[str, Any]) -> Calibration:
     devices = content.get("devices") or {}
     raise ValueError(
-        f"{name} was measured on {devices.get('kind', 'unknown devices')}, and plans are for TPUs. "
-        f"Write a report on a TPU with tpudist doctor --accelerator."
+        f"{name} was measured on {devices.get('kind', 'unknown devices')}, but plans are for TPUs. "
+        "Write a report on a TPU with tpudist doctor --accelerator."
     )

@@ -50,7 +50,7 @@ def plan(
     notes = list(call.notes)
     if request.calibration is not None and chip is not None:
         chip = request.calibration.apply(chip)
-        notes.append("Times use the rates of the calibration, not the published ones.")
+        notes.append("Times use the measured rates of the calibration, not the published rates.")
     started = time.monotonic()
     lowered = lower(twin, fn, call, options, request.compiler_options, tell)
     trace_s = time.monotonic() - started
@@ -71,10 +71,13 @@ def plan(
     found = _read(answer.program, module, lowered, mesh, chip)
     notes += _notes_on_unknowns(module, found["time"])
     if answer.was_kept:
-        notes.append("The compiler was not asked again: what it said of this program was kept.")
+        notes.append(
+            "The compiler was not called again: the plan uses its kept answer for this program."
+        )
     if answer.lines_moved:
         notes.append(
-            "Source lines are those of when it was asked: cache=False asks again, for today's."
+            "Source lines are from the time of that answer: cache=False calls the compiler again, "
+            "for current lines."
         )
     return Plan(
         name=lowered.name,
@@ -114,14 +117,14 @@ def _notes_on_unknowns(
     notes = []
     if module and module.unknown_trip_counts:
         notes.append(
-            f"The program does not say how often these loops run, and each counts once: "
-            f"{_list_first(module.unknown_trip_counts)}."
+            "The program does not contain the number of iterations of these loops, so each counts "
+            f"once: {_list_first(module.unknown_trip_counts)}."
         )
     if time and time.unknown_kernels:
         notes.append(
-            f"Nobody says how many operations these kernels run, and they count by their bytes "
-            f"alone: {_list_first(time.unknown_kernels)}. A cost_estimate of pl.pallas_call says "
-            f"it."
+            "The number of operations of these kernels is unknown, so only their bytes count: "
+            f"{_list_first(time.unknown_kernels)}. To declare it, pass a cost_estimate to "
+            "pl.pallas_call."
         )
     return notes
 

@@ -70,7 +70,7 @@ class _Counter:
         if isinstance(structure, jaxprs.Call):
             return structure.copies * self.count(structure.body, where)
         if isinstance(structure, jaxprs.Unknown):
-            self.notes.append(f"Model FLOPs count once what is inside of {structure.reason}.")
+            self.notes.append(f"Model FLOPs count the contents of {structure.reason} once.")
         return sum(self.count(body, where) for body in structure.bodies)
 
     def _count_kernel(self, kernel: jaxprs.Kernel, where: str) -> float:
@@ -80,7 +80,7 @@ class _Counter:
         if flops is None:
             if kernel.grid is None:
                 self.notes.append(
-                    "Model FLOPs leave out a Pallas kernel: its grid is known only when it runs."
+                    "Model FLOPs omit a Pallas kernel: its grid is known only when it runs."
                 )
                 return 0.0
             flops = math.prod(kernel.grid) * self.count(kernel.body, where)

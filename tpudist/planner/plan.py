@@ -68,9 +68,9 @@ class Plan(PlanFigures):
             )
         if self._source is None:
             raise ValueError(
-                f"The plan of '{self.name}' was read from JSON, copied, or made by a search, and "
-                f"holds no program. Call strategy.plan(...), and save what it returns; to_json "
-                f"writes the figures alone."
+                f"The plan of '{self.name}' was read from JSON, copied, or made by a search, so it "
+                "holds no program. Call strategy.plan(...), and save its result; to_json writes "
+                "only the figures."
             )
         saved_plan.save(path, self.to_json(), self._source)
 

@@ -52,7 +52,7 @@ def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
     compiled = source.compiled
     if compiled is None:
         _log.warning(
-            "%s is compiled once more, in this process, to save it: strategy.plan(..., "
+            "%s is compiled again, in this process, to save it: strategy.plan(..., "
             "in_process=True) keeps the executable.",
             source.name,
         )
@@ -102,16 +102,16 @@ class SavedPlan:
         """
         if hash_of(lowered) != self.program:
             raise ValueError(
-                f"{path} holds a plan of '{self.name}', program {self.program[:12]}, but "
-                f"'{name}' with these arguments is program {hash_of(lowered)[:12]}. Load it with "
-                f"the function, the arguments (shapes, dtypes, shardings, Python values) and the "
-                f"options that were planned, or plan and save these."
+                f"{path} holds a plan of '{self.name}', program {self.program[:12]}, but '{name}' "
+                f"with these arguments is program {hash_of(lowered)[:12]}. Load it with the same "
+                "function, arguments (shapes, dtypes, shardings, Python values) and options as in "
+                "the plan, or plan and save these."
             )
 
     def executable_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         """The executable, if this is its program; else None."""
         if hash_of(lowered) != self.program:
-            _log.info("%s is not the program that was loaded, and is compiled.", self.name)
+            _log.info("%s differs from the loaded program, so it is compiled.", self.name)
             return None
         return executables.from_bytes(self._data, lowered, self._mesh.devices.flat)
 
@@ -127,16 +127,16 @@ def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> SavedPlan:
     folder = Path(path).expanduser()
     if not (folder / _HEADER).exists():
         raise FileNotFoundError(
-            f"{folder} holds no saved plan: there is no {_HEADER}. Plan.save({str(path)!r}) "
-            f"writes one."
+            f"{folder} holds no saved plan: {_HEADER} is missing. Write one with "
+            f"Plan.save({str(path)!r})."
         )
     header = _header(folder)
     _check_place(header, mesh, folder)
     data = private_files.read(folder / _PROGRAM)
     if hashlib.sha256(data).hexdigest() != header["checksum"]:
         raise ValueError(
-            f"{folder / _PROGRAM} is damaged: its {len(data)} bytes are not the "
-            f"{header['num_bytes']} that were written. Copy it again, or plan and save anew."
+            f"{folder / _PROGRAM} is damaged: it has {len(data)} bytes instead of "
+            f"{header['num_bytes']}. Copy it again, or plan and save again."
         )
     plan_as_json = private_files.read(folder / _PLAN).decode()
     return SavedPlan(plan_as_json, header["name"], header["program"], data, mesh)
@@ -147,15 +147,20 @@ def _header(folder: Path) -> dict[str, Any]:
         header = json.loads(private_files.read(folder / _HEADER))
         found = header["format"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder / _HEADER} is damaged: {error!r}. Save the plan anew.") from None
+        raise ValueError(
+            f"{folder / _HEADER} is damaged: {error!r}. Save the plan again."
+        ) from None
     if found != _FORMAT:
         raise ValueError(
-            f"{folder} was saved in format {found}, and this tpudist reads format {_FORMAT}. Plan "
-            f"and save it with this tpudist."
+            f"{folder} was saved in format {found}, but this tpudist reads format {_FORMAT}. Plan "
+            "and save it with this tpudist."
         )
     needed = {"name", "program", "num_bytes", "checksum", "versions", "kind", "mesh", "devices"}
     if missing := needed - set(header):
-        raise ValueError(f"{folder / _HEADER} is damaged: it has no {', '.join(sorted(missing))}.")
+        raise ValueError(
+            f"{folder / _HEADER} is damaged: it has no {', '.join(sorted(missing))}. Save the plan "
+            "again."
+        )
     return header
 
 
@@ -184,13 +189,14 @@ def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) 
     if header["kind"] != here["kind"] or len(header["devices"]) != len(here["devices"]):
         raise ValueError(
             f"{what} {len(header['devices'])} x {header['kind']}, but the strategy has "
-            f"{len(here['devices'])} x {here['kind']}. Load it on the slice that it was planned "
-            f"for, or plan and save for this one."
+            f"{len(here['devices'])} x {here['kind']}. Load it on the same kind of slice as in the "
+            "plan, or plan and save for this one."
         )
     if ask_compiler.is_elsewhere(mesh):
         raise ValueError(
             f"{folder} cannot be loaded here: the strategy's {len(here['devices'])} x "
-            f"{here['kind']} are described only, and nothing runs on them. Load it on the slice."
+            f"{here['kind']} are only descriptions of devices, and cannot run programs. Load it on "
+            "the slice."
         )
     if header["mesh"] != here["mesh"]:
         raise ValueError(
@@ -201,8 +207,9 @@ def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) 
         then, now = header["versions"].get(package), here["versions"].get(package)
         if then != now:
             raise ValueError(
-                f"{what} {package} {then}, and here is {now}. An executable is good for the "
-                f"versions that made it: install {package}=={then}, or plan and save with {now}."
+                f"{what} {package} {then}, but {now} is installed. An executable works only with "
+                f"the versions that made it: install {package}=={then}, or plan and save with "
+                f"{now}."
             )
     if header["devices"] != here["devices"]:
         differs = next(
@@ -211,12 +218,13 @@ def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) 
             if then != now
         )
         raise ValueError(
-            f"{what} devices in another order or place: [id, *coordinates, core] {differs[0]}, "
+            f"{what} devices in a different order or place: [id, *coordinates, core] {differs[0]}, "
             f"where the strategy's mesh has {differs[1]}. Make the strategy on all devices of a "
-            f"slice of the same shape."
+            "slice of the same shape."
         )
     if header.get("processor") != here["processor"]:
         raise ValueError(
-            f"{what} the processor {header.get('processor')}, and this is {here['processor']}. "
-            f"Programs for the CPU hold its own instructions: plan and save on this machine."
+            f"{what} the processor {header.get('processor')}, but this is {here['processor']}. "
+            "Programs for the CPU contain instructions of one processor: plan and save on this "
+            "machine."
         )

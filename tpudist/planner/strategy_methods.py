@@ -75,8 +75,8 @@ class PlanMethods(StrategyBase):
             )
         elif self.has_one_device and len(devices) != 1:
             bound = (
-                f"has one device, and {len(devices)} were given. Plan a slice of one, such as "
-                f'"v5e:1x1", or use TPUStrategy or MirroredStrategy'
+                f"has one device, but {len(devices)} were given. Plan a slice of one, such as "
+                '"v5e:1x1", or use TPUStrategy or MirroredStrategy'
             )
         elif self.replica_mesh.mesh.axis_names[0] != REPLICA_AXIS:
             bound = f"has a mesh whose first axis is not '{REPLICA_AXIS}'. Make it with make_mesh"
@@ -253,7 +253,12 @@ def _notes_on_devices(mesh: ReplicaMesh, name: str | None) -> tuple[str, ...]:
     if not _is_of(mesh, name):
         raw, number = found
         there = f"{number}x{raw}" if number > 1 else raw
-        return (f"The strategy is on {size} devices of {there}: its mesh is made anew for {name}.",)
+        return (
+            f"The strategy is on {size} devices of {there}: the plan makes a new mesh for {name}.",
+        )
     if size < everything:
-        return (f"The strategy is on {size} of the {everything} devices of {name}, and stays so.",)
+        return (
+            f"The strategy is on {size} of the {everything} devices of {name}; the plan uses only "
+            "these.",
+        )
     return ()

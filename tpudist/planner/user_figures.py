@@ -18,13 +18,13 @@ def check(tokens_per_step: Any, model_flops: Any) -> None:
         and int(tokens_per_step) > 0
     ):
         raise ValueError(
-            f"tokens_per_step is {tokens_per_step!r}. It is how many tokens all replicas take in a "
-            f"step: give a whole number above 0, or None not to have tokens per second."
+            f"tokens_per_step={tokens_per_step!r}: it must be the number of tokens of all replicas "
+            "in a step, an integer above 0. Pass None to omit tokens per second."
         )
     if model_flops is not None and not (
         isinstance(model_flops, numbers.Real) and 0 < float(model_flops) < math.inf
     ):
         raise ValueError(
-            f"model_flops is {model_flops!r}. It is what a step computes on all chips: give a "
-            f"number above 0, or None to have it counted."
+            f"model_flops={model_flops!r}: it must be the number of operations of a step on all "
+            "chips, above 0. Pass None to let the planner count them."
         )

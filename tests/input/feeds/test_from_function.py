@@ -104,7 +104,7 @@ def test_options_of_another_kind_are_refused(two):
         lambda: two.distribute_datasets_from_function(lambda _: [np.zeros(4)], "ring"),
         lambda: _default().experimental_distribute_dataset([np.zeros(4)], "ring"),
     ):
-        with pytest.raises(TypeError, match="Give a tpudist.InputOptions or None"):
+        with pytest.raises(TypeError, match="must be a tpudist.InputOptions or None"):
             distribute()
 
 
@@ -353,8 +353,16 @@ def test_how_many_elements_there_will_be_is_told_where_it_is_known(two):
             ValueError,
             r"several shapes in one step: float32\[rows,3\]; float32\[rows,4\]",
         ),
-        ([np.zeros(2), np.float32(1)], ValueError, r"float32\[\], but the first one float32\[rows"),
-        ([np.zeros(2), np.zeros(2, int)], ValueError, "int32.rows., but the first one float32"),
+        (
+            [np.zeros(2), np.float32(1)],
+            ValueError,
+            r"float32\[\], but the first batch holds float32\[rows",
+        ),
+        (
+            [np.zeros(2), np.zeros(2, int)],
+            ValueError,
+            "int32.rows., but the first batch holds float32",
+        ),
         ([{"x": np.zeros(4), "y": np.zeros(3)}], ValueError, r"\['x'\] 4, \['y'\] 3"),
         ([np.array(["a"])], TypeError, "has dtype <U1"),
         ([np.zeros(0)], ValueError, "has no rows"),
@@ -368,7 +376,7 @@ def test_a_batch_that_is_not_fit_is_named(two, batches, error, message):
 @pytest.mark.parametrize(
     ("dataset_fn", "message"),
     [
-        ([np.zeros(2)], "A list was given for the function that makes a dataset"),
+        ([np.zeros(2)], "A dataset function is a list"),
         (lambda _: None, "A NoneType is not a dataset"),
         (lambda _: np.zeros(2), "A ndarray is not a dataset of batches"),
     ],
@@ -483,7 +491,7 @@ def test_an_optional_has_a_value_until_the_end(two):
     for _ in range(2):
         optional = iterator.get_next_as_optional()
         assert not optional.has_value()
-        with pytest.raises(ValueError, match="Ask has_value"):
+        with pytest.raises(ValueError, match="Call has_value"):
             optional.get_value()
     assert repr(optional) == "Optional()"
 
@@ -579,7 +587,9 @@ def test_processes_agree_on_who_has_how_many_rows():
         assert shards == [halves[0][:8] + halves[1][:8], halves[0][8:] + halves[1][8:]]
     here, there = (result[4] for result in results)
     assert here[0][0] == "RuntimeError"
-    assert here[0][1].startswith("The dataset of process 1 failed at step 1: see the error there")
+    assert here[0][1].startswith(
+        "The dataset of process 1 failed at step 1. The other processes cannot continue"
+    )
     assert there[0] == ["OSError", "disk on fire"]
     assert "OSError: disk on fire" in here[0][1]
     # Process 1 has nothing, and pads with a row of process 0's.

@@ -86,15 +86,15 @@ def test_the_default_strategy_places_a_batch_too():
         ({"x": X, "y": X[:2]}, {}, "different numbers of rows"),
         ({"x": jnp.ones(8), "y": jnp.ones(4)}, {}, r"\['x'\] \[8\], \['y'\] \[4\]"),
         (np.float32(1), {}, "is a scalar"),
-        (X, {"global_batch_size": 8}, "global_batch_size=8.* a batch of 16 rows"),
-        (X, {"global_batch_size": True}, "Give the number of rows of a full batch"),
-        (X, {"has_device_dim": True, "global_batch_size": 16}, "Leave global_batch_size out"),
+        (X, {"global_batch_size": 8}, "global_batch_size=8.* the batch has 16 rows"),
+        (X, {"global_batch_size": True}, "Pass the number of rows of a full batch"),
+        (X, {"has_device_dim": True, "global_batch_size": 16}, "Omit global_batch_size"),
         (DEEP, {}, "nested more than 1000 levels"),
         (DEEP, {"has_device_dim": True}, "nested more than 1000 levels"),
         (X[:0], {}, "has no rows"),
         (jnp.ones((4, 0)), {"has_device_dim": True}, "has no rows"),
         (np.ones((4, 0, 3)), {"has_device_dim": True}, "has no rows"),
-        (X[:6], {"has_device_dim": True}, r"arrays of 6 parts, .* 4 replicas.* \[4, rows, ...\]"),
+        (X[:6], {"has_device_dim": True}, r"arrays have 6 parts, .* 4 replicas.* \[4, rows, ...\]"),
         (np.ones(4), {"has_device_dim": True}, "count devices and rows.*values_from_function"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_batch_that_does_not_fit_is_named(batch, options, message):
 
 def test_texts_and_replica_functions_are_refused():
     strategy = strategy_of({})
-    with pytest.raises(TypeError, match="dtype <U1, but devices hold numbers"):
+    with pytest.raises(TypeError, match="dtype <U1, but devices hold only numbers"):
         strategy.distribute_batch(np.array(["a", "b"]))
     with pytest.raises(ValueError, match="distribute_batch should be called from outside"):
         strategy.run(lambda: strategy.distribute_batch(X))
@@ -125,5 +125,8 @@ def test_a_batch_that_the_replicas_have_or_that_is_traced_is_rejected(options):
         return strategy.distribute_batch(x, **options)
 
     for traced in (jax.jit(place), tpudist.function(place)):
-        with pytest.raises(ValueError, match="The batch belongs to a program that is being traced"):
+        with pytest.raises(
+            ValueError,
+            match="The batch belongs to a program that jax.jit or tpudist.function is tracing",
+        ):
             traced(X.reshape(4, 4, 3))

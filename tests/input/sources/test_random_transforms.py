@@ -122,7 +122,9 @@ def test_an_error_of_an_augmentation_names_its_example():
     with pytest.raises(ZeroDivisionError) as caught:
         next(iter(dataset))
     assert "Example 7 of the range" in caught.value.__notes__[0]
-    with pytest.raises(TypeError, match=r"random_transform is 'flip'\. Give a function of an exam"):
+    with pytest.raises(
+        TypeError, match=r"random_transform='flip': it must be a function of an exam"
+    ):
         from_records([1], random_transform="flip")  # type: ignore
 
 

@@ -109,14 +109,14 @@ def test_what_splits_and_recomputes_no_more_needs_no_less():
     [
         ({"geometries": []}, "at least one geometry"),
         ({"remat": []}, "at least one geometry"),
-        ({"geometries": {"fsdp": 8}}, "geometries is a list of sets of axes"),
-        ({"remat": "full"}, "remat one of names"),
-        ({"microbatches": [0]}, "microbatches has 0. Give whole numbers of at least 1"),
-        ({"time_budget_s": 0}, "time_budget_s is 0"),
-        ({"time_budget_s": math.inf}, "time_budget_s is inf. Give a number of seconds above 0"),
-        ({"tokens_per_step": -1}, "tokens_per_step is -1. .* give a whole number above 0"),
-        ({"model_flops": math.nan}, "model_flops is nan. .* give a number above 0"),
-        ({"max_workers": 0}, "max_workers is 0"),
+        ({"geometries": {"fsdp": 8}}, "geometries must be a list of dicts of axes"),
+        ({"remat": "full"}, "remat a list of names"),
+        ({"microbatches": [0]}, "microbatches has 0. Each number must be an integer of at least 1"),
+        ({"time_budget_s": 0}, "time_budget_s=0"),
+        ({"time_budget_s": math.inf}, "time_budget_s=inf: it must be a number of seconds above 0"),
+        ({"tokens_per_step": -1}, "tokens_per_step=-1: .* an integer above 0"),
+        ({"model_flops": math.nan}, "model_flops=nan: it must be .* above 0"),
+        ({"max_workers": 0}, "max_workers=0"),
         ({"topology": "v5e-7"}, "not a v5e slice"),
     ],
 )
@@ -128,13 +128,13 @@ def test_a_search_for_nothing_is_refused(given, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tokens_per_step": 0}, "tokens_per_step is 0. .* give a whole number above 0"),
-        ({"tokens_per_step": -1}, "tokens_per_step is -1"),
-        ({"tokens_per_step": math.nan}, "tokens_per_step is nan"),
-        ({"tokens_per_step": True}, "tokens_per_step is True"),
-        ({"model_flops": -5}, "model_flops is -5. .* give a number above 0"),
-        ({"model_flops": math.inf}, "model_flops is inf"),
-        ({"model_flops": "many"}, "model_flops is 'many'"),
+        ({"tokens_per_step": 0}, "tokens_per_step=0: .* an integer above 0"),
+        ({"tokens_per_step": -1}, "tokens_per_step=-1"),
+        ({"tokens_per_step": math.nan}, "tokens_per_step=nan"),
+        ({"tokens_per_step": True}, "tokens_per_step=True"),
+        ({"model_flops": -5}, "model_flops=-5: it must be .* above 0"),
+        ({"model_flops": math.inf}, "model_flops=inf"),
+        ({"model_flops": "many"}, "model_flops='many'"),
     ],
 )
 def test_figures_that_make_no_sense_are_refused_before_anything_is_traced(given, message):
@@ -190,7 +190,7 @@ def test_two_candidates_with_the_same_program_are_compiled_once():
         ("fsdp=2, remat b", "fsdp=2, remat a"),
     }
     for one in twins:
-        assert any("was not asked again" in note for note in one.plan.notes)
+        assert any("was not called again" in note for note in one.plan.notes)
 
 
 def test_what_a_candidate_raises_is_told_and_the_others_go_on():
@@ -396,7 +396,7 @@ def test_the_smallest_change_that_fits_is_the_one_of_fewest_settings_then_the_fa
 def test_a_result_is_what_its_json_says():
     result = _result(_outcome({"fsdp": 4}, step_s=2.0), _outcome({}, over=5))
     assert SearchResult.from_json(result.to_json()) == result
-    with pytest.raises(ValueError, match="no SearchResult"):
+    with pytest.raises(ValueError, match="not a SearchResult"):
         SearchResult.from_json("{}")
 
 
@@ -408,7 +408,7 @@ def test_a_result_can_be_copied_and_kept_in_sets_without_its_programs(copied):
     assert again == result
     assert {again} == {result}
     assert again.best.candidate.devices == []
-    with pytest.raises(ValueError, match="made by a search, and holds no program. Call strategy"):
+    with pytest.raises(ValueError, match="made by a search, so it holds no program. Call strategy"):
         again.best.plan.save("nowhere")
 
 
@@ -453,7 +453,7 @@ def test_a_result_says_what_fits_and_what_to_change(where):
 
 def test_a_result_without_anything_that_fits_says_so():
     for shown in _shown(_result(_outcome({}, over=5))):
-        assert "nothing that was tried fits v5e-256" in shown
+        assert "no candidate fits v5e-256" in shown
         assert "Nothing that was tried makes it fit." in shown
 
 

@@ -408,13 +408,13 @@ def test_a_plan_can_be_copied_sent_and_kept_in_sets(plan):
 )
 def test_json_that_is_no_plan_is_refused(change):
     fields = json.loads(plans.fitting().to_json()) | change
-    with pytest.raises(ValueError, match="is no (whole )?Plan"):
+    with pytest.raises(ValueError, match="is not a (complete )?Plan"):
         Plan.from_json(json.dumps(fields))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_number_that_json_has_not_is_refused(number):
-    with pytest.raises(ValueError, match="This Plan has a number that is none in JSON"):
+    with pytest.raises(ValueError, match="This Plan has a number that JSON cannot represent"):
         plans.fitting(model_flops=number).to_json()
 
 

@@ -88,7 +88,7 @@ class TPUStrategy(Strategy, tpu.TPUStrategy):
         warn_of_deprecation(
             "tpudist.compat.v1.distribute.experimental.TPUStrategy", "use tpudist.TPUStrategy"
         )
-        why = "strategy.run_steps(fn, iterator, num_steps) is told how many steps to run"
+        why = "pass the number of steps to strategy.run_steps(fn, iterator, num_steps)"
         warn_if_given("TPUStrategy(steps_per_run", steps_per_run, why)
         super().__init__(tpu_cluster_resolver, device_assignment)
         self.steps_per_run = 1 if steps_per_run is None else steps_per_run

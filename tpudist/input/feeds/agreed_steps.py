@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tpudist.input.feeds.batch import Batch, Step
 
 
-_ROWS_ONLY = "Of one step they may differ in the number of rows only."
+_ROWS_ONLY = "In one step they may differ only in the number of rows."
 
 
 class ProcessPipelines(Protocol):
@@ -147,7 +147,7 @@ def _agree_on_plan(
             "digest": _digest(step) if pipelines.must_differ else None,
         }
     )
-    _require_one(rounds, answers, "plan", "were given datasets or states of different kinds")
+    _require_one(rounds, answers, "plan", "received datasets or states of different kinds")
     _refuse_equal(rounds, [answer["digest"] for answer in answers])
     return [answer["own plan"] for answer in answers]
 
@@ -209,10 +209,11 @@ def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
     for (one, first), (other, second) in itertools.combinations(told, 2):
         if first is not None and first == second:
             raise ValueError(
-                f"The datasets of processes {one} and {other} begin with the same examples, byte "
-                f"by byte, though each is said to hold a part of its own (auto_shard_policy OFF or "
-                f"HINT): every example would be read {len(digests)} times in an epoch. Give each "
-                f"process its own part, or all of them the same dataset with AutoShardPolicy.DATA."
+                f"The datasets of processes {one} and {other} begin with exactly the same "
+                "examples, but auto_shard_policy OFF or HINT declares that each holds different "
+                f"data: every example would be read {len(digests)} times in an epoch. Give each "
+                "process its own part, or give all of them the same dataset with "
+                "AutoShardPolicy.DATA."
             )
 
 
@@ -244,9 +245,10 @@ def _decode_batch(said: dict[str, Any] | None, giver: int) -> "Batch":
 
     if said is None:
         raise ValueError(
-            f"A process has no batch, and the structure of process {giver}'s batches, which its "
-            f"replicas' padding must have, is one of classes that cannot be told. Give every "
-            f"process at least one batch, or batches of dicts, lists and tuples."
+            "A process has no batch, so its replicas need padding with the structure of process "
+            f"{giver}'s batches, but the classes in that structure cannot be sent to another "
+            "process. Give every process at least one batch, or use batches of dicts, lists and "
+            "tuples."
         )
     treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(
         jax.tree_util.default_registry, base64.b64decode(said["structure"])

@@ -59,7 +59,7 @@ def make_feed(
     if several and asked in _OWN_DATA:
         _require_whole_replicas(mesh, asked)
         parts = Rebatched(source, mesh.num_replicas, PartialBatch.of(partial_batch))
-        why = "each process was given data of its own, whose batches its replicas take in parts"
+        why = "each process has its own data, and its replicas take parts of the batches"
         return Pipelines([parts], mesh, must_differ=True), Sharding(asked, why)
     if asked is AutoShardPolicy.FILE:
         source = _shard_by_files(source, len(processes))
@@ -75,8 +75,8 @@ def make_feed(
     else:
         why = (
             f"each of {len(processes)} processes reads and decodes all of it, and keeps its own "
-            f"rows; where that is too slow, give examples that can be read by number, or each "
-            f"process its own data with AutoShardPolicy.OFF"
+            "rows; if that is too slow, use examples that can be read by number, or give each "
+            "process its own data with AutoShardPolicy.OFF"
         )
     return batches, Sharding(AutoShardPolicy.DATA, why)
 
@@ -87,9 +87,9 @@ def _apply_hint(
     """`source` with numbers for its `SHARD_HINT`, if it has one."""
     if source.has_shard_hint and asked is not AutoShardPolicy.HINT:
         raise ValueError(
-            f"The dataset has shard(SHARD_HINT, SHARD_HINT), but is distributed with "
-            f"AutoShardPolicy.{asked.name}. Use InputOptions(auto_shard_policy="
-            f"AutoShardPolicy.HINT), or leave the shard out."
+            "The dataset has shard(SHARD_HINT, SHARD_HINT), but is distributed with "
+            f"AutoShardPolicy.{asked.name}. Use "
+            "InputOptions(auto_shard_policy=AutoShardPolicy.HINT), or remove the shard."
         )
     if asked is AutoShardPolicy.HINT and source.has_shard_hint:
         mine = processes.index(jax.process_index()) if len(processes) > 1 else 0
@@ -101,9 +101,9 @@ def _apply_hint(
 
 def _describe_missing_hint(source: Any) -> str:
     return (
-        f"AutoShardPolicy.HINT was asked for, but nothing in the {name_of(source)} says where its "
-        f"shards are taken, so every process would read the same. Call dataset.shard(SHARD_HINT, "
-        f"SHARD_HINT) on examples that can be read by number, or use AutoShardPolicy.DATA."
+        f"AutoShardPolicy.HINT: the {name_of(source)} has no SHARD_HINT, so every process would "
+        "read the same data. Call dataset.shard(SHARD_HINT, SHARD_HINT) on examples that can be "
+        "read by number, or use AutoShardPolicy.DATA."
     )
 
 
@@ -113,15 +113,14 @@ def _shard_by_files(source: Any, num_processes: int) -> Any:
         if num_processes == 1:
             return source
         raise ValueError(
-            f"AutoShardPolicy.FILE was asked for, but the {name_of(source)} is not read from files "
-            f"that can be shared out. Use AutoShardPolicy.DATA or AUTO."
+            f"AutoShardPolicy.FILE: the {name_of(source)} is not read from files that processes "
+            "can share. Use AutoShardPolicy.DATA or AUTO."
         )
     if num_files < num_processes:
         warnings.warn(
-            f"AutoShardPolicy.FILE shares out {num_files} files over {num_processes} processes: "
-            f"some files are opened by several of them, each of which reads its own part. No "
-            f"example is read twice. Write at least {num_processes} files for each process to have "
-            f"its own.",
+            f"AutoShardPolicy.FILE divides {num_files} files among {num_processes} processes, so "
+            "several processes open the same file and each reads its own part. No example is read "
+            f"twice. Write at least {num_processes} files so that each process has its own.",
             stacklevel=2,
         )
     return source.with_order_by_files()
@@ -131,9 +130,9 @@ def _require_whole_replicas(mesh: ReplicaMesh, asked: AutoShardPolicy) -> None:
     for replica in range(mesh.num_replicas):
         if len({device.process_index for device in mesh.devices_of(replica)}) > 1:
             raise ValueError(
-                f"AutoShardPolicy.{asked.name} was asked for, which gives each process data of its "
-                f"own, but replica {replica} spans several processes and must be given the same by "
-                f"all of them. Use AutoShardPolicy.DATA, with the same dataset in every process."
+                f"AutoShardPolicy.{asked.name} gives each process its own data, but replica "
+                f"{replica} spans several processes, which must all receive the same data. Use "
+                "AutoShardPolicy.DATA, with the same dataset in every process."
             )
 
 

@@ -55,8 +55,8 @@ def exchange_rows(mesh: ReplicaMesh, rows: int, kinds: list[str]) -> tuple[int, 
             if found.setdefault(replica, each) != each:
                 raise ProcessesDifferError(
                     f"distribute_batch was called with {found[replica]} rows in one process and "
-                    f"{each} in another, for replica {replica}, which spans both. All processes of "
-                    f"a replica must give the same rows."
+                    f"{each} in another, for replica {replica}, which spans both. Pass the same "
+                    "rows in all processes of a replica."
                 )
     return tuple(found[replica] for replica in range(mesh.num_replicas))
 
@@ -74,9 +74,9 @@ def _exchange(mesh: ReplicaMesh, kinds: list[str], sizes: str, own: Any = None) 
             shown = [", ".join(filter(None, x)) for x in (batch, found)]
             raise ProcessesDifferError(
                 f"distribute_batch was called with different batches: process {first} has "
-                f"{shown[0]}; process {other} has {shown[1]}. All processes must give the same "
-                f"batch; only with has_device_dim=True has each rows of its own, with the same "
-                f"structure, dtypes and row shapes."
+                f"{shown[0]}; process {other} has {shown[1]}. Pass the same batch in all "
+                "processes. Only with has_device_dim=True does each process have its own rows, "
+                "with the same structure, dtypes and row shapes."
             )
     return [answer["own"] for answer in answers]
 

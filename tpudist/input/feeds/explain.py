@@ -123,8 +123,8 @@ def explain(dataset: Any) -> Explanation:
     give = getattr(dataset, "explanation", None)
     if give is None:
         raise TypeError(
-            f"A {type(dataset).__name__} is not distributed, so there is nothing to explain. Give "
-            f"what strategy.experimental_distribute_dataset returned."
+            f"A {type(dataset).__name__} is not distributed, so there is nothing to explain. Pass "
+            "the result of strategy.experimental_distribute_dataset."
         )
     return give(read=True)
 
@@ -133,9 +133,9 @@ def explain_feed(
     feed: SplitBatches | Pipelines, mesh: ReplicaMesh, sharding: Sharding | None, *, read: bool
 ) -> Explanation:
     """How a feed is shared out; its first batch may be read for it, if `read`."""
-    policy = "each its own"
+    policy = "each has its own"
     if sharding is not None:
-        policy = "not shared out" if sharding.policy is None else sharding.policy.name
+        policy = "not shared" if sharding.policy is None else sharding.policy.name
     if isinstance(feed, Pipelines):
         own = feed.source
         return Explanation(

@@ -31,7 +31,8 @@ def check_options(options: Any) -> InputOptions | None:
     """
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(
-            f"The options of a dataset are {shorten(options)}. Give a tpudist.InputOptions or None."
+            f"options={shorten(options)}: the options of a dataset must be a tpudist.InputOptions "
+            "or None."
         )
     return options
 
@@ -70,16 +71,15 @@ def options_of_function(
     asked = PartialBatch.of(options.partial_batch)
     if asked is not PartialBatch.PAD:
         raise ValueError(
-            f"InputOptions(partial_batch={asked.value!r}) was asked for, but what a "
-            f"function gives is whole batches of one replica each, not parts of a global one: a "
-            f"smaller one is padded and counted exactly. Leave it out, or batch with "
-            f"drop_remainder=True in the function."
+            f"InputOptions(partial_batch={asked.value!r}) is not supported for datasets from a "
+            "function: its batches belong to one replica each, and a smaller one is padded and "
+            "counted exactly. Omit it, or batch with drop_remainder=True in the function."
         )
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
         warn_if_given(
             "InputOptions(auto_shard_policy",
             options.auto_shard_policy,
-            "the function makes each process's part of the data itself, as its InputContext says",
+            "the function makes each process's part of the data itself, from its InputContext",
         )
     if options.experimental_replication_mode is _PER_REPLICA:
         if not per_replica:
@@ -98,8 +98,8 @@ def options_of_function(
     elif options.experimental_place_dataset_on_device:
         raise ValueError(
             "When `experimental_place_dataset_on_device` is set for dataset placement, you must "
-            "also specify `PER_REPLICA` for the replication mode. Or leave it out: datasets are "
-            "read on the host."
+            "also specify `PER_REPLICA` for the replication mode. Or omit it: datasets are read on "
+            "the host."
         )
     _warn_of_placement(options)
     return options
@@ -140,8 +140,8 @@ def pipelines(
     """
     if not callable(dataset_fn):
         raise TypeError(
-            f"A {type(dataset_fn).__name__} was given for the function that makes a dataset. Give "
-            f"a function of one argument, a tpudist.InputContext."
+            f"A dataset function is a {type(dataset_fn).__name__}. Pass a function of one "
+            "argument, a tpudist.InputContext."
         )
     per_replica = options is not None and options.experimental_replication_mode is _PER_REPLICA
     contexts = _contexts(replica_mesh, per_replica)
@@ -198,9 +198,9 @@ def _contexts(mesh: ReplicaMesh, per_replica: bool) -> list[InputContext]:
     owners = [{d.process_index for d in row} for row in mesh.mesh.devices.reshape(n, -1)]
     if any(len(processes) > 1 for processes in owners):
         raise NotImplementedError(
-            "A dataset for each process was asked for, but a replica spans several processes, and "
-            "must be given the same data by all of them. Use experimental_distribute_dataset, "
-            "with the same global batches in every process."
+            "Each process would have its own dataset, but a replica spans several processes, which "
+            "must all receive the same data. Use experimental_distribute_dataset, with the same "
+            "global batches in every process."
         )
     processes = sorted(set().union(*owners))
     return [InputContext(len(processes), processes.index(jax.process_index()), n)]

@@ -44,9 +44,9 @@ def _read_whole(batch: PyTree, global_batch_size: int | None) -> tuple[HostBatch
     size = num_rows if global_batch_size is None else global_batch_size
     if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < num_rows:
         raise ValueError(
-            f"distribute_batch(global_batch_size={global_batch_size!r}) was called with a batch of "
-            f"{num_rows} rows. Give the number of rows of a full batch, or leave it out if this "
-            f"batch is full."
+            f"distribute_batch(global_batch_size={global_batch_size!r}): the batch has {num_rows} "
+            "rows. Pass the number of rows of a full batch, or omit global_batch_size if this "
+            "batch is full."
         )
     return HostBatch(arrays, treedef, num_rows), names, int(size)
 
@@ -76,12 +76,12 @@ def _read_parts(mesh: ReplicaMesh, parts: PyTree) -> tuple[list[Any], list[str],
     num_local = len(mesh.local_replicas)
     if not num_parts or num_parts % num_local:
         raise ValueError(
-            f"distribute_batch(has_device_dim=True) was called with arrays of {num_parts} parts, "
-            f"but this process has {num_local} replicas, which take equal numbers of parts. Give "
-            f"arrays [{num_local}, rows, ...], or arrays [rows, ...] without has_device_dim."
+            f"distribute_batch(has_device_dim=True): the arrays have {num_parts} parts, but this "
+            f"process has {num_local} replicas, which take equal numbers of parts. Pass arrays "
+            f"[{num_local}, rows, ...], or arrays [rows, ...] without has_device_dim."
         )
     if not num_rows:
-        raise ValueError(f"{_WHAT} has no rows. Leave out batches without examples.")
+        raise ValueError(f"{_WHAT} has no rows. Skip batches without examples.")
     if mesh.num_processes > 1 or not _are_on_devices(leaves):
         leaves = [
             host_batch.to_jax_dtype(host_batch.as_array(x, _WHAT), _WHAT, copy=False)

@@ -247,11 +247,10 @@ class Pipelines:
         found = dict.fromkeys(map(describe_shapes, given))
         if len(found) > 1:
             raise ValueError(
-                f"The replicas were given batches of several shapes in one step: "
-                f"{'; '.join(found)}. All replicas run one program, so a step has one shape, and "
-                f"another step may have another. Let the dataset give as many batches of a shape "
-                f"in sequence as there are replicas, or distribute global batches with "
-                f"experimental_distribute_dataset."
+                f"The replicas received batches of several shapes in one step: {'; '.join(found)}. "
+                "All replicas run one program, so each step has one shape; another step may have "
+                "another. Return as many batches of a shape in sequence as there are replicas, or "
+                "distribute global batches with experimental_distribute_dataset."
             )
         self._remember(given[0])
 
@@ -297,14 +296,15 @@ class Pipelines:
         assert first is not None, batch
         if batch.treedef != first.treedef:
             raise ValueError(
-                f"A batch of a dataset function is structured as {batch.treedef}, but the first "
-                f"one as {first.treedef}. All batches must have the same structure."
+                f"A batch of a dataset function has the structure {batch.treedef}, but the first "
+                f"batch has {first.treedef}. Use the same structure for all batches."
             )
         kinds = [[(x.ndim, x.dtype) for x in each.leaves] for each in (batch, first)]
         if kinds[0] != kinds[1] or (batch.num_rows is None) != (first.num_rows is None):
             raise ValueError(
-                f"A batch of a dataset function holds {describe_shapes(batch)}, but the first one "
-                f"{describe_shapes(first)}. Arrays may differ in the sizes of their dims only."
+                f"A batch of a dataset function holds {describe_shapes(batch)}, but the first "
+                f"batch holds {describe_shapes(first)}. Arrays may differ only in the sizes of "
+                "their dims."
             )
 
 
@@ -324,10 +324,10 @@ def _check_iterators(steps: Iterator[Step], passes: list[Any]) -> Iterator[Step]
         opened = [x.iterator for x in passes if isinstance(x, iterable.Elements)]
         if len({id(x) for x in opened}) < len(opened):
             raise ValueError(
-                f"The state of an iterator was set, but the datasets of several replicas are one "
+                "The state of an iterator was set, but the datasets of several replicas are one "
                 f"{type(opened[0]).__name__}, which they read in turn: no replica can return to "
-                f"its own place in it. Return a new dataset for each replica, or one for all of "
-                f"them with InputReplicationMode.PER_WORKER."
+                "its own position. Return a new dataset for each replica, or one for all of them "
+                "with InputReplicationMode.PER_WORKER."
             )
         yield step
 
@@ -336,8 +336,8 @@ def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[An
     own = _state_of_process(process, said, "datasets")
     if not isinstance(own, list) or len(own) != num_datasets:
         raise ValueError(
-            f"The state is damaged: it says {said.get('datasets')!r} of the datasets of all "
-            f"processes, but process {process} reads {num_datasets}. Take another one."
+            f"The state is damaged: it has {said.get('datasets')!r} as the datasets of all "
+            f"processes, but process {process} reads {num_datasets}. Use another state."
         )
     return own
 

@@ -209,8 +209,8 @@ class SplitBatches:
     def _check(self, batch: HostBatch, index: int) -> None:
         if batch.treedef != self._treedef:
             raise ValueError(
-                f"Batch {index} of the dataset is structured as {batch.treedef}, but the first one "
-                f"as {self._treedef}. All batches must have the same structure."
+                f"Batch {index} of the dataset has the structure {batch.treedef}, but the first "
+                f"batch has {self._treedef}. Use the same structure for all batches."
             )
         names = names_of(batch.treedef)
         different = [
@@ -221,8 +221,8 @@ class SplitBatches:
         if different:
             raise ValueError(
                 f"Batch {index} of the dataset differs from the first one: {'; '.join(different)}. "
-                f"Only the sizes of dims may change, and a step is compiled for each: convert the "
-                f"arrays to one dtype, and reshape them to one number of dims."
+                "Only the sizes of dims may change, and a step is compiled for each size. Convert "
+                "the arrays to one dtype, and reshape them to one number of dims."
             )
 
 

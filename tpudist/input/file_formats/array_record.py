@@ -26,8 +26,8 @@ class ArrayRecordFile:
             self._source: Any = grain.sources.ArrayRecordDataSource(str(path))
         except RuntimeError as error:
             raise CannotRead(
-                f"{path} is no ArrayRecord file, or not whole: {error or 'no index at its end'}. "
-                f"Write it again, and close the writer."
+                f"{path} is not a complete ArrayRecord file: {error or 'no index at its end'}. "
+                "Write it again, and close the writer."
             ) from error
         self.num_records = len(self._source)
 

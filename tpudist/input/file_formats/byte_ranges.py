@@ -29,8 +29,8 @@ def read(path: Path, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
             data = memoryview(_pread(file.fileno(), start, end - start))
             if len(data) < end - start:
                 raise CannotRead(
-                    f"The file {path} has become shorter than it was when it was opened: it ends "
-                    f"before byte {end}. Do not write to files that are read."
+                    f"The file {path} is shorter than when it was opened: it ends before byte "
+                    f"{end}. Do not write to files that are being read."
                 )
             for i in group.tolist():
                 found[i] = data[int(starts[i]) - start : int(ends[i]) - start]

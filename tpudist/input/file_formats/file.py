@@ -36,15 +36,15 @@ def explain_errors(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise CannotRead(
-            f"The file {path} is not there. Look whether it was moved, or the disk that it is on "
-            f"is mounted."
+            f"The file {path} does not exist. Check whether it was moved, and whether its disk is "
+            "mounted."
         ) from error
     except IsADirectoryError as error:
         raise CannotRead(
-            f"{path} is a directory. Give the files in it, such as {path}/*."
+            f"{path} is a directory. Pass the files in it, such as {path}/*."
         ) from error
     except OSError as error:
         raise CannotRead(
-            f"The file {path} cannot be read: {error.strerror or error}. Look at its permissions "
-            f"and its disk."
+            f"The file {path} cannot be read: {error.strerror or error}. Check its permissions and "
+            "its disk."
         ) from error

@@ -27,29 +27,27 @@ def find_files(files: Any) -> list[Path]:
     """
     given = [files] if isinstance(files, str | os.PathLike) else list(files)
     if not given:
-        raise ValueError("No files were given. Give a path, a pattern, or several of them.")
+        raise ValueError("No files were given. Pass a path, a pattern, or several of them.")
     paths: list[Path] = []
     for item in given:
         text = os.fspath(item)
         if "://" in text:
             raise ValueError(
                 f"{text} is not in the file system of this machine. Mount the bucket, or read it "
-                f"with tf.data or a Grain data source: from_records(source)."
+                "with tf.data or a Grain data source: from_records(source)."
             )
         if glob.has_magic(text) and not os.path.exists(text):
             matches = sorted(glob.glob(text, recursive=True))
             if not matches:
-                raise ValueError(
-                    f"No file matches {text!r} (from {os.getcwd()}). Look at the path."
-                )
+                raise ValueError(f"No file matches {text!r} (from {os.getcwd()}). Check the path.")
             paths += map(Path, matches)
         else:
             paths.append(Path(text))
     twice = [str(path) for path, count in collections.Counter(paths).items() if count > 1]
     if twice:
         raise ValueError(
-            f"{', '.join(twice[:3])} was given twice, so its examples would be read twice in an "
-            f"epoch. Give each file once."
+            f"The files contain {', '.join(twice[:3])} twice, so its examples would be read twice "
+            "in an epoch. Pass each file once."
         )
     return paths
 
@@ -63,7 +61,7 @@ def format_of(paths: list[Path], format: str | None) -> str:
     if format is not None:
         if format not in _FORMATS:
             known = ", ".join(map(repr, _FORMATS))
-            raise ValueError(f"format is {format!r}. Known are {known}.")
+            raise ValueError(f"format={format!r}: it must be one of {known}.")
         return format
     said: dict[str, Path] = {}
     for path in paths:
@@ -76,14 +74,14 @@ def format_of(paths: list[Path], format: str | None) -> str:
         if not kinds:
             known = ", ".join(map(repr, _FORMATS))
             raise ValueError(
-                f"The name of {path} does not say its format. Give format=: one of {known}."
+                f"The name of {path} does not show its format. Pass format=: one of {known}."
             )
         said.setdefault(kinds[0], path)
     if len(said) > 1:
         listed = ", ".join(f"{path} is {kind}" for kind, path in said.items())
         raise ValueError(
-            f"The files are of several formats: {listed}. Make a dataset of those of one format, "
-            f"or give format= if their names mislead."
+            f"The files have several formats: {listed}. Make a dataset of the files of one format, "
+            "or pass format= if their names are wrong."
         )
     return next(iter(said))
 

@@ -82,8 +82,8 @@ class OpenFiles:
                 if opened.num_records != self.num_records[file]:
                     raise CannotRead(
                         f"The file {self.paths[file]} has {opened.num_records} records, but "
-                        f"num_records says {self.num_records[file]}. Give the number that it has, "
-                        f"or leave num_records out."
+                        f"num_records says {self.num_records[file]}. Pass the correct number, or "
+                        "omit num_records."
                     )
                 self._opened[file] = opened
             return self._opened[file]

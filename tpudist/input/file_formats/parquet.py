@@ -37,7 +37,7 @@ class ParquetFile:
                 stat = os.fstat(file.fileno())
         except arrow.ArrowInvalid as error:
             raise CannotRead(
-                f"{path} is no Parquet file, or not whole: {error}. Write it again."
+                f"{path} is not a complete Parquet file: {error}. Write it again."
             ) from error
         names = self._metadata.schema.to_arrow_schema().names
         missing = [name for name in columns or () if name not in names]
@@ -96,7 +96,7 @@ class ParquetFile:
             except (arrow.ArrowInvalid, arrow.ArrowException, CannotRead) as error:
                 raise CannotRead(
                     f"Group {group} of the rows of the Parquet file {self._path} is damaged: "
-                    f"{error}. Write it again, or leave it out."
+                    f"{error}. Write the file again, or omit it."
                 ) from error
             columns = {
                 name: self._array(name, column.combine_chunks(), group)
@@ -113,7 +113,7 @@ class ParquetFile:
         if column.null_count:
             raise TypeError(
                 f"Column {name!r} of the Parquet file {self._path} has rows without a value. Fill "
-                f"them, or leave the column out: columns=[...]."
+                "them, or omit the column: columns=[...]."
             )
         kind = column.type
         if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -126,15 +126,16 @@ class ParquetFile:
         if types.is_boolean(kind) or types.is_floating(kind) or types.is_integer(kind):
             return column.to_numpy(zero_copy_only=False)
         raise TypeError(
-            f"Column {name!r} of the Parquet file {self._path} holds {kind}, but devices hold "
-            f"numbers and booleans only. Leave it out, columns=[...], or make numbers of it when "
-            f"the file is written."
+            f"Column {name!r} of the Parquet file {self._path} holds {kind}, but devices hold only "
+            "numbers and booleans. Omit it, columns=[...], or convert it to numbers when you write "
+            "the file."
         )
 
     def _describe_ragged_column(self, name: str, group: int) -> str:
         return (
             f"Column {name!r} of the Parquet file {self._path} holds lists of different lengths, "
-            f"in group {group} of its rows. Pad or crop all to one length when it is written."
+            f"in group {group} of its rows. Pad or crop all lists to one length when you write the "
+            "file."
         )
 
     def close(self) -> None:

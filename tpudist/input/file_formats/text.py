@@ -49,8 +49,8 @@ class TextFile:
             return line.removesuffix(b"\n").removesuffix(b"\r").decode()
         except UnicodeDecodeError as error:
             raise CannotRead(
-                f"Line {number + 1} of {self._path} is not text in UTF-8: {error.reason} at byte "
-                f"{error.start} of it. Convert the file, or give its format=."
+                f"Line {number + 1} of {self._path} is not UTF-8 text: {error.reason} at byte "
+                f"{error.start} of the line. Convert the file, or pass its format=."
             ) from error
 
     def close(self) -> None:

@@ -31,8 +31,8 @@ def parse_example(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
                 features[name] = _values(feature)
     except ValueError as error:
         raise ValueError(
-            f"A record of {len(record)} bytes is no tf.train.Example: {error}. Give a parse "
-            f"function for what the file holds."
+            f"A record of {len(record)} bytes is not a tf.train.Example: {error}. Pass a parse "
+            "function for the contents of the file."
         ) from error
     return features
 
@@ -59,5 +59,5 @@ def _values(feature: memoryview) -> np.ndarray | list[bytes]:
 
 def _message(value: int | memoryview) -> memoryview:
     if isinstance(value, int):
-        raise ValueError("a number where a message should be")
+        raise ValueError("a number instead of a message")
     return value

@@ -64,19 +64,19 @@ class TFRecordFile:
 
     def _truncation_error(self, number: int) -> CannotRead:
         return CannotRead(
-            f"The file {self._path} ends within record {number}: it was cut off, or is still being "
-            f"written. Write it again, or leave it out."
+            f"The file {self._path} ends within record {number}: it was truncated, or is still "
+            "being written. Write it again, or omit it."
         )
 
     def _damage_error(self, number: int, what: str, begin: bytes = b"") -> CannotRead:
-        remedy = "Write it again, or leave it out."
+        remedy = "Write it again, or omit it."
         if number == 0 and begin == b"\x1f\x8b":
             remedy = "It is compressed with gzip: uncompress it, so that records can be found."
         elif number == 0 and begin:
-            remedy = "Is it a TFRecord file? Give format=, or write it again."
+            remedy = "Is it a TFRecord file? Pass format=, or write it again."
         return CannotRead(
             f"Record {number} of the TFRecord file {self._path} is damaged: the checksum of {what} "
-            f"does not fit. {remedy}"
+            f"does not match. {remedy}"
         )
 
     def read(self, numbers: np.ndarray) -> list[bytes]:

@@ -38,8 +38,8 @@ def to_source(source: Any) -> Any:
         return found
     if not isinstance(source, Iterable) and not callable(source):
         raise TypeError(
-            f"A {kind} is not a dataset. Give an iterable of global batches (pytrees of arrays), "
-            f"or a function that returns one for each pass."
+            f"A {kind} is not a dataset. Pass an iterable of global batches (pytrees of arrays), "
+            "or a function that returns one for each pass."
         )
     passes: Any = source
     return IterableSource(passes, adapt_library_dataset)

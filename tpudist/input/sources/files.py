@@ -55,9 +55,9 @@ class FileDataset(RecordDataset):
         return f"Record {record} of {self._files.paths[file]}"
 
     def _text(self, kind: str) -> tuple[str, str]:
-        remedy = f"Make numbers of it: from_files(..., parse=function of {kind})."
+        remedy = f"Convert it to numbers: from_files(..., parse=function of {kind})."
         if self._format == "tfrecord" and self._transform is None:
-            remedy += " For tf.train.Examples begin it with tpudist.input.parse_example."
+            remedy += " For tf.train.Examples, begin the function with tpudist.input.parse_example."
         return f"holds {kind}", remedy
 
     def _fetch(self, numbers: list[int]) -> Sequence[Any]:
@@ -181,17 +181,17 @@ def from_files(
     format = file_names.format_of(paths, format)
     if columns is not None and format != "parquet":
         raise ValueError(
-            f"columns={list(columns)!r} was asked for of {format} files, which have none. Leave it "
-            f"out, or give Parquet files."
+            f"columns={list(columns)!r}: {format} files have no columns. Omit it, or pass Parquet "
+            "files."
         )
     if parse is not None and not callable(parse):
         raise TypeError(
-            f"parse is {parse!r}. Give a function of one record that returns a pytree of arrays."
+            f"parse={parse!r}: it must be a function of one record that returns a pytree of arrays."
         )
     if num_records is not None and len(num_records) != len(paths):
         raise ValueError(
-            f"num_records has {len(num_records)} numbers for {len(paths)} files. Give one for each "
-            f"file, in the order of the files."
+            f"num_records has {len(num_records)} numbers for {len(paths)} files. Pass one for each "
+            "file, in the order of the files."
         )
     make = file_names.reader(format)
     return FileDataset(

@@ -66,7 +66,7 @@ def batches(dataset: Any) -> "HuggingFaceBatches":
     return HuggingFaceBatches(dataset)
 
 
-_SEVERAL = "A Hugging Face {} is several datasets: {}. Give one of them."
+_SEVERAL = "A Hugging Face {} is several datasets: {}. Pass one of them."
 _SINGLE = ("Value", "ClassLabel", "Image", "Audio")
 
 

@@ -123,9 +123,9 @@ class IndexedDataset(abc.ABC):
             ValueError: It is shuffled or batched already, or the seed is not a number from 0.
         """
         if self._plan.seed is not None:
-            raise ValueError(f"The dataset is shuffled already, with seed {self._plan.seed}.")
+            raise ValueError(f"The dataset is already shuffled, with seed {self._plan.seed}.")
         if self._plan.global_batch_size is not None:
-            raise ValueError("The dataset is batched already. Shuffle examples before batching.")
+            raise ValueError("The dataset is already batched. Shuffle examples before batching.")
         return self._replace(seed=_whole_number("shuffle(seed)", seed, at_least=0))
 
     def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Self:
@@ -140,14 +140,14 @@ class IndexedDataset(abc.ABC):
         """
         if self._plan.global_batch_size is not None:
             raise ValueError(
-                f"The dataset is batched already, by {self._plan.global_batch_size} examples."
+                f"The dataset is already batched, by {self._plan.global_batch_size} examples."
             )
         size = _whole_number("batch(global_batch_size)", global_batch_size, at_least=1)
         has_padding = self.num_examples > 0 and not drop_remainder
         if has_padding and size > max(_MAX_PADDED, 16 * self.num_examples):
             raise ValueError(
-                f"batch(global_batch_size) is {size}, of a dataset of {self.num_examples} examples "
-                f"in an epoch: nearly all of the batch would be padding. Use a smaller batch."
+                f"batch(global_batch_size={size}): the dataset has {self.num_examples} examples in "
+                "an epoch, so nearly all of the batch would be padding. Use a smaller batch."
             )
         batched = self._replace(global_batch_size=size)
         return batched.without_remainder() if drop_remainder else batched
@@ -168,19 +168,21 @@ class IndexedDataset(abc.ABC):
             num_shards = _whole_number("shard(num_shards)", num_shards, at_least=1)
             index = _whole_number("shard(index)", index, at_least=0)
             if index >= num_shards:
-                raise ValueError(f"shard(index) is {index}. Of {num_shards} shards it must be one.")
+                raise ValueError(
+                    f"shard(index={index}): the index must be one of {num_shards} shards."
+                )
         if self._plan.num_epochs != 1:
-            raise ValueError("The dataset is repeated already. Shard it before.")
+            raise ValueError("The dataset is already repeated. Shard it before.")
         if self.has_shard_hint:
-            raise ValueError("The dataset has a SHARD_HINT already. Shard it once.")
+            raise ValueError("The dataset already has a SHARD_HINT. Shard it once.")
         if self._plan.global_batch_size is not None:
             if self._plan.batches != (1, 0):
-                raise ValueError("The batches of the dataset are sharded already.")
+                raise ValueError("The batches of the dataset are already sharded.")
             return self._replace(batches=(num_shards, index))
         if self._plan.seed is not None:
-            raise ValueError("The dataset is shuffled already. Shard examples before shuffling.")
+            raise ValueError("The dataset is already shuffled. Shard examples before shuffling.")
         if is_hint and self._plan.examples != (1, 0):
-            raise ValueError("The examples of the dataset are sharded already.")
+            raise ValueError("The examples of the dataset are already sharded.")
         each, first = self._plan.examples
         if not is_hint:
             num_shards, index = each * num_shards, first + each * index
@@ -195,7 +197,7 @@ class IndexedDataset(abc.ABC):
         if self._plan.global_batch_size is None:
             raise ValueError("The dataset is not batched. Call batch(global_batch_size) first.")
         if self._plan.num_epochs != 1:
-            raise ValueError("The dataset is repeated already. Call repeat once.")
+            raise ValueError("The dataset is already repeated. Call repeat once.")
         if count is not None:
             count = _whole_number("repeat(count)", count, at_least=1)
         return self._replace(num_epochs=count)
@@ -349,7 +351,7 @@ class IndexedPass(Iterator[Any]):
         self._num_batches = dataset.cardinality
         if 0 <= self._num_batches < self._num_given:
             raise ValueError(
-                f"The state is one after {self._num_given} batches of a pass, which has "
+                f"The state was taken after {self._num_given} batches of a pass, but a pass has "
                 f"{self._num_batches}."
             )
         self._numbers, self._num_examples = dataset.batches_of_epoch, dataset.num_examples
@@ -386,5 +388,5 @@ _MAX_PADDED = 1 << 16
 
 def _whole_number(what: str, value: Any, *, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
-        raise ValueError(f"{what} is {value!r}. Give a whole number of at least {at_least}.")
+        raise ValueError(f"{what}={value!r}: it must be an integer of at least {at_least}.")
     return int(value)

@@ -30,13 +30,12 @@ Source = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 
 OTHER_BATCHES = (
     "The state was taken after {} batches of a pass through the dataset ({}), which were read "
-    "again to return there. The last is not the batch that was read before the state was taken, "
-    "so some examples would be lost and others would come twice. If the dataset is shuffled, or "
-    "changes examples at random, each run must draw the same numbers: seed it, for example "
-    "tf.data's shuffle(n, seed=0) or np.random.default_rng(0) where the loader is made. Or use a "
-    "dataset that resumes from a few integers, "
-    "tpudist.input.from_records(examples).shuffle(seed=0).batch(global_batch_size), or give the "
-    "iterators get_state and set_state. To start a new pass, leave the state out."
+    "again to return there. The last one differs from the batch before the state, so some examples "
+    "would be lost and others repeated. If the dataset is shuffled, or changes examples at random, "
+    "seed it, so that each run draws the same numbers: for example tf.data's shuffle(n, seed=0), "
+    "or np.random.default_rng(0) where you make the loader. Or use a dataset that resumes from a "
+    "few integers, tpudist.input.from_records(examples).shuffle(seed=0).batch(global_batch_size), "
+    "or give the iterators get_state and set_state. To start a new pass, omit the state."
 )
 
 
@@ -224,9 +223,9 @@ class IterableSource:
         source = self._source
         kind = type(source.rest if isinstance(source, _PutBack) else source).__name__
         raise ValueError(
-            f"A second pass through the dataset was asked for, but it is a {kind}, which can be "
-            f"gone through once. Give a function that makes a new one for each pass, such as the "
-            f"generator function itself."
+            f"The dataset is a {kind}, which can be read only once, but a second pass was started. "
+            "Pass a function that makes a new one for each pass, such as the generator function "
+            "itself."
         )
 
 
@@ -282,10 +281,10 @@ class Elements(Iterator[PyTree]):
             last = next(iterator, _END)
             if last is _END:
                 raise ValueError(
-                    f"The state is one after {self.num_given} batches of a pass through the "
-                    f"dataset, which were read again to come back there, but now it gave "
-                    f"{number}. Make the dataset as it was when the state was taken, or begin "
-                    f"anew without the state."
+                    f"The state was taken after {self.num_given} batches of a pass through the "
+                    "dataset, which were read again to return there, but this pass gave only "
+                    f"{number}. Make the dataset as it was when the state was taken, or start "
+                    "again without the state."
                 )
         expected = self._state.get("checksum")
         if num_read < self.num_given and expected is not None:

@@ -9,7 +9,7 @@ _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 NO_BATCHES = (
     "A pass through the dataset gave no batches, so there is nothing to do. If it reads from an "
-    "iterator that is used up by now, give a function that makes a new one for each pass."
+    "iterator that is exhausted, pass a function that makes a new one for each pass."
 )
 
 
@@ -42,8 +42,8 @@ def warn(feed: Any, *sources: Any, num_dropped: int = 0) -> None:
 def _describe(source: Any, num_dropped: int) -> str:
     if num_dropped:
         return (
-            f"All {num_dropped} batches of the dataset were partial ones and dropped, so there is "
-            f"nothing to do. Use partial_batch='pad'."
+            f"All {num_dropped} batches of the dataset were partial and were dropped, so there is "
+            "nothing to do. Use partial_batch='pad'."
         )
     num_examples = getattr(source, "num_examples", None)
     if num_examples is None:
@@ -55,7 +55,7 @@ def _describe(source: Any, num_dropped: int) -> str:
     if source.drops_remainder and num_examples < size:
         return (
             f"{told}: it has {num_examples} examples, fewer than a full batch of {size}, and a "
-            f"last batch that is not full is dropped. Use a global batch of at most "
+            "last batch that is not full is dropped. Use a global batch of at most "
             f"{num_examples}, or keep the last batch."
         )
     return f"{told}: this shard of the {kind} has none. There is nothing to do."

@@ -46,18 +46,18 @@ class RecordDataset(IndexedDataset):
         """Looks at the first example, once `_fetch` works."""
         if random_transform is not None and not callable(random_transform):
             raise TypeError(
-                f"random_transform is {random_transform!r}. Give a function of an example and a "
-                f"numpy.random.Generator that returns a pytree of arrays."
+                f"random_transform={random_transform!r}: it must be a function of an example and a "
+                "numpy.random.Generator that returns a pytree of arrays."
             )
         if transform is not None and not callable(transform):
             raise TypeError(
-                f"A {type(transform).__name__} was given to make examples of records. Give a "
-                f"function of one record that returns a pytree of arrays."
+                f"transform is a {type(transform).__name__}. Pass a function of one record that "
+                "returns a pytree of arrays."
             )
         if num_threads is None:
             num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads!r}. Give a whole number of at least 1.")
+            raise ValueError(f"num_threads={num_threads!r}: it must be an integer of at least 1.")
         self._transform = transform
         self._random_transform = random_transform
         self._threads = _Threads(num_threads)
@@ -67,7 +67,9 @@ class RecordDataset(IndexedDataset):
         (first,) = self._transform_records([0], self._fetch([0]), epoch=0)
         leaves, self._names, self._treedef = self._example(0, first)
         if not leaves:
-            raise ValueError(f"{self._name(0)} holds no arrays. Give examples with at least one.")
+            raise ValueError(
+                f"{self._name(0)} holds no arrays. Use examples with at least one array."
+            )
         self._leaf_specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     # Hooks.
@@ -119,7 +121,7 @@ class RecordDataset(IndexedDataset):
                 if self._random_transform is not None:
                     made = self._random_transform(made, self._rng(epoch, number))
             except Exception as error:
-                error.add_note(f"This was raised for {self._name(number)}.")
+                error.add_note(f"This error was raised for {self._name(number)}.")
                 raise
             yield made
 
@@ -141,14 +143,14 @@ class RecordDataset(IndexedDataset):
         """The arrays of an example, their names, and its structure."""
         if made is None:
             raise ValueError(
-                f"{self._name(number)} is None. An example cannot be left out when it is read, "
-                f"since batches are counted before: filter the source first."
+                f"{self._name(number)} is None. tpudist cannot skip an example when it reads it, "
+                "because batches are counted before. Filter the source first."
             )
         texts = [x for x in jax.tree_util.tree_leaves(made) if isinstance(x, str | bytes)]
         if texts:
             what, remedy = self._text("bytes" if isinstance(texts[0], bytes) else "str")
             raise TypeError(
-                f"{self._name(number)} {what}, but devices hold numbers and booleans only. {remedy}"
+                f"{self._name(number)} {what}, but devices hold only numbers and booleans. {remedy}"
             )
         return host_batch.as_arrays(made, self._name(number))
 
@@ -156,14 +158,14 @@ class RecordDataset(IndexedDataset):
         """What is wrong with an example that holds text, and what to do."""
         return (
             f"holds {kind}",
-            "Leave it out, or make numbers of it: from_records(source, transform=function).",
+            "Omit it, or convert it to numbers: from_records(source, transform=function).",
         )
 
     def _check(self, number: int, leaves: list[np.ndarray], treedef: Any) -> None:
         if treedef != self._treedef:
             raise ValueError(
-                f"{self._name(number)} is structured as {treedef}, but the first one as "
-                f"{self._treedef}. All examples must have the same structure."
+                f"{self._name(number)} has the structure {treedef}, but the first one has "
+                f"{self._treedef}. Use the same structure for all examples."
             )
         for name, leaf, spec in zip(self._names, leaves, self._leaf_specs, strict=True):
             if leaf.shape == spec.shape and leaf.dtype == spec.dtype:
@@ -212,14 +214,14 @@ def _length(source: Any) -> int:
         hasattr(source, "__len__") and hasattr(source, "__getitem__")
     ):
         raise TypeError(
-            f"A {type(source).__name__} has no examples that can be read by number. Give something "
-            f"with len(source) and source[i]; distribute an iterable of batches as it is."
+            f"A {type(source).__name__} has no examples that can be read by number. Pass an object "
+            "with len(source) and source[i]; distribute an iterable of batches as it is."
         )
     length = len(source)
     if length >= np.iinfo(np.int64).max:  # what repeats without end in Grain
         raise ValueError(
-            f"The {type(source).__name__} has no end. Leave its repeat out, and call repeat of "
-            f"what from_records returns."
+            f"The {type(source).__name__} has no end. Remove its repeat, and call repeat on the "
+            "result of from_records."
         )
     return length
 

@@ -100,13 +100,13 @@ def _check_spec(spec: PyTree) -> PyTree:
         what = f"The elements of the tf.data.Dataset hold {leaf}{name and f' in {name}'}"
         if type(leaf).__name__ != "TensorSpec":
             raise TypeError(
-                f"{what}. Devices hold dense arrays only: use dataset.map with to_tensor or "
-                f"tf.sparse.to_dense, or dataset.padded_batch."
+                f"{what}. Devices hold only dense arrays: use dataset.map with to_tensor or "
+                "tf.sparse.to_dense, or dataset.padded_batch."
             )
         if np.dtype(leaf.dtype.as_numpy_dtype).kind == "O":
             raise TypeError(
-                f"{what}, but devices hold numbers and booleans only. Convert texts to token ids "
-                f"with dataset.map, or leave them out."
+                f"{what}, but devices hold only numbers and booleans. Convert texts to token ids "
+                "with dataset.map, or omit them."
             )
         if leaf.shape.rank == 0:
             raise ValueError(

@@ -148,8 +148,8 @@ def _array(value: Any) -> Any:
     if value.layout is not torch.strided or value.is_nested:
         raise TypeError(
             f"A batch of the PyTorch DataLoader holds a tensor that is not dense: {value.layout}. "
-            f"Devices hold dense arrays only: convert it, such as with to_dense() or "
-            f"torch.nn.utils.rnn.pad_sequence."
+            "Devices hold only dense arrays: convert it, such as with to_dense() or "
+            "torch.nn.utils.rnn.pad_sequence."
         )
     tensor = value.detach().cpu()
     if tensor.dtype is torch.bfloat16:  # NumPy does not know it by itself

@@ -123,14 +123,14 @@ def flatten(element: PyTree, what: str) -> tuple[list[Any], list[str], jax.tree_
     for leaf, name in zip(leaves, names, strict=True):
         if isinstance(leaf, PerReplica):
             raise TypeError(
-                f"{what}{name} is a PerReplica, so the replicas have it already. Pass it to "
-                f"strategy.run as it is, or give the arrays [rows, ...] that it was made of."
+                f"{what}{name} is a PerReplica, so the replicas already have it. Pass it to "
+                "strategy.run as it is, or pass the arrays [rows, ...] that it was made from."
             )
         if traces.is_traced(leaf):
             raise ValueError(
-                f"{what}{name} belongs to a program that is being traced, by jax.jit or "
-                f"tpudist.function, and has no numbers yet. Place batches outside of it, and pass "
-                f"the result as an argument."
+                f"{what}{name} belongs to a program that jax.jit or tpudist.function is tracing, "
+                "and has no numbers yet. Distribute batches outside of it, and pass the result as "
+                "an argument."
             )
     return leaves, names, treedef
 
@@ -146,8 +146,8 @@ def as_array(value: Any, what: str) -> np.ndarray:
     if random_keys.is_key(value):
         raise TypeError(
             f"{what} has random keys, {value.dtype}{list(value.shape)}, but batches are read in "
-            f"host memory, which holds numbers and booleans only. Give the numbers that they are, "
-            f"jax.random.key_data(keys), and make keys of them in the step: "
+            "host memory, which holds only numbers and booleans. Pass their numbers, "
+            "jax.random.key_data(keys), and make keys from them in the step: "
             f"jax.random.wrap_key_data(data, impl={str(jax.random.key_impl(value))!r})."
         )
     try:
@@ -159,8 +159,8 @@ def as_array(value: Any, what: str) -> np.ndarray:
         ) from error
     if jax_dtype(array.dtype) is None:
         raise TypeError(
-            f"{what} has dtype {array.dtype}, but devices hold numbers and booleans only. Convert "
-            f"it, for example text to token ids, or leave it out of the dataset."
+            f"{what} has dtype {array.dtype}, but devices hold only numbers and booleans. Convert "
+            "it, for example text to token ids, or remove it from the dataset."
         )
     return array
 
@@ -198,7 +198,7 @@ def common_rows(
             not be.
     """
     if not leaves:
-        raise ValueError(f"{what} holds no arrays. Give at least one, with examples along dim 0.")
+        raise ValueError(f"{what} holds no arrays. Pass at least one, with examples along dim 0.")
     for name, leaf in zip(names, leaves, strict=True):
         if leaf.ndim == 0:
             raise ValueError(
@@ -210,11 +210,11 @@ def common_rows(
             f"{name or 'array'} {len(leaf)}" for name, leaf in zip(names, leaves, strict=True)
         )
         raise ValueError(
-            f"{what} has arrays of different numbers of rows: {listed}. All arrays count the same "
-            f"examples along dim 0."
+            f"{what} has arrays of different numbers of rows: {listed}. All arrays must count the "
+            "same examples along dim 0."
         )
     if len(leaves[0]) == 0 and not may_be_empty:
-        raise ValueError(f"{what} has no rows. Leave out batches without examples.")
+        raise ValueError(f"{what} has no rows. Skip batches without examples.")
     return len(leaves[0])
 
 

@@ -88,17 +88,19 @@ def candidates(
         geometries = list(usual_geometries(len(devices)))
     if not geometries or not remat or not microbatches:
         raise ValueError(
-            "A search needs at least one geometry, one way to rematerialize and one number of "
+            "A search needs at least one geometry, one remat policy and one number of "
             'microbatches: geometries=[{"fsdp": 8}], remat=["none"], microbatches=[1].'
         )
     if isinstance(geometries, Mapping) or isinstance(remat, str):
         raise ValueError(
-            "geometries is a list of sets of axes, and remat one of names: geometries="
-            '[{"fsdp": 8}], remat=["none", "full"].'
+            "geometries must be a list of dicts of axes, and remat a list of names: "
+            'geometries=[{"fsdp": 8}], remat=["none", "full"].'
         )
     for number in microbatches:
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"microbatches has {number!r}. Give whole numbers of at least 1.")
+            raise ValueError(
+                f"microbatches has {number!r}. Each number must be an integer of at least 1."
+            )
     remat = list(dict.fromkeys(remat))
     found: dict[str, Candidate] = {}
     for axes, name, number in itertools.product(geometries, remat, microbatches):

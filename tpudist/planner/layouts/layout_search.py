@@ -96,17 +96,17 @@ def search(
     if context.depth():
         raise RuntimeError(
             f"search was called in the scope of {context.get_strategy()!r}, but each candidate has "
-            f"a strategy of its own. Call it outside of `with strategy.scope()` (after "
-            f"experimental_set_strategy(None), if that was used) and of replica functions."
+            "its own strategy. Call it outside of `with strategy.scope()` (after "
+            "experimental_set_strategy(None), if you used that) and of replica functions."
         )
     if not 0 < time_budget_s < math.inf:
         raise ValueError(
-            f"time_budget_s is {time_budget_s!r}. Give a number of seconds above 0, such as 86400 "
-            f"for a day."
+            f"time_budget_s={time_budget_s!r}: it must be a number of seconds above 0, such as "
+            "86400 for a day."
         )
     user_figures.check(tokens_per_step, model_flops)
     if max_workers is not None and (not isinstance(max_workers, int) or max_workers < 1):
-        raise ValueError(f"max_workers is {max_workers!r}. Give a whole number of at least 1.")
+        raise ValueError(f"max_workers={max_workers!r}: it must be an integer of at least 1.")
     devices = jax.devices() if topology is None else topologies.devices(topology)
     tried = candidates.candidates(topology, devices, geometries, remat, microbatches)
     arguments = {

@@ -46,7 +46,7 @@ def describe_search(result: SearchOutcomes) -> Report:
 def _title_without_result(result: SearchOutcomes) -> str:
     """The title of a search that found nothing."""
     if result.of(TOO_LARGE):
-        return f"nothing that was tried fits {result.topology}"
+        return f"no candidate fits {result.topology}"
     if result.of(FAILED):
         return f"all that was tried for {result.topology} failed"
     return (

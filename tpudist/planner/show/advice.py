@@ -16,7 +16,7 @@ def suggest_changes(plan: PlanFigures) -> tuple[str, ...]:
     assert plan.refusal is not None
     refusal = plan.refusal
     tries = [
-        'Compute activations again in the backward pass (remat="full"), if it keeps them.',
+        'Compute activations again in the backward pass (remat="full"), if the program keeps them.',
         "Give each replica fewer examples at a time: a smaller batch, or more microbatches.",
     ]
     if split := _split(plan):
@@ -25,10 +25,12 @@ def suggest_changes(plan: PlanFigures) -> tuple[str, ...]:
     if refusal.needed_bytes > refusal.available_bytes:
         times = refusal.needed_bytes / max(1, refusal.available_bytes)
         tries.append(
-            f"Take more or larger chips: the program needs {times:.1f} times the "
+            f"Use more or larger chips: the program needs {times:.1f} times the "
             f"{format_bytes(refusal.available_bytes)} of this one."
         )
-    tries.append("Let the planner compile these and others: tpudist plan --search, planner.search.")
+    tries.append(
+        "Let the planner compile these and other layouts: tpudist plan --search, planner.search."
+    )
     return tuple(tries)
 
 
@@ -46,4 +48,7 @@ def _split(plan: PlanFigures) -> str:
         if inside > 1
         else "Each device holds all parameters and the optimizer's state"
     )
-    return f"{now}. Split it over more, as --replica-axes {told}: each then holds a smaller part."
+    return (
+        f"{now}. Split it over more devices, as --replica-axes {told}: each then holds a smaller "
+        "part."
+    )
