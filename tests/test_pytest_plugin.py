@@ -78,7 +78,7 @@ def test_devices_asked_for_too_late_are_refused_before_any_test_runs(tmp_path):
         conftest="import jax\njax.devices()\n",
     )
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert "Emulating 3 devices was asked for, but JAX has already started" in output
+    assert "emulate(3): JAX has already started" in output
     assert "let it do that in a fixture" in output
 
 

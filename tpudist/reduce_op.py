@@ -36,8 +36,8 @@ class ReduceOp(enum.Enum):
                 return cls[op.upper()]
             raise ValueError(f"'{op}' is not a valid ReduceOp. Use one of {names}.")
         raise TypeError(
-            f"A reduction was asked for with a value of type {type(op).__name__}. "
-            f"It must be a tpudist.ReduceOp or its name: {names}."
+            f"A reduction received a value of type {type(op).__name__} as its op. It must be a "
+            f"tpudist.ReduceOp or its name: {names}."
         )
 
     @staticmethod

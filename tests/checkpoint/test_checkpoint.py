@@ -202,7 +202,7 @@ def test_variables_with_components_are_saved_aggregated_and_shared_out_again(
 def test_a_variable_whose_components_have_no_one_value_is_not_saved(tmp_path):
     with tpudist.MirroredStrategy().scope():
         apart = tpudist.Variable(0, synchronization=ON_READ)
-    with pytest.raises(ValueError, match="its components have no one value"):
+    with pytest.raises(ValueError, match="its components have no single value"):
         CheckpointManager(Checkpoint(apart=apart), tmp_path).save(1)
 
 

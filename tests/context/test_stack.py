@@ -337,7 +337,7 @@ def test_the_gradient_of_an_all_gather_is_each_replicas_part_of_the_sum(mirrored
 
 @pytest.mark.parametrize(("value", "axis"), [(1.0, 0), (np.ones(2), 1), (np.ones(2), -2)])
 def test_gathering_along_a_dim_that_is_not_there_is_refused(mirrored, value, axis):
-    with pytest.raises(ValueError, match=f"all_gather was asked for axis {axis}"):
+    with pytest.raises(ValueError, match=rf"all_gather\(axis={axis}\)"):
         mirrored.run(lambda: tpudist.get_replica_context().all_gather(value, axis))
 
 
@@ -389,7 +389,7 @@ def test_a_replica_context_that_was_kept_is_refused(mirrored, default):
             use()
         with mirrored.scope(), pytest.raises(RuntimeError, match="context is cross-replica"):
             use()
-        with pytest.raises(RuntimeError, match="another replica function is being run"):
+        with pytest.raises(RuntimeError, match="another replica function is running"):
             mirrored.run(lambda use=use: use())
     assert replica.strategy is mirrored
 

@@ -162,7 +162,7 @@ def test_the_strategy_of_a_chief_has_the_machines_of_its_servers(monkeypatch):
     assert engine._cluster.machines == {("worker", 0), ("worker", 1), ("ps", 0)}
     assert type(parameter_server._make_engine("threads", resolver)).__name__ == "ThreadEngine"
     unnamed = SimpleClusterResolver(ClusterSpec(CLUSTER))
-    with pytest.raises(ValueError, match="Have this process be the cluster's 'chief'"):
+    with pytest.raises(ValueError, match="Make this process the cluster's 'chief'"):
         tpudist.ParameterServerStrategy(unnamed)
 
 

@@ -213,18 +213,18 @@ def test_losses_work_outside_of_all_scopes():
 @pytest.mark.parametrize(
     ("loss", "kwargs", "message"),
     [
-        (jnp.float32(1), {}, r"given a per-example loss float32\[\].*do not average it before"),
+        (jnp.float32(1), {}, r"received a per-example loss float32\[\].*Do not average it before"),
         (jnp.ones(2, jnp.int32), {}, r"per-example loss int32\[2\]"),
         (
             jnp.ones(2),
             {"global_batch_size": 0},
-            "size of 0. It must be a number, and positive",
+            "size=0\\): global_batch_size must be a positive number",
         ),
-        (jnp.ones(2), {"global_batch_size": -8}, "a global batch size of -8"),
-        (jnp.ones(2), {"global_batch_size": "x"}, "a global batch size of 'x'"),
-        (jnp.ones(2), {"global_batch_size": True}, "a global batch size of True"),
-        (jnp.ones(2), {"global_batch_size": float("nan")}, "a global batch size of nan"),
-        (jnp.ones(2), {"global_batch_size": object()}, "a global batch size of <object"),
+        (jnp.ones(2), {"global_batch_size": -8}, "global_batch_size=-8"),
+        (jnp.ones(2), {"global_batch_size": "x"}, "global_batch_size='x'"),
+        (jnp.ones(2), {"global_batch_size": True}, "global_batch_size=True"),
+        (jnp.ones(2), {"global_batch_size": float("nan")}, "global_batch_size=nan"),
+        (jnp.ones(2), {"global_batch_size": object()}, "global_batch_size=<object"),
     ],
 )
 def test_a_loss_that_cannot_be_averaged_is_refused(mirrored, loss, kwargs, message):

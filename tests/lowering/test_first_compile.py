@@ -47,7 +47,7 @@ def test_what_is_not_known_is_compiled_elsewhere_too(log, monkeypatch):
     found = make(fsdp=2, tensor=2).run(step, args=(X,))
     np.testing.assert_array_equal(found, X + 1)
     (said,) = messages(log)
-    assert re.search(r"'step' .* sort \(at \S*test_first_compile.py:\d+\) was not tried", said)
+    assert re.search(r"'step' .* sort \(at \S*test_first_compile.py:\d+\) was not tested", said)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_another_jaxlib_is_a_doubt_of_its_own(log, monkeypatch):
     for _ in range(2):
         strategy.run(sine, args=(X,))
     assert len(messages(log)) == 1
-    assert "operations were tried with 0.1" in messages(log)[0]
+    assert "operations were tested with 0.1" in messages(log)[0]
 
 
 def sine(x):
@@ -110,7 +110,7 @@ def test_what_ends_the_process_is_an_error_with_its_line(monkeypatch):
         strategy.run(look_up, args=(table, tokens))
     said = str(e.value)
     assert "XLA ends the process that compiles 'look_up'" in said
-    assert re.search(r"\n- gather \(at \S*test_first_compile.py:\d+\) was not tried\n", said)
+    assert re.search(r"\n- gather \(at \S*test_first_compile.py:\d+\) was not tested\n", said)
     assert "Check failed: partition_group_list" in said
     assert "(fsdp=2, tensor=2)" in said
 

@@ -59,10 +59,10 @@ def test_a_value_can_live_in_host_memory_where_the_devices_have_it(mesh):
 
 
 def test_a_memory_that_is_not_there_is_refused_with_those_that_are(mesh):
-    with pytest.raises(ValueError, match="'tape' was asked for") as caught:
+    with pytest.raises(ValueError, match="'tape' does not exist") as caught:
         placement.replicate(mesh, np.ones(3), memory_kind="tape")
     known = ", ".join(f"'{memory.kind}'" for memory in jax.devices()[0].addressable_memories())
     assert str(caught.value) == (
-        f"Memory 'tape' was asked for, but cpu devices here have {known}. Use one of these, or "
-        f"leave it out."
+        f"Memory 'tape' does not exist on cpu devices here, which have {known}. Use one of these, "
+        f"or omit memory_kind."
     )

@@ -563,7 +563,7 @@ def spectrum(x):
     return jnp.abs(jnp.fft.fft(x, axis=0)).sum()
 
 
-@remedy(lambda: run(spectrum, batch(3)), "cannot be followed over its rows")
+@remedy(lambda: run(spectrum, batch(3)), "tpudist cannot follow its rows")
 def rows_that_cannot_be_followed():
     options = tpudist.InputOptions(partial_batch="drop")
     data = strategy().experimental_make_numpy_dataset(ROWS).batch(4)

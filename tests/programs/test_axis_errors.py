@@ -37,7 +37,7 @@ def test_a_constraint_on_an_inner_axis_works(split):
 @pytest.mark.parametrize("axes", [{"fsdp": 2}, {}])
 def test_a_constraint_on_the_replica_axis_is_refused(axes):
     strategy = tpudist.TPUStrategy(replica_axes=axes)
-    with pytest.raises(ValueError, match="not split over 'replica': leave that axis out"):
+    with pytest.raises(ValueError, match="not split over 'replica'. Remove that axis"):
         strategy.run(
             lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("replica")), args=(X,)
         )
@@ -52,7 +52,7 @@ def test_a_named_sharding_on_the_replica_axis_is_refused_with_its_line(axes):
     def step(x):
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    match = r"'step' \(.*test_axis_errors.py:\d+\) constrains .*'replica': leave that axis out"
+    match = r"'step' \(.*test_axis_errors.py:\d+\) constrains .*'replica'. Remove that axis"
     for function in (step, jax.jit(step)):
         with pytest.raises(ValueError, match=match):
             strategy.run(function, args=(X,))
@@ -136,7 +136,7 @@ def test_an_unknown_axis_of_a_collective_is_named_with_those_that_exist(collecti
     named.run(lambda x: jax.lax.psum(x, "batch"), args=(X,))  # the remedy
     with pytest.raises(NameError, match="is called 'replica' or 'batch'"):
         named.run(lambda x: collective(x, "data"), args=(X,))
-    with pytest.raises(NameError, match="That axis is inside a replica.*Leave the collective out"):
+    with pytest.raises(NameError, match="That axis is inside a replica.*Remove the collective"):
         split.run(lambda x: collective(x, "fsdp"), args=(X,))
 
 

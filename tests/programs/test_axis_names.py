@@ -129,7 +129,7 @@ def test_state_that_differs_cannot_be_created():
 
 @pytest.mark.parametrize("name", ["", 3, "fsdp"])
 def test_a_name_that_cannot_be_one_is_refused(name):
-    with pytest.raises(ValueError, match="another name of the axis of replicas"):
+    with pytest.raises(ValueError, match="a second name of the axis of replicas"):
         tpudist.TPUStrategy(replica_axes={"fsdp": 2}, axis_name=name)
 
 

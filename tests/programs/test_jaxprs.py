@@ -267,7 +267,7 @@ def test_what_is_laid_out_otherwise_is_unknown_and_may_differ(case, caplog):
     assert f"does not know from jax {jax.__version__}" in structure.reason
     assert set(causes) == {structure.reason}
     (record,) = caplog.records
-    assert "taken to differ between replicas" in record.message
+    assert "assumes that its result differs between replicas" in record.message
 
 
 def in_replicas(function):
@@ -345,7 +345,7 @@ def test_flops_of_what_is_not_understood_are_a_note():
     eqn = eqn.replace(primitive=core.Primitive("loop_of_tomorrow"))
     flops, (note,) = model_flops.model_flops(program_of(eqn), 1)
     assert flops == 2 * 4**3
-    assert "count once what is inside of the primitive 'loop_of_tomorrow'" in note
+    assert "count the contents of the primitive 'loop_of_tomorrow'" in note
 
 
 # A user's own primitive, in a program that runs.

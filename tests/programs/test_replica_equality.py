@@ -218,7 +218,7 @@ def test_what_was_reduced_over_all_replicas_is_equal(name):
         ),
         (
             lambda x: [io_callback(lambda: np.float32(0), jax.ShapeDtypeStruct((), jnp.float32))],
-            "what a host callback returned",
+            "the result of a host callback",
         ),
     ],
     ids=["replica id", "ppermute", "psum_scatter", "psum in groups", "callback"],

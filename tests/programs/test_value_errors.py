@@ -58,15 +58,15 @@ def show(x):
 
 # A function, what it does wrong, and what to write instead.
 CASES = [
-    (branch, "as a condition of Python", "jax.lax.cond"),
-    (repeat, "as a condition of Python", "jax.lax.while_loop"),
-    (branch_in_a_loop, "as a condition of Python", "jnp.where"),
-    (convert, "as a number of Python", "convert what strategy.run returns"),
-    (read, "as a number of Python", "convert what strategy.run returns"),
-    (shape, "as a number of Python", "come from x.shape"),
+    (branch, "as a Python condition", "jax.lax.cond"),
+    (repeat, "as a Python condition", "jax.lax.while_loop"),
+    (branch_in_a_loop, "as a Python condition", "jnp.where"),
+    (convert, "as a Python number", "convert the result of strategy.run"),
+    (read, "as a Python number", "convert the result of strategy.run"),
+    (shape, "as a Python number", "come from x.shape"),
     (call_numpy, "passes an array to NumPy", "jax.numpy"),
-    (index, "as an integer of Python", "jnp.take"),
-    (count, "as an integer of Python", "jax.lax.fori_loop"),
+    (index, "as a Python integer", "jnp.take"),
+    (count, "as a Python integer", "jax.lax.fori_loop"),
     (select, "selects with a mask", "jnp.where"),
     (show, "formats an array", "jax.debug.print"),
 ]

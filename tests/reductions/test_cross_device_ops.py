@@ -434,7 +434,7 @@ def test_the_base_class_says_what_to_override():
         strategy.run(lambda: replica().all_reduce("sum", me()))
     value = stacked(strategy)
     with pytest.raises(
-        NotImplementedError, match="CrossDeviceOps, which does not say how: reduce_"
+        NotImplementedError, match="CrossDeviceOps does not support reduce: reduce_"
     ):
         strategy.reduce("sum", value, axis=None)
 
@@ -442,13 +442,13 @@ def test_the_base_class_says_what_to_override():
 @pytest.mark.parametrize("make", [tpudist.HierarchicalCopyAllReduce, tpudist.NcclAllReduce])
 @pytest.mark.parametrize("num_packs", [-1, 1.5, True])
 def test_a_number_of_packs_that_is_none_is_refused(make, num_packs):
-    with pytest.raises(ValueError, match="`num_packs` must be a whole number >= 0"):
+    with pytest.raises(ValueError, match="`num_packs` must be an integer >= 0"):
         make(num_packs=num_packs)
 
 
 def test_nccl_is_refused_where_there_are_no_gpus():
     ops = tpudist.NcclAllReduce()
-    with pytest.raises(ValueError, match="NcclAllReduce was asked for on 8 cpu device.s., but NCC"):
+    with pytest.raises(ValueError, match="NcclAllReduce does not support 8 cpu device.s.: NCC"):
         tpudist.MirroredStrategy(cross_device_ops=ops)
     value = stacked(tpudist.MirroredStrategy())
     with pytest.raises(ValueError, match=r"or use HierarchicalCopyAllReduce\(\) or Reduction"):
@@ -456,9 +456,9 @@ def test_nccl_is_refused_where_there_are_no_gpus():
 
 
 def test_what_is_no_choice_is_refused():
-    with pytest.raises(ValueError, match="cross_device_ops='nccl' of type str. It must be a tpud"):
+    with pytest.raises(ValueError, match="must not be of type str. Pass a tpud"):
         tpudist.MirroredStrategy(cross_device_ops="nccl")
-    with pytest.raises(ValueError, match="but is none of them. Name one, or leave it out"):
+    with pytest.raises(ValueError, match="is not one of the devices .* omit reduce_to_device"):
         tpudist.MirroredStrategy(["cpu:0"], tpudist.ReductionToOneDevice("cpu:1"))
 
 
@@ -470,7 +470,7 @@ def test_destinations_that_are_none_are_refused(destinations):
         lambda: ops.batch_reduce("sum", [(value, destinations)]),
         lambda: ops.broadcast(1.0, destinations),
     ):
-        with pytest.raises(ValueError, match="was given destinations="):
+        with pytest.raises(ValueError, match="received destinations="):
             act()
 
 
@@ -492,9 +492,13 @@ def test_a_function_that_does_not_add_is_refused():
 
     ops = tpudist.ReductionToOneDevice(accumulation_fn=stack)
     strategy = tpudist.MirroredStrategy(cross_device_ops=ops)
-    with pytest.raises(ValueError, match=r"accumulation_fn made an array of shape \(8, 2\) of arr"):
+    with pytest.raises(
+        ValueError, match=r"accumulation_fn returned an array of shape \(8, 2\) for arr"
+    ):
         strategy.run(lambda: replica().all_reduce("sum", jnp.ones(2)))
-    with pytest.raises(ValueError, match="was asked for ReduceOp.MAX, but its function adds"):
+    with pytest.raises(
+        ValueError, match="cannot reduce by ReduceOp.MAX, because its function adds"
+    ):
         strategy.run(lambda: replica().all_reduce("max", jnp.ones(2)))
 
 
@@ -519,7 +523,9 @@ def test_a_reduction_that_gives_no_array_is_refused(give):
 def test_a_reduction_that_gives_replicas_different_values_is_refused():
     strategy = tpudist.MirroredStrategy()
     value = stacked(strategy)
-    with pytest.raises(ValueError, match="Broken gave a result that may differ between replicas"):
+    with pytest.raises(
+        ValueError, match="Broken returned a result that may differ between replicas"
+    ):
         Broken(lambda value: value).reduce("sum", value, value)
 
 
@@ -529,7 +535,7 @@ def test_a_reduction_that_forgets_values_is_refused():
             return []
 
     strategy = tpudist.MirroredStrategy(cross_device_ops=Forgets())
-    with pytest.raises(ValueError, match="was given 1 value.s., and returned 0"):
+    with pytest.raises(ValueError, match="received 1 value.s., and returned 0"):
         strategy.run(lambda: replica().all_reduce("sum", me()))
 
 
@@ -542,7 +548,7 @@ def test_options_are_checked_when_they_are_made():
     assert CollectiveCommunication is CommunicationImplementation
     assert [x.name for x in CommunicationImplementation] == ["AUTO", "RING", "NCCL"]
     for size in (-1, 1.5, True):
-        with pytest.raises(ValueError, match="`bytes_per_pack` must be a whole number >= 0"):
+        with pytest.raises(ValueError, match="`bytes_per_pack` must be an integer >= 0"):
             CommunicationOptions(bytes_per_pack=size)
     for implementation in ("gloo", None, 3):
         with pytest.raises(ValueError, match="`implementation` must be a tpudist.experimental.Com"):

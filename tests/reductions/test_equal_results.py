@@ -63,7 +63,7 @@ def test_partial_batches_join_as_many_equal_results_as_full_ones(strategy):
 
 def test_a_scalar_has_no_dim_to_join_along(strategy):
     total = strategy.run(lambda: tpudist.get_replica_context().all_reduce("sum", jnp.ones(())))
-    with pytest.raises(ValueError, match="Scalars have no dim"):
+    with pytest.raises(ValueError, match="A scalar has no dim"):
         strategy.gather(total, 0)
 
 
@@ -112,7 +112,7 @@ def test_what_may_be_one_value_or_one_of_each_replica_is_refused(strategy, count
         (lambda x: ask(x), strategy.run(_equal)),
         (lambda x: ask(2 * x), strategy.run(_equal)),
     ]:
-        with pytest.raises(ValueError, match="one value or one for each of the 4 replicas.*run"):
+        with pytest.raises(ValueError, match="one value, or one for each of the 4 replicas.*run"):
             tpudist.function(function)(x)
     one = tpudist.OneDeviceStrategy()
     assert tpudist.function(lambda x: one.gather(x, 0))(np.ones(2)).tolist() == [1, 1]
@@ -190,5 +190,5 @@ def test_processes_that_make_other_values_are_told():
         assert "different structures" in result["structures"]
         assert result["dtypes"] == [1.0] * 4
         assert result["still there"] == [0, 1, 2, 3]
-    assert "Process 1 has made no values" in found[0]["failed"]
+    assert "Process 1 made no values" in found[0]["failed"]
     assert found[1]["failed"].startswith("IndexError")

@@ -110,11 +110,11 @@ def test_parts_that_are_uneven_along_any_dim_are_gathered(strategy, axis):
 def test_parts_of_other_ranks_or_of_no_numbers_are_refused():
     strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
     for shapes in ([(2,), (2, 2)], [(1, 1), (2, 2)], [(), (1,)]):
-        with pytest.raises(ValueError, match="They may differ in the size of one dim"):
+        with pytest.raises(ValueError, match="They may differ only in the size of one dim"):
             strategy.experimental_distribute_values_from_function(
                 lambda context, shapes=shapes: np.ones(shapes[context.replica_id_in_sync_group])
             )
-    with pytest.raises(TypeError, match="is 'a', but replicas hold arrays of numbers"):
+    with pytest.raises(TypeError, match="is 'a', but replicas hold only arrays of numbers"):
         strategy.experimental_distribute_values_from_function(lambda context: "a")
 
 
@@ -130,11 +130,11 @@ def test_parts_that_are_uneven_in_another_dim_are_not_gathered():
     def step(x):
         return tpudist.get_replica_context().all_gather(x * 2, axis=1)
 
-    with pytest.raises(ValueError, match=r"'step' was given.*of different shapes.*\[1, 2\]"):
+    with pytest.raises(ValueError, match=r"'step' received.*of different shapes.*\[1, 2\]"):
         strategy.run(step, (uneven,))
     assert strategy.run(step, (even,)).tolist() == [[2, 2, 2, 2]]
     _, found = batches(strategy)
     assert strategy.run(step, (found[0],)).shape == (4, 4)
-    with pytest.raises(ValueError, match=r"'step' was given.*of different shapes"):
+    with pytest.raises(ValueError, match=r"'step' received.*of different shapes"):
         strategy.run(step, (found[1],))
     strategy.run(lambda x: tpudist.get_replica_context().all_gather(x.sum(0), 0), (found[1],))

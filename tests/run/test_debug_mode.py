@@ -539,7 +539,7 @@ def test_what_asks_for_it_is_asked(mirrored):
     assert kinds == [False] * 3 * N
     function(x)
     assert kinds[3 * N :] == [True]
-    with pytest.raises(TypeError, match="run_functions_eagerly was given 1 of type int"):
+    with pytest.raises(TypeError, match="run_functions_eagerly\\(1\\): .*not int"):
         tpudist.run_functions_eagerly(1)  # type: ignore[arg-type]
 
 
@@ -608,7 +608,7 @@ def test_replicas_that_part_are_refused_with_both_lines(mirrored, state):
             return x
         return context().all_reduce("max", x)
 
-    with mirrored.debug(), pytest.raises(RuntimeError, match="have parted") as caught:
+    with mirrored.debug(), pytest.raises(RuntimeError, match="diverged") as caught:
         mirrored.run(step, (ids(mirrored),))
     message = str(caught.value)
     assert "replica 0 has come to pmax of float32[1] at " in message
@@ -626,7 +626,7 @@ def test_a_handler_of_the_function_does_not_hide_that_replicas_have_parted(mirro
             except Exception:
                 pytest.fail("this is nothing to be caught")
 
-    with mirrored.debug(), pytest.raises(RuntimeError, match="have parted"):
+    with mirrored.debug(), pytest.raises(RuntimeError, match="diverged"):
         mirrored.run(step, (ids(mirrored),))
 
 
@@ -665,9 +665,9 @@ def test_state_that_differs_is_refused_with_its_values(mirrored):
 def test_results_that_cannot_be_one_are_refused(mirrored):
     x = ids(mirrored)
     with mirrored.debug():
-        with pytest.raises(ValueError, match="another structure on replica 1 than on replica 0"):
+        with pytest.raises(ValueError, match="different structure on replica 1 than on replica 0"):
             mirrored.run(lambda x: [x] * (1 + int(x[0])), (x,))
-        with pytest.raises(ValueError, match="gave 'replica 0', and replica 1 'replica 1'"):
+        with pytest.raises(ValueError, match="gave 'replica 0', and replica 1 gave 'replica 1'"):
             mirrored.run(lambda x: f"replica {int(x[0])}", (x,))
         numbers = mirrored.run(lambda x: float(x[0]), (x,))
     assert [float(x) for x in numbers.values] == list(map(float, range(N)))
@@ -681,7 +681,7 @@ def test_what_cannot_run_eagerly_is_refused_by_name(mirrored, state):
         model.bias[...] = x
 
     with mirrored.debug():
-        with pytest.raises(RuntimeError, match="inside of a function that jax.jit"):
+        with pytest.raises(RuntimeError, match="inside a function that jax.jit"):
             jax.jit(lambda y: mirrored.run(lambda y: y, (y,)))(jnp.ones(1))
         with pytest.raises(RuntimeError, match="assigned inside jax.vmap"):
             mirrored.run(lambda x: jax.vmap(lambda y: v.assign(y[None]))(x), (x,))
@@ -690,7 +690,7 @@ def test_what_cannot_run_eagerly_is_refused_by_name(mirrored, state):
         assert "get_replica_context().all_reduce" in caught.value.__notes__[0]
         with pytest.raises(Exception, match="trace level"):
             mirrored.run(captures, (x,))
-        with pytest.raises(TypeError, match="merge_call of .* was given a Linear"):
+        with pytest.raises(TypeError, match="merge_call of .* received a Linear"):
             mirrored.run(lambda m: context().merge_call(lambda strategy, m: None, (m,)), (model,))
 
 

@@ -302,12 +302,12 @@ def test_a_program_gives_the_same_bits_on_every_mesh(program):
 @pytest.mark.parametrize(
     ("devices", "deterministic", "found"),
     [
-        (2, 6, "a power of two: 4 or 8"),
-        (2, 0, "It is a number of replicas"),
-        (2, True, "It is a number of replicas"),
-        (2, 2.0, "It is a number of replicas"),
-        (8, 4, "on 8 device(s), which cannot have as many each"),
-        (3, 8, "on 3 device(s), which cannot have as many each"),
+        (2, 6, "a power of two, because sums are added in pairs, and pairs of those. Use 4 or 8"),
+        (2, 0, "It must be a number of replicas"),
+        (2, True, "It must be a number of replicas"),
+        (2, 2.0, "It must be a number of replicas"),
+        (8, 4, "on 8 device(s), which cannot all have the same number"),
+        (3, 8, "on 3 device(s), which cannot all have the same number"),
     ],
 )
 def test_replicas_that_do_not_fit_are_refused(devices, deterministic, found):

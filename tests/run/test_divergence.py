@@ -197,7 +197,7 @@ def test_a_captured_model_is_refused_whatever_its_size(strategy, batch):
 
     with pytest.raises(ValueError, match="captures") as error:
         strategy.run(predict, args=(batch,))
-    assert "'predict' uses an NNX object that it captures" in str(error.value)
+    assert "'predict' captures an NNX object" in str(error.value)
     assert "Pass the object as an argument: strategy.run(predict, args=(model, ...))" in str(
         error.value
     )
@@ -297,5 +297,5 @@ def test_a_local_value_of_a_plain_optax_state_is_named(strategy, batch):
 
     params = jnp.ones(4)
     args = strategy.run(step, args=(params, tx.init(params), batch))
-    with pytest.raises(ValueError, match=r"All-reduce also the value= .*reduce_on_plateau"):
+    with pytest.raises(ValueError, match=r"Also all-reduce the value= .*reduce_on_plateau"):
         strategy.run(step, args=(*args, batch))

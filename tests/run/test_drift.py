@@ -41,7 +41,7 @@ def test_a_forgotten_reduction_is_an_error_at_the_second_call(strategy, batch):
         return gradient_step(w, x), loss(w, x)
 
     w, _ = strategy.run(step, (jnp.ones(3), batch))
-    with pytest.raises(ValueError, match=r"was given 'w', which differs.*test_drift\.py:\d+"):
+    with pytest.raises(ValueError, match=r"received 'w', which differs.*test_drift\.py:\d+"):
         strategy.run(step, (w, batch))
 
 
@@ -58,7 +58,7 @@ def test_it_is_not_saved(strategy, batch, tmp_path):
 
     w, _ = strategy.run(step, (jnp.ones(3), batch))
     manager = tpudist.checkpoint.CheckpointManager(tpudist.TrainState(w=w), str(tmp_path))
-    with pytest.raises(ValueError, match=r"save was given '.*w.*', which differs between replicas"):
+    with pytest.raises(ValueError, match=r"save received '.*w.*', which differs between replicas"):
         manager.save(1)
 
 

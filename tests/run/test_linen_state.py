@@ -405,7 +405,7 @@ def test_a_rule_for_a_collection_that_is_nowhere_is_a_warning():
     def step(variables):
         return {"batch_stats": variables["batch_stats"] + 1}
 
-    match = r"rule for 'batch_stat', but no .* of 'step' .* There are: batch_stats\."
+    match = r"rule for 'batch_stat', but no .* of 'step' .* Use a name of: batch_stats\."
     with pytest.warns(UserWarning, match=match):
         strategy.run(step, args=({"batch_stats": jnp.zeros(2)},), options=options)
 

@@ -271,7 +271,7 @@ def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_los
     full, tail = batches(strategy)
     strategy.run(step, (full,))
     with pytest.raises(
-        ValueError, match=r"'step' was given a partial batch.*pure_callback.*test_partial_batch\.py"
+        ValueError, match=r"'step' received a partial batch.*pure_callback.*test_partial_batch\.py"
     ) as caught:
         strategy.run(step, (tail,))
     assert "partial_batch='drop'" in str(caught.value)
@@ -303,7 +303,7 @@ def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
         DATA[:7].sum(), rel=1e-4
     )
     (tail,) = batches(strategy, DATA[:5])  # 3 and 2
-    with pytest.raises(ValueError, match="with 2 rows the function is another one"):
+    with pytest.raises(ValueError, match="with 2 rows the function differs"):
         strategy.run(step, (tail,))
 
 
@@ -495,7 +495,7 @@ _CONSTANTS_OF_ROWS = {
     ),
     "a list": (
         lambda x: (x.sum() / jnp.asarray([x.shape[0] + 1, 2])).sum(),
-        "make a scalar of it, jnp.asarray.*jnp.stack",
+        "Make a scalar, jnp.asarray.*jnp.stack",
         lambda x: (x.sum() / jnp.stack([jnp.asarray(x.shape[0]) + 1, 2])).sum(),
         lambda x: x.sum() / (len(x) + 1) + x.sum() / 2,
     ),

@@ -191,7 +191,7 @@ def test_positions_of_arguments_are_whole_numbers_that_there_are(mirrored, field
         with pytest.raises(TypeError, match=rf"RunOptions\({field}=.*must hold positions"):
             tpudist.RunOptions(**{field: wrong})
     options = tpudist.RunOptions(**{field: (2,)})
-    with pytest.raises(ValueError, match=rf"{field}=\(2,\).*given 1 positional"):
+    with pytest.raises(ValueError, match=rf"{field}=\(2,\).*received 1 positional"):
         mirrored.run(lambda x: x + 1, (jnp.ones(2),), options=options)
 
 
@@ -250,7 +250,7 @@ def test_steps_that_are_not_called_are_given_up(mirrored, caplog, monkeypatch, c
     assert [len(form.steps) for form in function.forms.values()] == [3]
     [form] = function.forms.values()
     assert len(form.latest) == 3
-    told = [r.message for r in caplog.records if "given up" in r.message]
+    told = [r.message for r in caplog.records if "compiled programs" in r.message]
     assert len(told) == 1
     assert told[0].startswith("step has more than 3 compiled programs")
     assert len(compiles()) == len(names)  # the first one is called all the time

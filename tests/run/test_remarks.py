@@ -499,7 +499,7 @@ def test_a_state_that_was_laid_out_for_pmap_is_refused(make):
     def step(state, x):
         return jax.tree.map(lambda w: w - 0.1 * jax.lax.pmean(x.mean(), "batch"), state)
 
-    rule = r"was given 'state\['w'\]' float32\[8,3\], whose dim 0 is one of 8 devices"
+    rule = r"received 'state\['w'\]' float32\[8,3\]. Its dim 0 counts 8 devices"
     with pytest.raises(ValueError, match=rule):
         strategy.run(step, args=(state, X))
     with strategy.debug(), pytest.raises(ValueError, match=rule):
@@ -552,7 +552,7 @@ def test_plain_parameters_are_no_batch():
     p = {"w": np.ones((3, 5), np.float32), "b": jnp.zeros(5)}
     with pytest.warns(UndistributedBatchWarning) as caught:
         strategy.run(step, args=(p, X))
-    assert "was given 'x' float32[128,3], which is" in str(caught[0].message)
+    assert "received 'x' float32[128,3], which is" in str(caught[0].message)
 
 
 def rows_of(x):

@@ -75,7 +75,9 @@ def test_merge_call_in_a_branch_that_replicas_disagree_on_is_refused(mirrored):
         mine = tpudist.get_replica_context().replica_id_in_sync_group.astype(float)
         return jax.lax.cond(mine > 3, merge_sum, lambda x: x, mine)
 
-    with pytest.raises(ValueError, match="Replicas that disagree would wait for each other"):
+    with pytest.raises(
+        ValueError, match="Replicas with different conditions would wait for each other"
+    ):
         mirrored.run(step)
 
 
@@ -142,7 +144,7 @@ def test_a_kept_context_is_refused_later(mirrored):
     mirrored.run(step)
     with mirrored.scope(), pytest.raises(RuntimeError, match="current context is cross-replica"):
         kept[0].merge_call(lambda strategy: None)
-    with pytest.raises(RuntimeError, match="another replica function is being run"):
+    with pytest.raises(RuntimeError, match="another replica function is running"):
         mirrored.run(lambda: kept[0].all_reduce("sum", 1.0))
     with pytest.raises(RuntimeError, match="not the current one: the current strategy is"):
         tpudist.get_strategy().run(lambda: kept[0].all_gather(jnp.ones(1), 0))
@@ -277,5 +279,5 @@ def test_a_per_replica_is_no_array_outside_of_replica_functions(mirrored):
     for use in uses:
         with pytest.raises(TypeError, match="was used as one array, but every replica has its own"):
             use()
-    with mirrored.scope(), pytest.raises(TypeError, match="read this process's with"):
+    with mirrored.scope(), pytest.raises(TypeError, match="read the parts of this process with"):
         _ = parts * 2

@@ -167,7 +167,7 @@ class Program:
         try:
             return self._call(batches.place(self._strategy, replicas))
         except ValueError as error:
-            if "cannot be followed over its rows" not in str(error):
+            if "tpudist cannot follow its rows" not in str(error):
                 raise
         if len(self.functions) == 1:
             return ["refused"]

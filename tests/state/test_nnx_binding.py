@@ -226,7 +226,7 @@ def test_a_statistic_without_a_rule_is_refused(mirrored):
 @pytest.mark.parametrize("rule", ["median", tpudist.ReduceOp.SUM, 3])
 def test_a_rule_that_is_none_is_refused(mirrored, rule):
     box = Box(Custom(jnp.float32(0), aggregation=rule))
-    with pytest.raises(ValueError, match=r"A Custom was made with aggregation=.* Use a tpudist"):
+    with pytest.raises(ValueError, match=r"Custom\(aggregation=.* must be a tpudist"):
         mirrored.run(lambda box: box.value[...] + 1, (box,))
 
 

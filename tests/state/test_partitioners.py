@@ -137,5 +137,7 @@ def test_a_partitioner_of_ones_own_says_how_variables_are_cut():
             return [2 if i == axis else 1 for i in range(len(shape))]
 
     assert Halves()((4, 6), "float32") == [2, 1]
-    with pytest.raises(NotImplementedError, match="Partitioner does not say how a variable is cut"):
+    with pytest.raises(
+        NotImplementedError, match="Partitioner does not define how to cut a variable"
+    ):
         partitioners.Partitioner()((4,), "float32")

@@ -432,14 +432,14 @@ def test_an_update_in_a_merge_call_sees_the_components(strategy):
 def test_an_update_with_values_that_differ_is_refused(mirrored):
     v = make(mirrored, name="weights")
     x = mirrored.run(my_number)
-    with pytest.raises(ValueError, match="update of variable 'weights' was given PerReplica"):
+    with pytest.raises(ValueError, match="update of variable 'weights' received PerReplica"):
         mirrored.extended.update(v, lambda c, x: c.assign(x), (x,))
 
 
 @pytest.mark.parametrize("what", ["array", "variable of another strategy"])
 def test_an_update_of_what_is_no_variable_of_the_strategy_is_refused(mirrored, what):
     target = jnp.ones(2) if what == "array" else make(tpudist.OneDeviceStrategy())
-    with pytest.raises(ValueError, match="update was asked for .* not a Variable of Mirrored"):
+    with pytest.raises(ValueError, match="update\\(.* must be a Variable of Mirrored"):
         mirrored.extended.update(target, lambda c: None)
 
 
@@ -565,11 +565,14 @@ def test_a_variable_outside_of_all_scopes_is_the_default_strategys():
     ("kwargs", "message"),
     [
         ({"synchronization": VariableSynchronization.NONE}, "NONE, which is not supported"),
-        ({"synchronization": "ON_READ"}, "was given synchronization='ON_READ'. Use one of"),
-        ({"aggregation": "SUM"}, "was given aggregation='SUM'. Use one of VariableAggregation.NO"),
+        ({"synchronization": "ON_READ"}, "was made with synchronization='ON_READ'. Use one of"),
+        (
+            {"aggregation": "SUM"},
+            "was made with aggregation='SUM'. Use one of VariableAggregation.NO",
+        ),
         ({"aggregation": tpudist.ReduceOp.SUM}, "Use one of VariableAggregation"),
         ({"aggregation": MEAN, "dtype": jnp.int32}, "int32 and aggregation MEAN"),
-        ({"constraint": 3}, "was given constraint=3, which is neither None nor a function"),
+        ({"constraint": 3}, "was made with constraint=3. Pass a function"),
         ({"shape": (1,)}, r"made with shape=\(1,\) and an initial value of shape \(\)"),
         ({"initial_value": None}, "was made without an initial value"),
     ],
@@ -640,7 +643,9 @@ def test_integers_do_not_wrap(mirrored, value):
     """Their 32 lowest bits are 0."""
     shape = np.shape(value)
     whole = make(mirrored, SUM, jnp.zeros(shape, jnp.int32))
-    with pytest.raises(ValueError, match=r"holds int32, but was given integers from 1099511627"):
+    with pytest.raises(
+        ValueError, match=r"has dtype int32, .* but received integers from 1099511627"
+    ):
         whole.assign(value)
     assert np.all(make(mirrored, MEAN, jnp.zeros(shape)).assign(value) == 2.0**40)
 
@@ -1166,7 +1171,7 @@ def test_components_are_arrays_to_jax(mirrored):
 
 @pytest.mark.parametrize("name", [3, b"x", ["x"], object()])
 def test_a_name_that_is_no_string_is_refused(name):
-    with pytest.raises(TypeError, match="variable was given name=.*Give a string"):
+    with pytest.raises(TypeError, match="Variable\\(name=.*must be a string"):
         tpudist.Variable(1.0, name=name)
 
 

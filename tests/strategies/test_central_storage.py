@@ -58,7 +58,10 @@ def test_the_parameter_device_is_the_host_or_the_only_device():
     [
         ({"parameter_device": "cpu:9"}, "Device 'cpu:9' does not exist"),
         ({"compute_devices": ["cpu:0", "cpu:0"]}, "is named more than once"),
-        ({"memory_kind": "hbm"}, "Memory 'hbm' was asked for, but cpu devices here have 'device'"),
+        (
+            {"memory_kind": "hbm"},
+            "Memory 'hbm' does not exist on cpu devices here, which have 'device'",
+        ),
     ],
 )
 def test_a_place_that_is_not_there_is_refused(arguments, message):
@@ -196,7 +199,7 @@ def test_the_mean_of_integers_is_refused_where_it_is_assigned():
     strategy = CentralStorageStrategy()
     with strategy.scope():
         v = tpudist.Variable(1, aggregation=Aggregation.MEAN)
-    with pytest.raises(ValueError, match="MEAN of what replicas assign would not stay an integer"):
+    with pytest.raises(ValueError, match="MEAN of the assigned values would not stay an integer"):
         strategy.run(lambda: v.assign(tpudist.get_replica_context().replica_id_in_sync_group))
 
 

@@ -182,7 +182,7 @@ def test_a_checkpoint_waits_for_no_function_and_says_so(start, tmp_path):
     with CheckpointManager(Checkpoint(x=table), tmp_path) as manager:
         manager.save(1)
         output = coordinator.schedule(manager.save, (2,))
-        with pytest.raises(RuntimeError, match="not in a scheduled function"):
+        with pytest.raises(RuntimeError, match="outside of scheduled functions"):
             output.get()
         with pytest.raises(RuntimeError):
             coordinator.join()

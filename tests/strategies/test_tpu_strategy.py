@@ -288,11 +288,11 @@ def test_the_devices_of_a_replica_have_axes_of_prime_sizes(number, shape, num_re
     [
         (
             lambda a: tpudist.TPUStrategy(None, a, replica_axes={"fsdp": 2}),
-            "both replica_axes={'fsdp': 2} and experimental_device_assignment",
+            "replica_axes={'fsdp': 2}, experimental_device_assignment",
         ),
         (
             lambda a: tpudist.TPUStrategy(None, a, devices=jax.devices()[:4]),
-            r"for 1 task\(s\) of 8 device\(s\), but there are 1 process\(es\) with 4 device\(s\)",
+            r"1 task\(s\) of 8 device\(s\), but this run has 1 process\(es\) with 4 device\(s\)",
         ),
         (
             lambda a: tpudist.TPUStrategy(None, [[0]]),
@@ -608,9 +608,9 @@ def test_with_one_device_per_replica_there_is_nothing_to_split():
         ([1, 3], r"Dim 1 of a value of shape \(16, 8\) must be divisible by .* \(3\). Received: 8"),
         ([2, 1], r"number of logical devices of a replica \(=4\). Received .* product is 2"),
         ([2, 4], "and their product is 8"),
-        ([2, 0], r"\[2, 0\] holds 0. Give whole numbers from 1"),
-        ([2, 2.0], "holds 2.0. Give whole numbers"),
-        ([4, True], "holds True. Give whole numbers"),
+        ([2, 0], r"\[2, 0\] holds 0. Each count must be an integer of at least 1"),
+        ([2, 2.0], "holds 2.0. Each count must be an integer"),
+        ([4, True], "holds True. Each count must be an integer"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(where, counts, message):
@@ -631,7 +631,7 @@ def test_an_axis_with_a_name_is_split_over_one_dim_whole():
     assert split(strategy, value, [4, 2]).sharding.spec == P("tensor", "fsdp")
     assert split(strategy, value, [8, 1]).sharding.spec == P(("fsdp", "tensor"), None)
     message = r"\[2, 2, 2\] does not split over the axes of a replica, fsdp=2, tensor=4: .* can be "
-    with pytest.raises(ValueError, match=message + "cut in 1, 2, 4, 8 parts"):
+    with pytest.raises(ValueError, match=message + "cut into 1, 2, 4, 8 parts"):
         split(strategy, jnp.ones((4, 4, 4)), [2, 2, 2])
 
 
@@ -755,7 +755,7 @@ def test_only_a_tpu_strategy_knows_logical_devices():
         assert not hasattr(extended, name)
         with pytest.raises(AttributeError, match=f"MirroredStrategy has no extended.{name}: only"):
             getattr(extended, name)
-    with pytest.raises(AttributeError, match="only TPUStrategy does"):
+    with pytest.raises(AttributeError, match="only TPUStrategy has it"):
         extended.experimental_logical_device(0)
 
 

@@ -166,7 +166,7 @@ def test_destinations_that_are_neither_a_value_nor_a_device_are_refused(mirrored
         lambda: extended.batch_reduce_to("sum", [(x, x), (x, destinations)]),
         lambda: extended.broadcast_to(1.0, destinations),
     ):
-        with pytest.raises(ValueError, match=r"given destinations=.*must be one value .*or one"):
+        with pytest.raises(ValueError, match=r"received destinations=.*must be one value .*or one"):
             call()
 
 
@@ -232,7 +232,7 @@ def test_broadcast_to_puts_a_value_on_all_devices_or_one(strategy):
 
 def test_broadcast_to_refuses_values_that_differ(mirrored):
     x = mirrored.run(my_number)
-    with pytest.raises(ValueError, match="values differ between replicas already. Reduce it"):
+    with pytest.raises(ValueError, match="values already differ between replicas. Reduce it"):
         mirrored.extended.broadcast_to(x, x)
 
 
@@ -337,7 +337,7 @@ def test_an_update_of_an_on_read_variable_is_compiled_once(mirrored):
 
 
 def test_an_update_of_a_component_is_refused(mirrored):
-    with pytest.raises(ValueError, match="update was asked for <component .*not one component"):
+    with pytest.raises(ValueError, match="update\\(<component .*not one component"):
         mirrored.extended.update(make(mirrored).values[1], lambda c: None)
 
 
@@ -443,7 +443,7 @@ def test_new_variables_are_split_as_the_one_they_are_colocated_with():
 
 def test_colocation_needs_a_variable_of_the_strategy_in_its_scope(mirrored):
     v, extended = make(mirrored), mirrored.extended
-    message = "colocate_vars_with needs to be inside `with strategy.scope"
+    message = "colocate_vars_with must be called inside `with strategy.scope"
     with pytest.raises(RuntimeError, match=message):
         extended.colocate_vars_with(v)
     with pytest.raises(RuntimeError, match=message):
@@ -464,7 +464,9 @@ def test_a_strategy_tells_its_devices_and_the_default_one_does_not(strategy):
     extended = strategy.extended
     if strategy is tpudist.get_strategy():
         for ask in ("worker_devices", "parameter_devices"):
-            with pytest.raises(RuntimeError, match=f"{ask} was asked of the default strategy"):
+            with pytest.raises(
+                RuntimeError, match=f"{ask} is not available on the default strategy"
+            ):
                 getattr(extended, ask)
     else:
         assert extended.worker_devices == tuple(strategy.mesh.devices.flat)
@@ -581,11 +583,11 @@ def test_slices_that_are_equal_everywhere_count_once_for_each_replica(strategy):
 def test_slices_can_be_summed_and_averaged_only(mirrored):
     slices = IndexedSlices(jnp.ones((1, 2)), jnp.array([3]))
     replica = tpudist.get_replica_context
-    with pytest.raises(ValueError, match="ReduceOp.MAX of IndexedSlices was asked for"):
+    with pytest.raises(ValueError, match="ReduceOp.MAX of IndexedSlices is not supported"):
         mirrored.run(lambda: replica().all_reduce("max", slices))
-    with pytest.raises(ValueError, match="ReduceOp.MIN of IndexedSlices was asked for"):
+    with pytest.raises(ValueError, match="ReduceOp.MIN of IndexedSlices is not supported"):
         mirrored.reduce("min", slices, axis=None)
-    with pytest.raises(ValueError, match="IndexedSlices was asked for with axis=0"):
+    with pytest.raises(ValueError, match="reduce\\(axis=0\\) of IndexedSlices"):
         mirrored.reduce("sum", slices, axis=0)
     with pytest.raises(NotImplementedError, match="all_gather does not support IndexedSlices"):
         mirrored.run(lambda: replica().all_gather(slices, axis=0))
@@ -714,7 +716,7 @@ def test_scatters_that_would_make_the_copies_differ_are_refused(mirrored):
     with pytest.raises(ValueError, match="'table' would differ between replicas"):
         mirrored.run(step)
     slices = mirrored.run(my_slices)
-    with pytest.raises(ValueError, match="scatter_add of variable 'table' was given slices that"):
+    with pytest.raises(ValueError, match="scatter_add of variable 'table' received slices that"):
         v.scatter_add(slices)
 
 
@@ -730,12 +732,12 @@ def test_a_scatter_of_an_on_read_variable_is_refused(mirrored):
 @pytest.mark.parametrize(
     ("slices", "error", "message"),
     [
-        (jnp.ones(1), TypeError, r"takes tpudist.IndexedSlices\(values, indices\), but was given"),
-        (IndexedSlices(jnp.ones(2), jnp.array([0])), ValueError, r"values float32\[1\] fit"),
-        (IndexedSlices(jnp.ones(1), jnp.array([0.5])), ValueError, "Indices are integers"),
-        (IndexedSlices(jnp.ones(1), jnp.array([4])), ValueError, "Rows 4 to 4 .* which has 4"),
+        (jnp.ones(1), TypeError, r"takes tpudist.IndexedSlices\(values, indices\), but received"),
+        (IndexedSlices(jnp.ones(2), jnp.array([0])), ValueError, r"Pass values float32\[1\]"),
+        (IndexedSlices(jnp.ones(1), jnp.array([0.5])), ValueError, "Pass integers as indices"),
+        (IndexedSlices(jnp.ones(1), jnp.array([4])), ValueError, "Rows 4 to 4 .* it has 4 rows"),
         (IndexedSlices(jnp.ones(1), jnp.array([-1])), ValueError, "Rows -1 to -1"),
-        (IndexedSlices(jnp.ones(1, int), jnp.array([1])), ValueError, r"values int32\[1\], but"),
+        (IndexedSlices(jnp.ones(1, int), jnp.array([1])), ValueError, r"by values int32\[1\]"),
     ],
 )
 def test_slices_that_do_not_fit_are_refused(mirrored, slices, error, message):
@@ -746,7 +748,7 @@ def test_slices_that_do_not_fit_are_refused(mirrored, slices, error, message):
 
 
 def test_a_scalar_has_no_rows_to_scatter_to(mirrored):
-    with pytest.raises(ValueError, match="is a scalar and has none"):
+    with pytest.raises(ValueError, match="because it is a scalar"):
         make(mirrored, 1.0).scatter_add(IndexedSlices(1.0, [0]))
 
 
@@ -771,5 +773,5 @@ def test_the_dense_shape_of_slices_is_known_when_they_are_traced(mirrored):
         return tpudist.IndexedSlices(jnp.ones((1, 2)), jnp.zeros(1, int), shape).values
 
     assert mirrored.run(step, ((4, 2),)).tolist() == [[1, 1]]
-    with pytest.raises(TypeError, match="dense_shape=.* whose values are not known while"):
+    with pytest.raises(TypeError, match="dense_shape=.* this array has no known values while"):
         mirrored.run(step, (jnp.array([4, 2]),))

@@ -53,8 +53,20 @@ def test_the_largest_dim_that_divides_is_split(shape, axes, spec):
         ((8, 64), FixedShardsPartitioner(8), BOTH, P(None, ("fsdp", "tensor")), None),
         # Fewer: mesh axes cannot cut into that many.
         ((64, 8), FixedShardsPartitioner(3), FSDP, P(), "wants 3 along dim 0, 3 along dim 1, but"),
-        ((64, 8), FixedShardsPartitioner(3), FSDP, P(), "fsdp=4 cuts into 4 or not at all"),
-        ((64, 2), FixedShardsPartitioner(4), BOTH, P(), "fsdp=4, tensor=2 cuts into 8 or not"),
+        (
+            (64, 8),
+            FixedShardsPartitioner(3),
+            FSDP,
+            P(),
+            "fsdp=4 can only cut it into 4 pieces or leave it whole",
+        ),
+        (
+            (64, 2),
+            FixedShardsPartitioner(4),
+            BOTH,
+            P(),
+            "fsdp=4, tensor=2 can only cut it into 8 pieces",
+        ),
         # One: as it wants.
         ((64, 8), FixedShardsPartitioner(1), FSDP, P(), None),
         ((64, 8), MinSizePartitioner(), FSDP, P(), None),  # max_shards=1
@@ -67,7 +79,13 @@ def test_the_largest_dim_that_divides_is_split(shape, axes, spec):
         ((128, 128), MaxSizePartitioner(64 * KIB), FSDP, P(), None),
         # The largest dim that divides.
         ((2, 64, 66), FixedShardsPartitioner(4), FSDP, P(None, "fsdp"), None),
-        ((6, 66), FixedShardsPartitioner(4), FSDP, P(), r"no such dim of [6, 66] divides by the 4"),
+        (
+            (6, 66),
+            FixedShardsPartitioner(4),
+            FSDP,
+            P(),
+            r"no dim of [6, 66] that may be cut divides by the 4",
+        ),
         ((), FixedShardsPartitioner(4), FSDP, P(), None),
         ((64,), FixedShardsPartitioner(4), {}, P(), None),
     ],
@@ -93,7 +111,9 @@ def test_a_partitioner_of_ones_own_may_decide_the_dim():
 
 @pytest.mark.parametrize("counts", [[4], [4, 1, 1], [0, 1], [1.5, 1], 4, None, "ab"])
 def test_a_partitioner_gives_a_count_for_each_dim(counts):
-    with pytest.raises(ValueError, match=r"gave .* for an array of shape \[64, 8\]\. It must give"):
+    with pytest.raises(
+        ValueError, match=r"returned .* for an array of shape \[64, 8\]\. It must return"
+    ):
         split_by_partitioner((64, 8), jnp.float32, lambda *_, **__: counts, FSDP)
 
 
@@ -172,7 +192,7 @@ def test_what_stays_whole_against_the_partitioners_wish_is_logged_once(caplog):
     told = [record.message for record in caplog.records]
     assert told == [
         "A variable float32[64, 2] stays whole: the partitioner wants 2 along dim 0, 2 along dim "
-        "1, but fsdp=4 cuts into 4 or not at all."
+        "1, but fsdp=4 can only cut it into 4 pieces or leave it whole."
     ]
 
 
@@ -187,7 +207,7 @@ def specs_of(strategy):
 
 
 def test_what_is_no_partitioner_is_refused():
-    with pytest.raises(ValueError, match=r"variable_partitioner=8\. It must be a partitioner"):
+    with pytest.raises(ValueError, match=r"variable_partitioner=8\): it must be a partitioner"):
         make(8, fsdp=4)
 
 

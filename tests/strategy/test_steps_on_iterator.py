@@ -203,7 +203,9 @@ def test_state_is_overwritten_in_place(mirrored):
 
 def test_what_is_no_number_of_steps_is_refused(mirrored):
     for bad in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="run_steps was asked for .* steps. Give at least 1"):
+        with pytest.raises(
+            ValueError, match="run_steps\\(num_steps=.*num_steps must be at least 1"
+        ):
             mirrored.run_steps(lambda x: x, iter([1]), bad)
 
     @tpudist.function

@@ -402,7 +402,7 @@ def test_an_average_is_compared_by_its_value(strategy, batch, loss, is_right):
     assert report.ok is is_right, str(report)
     if not is_right:
         (found,) = on_full_batches(report)
-        assert found.remedy.startswith("Give the metric the losses of the examples"), found
+        assert found.remedy.startswith("Pass the losses of the examples to the metric"), found
 
 
 def test_a_total_and_a_count_of_another_class_are_no_average(strategy, batch):

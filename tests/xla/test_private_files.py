@@ -43,7 +43,9 @@ def test_a_folder_that_holds_something_else_stays_as_it_is(tmp_path, link):
     if link:
         asked = tmp_path / "link"
         asked.symlink_to(folder)
-    with pytest.raises(PermissionError, match="other files, such as train.py.* Name a new folder"):
+    with pytest.raises(
+        PermissionError, match="other files, such as train.py.* Choose a new folder"
+    ):
         private_files.folder(asked, ours=OURS)
     assert mode_of(folder) == 0o755
     folder.chmod(0o700)

@@ -24,7 +24,7 @@ def test_a_slice_that_does_not_exist_is_refused(name):
 
 @pytest.mark.parametrize("num_slices", [0, 1.5])
 def test_a_number_of_slices_is_a_whole_number(num_slices):
-    with pytest.raises(ValueError, match=f"num_slices is {num_slices}"):
+    with pytest.raises(ValueError, match=f"num_slices={num_slices}"):
         topology.devices("v5e:2x4", num_slices=num_slices)
 
 

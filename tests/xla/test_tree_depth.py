@@ -32,7 +32,7 @@ _PLACES = {
         lambda _: x
     ),
     "A value to be replicated": lambda s, x: s.replicate(x),
-    "The value that a function given to strategy.create": lambda s, x: s.create(lambda: x),
+    "The value that a function passed to strategy.create": lambda s, x: s.create(lambda: x),
     "Batch 0 of the dataset": lambda s, x: list(s.experimental_distribute_dataset([x])),
     "The batch": lambda s, x: s.distribute_batch(x),
     "The NumPy dataset": lambda s, x: s.experimental_make_numpy_dataset(x),

@@ -220,8 +220,8 @@ def require_cross_replica(what: str) -> None:
     if frame is not None and mode.replica_context is not None and not frame.whole:
         raise ValueError(
             f"{what} should be called from outside of the replica function: the function is traced "
-            f"once, so it would be taken once and for all. Call it before strategy.run, and pass "
-            f"the result as an argument."
+            "once, so the value would be taken only once. Call it before strategy.run, and pass "
+            "the result as an argument."
         )
 
 

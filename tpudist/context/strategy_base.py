@@ -98,9 +98,9 @@ class StrategyBase(abc.ABC):
             return VariableHome.COMPONENTS if components else VariableHome.ORDINARY
         if self.variables_have_components:
             raise ValueError(
-                f"{type(self).__name__} has a `storage`, where there is one of each Variable, and "
-                f"variables_have_components=True, which asks for one on every replica. Set "
-                f"variables_have_components = False in the class."
+                f"{type(self).__name__} has a `storage`, which holds one copy of each Variable, "
+                "and variables_have_components=True, which requires a copy on every replica. Set "
+                "variables_have_components = False in the class."
             )
         return VariableHome.STORAGE
 

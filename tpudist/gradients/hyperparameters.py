@@ -49,15 +49,15 @@ def write(state: Any, name: str, value: Any) -> None:
     old = _value_of(holder)
     if any(_SCHEDULES in keys and name in keys for _, keys in _flatten(state)):
         raise AttributeError(
-            f"An assignment of optimizer.{name} would have no effect: it was made with a schedule, "
-            f"which sets it at each update. Make the optimizer with a number to assign it: "
+            f"optimizer.{name} cannot be assigned: the optimizer was made with a schedule, which "
+            "sets it at each update. To assign it, make the optimizer with a number: "
             f"optax.inject_hyperparams(optax.sgd)({name}=0.1)."
         )
     if callable(value) or jnp.shape(value) != jnp.shape(old):
         given = "a function" if callable(value) else f"an array of shape {list(jnp.shape(value))}"
         raise ValueError(
-            f"optimizer.{name} was assigned {given}, but it has shape {list(jnp.shape(old))}. Give "
-            f"a schedule to Optax when you make the optimizer: optax.sgd(schedule)."
+            f"optimizer.{name} was assigned {given}, but it has shape {list(jnp.shape(old))}. For "
+            "a schedule, pass it to Optax when you make the optimizer: optax.sgd(schedule)."
         )
     new = jnp.asarray(value, old.dtype)
     if isinstance(holder, Variable):
@@ -74,16 +74,16 @@ def _find_one(state: Any, name: str) -> Any:
         return found[0]
     if found:
         raise AttributeError(
-            f"optimizer.{name} is not one number: {len(found)} transformations of this optimizer "
-            f"have an injected hyperparameter of that name. Assign each in optimizer.opt_state."
+            f"optimizer.{name} is ambiguous: {len(found)} transformations of this optimizer have "
+            "an injected hyperparameter of that name. Assign each one in optimizer.opt_state."
         )
     raise AttributeError(
-        f"This optimizer has no {name} that can be read or assigned: Optax computes with the "
-        f"number that the transformation was made with. Keep it in the optimizer state: "
-        f"Optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), model), and then "
-        f"optimizer.learning_rate = 0.01. The state for tpudist.Variables exists after "
-        f"optimizer.build(variables), that on parameter servers cannot be assigned: give Optax a "
-        f"schedule, optax.sgd(schedule)."
+        f"This optimizer has no {name} that can be read or assigned: Optax uses the number that "
+        "the transformation was made with. Keep it in the optimizer state: "
+        "Optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), model), and then "
+        "optimizer.learning_rate = 0.01. The state for tpudist.Variables exists after "
+        "optimizer.build(variables); on parameter servers it cannot be assigned: use a schedule, "
+        "optax.sgd(schedule)."
     )
 
 

@@ -45,20 +45,19 @@ def compute_average_loss(
     replica = context.get_replica_context()
     if replica is None:
         raise RuntimeError(
-            "compute_average_loss was called in cross-replica context. It gives one replica's "
-            "share of a loss: call it in the function that strategy.run runs."
+            "compute_average_loss was called in cross-replica context, but it computes one "
+            "replica's share of a loss. Call it in the function that strategy.run runs."
         )
     loss = jnp.asarray(per_example_loss)
     if loss.ndim == 0 or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(
-            f"compute_average_loss was given a per-example loss {loss.dtype}{list(loss.shape)}. It "
-            f"must be floating point with the examples in dim 0: do not average it before."
+            f"compute_average_loss received a per-example loss {loss.dtype}{list(loss.shape)}. The "
+            "loss must be floating point with the examples in dim 0. Do not average it before."
         )
     if global_batch_size is not None and not _is_positive_number(global_batch_size):
         raise ValueError(
-            f"compute_average_loss was given a global batch size of {shorten(global_batch_size)}. "
-            f"It must "
-            f"be a number, and positive."
+            f"compute_average_loss(global_batch_size={shorten(global_batch_size)}): "
+            "global_batch_size must be a positive number."
         )
     if jnp.finfo(loss.dtype).bits < 32:
         loss = loss.astype(jnp.float32)  # counts need the precision
@@ -86,8 +85,8 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     replica = context.get_replica_context()
     if replica is None:
         raise RuntimeError(
-            "scale_regularization_loss was called in cross-replica context. It gives one replica's "
-            "share of a loss: call it in the function that strategy.run runs."
+            "scale_regularization_loss was called in cross-replica context, but it computes one "
+            "replica's share of a loss. Call it in the function that strategy.run runs."
         )
     shares = replica.num_replicas_in_sync * context.num_parts()
     return jnp.sum(jnp.asarray(regularization_loss)) / shares

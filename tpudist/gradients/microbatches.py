@@ -74,12 +74,13 @@ def value_and_grad_in_microbatches(
     """
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(
-            f"num_microbatches is {shorten(num_microbatches)}. Give a whole number of at least 1."
+            f"num_microbatches={shorten(num_microbatches)}: it must be an integer of at least 1."
         )
     op = ReduceOp.parse(reduce_op)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
-            f"reduce_op is {op}. The losses of microbatches are added up (SUM) or averaged (MEAN)."
+            f"reduce_op={op}: it must be SUM, which adds up the losses of microbatches, or MEAN, "
+            "which averages them."
         )
 
     def value_and_grad(model: Any, batch: PyTree, *args: Any, **kwargs: Any) -> Any:
@@ -171,10 +172,10 @@ def _loop_over_parts(step: Any, start: Any, batch: PyTree, num_parts: int) -> An
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(result)] for result in results]
     if any(x != shapes[0] for x in shapes):
         raise ValueError(
-            f"A partial batch was split into {num_parts} microbatches of other numbers of rows "
-            f"each, and the aux results of the loss have a row for each example: their shapes are "
-            f"{shapes}. Eagerly they cannot be stacked: leave such results out, or debug with a "
-            f"full batch."
+            f"A partial batch was split into {num_parts} microbatches with different numbers of "
+            "rows, but the aux results of the loss have a row for each example: their shapes are "
+            f"{shapes}. They cannot be stacked eagerly. Omit such results, or debug with a full "
+            "batch."
         )
     return carry, jax.tree.map(lambda *x: jnp.stack(x), *results)
 
@@ -252,8 +253,8 @@ class _Objects:
         # The gradients are those of the model alone: without its place among the objects.
         if self._is_nnx and not parameters:
             raise ValueError(
-                f"value_and_grad_in_microbatches found no Variable to train in "
-                f"{type(model).__name__}: wrt={wrt!r} matches none."
+                "value_and_grad_in_microbatches found no Variable to train in "
+                f"{type(model).__name__}: wrt={wrt!r} matches none. Pass a matching `wrt`."
             )
         self.parameters = parameters[0] if self._is_nnx else jax.tree.map(jnp.asarray, model)
         self.others, self._treedef = jax.tree.flatten(self._others)
@@ -277,13 +278,13 @@ class _Objects:
         if graphdef != self._graphdef or treedef != self._treedef:
             raise ValueError(
                 f"The loss of {_name(self._loss_fn)} changed the structure of an NNX object (an "
-                f"attribute that is not an array, or a Variable that was added or removed, as by "
-                f"sow). Among microbatches only the values of Variables can change."
+                "attribute that is not an array, or a Variable that was added or removed, as by "
+                "sow). In microbatches, only the values of Variables can change."
             )
         if not all(x is y for x, y in zip(given, jax.tree.leaves(trained_after), strict=True)):
             raise ValueError(
-                f"The loss of {_name(self._loss_fn)} assigns a Variable that is trained. Its value "
-                f"would be lost: assign it after the gradients, or leave it out of wrt."
+                f"The loss of {_name(self._loss_fn)} assigns a Variable that is trained, so its "
+                "value would be lost. Assign it after the gradients, or exclude it from wrt."
             )
         self._unchanged = {i for i, (x, y) in enumerate(zip(others, leaves, strict=True)) if x is y}
         pairs = zip(leaves, self.others, strict=True)
@@ -307,9 +308,9 @@ def _check_rows(batch: PyTree, num_parts: int) -> None:
     sizes = {shape[0] for shape in shapes if shape}
     if not shapes or not all(shapes) or len(sizes) > 1:
         raise ValueError(
-            f"value_and_grad_in_microbatches splits a batch along dim 0, and was given arrays of "
-            f"the shapes {', '.join(map(str, shapes)) or 'none'}. Give a pytree of arrays [rows, "
-            f"...] with the same rows; what is no part of the batch comes after it."
+            "value_and_grad_in_microbatches splits a batch along dim 0, but received arrays of the "
+            f"shapes {', '.join(map(str, shapes)) or 'none'}. Pass a pytree of arrays [rows, ...] "
+            "with the same number of rows. Pass other arguments after it."
         )
     (rows,) = sizes
     frame = context.current().frame
@@ -318,8 +319,8 @@ def _check_rows(batch: PyTree, num_parts: int) -> None:
         raise ValueError(
             f"A batch of {rows} rows on each replica does not split into {num_parts} microbatches: "
             f"{rows % num_parts} would be left over. Use {' or '.join(map(str, fitting[-4:]))} "
-            f"microbatches, a multiple of {num_parts} rows on each replica, or drop "
-            f"the remainder when batching."
+            f"microbatches, a multiple of {num_parts} rows on each replica, or drop the remainder "
+            "when batching."
         )
 
 

@@ -68,24 +68,23 @@ class Optimizer(nnx.Optimizer):
             tx, model = model, tx  # in the order of nnx.Optimizer
         if isinstance(tx, nnx_contents.OBJECT_TYPES) or not _is_transformation(tx):
             raise TypeError(
-                f"The arguments are Optimizer(tx, model), but tx is of type {type(tx).__name__}. "
-                f"It must be an optax.GradientTransformation, such as optax.adam(1e-3)."
+                f"Optimizer(tx, model): tx is of type {type(tx).__name__}. It must be an "
+                "optax.GradientTransformation, such as optax.adam(1e-3)."
             )
         try:
             hash(tx)
         except TypeError as error:
             raise TypeError(
-                f"Optimizer was given a transformation of type {type(tx).__name__} that cannot be "
-                f"hashed ({error}). It is a part of compiled programs: give an "
-                f"optax.GradientTransformation, which holds functions alone."
+                f"Optimizer(tx): this {type(tx).__name__} cannot be hashed ({error}), but it is "
+                "part of compiled programs. Pass an optax.GradientTransformation, which holds only "
+                "functions."
             ) from None
         try:
             nnx.filterlib.to_predicate(wrt)
         except Exception:
             raise TypeError(
-                f"Optimizer was given wrt={shorten(wrt)}, which chooses no Variables of a model. "
-                f"Give a "
-                f"type such as nnx.Param, or a filter of NNX's."
+                f"Optimizer(wrt={shorten(wrt)}): it selects no Variables of a model. Pass a type "
+                "such as nnx.Param, or an NNX filter."
             ) from None
         try:
             super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
@@ -93,14 +92,15 @@ class Optimizer(nnx.Optimizer):
             if isinstance(model, nnx_contents.OBJECT_TYPES):
                 raise
             raise TypeError(
-                f"Optimizer was given a model of type {type(model).__name__}, which is no NNX "
-                f"object. Give an nnx.Module, or none for tpudist.Variables."
+                f"Optimizer received a model of type {type(model).__name__}, which is not an NNX "
+                "object. Pass an nnx.Module; for tpudist.Variables, omit the model."
             ) from error
         is_object = model is None or isinstance(model, nnx_contents.OBJECT_TYPES)
         if not is_object and not jax.tree.leaves(nnx.state(model)):
             raise TypeError(
-                f"Optimizer was given a model of type {type(model).__name__}, which holds no NNX "
-                f"Variables. Give an nnx.Module, or none for tpudist.Variables: Optimizer(tx)."
+                f"Optimizer received a model of type {type(model).__name__}, which holds no NNX "
+                "Variables. Pass an nnx.Module; for tpudist.Variables, omit the model: "
+                "Optimizer(tx)."
             )
         self.reduce_op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         self.reduce_dtype = _parse_dtype(reduce_dtype, self.reduce_op)
@@ -217,7 +217,7 @@ class Optimizer(nnx.Optimizer):
 
         As `tf.keras.optimizers.Optimizer.apply_gradients`.
         """
-        warn_if_given("apply_gradients(name", name, "nothing is named by it")
+        warn_if_given("apply_gradients(name", name, "tpudist does not name operations")
         pairs = list(grads_and_vars)
         if self.has_model:
             raise ValueError(
@@ -225,13 +225,15 @@ class Optimizer(nnx.Optimizer):
                 "grads), or make an optimizer for Variables with Optimizer(tx)."
             )
         if not pairs:
-            raise ValueError("apply_gradients was given no gradients.")
+            raise ValueError(
+                "apply_gradients received no gradients. Pass pairs: zip(grads, variables)."
+            )
         variables = [v for _, v in pairs]
         for v in variables:
             if not isinstance(v, Variable):
                 raise ValueError(
-                    f"apply_gradients was given {type(v).__name__} to update. Pairs are (gradient, "
-                    f"tpudist.Variable): zip(grads, variables)."
+                    f"apply_gradients cannot update a {type(v).__name__}. Pass pairs (gradient, "
+                    "tpudist.Variable): zip(grads, variables)."
                 )
         if any(v.is_on_servers for v in variables):
             self._send_to_servers(pairs)
@@ -262,14 +264,14 @@ class Optimizer(nnx.Optimizer):
         others = [v for v in variables if not v.is_on_servers]
         if others:
             raise ValueError(
-                f"apply_gradients was given Variables of parameter servers and '{others[0].name}', "
-                f"which is not on one. Update each kind with an optimizer of its own."
+                f"apply_gradients received Variables of parameter servers and '{others[0].name}', "
+                "which is not on a server. Use a separate optimizer for each kind."
             )
         if self.number_on_servers is None:
             raise ValueError(
-                f"apply_gradients was given Variable '{variables[0].name}' of a parameter server, "
-                f"by an optimizer that was made outside of the strategy's scope, which servers do "
-                f"not know. Make it there: with strategy.scope(): optimizer = Optimizer(tx)."
+                f"apply_gradients received Variable '{variables[0].name}' of a parameter server, "
+                "but the optimizer was made outside of the strategy's scope, so servers do not "
+                "know it. Make it there: with strategy.scope(): optimizer = Optimizer(tx)."
             )
         names = _unique_names(variables)
         dense = {n: pair for n, pair in zip(names, pairs, strict=True) if not is_slices(pair[0])}
@@ -338,7 +340,7 @@ class _Slots:
         if self._made_for != now_given:
             raise ValueError(
                 f"apply_gradients was first called for the Variables {self._made_for}, and now for "
-                f"{now_given}. Give all trained Variables at each call, in the same order."
+                f"{now_given}. Pass all trained Variables in each call, in the same order."
             )
         return self._tree
 
@@ -369,15 +371,13 @@ def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"Optimizer was given reduce_dtype={shorten(dtype)}. Gradients travel in a floating "
-            f"dtype, "
-            f"such as 'bfloat16' or 'float32'."
+            f"Optimizer(reduce_dtype={shorten(dtype)}): reduce_dtype must be a floating dtype, "
+            "such as 'bfloat16' or 'float32'."
         )
     if reduce_op is None:
         raise ValueError(
-            f"Optimizer was given reduce_dtype={shorten(dtype)} and reduce_op=None, by which it "
-            f"reduces "
-            f"nothing. Leave one of them out."
+            f"Optimizer(reduce_dtype={shorten(dtype)}, reduce_op=None): without reduce_op, the "
+            "optimizer reduces nothing. Omit one of them."
         )
     return found
 
@@ -401,9 +401,9 @@ def _check_gradients(gradients: PyTree, parameters: PyTree) -> PyTree:
         problems = [f"no gradient for {path}" for path in missing[:3]]
         problems += [f"a gradient for {path}, which is not trained" for path in extra[:3]]
         raise ValueError(
-            f"The optimizer was given {'; '.join(problems)}. It needs exactly one gradient for "
-            f"each of its {len(wanted)} parameter(s). (A parameter that the loss does not use has "
-            f"a gradient of zeros, not None.)"
+            f"The optimizer received {'; '.join(problems)}. It needs exactly one gradient for each "
+            f"of its {len(wanted)} parameter(s). (A parameter that the loss does not use has a "
+            "gradient of zeros, not None.)"
         )
     for path, parameter in wanted.items():
         gradient = jnp.asarray(given[path])
@@ -411,7 +411,7 @@ def _check_gradients(gradients: PyTree, parameters: PyTree) -> PyTree:
             raise ValueError(
                 f"The gradient for {path} is {gradient.dtype}{list(gradient.shape)}, but the "
                 f"parameter is {parameter.dtype}{list(parameter.shape)}. They must be equal: Optax "
-                f"would broadcast silently. Look for a sum over the wrong dim, or a cast."
+                "would broadcast silently. Check for a sum over the wrong dim, or a cast."
             )
     return gradients
 

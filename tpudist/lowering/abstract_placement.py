@@ -43,8 +43,8 @@ def sharding_on(mesh: ReplicaMesh, sharding: NamedSharding, name: str) -> NamedS
     if unknown:
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.mesh.shape.items())
         raise ValueError(
-            f"'{name}' is split over {', '.join(unknown)}, but the mesh that is planned for has "
-            f"the axes {axes}. Make it with this strategy, or with strategy.on(devices)."
+            f"'{name}' is split over {', '.join(unknown)}, but the mesh of the plan has the axes "
+            f"{axes}. Make it with this strategy, or with strategy.on(devices)."
         )
     # The devices' own memory has other names elsewhere.
     own = sharding.mesh.devices.flat[0].default_memory().kind  # type: ignore[union-attr]
@@ -57,8 +57,8 @@ def _check_divides(where: NamedSharding, shape: tuple[int, ...], name: str) -> N
         where.shard_shape(tuple(shape))
     except ValueError as error:
         raise ValueError(
-            f"'{name}' of shape {list(shape)} does not split as {where.spec} on the mesh that is "
-            f"planned for, {dict(where.mesh.shape)}: {error}"
+            f"'{name}' of shape {list(shape)} does not split as {where.spec} on the mesh of the "
+            f"plan, {dict(where.mesh.shape)}: {error}"
         ) from error
 
 

@@ -114,9 +114,9 @@ def trace(
         captured = str(error).rpartition("with shape ")[2]
         raise ValueError(
             f"'{name}' captures an array of a mesh with Explicit axes, {captured}. Such an array "
-            f"belongs to that mesh, and replicas run on another. Pass it as an argument of "
+            "belongs to that mesh, but replicas run on another mesh. Pass it as an argument of "
             f"'{name}', which is moved; or make the mesh with "
-            f"axis_types=(jax.sharding.AxisType.Auto,) for each of its axes."
+            "axis_types=(jax.sharding.AxisType.Auto,) for each of its axes."
         ) from error
     return ReplicaProgram(found[0], tuple(stacked))
 

@@ -40,9 +40,9 @@ def find_doubts(closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh) -> list[str]:
     jaxlib = versions.version_of("jaxlib")
     if jaxlib not in known_operations.JAXLIBS:
         known = " and ".join(known_operations.JAXLIBS)
-        return [f"jaxlib is {jaxlib}, and operations were tried with {known}"]
+        return [f"jaxlib is {jaxlib}, but operations were tested with {known}"]
     return sorted(
-        f"{name}{f' (at {where})' if where else ''} was not tried"
+        f"{name}{f' (at {where})' if where else ''} was not tested"
         for name, where in operations
         if name not in known_operations.KNOWN
     )
@@ -92,8 +92,8 @@ def try_program(
         axes = ", ".join(f"{axis}={mesh.mesh.shape[axis]}" for axis in mesh.inner_axes)
         raise CompilerDied(
             f"XLA ends the process that compiles '{name}' for replicas of several devices "
-            f"({axes}). It was compiled in another process first, because of operations that are "
+            f"({axes}). tpudist compiled it in another process first, because these operations are "
             f"not known to compile there:{listed}\n{error}\nThe rule: docs/constructs.md. Write "
-            f"what is listed otherwise; or give replicas fewer axes, or one device each "
-            f"(MirroredStrategy), where nothing is partitioned."
+            "these operations in another way; or use fewer axes per replica, or one device "
+            "(MirroredStrategy), where nothing is partitioned."
         ) from None

@@ -99,7 +99,7 @@ class _Evaluation:
         if isinstance(structure, Cond):
             if given[0]:
                 raise make_error(
-                    step.eqn, "each replica takes a branch of its own, and one communicates."
+                    step.eqn, "each replica takes its own branch, and one communicates."
                 )
             found = [
                 self._results_that_vary(x, given[1:]) for x in _programs_of(step.eqn, "branches")
@@ -141,7 +141,7 @@ class _Evaluation:
             carry = after
         if self._results_that_vary(cond, [*given[:first], *carry])[0]:
             raise make_error(
-                eqn, "each replica makes its own number of turns, and one communicates."
+                eqn, "each replica makes its own number of iterations, and one communicates."
             )
         return carry
 

@@ -114,8 +114,8 @@ def check_memory_kind(mesh: ReplicaMesh, memory_kind: str) -> str:
     known = memory_kinds(mesh)
     if memory_kind not in known:
         raise ValueError(
-            f"Memory {memory_kind!r} was asked for, but {mesh.platform} devices here have "
-            f"{', '.join(map(repr, known))}. Use one of these, or leave it out."
+            f"Memory {memory_kind!r} does not exist on {mesh.platform} devices here, which have "
+            f"{', '.join(map(repr, known))}. Use one of these, or omit memory_kind."
         )
     return memory_kind
 

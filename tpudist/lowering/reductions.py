@@ -39,8 +39,8 @@ def reduce_on_one_replica(
         result = jnp.asarray(_fold(op, parts) if accumulate is None else accumulate(parts))
         if result.shape != x.shape:
             raise ValueError(
-                f"accumulation_fn made an array of shape {result.shape} of arrays of shape "
-                f"{x.shape}. It adds the arrays of a list, elementwise."
+                f"accumulation_fn returned an array of shape {result.shape} for arrays of shape "
+                f"{x.shape}. It must add the arrays of a list, elementwise."
             )
         return result.astype(x.dtype)
 

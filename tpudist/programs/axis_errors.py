@@ -84,12 +84,12 @@ def describe_unbound_axis(mesh: ReplicaMesh, who: str, *, axis: str) -> str:
     if axis in mesh.inner_axes:
         return (
             f"{who} names the axis {axis!r} in a collective. That axis is inside a replica: each "
-            f"replica function sees whole arrays, and XLA splits the work. Leave the collective "
-            f"out, or write a jax.shard_map over {axis!r} in the function."
+            "replica function sees whole arrays, and XLA splits the work. Remove the collective, "
+            f"or write a jax.shard_map over {axis!r} in the function."
         )
     names = [REPLICA_AXIS] + ([mesh.axis_name] if mesh.axis_name else [])
     return (
-        f"{who} names the axis {axis!r} in a collective. The axis of the replicas is called "
+        f"{who} names the axis {axis!r} in a collective, but the axis of the replicas is called "
         f"{' or '.join(map(repr, names))}. Use tpudist.get_replica_context().all_reduce (or "
         f"all_gather), name {REPLICA_AXIS!r}, or make the strategy with axis_name={axis!r}: "
         f"tpudist.MirroredStrategy(axis_name={axis!r})."
@@ -107,11 +107,11 @@ def describe_missing_axis(mesh: Mesh, who: str, *, spec: Any, axis: str) -> str:
     """
     axes = ", ".join(map(repr, mesh.axis_names))
     return (
-        f"{who} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. "
-        f"Annotations of Linen's with_partitioning and sharding constraints name axes of the "
-        f"mesh: give replicas that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or "
-        f"annotate with logical names (nn.with_logical_partitioning, nnx.with_partitioning) "
-        f"that have a rule: logical_axis_rules=(({axis!r}, None),) leaves this one whole."
+        f"{who} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. Annotations of "
+        "Linen's with_partitioning and sharding constraints name axes of the mesh. Give replicas "
+        f"that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or annotate with logical "
+        "names (nn.with_logical_partitioning, nnx.with_partitioning) that have a rule: "
+        f"logical_axis_rules=(({axis!r}, None),) leaves this axis whole."
     )
 
 
@@ -128,10 +128,10 @@ def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
         if re.search(rf"\b{REPLICA_AXIS}\b", spec):
             return f"{asked}. {_without(REPLICA_AXIS, mesh)}"
         return (
-            f"{asked}, which JAX has for meshes with Explicit axes. The axes inside a replica are "
-            f"Auto, and tpudist honours out_sharding by them where it knows the function, but not "
-            f"here. Leave it out and split the result: jax.lax.with_sharding_constraint(x, spec). "
-            f"In a model's configuration set these shardings to None."
+            f"{asked}, which JAX supports only on meshes with Explicit axes. The axes inside a "
+            "replica are Auto; tpudist applies out_sharding to them only in functions that it "
+            "knows. Remove it and split the result: jax.lax.with_sharding_constraint(x, spec). In "
+            "a model's configuration set these shardings to None."
         )
     if _NOT_AUTO in said:
         return f"{who} constrains a value to {spec}. {_without(REPLICA_AXIS, mesh)}"
@@ -141,11 +141,11 @@ def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
 def _without(axis: str, mesh: ReplicaMesh) -> str:
     """Why a value cannot be split over an axis, and over which it can be."""
     if axis != REPLICA_AXIS:
-        return f"In a shard_map over {axis!r} a value is not split over it: leave that axis out."
+        return f"In a shard_map over {axis!r} a value is not split over it. Remove that axis."
     inner = ", ".join(map(repr, mesh.inner_axes)) or "none"
     return (
-        f"A replica function sees the value of one replica, which is not split over "
-        f"'{REPLICA_AXIS}': leave that axis out. The axes inside a replica, by which it can be "
-        f"split, are: {inner}"
-        f"{' (a replica is one device)' if mesh.devices_per_replica == 1 else ''}."
+        "A replica function sees the value of one replica, which is not split over "
+        f"'{REPLICA_AXIS}'. Remove that axis. The axes inside a replica, which can split the "
+        "value, are: "
+        f"{inner}{' (a replica is one device)' if mesh.devices_per_replica == 1 else ''}."
     )

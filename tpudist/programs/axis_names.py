@@ -68,10 +68,10 @@ def call_for_all(mesh: ReplicaMesh, function: Callable[..., Any], *args: Any) ->
         if "vmap has mapped output" not in str(error):
             raise
         raise ValueError(
-            f"State that is created would be another on each replica: it depends on "
-            f"jax.lax.axis_index({names[0]!r}). Variables begin with one value on all of them. Use "
-            f"the number in the replica function instead, or make a PerReplica with "
-            f"strategy.experimental_distribute_values_from_function."
+            "State that is created would differ between replicas: it depends on "
+            f"jax.lax.axis_index({names[0]!r}). Variables must start with the same value on all "
+            "replicas. Use the number in the replica function instead, or make a PerReplica with "
+            "strategy.experimental_distribute_values_from_function."
         ) from error
 
 

@@ -130,7 +130,7 @@ def _unknown(reason: str, bodies: tuple[core.Jaxpr, ...]) -> Unknown:
     if reason not in _said:
         _said.add(reason)
         _log.warning(
-            "Not understood: %s. What it gives is taken to differ between replicas.", reason
+            "Not understood: %s. tpudist assumes that its result differs between replicas.", reason
         )
     return Unknown(reason, bodies)
 

@@ -111,9 +111,8 @@ def honour_out_shardings() -> Iterator[None]:
         _trace.reset(token)
     for _, api, line in trace.waiting:
         raise NotImplementedError(
-            f"{line} asks {api} for an out_sharding, and jax {jax.__version__} has done nothing "
-            f"with it. Leave out_sharding out and split the result: "
-            f"jax.lax.with_sharding_constraint(x, spec)."
+            f"{line} passes out_sharding to {api}, but jax {jax.__version__} ignored it. Remove "
+            "out_sharding and split the result: jax.lax.with_sharding_constraint(x, spec)."
         )
 
 
@@ -162,7 +161,7 @@ def _let_through(canonicalize: Callable[..., Any]) -> Callable[..., Any]:
         if not _HONOURED[api] <= _in_place:
             return canonicalize(sharding, api, *args, **kwargs)
         if api == "dot_general" and _is_rearranged(inspect.currentframe()):
-            api = "matmul, which moves or drops dims after the product,"
+            api = "matmul, which moves or removes dims after the product,"
             return canonicalize(sharding, api, *args, **kwargs)
         # The work of einsum is traced once for all calls that are alike: `_einsum` is seen once.
         if api != "einsum":

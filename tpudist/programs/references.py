@@ -15,7 +15,7 @@ from jax.extend import core
 # Why a content may differ: as in `replica_equality`.
 Cause = str | None
 
-NOT_FOLLOWED = "a mutable array reference, which is not followed"
+NOT_FOLLOWED = "a mutable array reference, which tpudist does not follow"
 
 
 class Access(enum.Enum):

@@ -56,10 +56,10 @@ CLAIMING_FUNCTION = "tpudist.equal_on_replicas"
 # What differs by itself, though its operands be equal.
 _UNEQUAL_BY_NATURE = {
     "axis_index": "the replica id",
-    "io_callback": "what a host callback returned",
+    "io_callback": "the result of a host callback",
     # That it is pure is the caller's word; each replica calls it by itself, on its own host.
-    "pure_callback": "what a host callback returned",
-    "rng_uniform": "random numbers of the device's own",
+    "pure_callback": "the result of a host callback",
+    "rng_uniform": "random numbers that differ between devices",
 }
 # These name the axis of the replicas, but send nothing over it.
 _SILENT = ("axis_index", "pvary", "reduced_vary_cast", "vary_unreduced_cast", "preduced")
@@ -254,7 +254,7 @@ class _Walk:
     def _inside(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr]) -> Cause:
         """Why equal operands of an operation may give unequal results, or None."""
         unequal = any(_differs_by_itself(inner) for body in bodies for inner in jaxprs.walk(body))
-        return f"what happens inside {eqn.primitive.name}" if unequal else None
+        return f"an operation inside {eqn.primitive.name}" if unequal else None
 
     def _unknown(self, eqn: core.JaxprEqn, structure: jaxprs.Unknown, args: list[Cause]) -> Cause:
         # For all we know it branches or loops on the operand that differs.

@@ -13,15 +13,15 @@ import jax
 from tpudist.xla.hlo.source_lines import line_of_error
 
 _NUMBER = (
-    "needs the value of an array as a number of Python (`float`, `int`, `.item()`, a shape)",
-    "Compute with the array itself, and convert what strategy.run returns. Lengths and shapes must "
-    "be Python numbers or come from x.shape.",
+    "needs the value of an array as a Python number (`float`, `int`, `.item()`, a shape)",
+    "Compute with the array itself, and convert the result of strategy.run. Lengths and shapes "
+    "must be Python numbers or come from x.shape.",
 )
 _TRACED = "A replica function is traced once for all replicas, before its values are known."
 # The errors of JAX, the narrower ones first: what the line does, and what to write instead.
 _USES: dict[type[Exception], tuple[str, str]] = {
     jax.errors.TracerBoolConversionError: (
-        "uses an array as a condition of Python (`if`, `while`, `and`, `or`, `not`, `assert`)",
+        "uses an array as a Python condition (`if`, `while`, `and`, `or`, `not`, `assert`)",
         "Choose between values with jnp.where, between computations with jax.lax.cond, and repeat "
         "with jax.lax.while_loop.",
     ),
@@ -30,7 +30,7 @@ _USES: dict[type[Exception], tuple[str, str]] = {
         "Use the function of jax.numpy, or call the library with jax.pure_callback.",
     ),
     jax.errors.TracerIntegerConversionError: (
-        "uses an array as an integer of Python (`range`, an index of a list)",
+        "uses an array as a Python integer (`range`, an index of a list)",
         "Loop with jax.lax.fori_loop, and select with jnp.take.",
     ),
     jax.errors.NonConcreteBooleanIndexError: (

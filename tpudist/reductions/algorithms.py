@@ -42,8 +42,9 @@ class ReductionToOneDevice(CrossDeviceOps):
             return
         if self._device not in devices:
             raise ValueError(
-                f"ReductionToOneDevice(reduce_to_device={where!r}) is to combine values of "
-                f"{', '.join(map(str, devices))}, but is none of them. Name one, or leave it out."
+                f"ReductionToOneDevice(reduce_to_device={where!r}): this is not one of the devices "
+                f"{', '.join(map(str, devices))}, whose values it combines. Name one of them, or "
+                "omit reduce_to_device."
             )
 
     @property
@@ -59,8 +60,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         """All values travel to one device; see the class."""
         if self.accumulation_fn is not None and reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
             raise ValueError(
-                f"ReductionToOneDevice(accumulation_fn=...) was asked for {reduce_op}, but its "
-                f"function adds. Leave it out, or reduce by SUM or MEAN."
+                f"ReductionToOneDevice(accumulation_fn=...) cannot reduce by {reduce_op}, because "
+                "its function adds. Omit it, or reduce by SUM or MEAN."
             )
         mesh = eager_programs.current() or context.current().strategy.replica_mesh
         devices = list(mesh.mesh.devices.flat)
@@ -84,8 +85,8 @@ class _PackedAllReduce(CrossDeviceOps):
         """
         if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
             raise ValueError(
-                f"{type(self).__name__}(num_packs={num_packs!r}) was asked for. `num_packs` must "
-                f"be a whole number >= 0; 0 is one pack for each value."
+                f"{type(self).__name__}(num_packs={num_packs!r}): `num_packs` must be an integer "
+                ">= 0; 0 is one pack for each value."
             )
         self.num_packs = num_packs
 
@@ -95,7 +96,7 @@ class _PackedAllReduce(CrossDeviceOps):
         if self.num_packs != 1 and platform != "cpu":
             warnings.warn(
                 f"{type(self).__name__}(num_packs={self.num_packs}) has no effect: on {platform} "
-                f"devices XLA combines collectives as it likes.",
+                "devices XLA decides how to combine collectives.",
                 stacklevel=3,
             )
 
@@ -144,8 +145,8 @@ class NcclAllReduce(_PackedAllReduce):
         platforms = {d.platform for d in devices}
         if platforms != {"gpu"}:
             raise ValueError(
-                f"NcclAllReduce was asked for on {len(devices)} {'/'.join(sorted(platforms))} "
-                f"device(s), but NCCL connects NVIDIA GPUs only. Leave cross_device_ops out, and "
-                f"XLA chooses; or use HierarchicalCopyAllReduce() or ReductionToOneDevice()."
+                f"NcclAllReduce does not support {len(devices)} {'/'.join(sorted(platforms))} "
+                "device(s): NCCL connects only NVIDIA GPUs. Omit cross_device_ops to let XLA "
+                "choose, or use HierarchicalCopyAllReduce() or ReductionToOneDevice()."
             )
         super().check_devices(devices)

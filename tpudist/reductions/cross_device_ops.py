@@ -194,7 +194,7 @@ class CrossDeviceOps:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(
-                    f"{what} takes pairs (value, destinations), but was given {pair!r}."
+                    f"{what} takes pairs (value, destinations), but received {pair!r}."
                 )
         devices = [_check_destinations(where, what) for _, where in pairs]
         values = [_as_part(value, what) for value, _ in pairs]
@@ -243,8 +243,8 @@ def _as_part(value: Any, what: str) -> Any:
         return value if isinstance(value, LocalPart) else LocalPart(value.array)
     if value.is_padded:
         raise ValueError(
-            f"{what} was given {value!r}, a partial batch, whose parts have no common shape. "
-            f"Reduce over the examples: strategy.reduce(op, value, axis=0)."
+            f"{what} received {value!r}, a partial batch, whose parts have no common shape. Reduce "
+            "over the examples: strategy.reduce(op, value, axis=0)."
         )
     frame = context.current().frame
     return value if frame is None else LocalPart(frame.capture(value))
@@ -274,8 +274,8 @@ def _arrays(ops: Any, results: Any, count: int) -> list[jax.Array]:
     if not isinstance(results, list | tuple) or len(results) != count:
         found = f"{len(results)}" if isinstance(results, list | tuple) else repr(results)
         raise ValueError(
-            f"{type(ops).__name__}.batch_reduce_implementation was given {count} value(s), and "
-            f"returned {found}. It returns a list with one array for each."
+            f"{type(ops).__name__}.batch_reduce_implementation received {count} value(s), and "
+            f"returned {found}. It must return a list with one array for each value."
         )
     arrays = [x.array if isinstance(x, LocalPart) else x for x in results]
     for x in arrays:
@@ -304,7 +304,7 @@ def _mesh_of(where: Any) -> ReplicaMesh | None:
 
 def _describe_missing(ops: CrossDeviceOps, method: str, what: str) -> str:
     return (
-        f"{what} was asked of {type(ops).__name__}, which does not say how: {method} must be "
-        f"implemented in descendants of tpudist.CrossDeviceOps. Override it, or use "
-        f"tpudist.ReductionToOneDevice() or tpudist.HierarchicalCopyAllReduce()."
+        f"{type(ops).__name__} does not support {what}: {method} must be implemented in "
+        "descendants of tpudist.CrossDeviceOps. Override it, or use tpudist.ReductionToOneDevice() "
+        "or tpudist.HierarchicalCopyAllReduce()."
     )

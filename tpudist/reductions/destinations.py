@@ -34,10 +34,9 @@ def device_of(destinations: Any, what: str) -> jax.Device | None:
     if is_value or hasattr(destinations, "__jax_array__") or hasattr(destinations, "__array__"):
         return None
     raise ValueError(
-        f"{what} was given destinations={shorten(destinations)} of type "
-        f"{type(destinations).__name__}. "
-        f"Destinations must be one value (a Variable, a PerReplica or an array), where the result "
-        f"is wanted, or one device (such as 'cpu:0')."
+        f"{what} received destinations={shorten(destinations)} of type "
+        f"{type(destinations).__name__}. Destinations must be one value (a Variable, a PerReplica "
+        "or an array) at the place of the result, or one device (such as 'cpu:0')."
     )
 
 

@@ -78,9 +78,9 @@ def run(
         proof = replica_equality.prove(traced.closed, ["the value of each replica"] * len(arrays))
         if any(proof.differs):
             raise ValueError(
-                f"{type(owner).__name__} gave a result that may differ between replicas: it "
+                f"{type(owner).__name__} returned a result that may differ between replicas: it "
                 f"depends on {next(filter(None, proof.causes))}. Compute it from all of "
-                f"`per_replica_value.values`, or combine with a built-in CrossDeviceOps."
+                "`per_replica_value.values`, or combine with a built-in CrossDeviceOps."
             )
         count_run = process_agreement.agree(
             mesh,

@@ -44,11 +44,11 @@ def is_on_every_replica(mesh: ReplicaMesh, value: Any) -> bool:
         return mesh_of_mirrored(value, of_several=mesh.block is None) == mesh.mesh
     if mesh.num_replicas > 1 and not frame.is_equal_result(value):
         raise ValueError(
-            f"gather or experimental_local_results was given {value.aval.str_short()} that a "
-            f"tpudist.function or merge_call computes, or takes as an argument, so it is not known "
-            f"whether it is one value or one for each of the {mesh.num_replicas} replicas. They "
-            f"take what strategy.run, reduce or gather returned, PerReplicas and Variables. As one "
-            f"value, use it as it is; as one for each, return it from strategy.run."
+            f"gather or experimental_local_results received {value.aval.str_short()} that a "
+            "tpudist.function or merge_call computes, or takes as an argument. It may be one "
+            f"value, or one for each of the {mesh.num_replicas} replicas. Pass a result of "
+            "strategy.run, reduce or gather, a PerReplica or a Variable; if it is one value, use "
+            "it as it is."
         )
     return True
 
@@ -57,9 +57,7 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
     """Concatenates one leaf's parts along dim `axis`, in replica order, without padding rows."""
     indexed_slices.check_dense(value, "gather")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
-        raise TypeError(
-            f"gather was asked for axis={shorten(axis)}. It concatenates along one int axis."
-        )
+        raise TypeError(f"gather(axis={shorten(axis)}): axis must be one int.")
     value = capture_in_trace(value)
     if not isinstance(value, PerReplica):
         if not is_on_every_replica(mesh, value):
@@ -85,9 +83,9 @@ def _check_dim(shape: Sequence[int], axis: int) -> int:
     """The dim that `axis` means."""
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"gather was asked for axis {axis}, but each replica holds {list(shape)}, of "
-            f"{len(shape)} dim(s). Scalars have no dim to concatenate along: add one in the "
-            f"replica function, with x[None]."
+            f"gather(axis={axis}): each replica holds {list(shape)}, which has {len(shape)} "
+            "dim(s). Use an axis of the value. A scalar has no dim to concatenate along: add one "
+            "in the replica function, with x[None]."
         )
     return int(axis) % len(shape)
 
@@ -140,9 +138,9 @@ def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
 def _parts_in_trace(mesh: ReplicaMesh, value: LocalPart) -> tuple[jax.Array, ...]:
     if mesh.num_processes > 1:
         raise RuntimeError(
-            f"The local results of {value!r} were asked for in a function that is traced once for "
-            f"all replicas (by merge_call or tpudist.function): it is one program for all "
-            f"processes. Combine them with strategy.reduce, or return the value and read its parts "
-            f"after the call."
+            f"experimental_local_results of {value!r} was called in a function that is traced once "
+            "for all replicas (by merge_call or tpudist.function), which is one program for all "
+            "processes. Combine the values with strategy.reduce, or return the value and read its "
+            "parts after the call."
         )
     return value.values

@@ -63,15 +63,15 @@ def _rows_first(value: PerReplica, axis: tuple[int, ...] | None) -> tuple[jax.Ar
     dim = value.dim
     if value.other_rows:
         raise ValueError(
-            f"reduce was given {value!r}, of which several dims count examples, and replicas hold "
-            f"other numbers of them. Reduce it in the replica function (jnp.sum(value)), and the "
-            f"sums of the replicas here."
+            f"reduce received {value!r}, in which several dims count examples, and replicas hold "
+            "different numbers of examples. Reduce it in the replica function (jnp.sum(value)), "
+            "and reduce the sums of the replicas here."
         )
     if axis is None or dim not in axis:
         raise ValueError(
-            f"Replicas hold {value.rows} real rows along dim {dim}, as of a partial batch, so "
-            f"their values have no common shape to be reduced to. Reduce over that dim too: "
-            f"reduce(op, value, axis={dim})."
+            f"Replicas hold {value.rows} real rows along dim {dim}, as in a partial batch, so "
+            "their values have no common shape. Also reduce over that dim: reduce(op, value, "
+            f"axis={dim})."
         )
     if not dim:
         return value.array, axis
@@ -130,9 +130,8 @@ def _reduce_slices(mesh: ReplicaMesh, op: ReduceOp, value: IndexedSlices, axis: 
     """The slices of all replicas behind each other; see `indexed_slices.all_reduce`."""
     if axis is not None:
         raise ValueError(
-            f"reduce of IndexedSlices was asked for with axis={shorten(axis)}. Slices are "
-            f"combined over "
-            f"replicas only: axis=None."
+            f"reduce(axis={shorten(axis)}) of IndexedSlices is not supported: slices are combined "
+            "only over replicas. Use axis=None."
         )
     parts = [capture_in_trace(value.values), capture_in_trace(value.indices)]
     if context.current().frame is not None:
@@ -153,16 +152,15 @@ def _parse_axis(axis: Any, value: Any) -> tuple[int, ...] | None:
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes):
         raise TypeError(
-            f"reduce was asked for axis={shorten(axis)}. An axis is an int (the dim of the "
-            f"examples, as a "
-            f"rule 0), a tuple of ints, or None to reduce over replicas only."
+            f"reduce(axis={shorten(axis)}): axis must be an int (the dim of the examples, usually "
+            "0), a tuple of ints, or None to reduce only over replicas."
         )
     shape = tuple(np.shape(value)) if not hasattr(value, "shape") else tuple(value.shape)
     for a in axes:
         if not -len(shape) <= a < len(shape):
             raise ValueError(
                 f"`axis` = {a} out of range for `value` with rank {len(shape)}: each replica holds "
-                f"{list(shape)}. Use axis=None to reduce over replicas only."
+                f"{list(shape)}. Use axis=None to reduce only over replicas."
             )
     return tuple(int(a) % len(shape) for a in axes)
 

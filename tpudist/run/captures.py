@@ -84,14 +84,13 @@ class Capture:
         held = self._read() if self._read is not None else self.held
         if not hasattr(held, "rows"):
             raise TypeError(
-                f"'{self._function_name}' captures '{self.name}', which was a PerReplica when it "
-                f"was compiled, and is {held!r} now. Pass it as an argument."
+                f"'{self._function_name}' captures '{self.name}', which was a PerReplica when the "
+                f"function was compiled, and is {held!r} now. Pass it as an argument."
             )
         if held.is_padded:
             raise ValueError(
-                f"'{self._function_name}' captures {held!r}, a partial batch, and how many of its "
-                f"rows are real can be said for arguments only. Pass it as an argument of "
-                f"'{self._function_name}'."
+                f"'{self._function_name}' captures {held!r}, a partial batch. tpudist counts the "
+                f"real rows of arguments only. Pass it as an argument of '{self._function_name}'."
             )
         self.key = id(held.array)
         return held.array
@@ -168,8 +167,7 @@ def check_parts(value: Any, strategy: StrategyBase, capture: Capture) -> None:
     num_replicas = (strategy._twin_of or strategy).replica_mesh.num_replicas
     if value.array.shape[0] != num_replicas:
         raise ValueError(
-            f"A function captures {value!r}, but runs on {num_replicas} "
-            f"replica(s). It was made under another strategy: distribute it with the one that runs "
-            f"the function."
+            f"A function captures {value!r}, but runs on {num_replicas} replica(s): the value was "
+            "made under another strategy. Distribute it with the strategy that runs the function."
         )
     _ = capture._value  # which refuses partial batches

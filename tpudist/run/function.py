@@ -91,11 +91,11 @@ def function(
         ("attributes", experimental_attributes),
         ("follow_type_hints", experimental_follow_type_hints),
     ):
-        warn_if_given(f"function(experimental_{name}", value, "JAX has nothing like it")
+        warn_if_given(f"function(experimental_{name}", value, "JAX has no equivalent")
     if func is None:
         return function
     if not callable(func):
-        raise TypeError(f"tpudist.function compiles functions, but was given {shorten(func)}.")
+        raise TypeError(f"tpudist.function received {shorten(func)}. Pass a function to compile.")
     return Function(func)
 
 
@@ -125,8 +125,8 @@ class Function:
             if frame.elements:
                 raise RuntimeError(
                     f"'{body.__name__}' took fewer elements of its iterators than when it was "
-                    f"traced for other shapes: {len(frame.elements)} would be lost. Take the same "
-                    f"number in each call."
+                    f"traced for other shapes, so {len(frame.elements)} would be lost. Take the "
+                    "same number in each call."
                 )
             return result
 
@@ -246,8 +246,9 @@ class IteratorArgument:
 
     def __iter__(self):
         raise TypeError(
-            "A loop over a dataset in a tpudist.function would become part of the compiled "
-            "program. Loop outside of it, or take a fixed number of elements with next(iterator)."
+            "A tpudist.function loops over a dataset, and the loop would become part of the "
+            "compiled program. Loop outside of it, or take a fixed number of elements with "
+            "next(iterator)."
         )
 
 

@@ -117,8 +117,8 @@ class PartialBatch:
                 learnt = self._learn()
                 if learnt == self._learnt:
                     raise RowsError(
-                        "a function that jax.jit has traced before gathers the rows of all "
-                        "replicas, or calls strategy.run: call it without jax.jit"
+                        "a function that jax.jit traced earlier gathers the rows of all replicas, "
+                        "or calls strategy.run: call it without jax.jit"
                     )
                 self._learnt = learnt
         except RowsError as error:
@@ -185,7 +185,7 @@ class PartialBatch:
         """A size in the symbols of one replica, which are the first ones."""
         own = self.num_groups + len(self._parts)
         if any(i >= own for i in size.symbols):
-            raise RowsError("what was gathered of all replicas is gathered once more")
+            raise RowsError("a value that was gathered from all replicas is gathered again")
         return size.with_symbols(own)
 
     def _mark_rows(self, proof: replica_agreement.Agreement) -> replica_agreement.Agreement:
@@ -194,7 +194,7 @@ class PartialBatch:
         causes = list(proof.causes)
         for i, dims in self.rows_of_results().items():
             if any(k < own for _, size in dims for k in size.symbols):
-                causes[i] = causes[i] or "how many rows are real"
+                causes[i] = causes[i] or "the number of real rows"
         return dataclasses.replace(proof, causes=tuple(causes))
 
     @property
@@ -241,9 +241,9 @@ class PartialBatch:
         if empty and self.takes_means and not self._warned:
             self._warned = True
             _log.warning(
-                "'%s' was given a partial batch of which replica(s) %s have no rows: a mean over "
-                "no rows is NaN. Use tpudist.compute_average_loss(per_example_loss), and sum it "
-                "over the replicas; or leave such batches out: InputOptions(partial_batch='drop').",
+                "'%s' received a partial batch: replica(s) %s have no rows, and a mean over no "
+                "rows is NaN. Use tpudist.compute_average_loss(per_example_loss), and sum it over "
+                "the replicas. Or skip such batches: InputOptions(partial_batch='drop').",
                 self._body.call.name,
                 ", ".join(map(str, empty)),
             )
@@ -266,9 +266,9 @@ class PartialBatch:
             self._program.check(points)
             if self._line_of_sum is not None and any(len(set(each)) > 1 for each in rows):
                 raise RowsError(
-                    "jax.lax.psum of a Python number, such as x.shape[0], is that number times the "
-                    "number of replicas, which have different numbers of rows here. Sum an array: "
-                    "jax.lax.psum(jnp.asarray(x.shape[0]), axis)",
+                    "jax.lax.psum of a Python number, such as x.shape[0], multiplies it by the "
+                    "number of replicas, but here replicas have different numbers of rows. Sum an "
+                    "array: jax.lax.psum(jnp.asarray(x.shape[0]), axis)",
                     self._line_of_sum,
                 )
             for point in dict.fromkeys(points):
@@ -307,7 +307,7 @@ class PartialBatch:
     def _trace(self, point: Point) -> Any:
         found, program = self._trace_at(point)
         if not _are_alike(next(iter(self._found.values()), found), found):
-            raise RowsError("it returns another structure, or assigns other Variables")
+            raise RowsError("it returns a different structure, or assigns different Variables")
         self._found[point] = found
         return program
 
@@ -338,7 +338,7 @@ class PartialBatch:
                 self._body.call.name,
             )
         if len(rows.parts) != len(self._parts):
-            raise RowsError("it splits its batches into parts another number of times")
+            raise RowsError("it splits its batches into parts a different number of times")
         return found, program.closed
 
     def _find_sum_of_numbers(self) -> str | None:
@@ -397,7 +397,8 @@ class PartialBatch:
             if not isinstance(number, RowSize | RowNumber):
                 raise RowsError(
                     f"it returns {values[0]!r} with {points[0]} rows and {values[1]!r} with "
-                    f"{points[1]}: a value that is no array, and depends on the number of rows"
+                    f"{points[1]} rows: this value is not an array, but depends on the number of "
+                    "rows"
                 )
             numbers[i] = Piecewise(number, self._find_pieces(i, number))
         return numbers
@@ -424,7 +425,10 @@ class PartialBatch:
             else:
                 same = kind == "array" or actual is first[i][1] or _are_equal(actual, first[i][1])
             if not same:
-                raise RowsError(f"it returns {actual!r} with {point} rows, which does not follow")
+                raise RowsError(
+                    f"it returns {actual!r} with {point} rows, which does not follow from other "
+                    "numbers of rows"
+                )
 
     def _describe_outputs(self) -> CallOutputs:
         base = self._found[self._program.points[0]]
@@ -433,7 +437,7 @@ class PartialBatch:
             result[i] = ("array", base.num_results + k)
         for dims in self._program.out_dims[base.num_results :]:
             if any(map(is_rows, dims)):
-                raise RowsError("it assigns state as many elements as a replica has rows")
+                raise RowsError("it assigns state with as many elements as a replica has rows")
         return dataclasses.replace(
             base,
             result=result,
@@ -447,12 +451,12 @@ class PartialBatch:
         have = f" ({'; '.join(map(str, rows))} rows on the replicas)" if rows else ""
         where = f" At {error.line}." if error.line else ""
         return ValueError(
-            f"'{self._body.call.name}' was given a partial batch{have}, and cannot be followed "
-            f"over its rows: {error.reason}.{where} Padding must not count, so what is not known "
-            f"to leave it out is refused. Let the dataset give no partial batches "
-            f"(InputOptions(partial_batch='drop')), or write it in another way there. If the rows "
-            f"of each batch are a multiple of {self._mesh.num_replicas}, the number of replicas, "
-            f"partial_batch='shrink' gives all replicas equal parts without padding."
+            f"'{self._body.call.name}' received a partial batch{have}, and tpudist cannot follow "
+            f"its rows: {error.reason}.{where} Padding rows could change the result there, so the "
+            "step is not run. Drop partial batches (InputOptions(partial_batch='drop')), or write "
+            "the operation in another way. If the rows of each batch are a multiple of "
+            f"{self._mesh.num_replicas}, the number of replicas, partial_batch='shrink' gives all "
+            "replicas equal parts without padding."
         )
 
 

@@ -16,9 +16,9 @@ def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
         where = f" (at {hazard.where})" if hazard.where else ""
         raise ValueError(
             f"'{name}' has a {hazard.collective} between replicas in a branch or loop{where} whose "
-            f"condition depends on {hazard.cause}. Replicas that disagree would wait for each "
-            f"other for ever. Reduce the condition over the replicas first, or move the "
-            f"communication out. For a line search: tpudist.loss_of_all_rows(loss)."
+            f"condition depends on {hazard.cause}. Replicas with different conditions would wait "
+            "for each other forever. Reduce the condition over the replicas first, or move the "
+            "communication out. For a line search: tpudist.loss_of_all_rows(loss)."
         )
 
 
@@ -33,9 +33,9 @@ def check_constants(program: compile.ReplicaProgram, name: str, whole: bool) -> 
     for array in compile.constant_arrays(program):
         for variable in nnx_contents.holders_of(array):
             raise ValueError(
-                f"'{name}' uses an NNX object that it captures: the {type(variable).__name__} "
+                f"'{name}' captures an NNX object: its {type(variable).__name__} "
                 f"{compile_log.describe(array)} would be frozen into the program as a constant, "
-                f"and never change. Pass the object as an argument: "
+                "and never change. Pass the object as an argument: "
                 f"{compile_log.describe_call(name, 'model, ...', whole)}."
             )
     for array in compile.large_constants(program):

@@ -63,8 +63,8 @@ class RecentSteps:
         _log.log(
             logging.DEBUG if self._was_told else logging.WARNING,
             "%s has more than %d compiled programs, which differ in the Python values or the "
-            "structure of its arguments: the one that was not called for longest is given up, and "
-            "compiled again if it is called. Pass what changes often as arrays.",
+            "structure of its arguments. tpudist deletes the least recently called one, and "
+            "compiles it again if it is called. Pass values that change often as arrays.",
             self._name,
             MAX_STEPS,
         )

@@ -147,14 +147,14 @@ def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
     if fault.mixed:
         what = (
             f"adds a value that is equal on all replicas to a value of each replica's own rows"
-            f"{counted}, and sums both over {n} replicas{summed}: the first one counts {n} times"
+            f"{counted}, and sums both over {n} replicas{summed}: the first value counts {n} times"
         )
         remedy = "Divide it by the number of replicas: tpudist.scale_regularization_loss(value)"
     elif not fault.excess:
         what = (
             f"averages over {n} replicas{summed} a mean over each replica's own rows{counted}, and "
-            f"replicas have from {min(numbers)} to {max(numbers)} rows in this "
-            f"batch: a row counts more where there are fewer"
+            f"replicas have from {min(numbers)} to {max(numbers)} rows in this batch: a row counts "
+            f"more on a replica with fewer rows"
             f"{'' if min(numbers) else ', and the mean over no rows is NaN'}"
         )
         remedy = _DIVIDE
@@ -166,14 +166,14 @@ def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
             f"number"
         )
         remedy = (
-            f"{_DIVIDE}. Or, if all replicas have as many rows, average the gradients: "
-            f"tpudist.Optimizer(..., reduce_op='mean'), all_reduce('mean', grads)"
+            f"{_DIVIDE}. Or, if all replicas have the same number of rows, average the gradients: "
+            "tpudist.Optimizer(..., reduce_op='mean'), all_reduce('mean', grads)"
         )
     else:
         what = (
-            f"updates its state with a value that is {factor:g} times smaller than on one "
-            f"device with all rows: it is averaged over {n} replicas{summed}, and is a sum over "
-            f"rows, or divided by the rows of all replicas already{counted}"
+            f"updates its state with a value that is {factor:g} times smaller than on one device "
+            f"with all rows: it is averaged over {n} replicas{summed}, although it is a sum over "
+            f"rows, or already divided by the rows of all replicas{counted}"
         )
         remedy = "Sum it over the replicas: reduce_op='sum', all_reduce('sum', grads)"
     return (
@@ -219,13 +219,15 @@ def _find_undistributed(
     is_split = any(len(x.sharding.device_set) > 1 for x in arrays_on_devices)
     n = call.strategy.num_replicas_in_sync
     message = (
-        f"'{call.name}' was given {_name_arguments(call, found, labels())}, which "
-        f"{'are' if len(found) > 1 else 'is'} not distributed, nor is any other argument. Each of "
-        f"{n} replicas computes with the whole of it, and {n} times the same is added up"
-        f"{f' (at {where})' if where else ''}: {n} times the work, and {n} times the sum unless "
-        f"it is divided. Distribute batches: strategy.experimental_distribute_dataset(dataset)"
-        f"{' (a sharding gives replicas no rows of their own)' if is_split else ''}. To switch "
-        f"this off: warnings.filterwarnings('ignore', category=tpudist.UndistributedBatchWarning)."
+        f"'{call.name}' received {_name_arguments(call, found, labels())}, which "
+        f"{'are' if len(found) > 1 else 'is'} not distributed; no other argument is either. Each "
+        f"of {n} replicas computes with all rows, and the results are added "
+        f"up{f' (at {where})' if where else ''}: the work and the sum are {n} times those of one "
+        "device, unless the sum is divided. Distribute batches: "
+        f"strategy.experimental_distribute_dataset(dataset)"
+        f"{' (a sharding gives replicas no rows of their own)' if is_split else ''}. "
+        "To disable this warning: warnings.filterwarnings('ignore', "
+        "category=tpudist.UndistributedBatchWarning)."
     )
     return Remark(UndistributedBatchWarning, message)
 

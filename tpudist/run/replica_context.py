@@ -241,11 +241,11 @@ class ReplicaContext:
         elif mode.replica_context is None:
             found = "the current context is cross-replica"
         else:
-            found = "another replica function is being run"
+            found = "another replica function is running"
         raise RuntimeError(
             f"{what} was called on a ReplicaContext that is not the current one: {found}. A "
-            f"context is valid only inside the call of the replica function that got it: call "
-            f"tpudist.get_replica_context() again where you need it."
+            "context is valid only inside the call of the replica function that received it. Call "
+            "tpudist.get_replica_context() again where you need it."
         )
 
 

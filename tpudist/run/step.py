@@ -152,8 +152,8 @@ class Step:
     def _forget_shapes(self) -> None:
         """Gives up the programs of all shapes but the last one's: each takes megabytes."""
         _log.warning(
-            "%s was compiled for more than %d shapes of its arguments: these programs are given "
-            "up, and compiled again if such arguments come. Pad sequences to a few lengths.",
+            "%s was compiled for more than %d shapes of its arguments. tpudist deletes these "
+            "programs, and compiles them again if they are needed. Pad sequences to a few lengths.",
             self.function.name,
             MAX_SHAPES,
         )
@@ -262,10 +262,10 @@ class Step:
             values = self._prepare(values)
         if self.captured and not traces.is_eager():
             raise RuntimeError(
-                f"'{self.function.name}' captures Variable '{self.captured[0].name}', and is run "
-                f"in a function that jax.jit (or another transformation) traces: the value would "
-                f"be frozen into that program. Call strategy.run outside of it, or pass the state "
-                f"as arguments."
+                f"'{self.function.name}' captures Variable '{self.captured[0].name}', and runs in "
+                "a function that jax.jit (or another transformation) traces: the value would be "
+                "frozen into that program. Call strategy.run outside of it, or pass the state as "
+                "arguments."
             )
         plan = self._plan
         assert plan is not None, "`_prepare` makes it"

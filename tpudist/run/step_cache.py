@@ -236,8 +236,8 @@ class Replicator:
         if options is not _DEFAULT_OPTIONS:
             if not isinstance(options, RunOptions):
                 raise TypeError(
-                    f"options={shorten(options)} of type {type(options).__name__} was given to run "
-                    f"'{function.name}'. It must be a tpudist.RunOptions, or None."
+                    f"run of '{function.name}' received options={shorten(options)} of type "
+                    f"{type(options).__name__}. Pass a tpudist.RunOptions, or None."
                 )
             key_of_form = key, options
         else:

@@ -43,7 +43,7 @@ class Throttle:
             for x in itertools.chain(*inputs):
                 if isinstance(x, jax.Array) and not isinstance(x, Tracer):
                     _wait_for(x)
-            _log.warning("A step that was dispatched before has failed: %s", error)
+            _log.warning("An earlier step has failed: %s", error)
 
     def _wait(self) -> None:
         waiting = self._in_flight

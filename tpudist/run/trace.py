@@ -358,7 +358,7 @@ def _causes_of_arguments(call: ReplicaCall, labels: Sequence[str]) -> list[str |
     arguments = zip(inputs.leaves_of_arguments, inputs.stacked[inputs.num_nnx :], strict=False)
     causes += [f"argument '{labels[leaf]}'" if differs else None for leaf, differs in arguments]
     num_groups = len(inputs.groups.sizes) if inputs.groups else 0
-    return causes + ["how many rows are real"] * num_groups
+    return causes + ["the number of real rows"] * num_groups
 
 
 def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:
@@ -368,7 +368,7 @@ def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:
         if not v.on_read
         else f"the components of ON_READ variable '{v.name}'"
         if isinstance(v, Variable)
-        else f"'{v.name}', which it captures"
+        else f"'{v.name}', which the function captures"
         for v in variables
     ]
 
@@ -390,8 +390,8 @@ def _make_starter(
         outputs = compile.last_outputs(program, strategy.replica_mesh, count, values)
         if outputs is None:
             raise ValueError(
-                f"'{name}' makes Variable '{found.computed[0].name}' from its arguments, which "
-                f"are abstract here. Run it once before, or give a constant initial value."
+                f"'{name}' makes Variable '{found.computed[0].name}' from its arguments, which are "
+                "abstract here. Run the function once before, or use a constant initial value."
             )
         for variable, value in zip(found.computed, outputs, strict=True):
             variable.start_with(value)

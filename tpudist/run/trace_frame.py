@@ -164,9 +164,9 @@ class ReplicaFrame(Frame):
         if self._is_nested:
             raise RuntimeError(
                 f"Variable '{variable.name}' is on a parameter server, and was changed inside a "
-                f"nested transformation of the replica function (jax.grad, jax.lax.scan, "
-                f"jax.jit): what it would become cannot leave it. Return the value from the "
-                f"transformed function, and assign it outside."
+                "nested transformation of the replica function (jax.grad, jax.lax.scan, jax.jit): "
+                "its new value cannot leave the transformation. Return the value from the "
+                "transformed function, and assign it outside."
             )
         if any(
             guest.key == id(variable) for guest in self._read_inside if isinstance(guest, Guest)
@@ -260,7 +260,7 @@ class ReplicaFrame(Frame):
         """
         if not is_traced(constant) or (self.root.whole and id(constant) not in self.root.differing):
             return None
-        return "a value that it captures"
+        return "a value that the function captures"
 
     def next_element(self, iterator: Any) -> Any:
         """What `next(iterator)` gives in a function of all replicas: taken before each call.
@@ -323,9 +323,9 @@ class ReplicaFrame(Frame):
         root = self.root
         if computed and self._is_nested:
             raise RuntimeError(
-                f"Variable '{variable.name}' was made inside a nested jax transformation of the "
-                f"replica function, with an initial value that is computed there. Give a function "
-                f"that computes it: Variable(lambda: jnp.zeros(...))."
+                f"Variable '{variable.name}' was made inside a nested JAX transformation of the "
+                "replica function, with an initial value that is computed there. Pass a function "
+                "that computes it: Variable(lambda: jnp.zeros(...))."
             )
         root.incomplete = True
         root.made.setdefault(variable, None)

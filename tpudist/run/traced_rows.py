@@ -51,7 +51,7 @@ class TracedRows:
         elif len(self.parts) < len(self._rows_of_parts):
             each = self._rows_of_parts[len(self.parts)]
         else:
-            raise RowsError("with another number of rows it splits a batch once more")
+            raise RowsError("with another number of rows it splits a batch again")
         self.parts.append((num_parts, rows, each))
         return each
 
@@ -61,8 +61,9 @@ class TracedRows:
             if (parts, each) == (num_parts, rows):
                 return whole
         raise ValueError(
-            f"rows_of_microbatches was given arrays of {num_parts} parts of {rows} rows each, "
-            f"which value_and_grad_in_microbatches has not made of a batch here."
+            f"rows_of_microbatches received arrays of {num_parts} parts of {rows} rows each, but "
+            "value_and_grad_in_microbatches has not made such parts of a batch here. Pass aux "
+            "results that it returned."
         )
 
     def gather(self, x: jax.Array, dim: int) -> jax.Array:

@@ -30,12 +30,12 @@ def check_owner(variable: Any, strategy: StrategyBase) -> None:
     """
     if not owns(strategy, variable):
         raise RuntimeError(
-            f"Variable '{variable.name}' was made under {variable.strategy!r}, but is used in "
-            f"a replica function of {strategy!r}. Make it in the scope of the strategy "
-            f"that runs the function: with strategy.scope(): ..."
+            f"Variable '{variable.name}' was made under {variable.strategy!r}, but is used in a "
+            f"replica function of {strategy!r}. Make it in the scope of the strategy that runs the "
+            "function: with strategy.scope(): ..."
         )
     if getattr(variable, "_value", None) is None:
         raise RuntimeError(
-            f"Variable '{variable.name}' was made in a replica function that failed before its "
-            f"initial value was computed, so it has none. Make it again."
+            f"Variable '{variable.name}' has no value: the replica function that made it failed "
+            "before its initial value was computed. Make the Variable again."
         )

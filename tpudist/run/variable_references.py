@@ -60,10 +60,10 @@ class VariableReferences:
             names = " or ".join(f"'{v.name}'" for v in variables or self._refs)
             raise RuntimeError(
                 f"Variable {names} was assigned inside jax.vmap (which jax.hessian and jax.jacfwd "
-                f"use too), or is assigned elsewhere and was read there in a branch or loop. The "
-                f"function that jax.vmap maps is called for all examples at once, and a variable "
-                f"has one value: return the values from the mapped function, and assign what "
-                f"becomes of them outside; read before, and pass the value."
+                "also use), or was read there in a branch or loop and is assigned elsewhere. "
+                "jax.vmap calls the function for all examples at once, but a variable has one "
+                "value. Read the variable before and pass the value; return values from the mapped "
+                "function, and assign the new value outside."
             ) from error
 
 
@@ -88,14 +88,14 @@ def check_references(
         if lost.place.startswith("the condition"):
             raise RuntimeError(
                 f"Variable '{name}' is read in '{function_name}' in {lost.place}{where}. JAX would "
-                f"show the condition the value from before the loop, again and again: carry the "
-                f"value through the loop, and read that in the condition."
+                "show the condition the value from before the loop in every iteration. Carry the "
+                "value through the loop, and read that in the condition."
             )
         place = "jax.checkpoint" if lost.place in ("checkpoint", "remat2") else lost.place
         raise RuntimeError(
-            f"Variable '{name}', which '{function_name}' assigns in a nested jax transformation, "
-            f"is read or assigned inside of {place}{where}. What is in there may be computed again "
-            f"for the gradients, or not as it is written: the variable would be assigned twice, or "
-            f"read when it holds something else. Return the new value from that function, and "
-            f"assign it outside of {place}; read before, and pass the value."
+            f"Variable '{name}', which '{function_name}' assigns in a nested JAX transformation, "
+            f"is read or assigned inside {place}{where}. JAX may compute that code again for the "
+            "gradients, or in another form: the variable would be assigned twice, or read with a "
+            "wrong value. Read the variable before and pass the value; return the new value, and "
+            f"assign it outside {place}."
         )

@@ -35,8 +35,8 @@ def aggregate_write(variable: VariableBase, value: jax.Array) -> jax.Array:
     whole = not jnp.issubdtype(variable.dtype, jnp.inexact)
     if variable.aggregation is VariableAggregation.MEAN and whole:
         raise ValueError(
-            f"Variable '{variable.name}' has dtype {variable.dtype}, and its aggregation MEAN of "
-            f"what replicas assign would not stay an integer. Use a floating dtype, or SUM."
+            f"Variable '{variable.name}' has dtype {variable.dtype}, but its aggregation MEAN of "
+            "the assigned values would not stay an integer. Use a floating dtype, or SUM."
         )
     op = ReduceOp.from_variable_aggregation(variable.aggregation)
     return cross_device_ops.reduce(op, value)
@@ -80,8 +80,8 @@ def check_readable(variable: VariableBase) -> None:
     if not is_readable(variable):
         raise ValueError(
             f"ON_READ variable '{variable.name}' was read in cross-replica context, but its "
-            f"aggregation is NONE, so its components have no one value. Read them with "
-            f"strategy.experimental_local_results, or make it with an aggregation."
+            "aggregation is NONE, so its components have no single value. Read them with "
+            "strategy.experimental_local_results, or make the variable with an aggregation."
         )
 
 
@@ -94,7 +94,7 @@ def check_number(variable: VariableBase, value: Any, mode: context.Mode) -> None
         n = variable.strategy.num_replicas_in_sync
         if n > 1:
             raise ValueError(
-                f"The number {value!r} was assigned to variable '{variable.name}', which sums what "
-                f"its replicas assign: {n} replicas would make it {n} times as much. Use "
-                f"aggregation ONLY_FIRST_REPLICA for a number that is the same on all of them."
+                f"The number {value!r} was assigned to variable '{variable.name}', which sums the "
+                f"values that its replicas assign: {n} replicas would make it {n} times as large. "
+                "Use aggregation ONLY_FIRST_REPLICA for a number that is the same on all replicas."
             )

@@ -45,11 +45,11 @@ def explain(error: Exception, user: str, arguments: Iterable[tuple[str, Any]]) -
                 raise RuntimeError(
                     f"'{user}' received argument '{name}', but its array{part} "
                     f"{compile_log.describe(array)} no longer exists: an earlier call has "
-                    f"overwritten it in place. A call may overwrite NNX objects that it changes, "
-                    f"and arguments in RunOptions(donate_argnums=...). nnx.clone shares its arrays "
-                    f"with the original. To keep old values, copy them before that call: "
-                    f"copy.deepcopy(model), or jax.tree.map(jnp.copy, arrays). Or pass "
-                    f"RunOptions(donate_state=False) to that call."
+                    "overwritten it in place. A call may overwrite NNX objects that it changes, "
+                    "and arguments in RunOptions(donate_argnums=...); nnx.clone shares its arrays "
+                    "with the original. To keep old values, copy them before that call, "
+                    "copy.deepcopy(model) or jax.tree.map(jnp.copy, arrays), or pass "
+                    "RunOptions(donate_state=False) to that call."
                 ) from error
 
 

@@ -159,8 +159,8 @@ class Binding:
         new = [f"{type(now[p]).__name__} '{_name_of(p)}'" for p in now if p not in self.paths]
         gone = [f"'{_name_of(p)}'" for p in self.paths if p not in now]
         found = [f"{', '.join(new[:4])} was added"] if new else []
-        found += [f"{', '.join(gone[:4])} is gone"] if gone else []
-        return " and ".join(found) or "an attribute that is no array was changed"
+        found += [f"{', '.join(gone[:4])} was removed"] if gone else []
+        return " and ".join(found) or "an attribute that is not an array was changed"
 
 
 def _flatten(
@@ -283,7 +283,7 @@ def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggr
     names = {**VariableAggregation.__members__, "MAX": ReduceOp.MAX, "MIN": ReduceOp.MIN}
     if not isinstance(aggregation, str) or aggregation.upper() not in names:
         raise ValueError(
-            f"A {type(variable).__name__} was made with aggregation={shorten(aggregation)}. Use a "
+            f"{type(variable).__name__}(aggregation={shorten(aggregation)}): aggregation must be a "
             f"tpudist.VariableAggregation or its name: {', '.join(names).lower()}."
         )
     return names[aggregation.upper()]

@@ -34,10 +34,9 @@ def explain_captures(name: str, whole: bool) -> Iterator[None]:
             raise
         raise ValueError(
             f"'{name}' changes or differentiates an NNX object that it captures "
-            f"({type(found).__name__}), at {line_of_error(error)}. What is captured is a constant "
-            f"of the program. Pass the object as an argument, and what the step changes in it is "
-            f"changed for the caller: "
-            f"{compile_log.describe_call(name, 'model, optimizer, ...', whole)}."
+            f"({type(found).__name__}), at {line_of_error(error)}. A captured object is a constant "
+            "of the program. Pass the object as an argument; the caller then sees the changes of "
+            f"the step: {compile_log.describe_call(name, 'model, optimizer, ...', whole)}."
         ) from error
 
 

@@ -116,12 +116,12 @@ def plan_creation(
     name = compile_log.name_of(init)
     graphdef_in, state_in = nnx.split(tuple(args))
     for x in jax.tree.leaves(state_in):
-        integers.check_fit(x, f"An argument of '{name}', given to strategy.create,")
+        integers.check_fit(x, f"An argument of '{name}', passed to strategy.create,")
 
     def arrays(state_in):
         structure, state, values = _take_apart(init(*nnx.merge(graphdef_in, state_in)))
         for x in jax.tree.leaves((state, values)):
-            integers.check_fit(x, f"A value that '{name}', given to strategy.create, returns,")
+            integers.check_fit(x, f"A value that '{name}', passed to strategy.create, returns,")
         found.append(structure)
         return state, values
 
@@ -161,7 +161,7 @@ def plan_creation(
 
 def _take_apart(made: Any) -> tuple[_Structure, Any, list[Any]]:
     """The structure of what was made, the arrays of what are no boxes, and those of boxes."""
-    tree_depth.check_depth(made, "The value that a function given to strategy.create returns")
+    tree_depth.check_depth(made, "The value that a function passed to strategy.create returns")
     leaves, nesting = jax.tree.flatten(made, is_leaf=lambda x: isinstance(x, _WHOLE))
     boxes = {i: x for i, x in enumerate(leaves) if isinstance(x, linen.Partitioned)}
     rest = [None if i in boxes else x for i, x in enumerate(leaves)]

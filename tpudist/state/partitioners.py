@@ -35,8 +35,8 @@ class Partitioner:
             axis: The dim that is cut.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how a variable is cut. Override "
-            f"__call__(self, shape, dtype, axis=0) to give a list of counts, one for each dim."
+            f"{type(self).__name__} does not define how to cut a variable. Override __call__(self, "
+            "shape, dtype, axis=0) to return a list of counts, one for each dim."
         )
 
 
@@ -133,8 +133,8 @@ def _positive(what: str, value: Any) -> Any:
 def _size(shape: Sequence[int], axis: int) -> int:
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"Cannot partition variable along axis {axis} when shape is only {tuple(shape)}. Its "
-            f"axes are counted from 0."
+            f"Cannot partition variable along axis {axis} when shape is only {tuple(shape)}. Axes "
+            "are counted from 0."
         )
     return shape[axis]
 

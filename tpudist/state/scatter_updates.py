@@ -71,13 +71,13 @@ def check_slices(
     indices, given = jnp.asarray(indices), jnp.asarray(values)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
-            f"Rows of variable '{name}' were to be changed at indices of dtype {indices.dtype}. "
-            f"Indices are integers."
+            f"Rows of variable '{name}' cannot be changed at indices of dtype {indices.dtype}. "
+            "Pass integers as indices."
         )
     if not shape:
         raise ValueError(
-            f"Rows of variable '{name}' were to be changed, but it is a scalar and has none. Use "
-            f"assign, assign_add or assign_sub."
+            f"Rows of variable '{name}' cannot be changed, because it is a scalar. Use assign, "
+            "assign_add or assign_sub."
         )
     wanted = (*indices.shape, *shape[1:])
     if given.ndim == 0:
@@ -86,9 +86,9 @@ def check_slices(
     fits = given.dtype == dtype or (weak and np.can_cast(given.dtype, dtype, "same_kind"))
     if given.shape != wanted or not fits:
         raise ValueError(
-            f"Rows of variable '{name}' were to be changed by values "
-            f"{given.dtype}{list(given.shape)}, but it holds {np.dtype(dtype)}{list(shape)} and "
-            f"there are indices {list(indices.shape)}: values {np.dtype(dtype)}{list(wanted)} fit."
+            f"Rows of variable '{name}', {np.dtype(dtype)}{list(shape)}, cannot be changed at "
+            f"indices {list(indices.shape)} by values {given.dtype}{list(given.shape)}. Pass "
+            f"values {np.dtype(dtype)}{list(wanted)}."
         )
     return given.astype(dtype), indices
 
@@ -103,13 +103,13 @@ def check_rows(name: str, shape: tuple[int, ...], numbers: np.ndarray) -> None:
         least, greatest = int(numbers.min()), int(numbers.max())
     except (TypeError, ValueError):
         raise ValueError(
-            f"Rows of variable '{name}' were to be changed at indices that are no array of "
-            f"numbers. Indices are integers."
+            f"Rows of variable '{name}' cannot be changed at these indices, which are not an array "
+            "of numbers. Pass integers as indices."
         ) from None
     if least < 0 or greatest >= shape[0]:
         raise ValueError(
-            f"Rows {least} to {greatest} of variable '{name}' were to be changed, which has "
-            f"{shape[0]}: numbers from 0 to {shape[0] - 1} are its rows."
+            f"Rows {least} to {greatest} of variable '{name}' cannot be changed: it has {shape[0]} "
+            f"rows. Use indices from 0 to {shape[0] - 1}."
         )
 
 
@@ -195,9 +195,9 @@ class ScatterUpdates(VariableBase):
             values, indices = local_part(values), local_part(indices)
         elif isinstance(values, PerReplica) or isinstance(indices, PerReplica):
             raise ValueError(
-                f"scatter_{what} of variable '{self.name}' was given slices that differ between "
-                f"replicas, in cross-replica context. Reduce them first, with strategy.reduce(op, "
-                f"slices, axis=None), or call it in the replica function."
+                f"scatter_{what} of variable '{self.name}' received slices that differ between "
+                "replicas, in cross-replica context. Reduce them first, with strategy.reduce(op, "
+                "slices, axis=None), or call it in the replica function."
             )
         values, indices = check_slices(self.name, self.shape, self.dtype, values, indices)
         if mode.frame is None:
@@ -232,11 +232,12 @@ class ScatterUpdates(VariableBase):
         if what in ("min", "max", "update") and combines and not alone:
             raise NotImplementedError(
                 f"scatter_{what} of variable '{self.name}' with aggregation "
-                f"{self.aggregation.name} is not supported: slices of several replicas could not "
-                f"be combined so. Make the variable with aggregation NONE or ONLY_FIRST_REPLICA."
+                f"{self.aggregation.name} is not supported: this aggregation cannot combine the "
+                "slices of several replicas. Make the variable with aggregation NONE or "
+                "ONLY_FIRST_REPLICA."
             )
         if not (hasattr(sparse_delta, "values") and hasattr(sparse_delta, "indices")):
             raise TypeError(
                 f"scatter_{what} of variable '{self.name}' takes tpudist.IndexedSlices(values, "
-                f"indices), but was given {type(sparse_delta).__name__}."
+                f"indices), but received {type(sparse_delta).__name__}."
             )

@@ -130,9 +130,9 @@ class _Contents:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             raise TypeError(
-                f"An object of type {type(self._argument).__name__} that holds more than "
-                f"{MAX_VALUES} values was given to a replica function. What it holds is a part of "
-                f"the program, and would be compared at each call. {_REMEDY}"
+                f"A replica function received an object of type {type(self._argument).__name__} "
+                f"that holds more than {MAX_VALUES} values. These values are part of the program, "
+                f"so each call would compare all of them. {_REMEDY}"
             )
         if cls in _SIMPLE:
             return cls, value
@@ -173,14 +173,14 @@ class _Contents:
         except TypeError:
             inner = "" if value is self._argument else f" (in a {type(self._argument).__name__})"
             raise TypeError(
-                f"An object of type {type(value).__name__}{inner} was given to a replica "
-                f"function. It can be changed (it has no hash), and cannot be looked into: the "
-                f"program would go on with what it holds now. {_REMEDY}"
+                f"A replica function received an object of type {type(value).__name__}{inner}. The "
+                "object is mutable (it has no hash) and opaque, so the program would keep the "
+                f"values that it holds now. {_REMEDY}"
             ) from None
         return value
 
 
 _REMEDY = (
-    "Pass a frozen dataclass or a tuple of what the function needs, or the numbers and arrays "
-    "themselves (in a dict, or a dataclass of jax.tree_util.register_dataclass)."
+    "Pass a frozen dataclass or a tuple of the values that the function needs, or the numbers and "
+    "arrays themselves (in a dict, or a dataclass of jax.tree_util.register_dataclass)."
 )

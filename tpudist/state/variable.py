@@ -137,13 +137,13 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         place = current_place()
         if frame is not None and place is not None and place.state is not None:
             raise RuntimeError(
-                "A Variable was made in a replica function that a closure runs: each worker would "
-                "have one of its own. Make it before, with strategy.scope(): ..."
+                "A Variable was made in a replica function of a scheduled function: each worker "
+                "would have its own Variable. Make it before, with strategy.scope(): ..."
             )
         self.is_of_closure = place is not None
         self.strategy = strategy._twin_of or strategy
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"A variable was given name={shorten(name)}. Give a string, or none.")
+            raise TypeError(f"Variable(name={shorten(name)}): name must be a string or None.")
         self.is_named = name is not None
         self.name = f"Variable_{next(_names)}" if name is None else name
         self.synchronization = variable_value.check_member(
@@ -154,14 +154,13 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         )
         if initial_value is None:
             raise ValueError(
-                f"Variable '{self.name}' was made without an initial value. Give one: "
-                f"Variable(jnp.zeros(...)), or a function that computes it."
+                f"Variable '{self.name}' was made without an initial value. Pass one: "
+                "Variable(jnp.zeros(...)), or a function that computes it."
             )
         if constraint is not None and not callable(constraint):
             raise ValueError(
-                f"Variable '{self.name}' was given constraint={shorten(constraint)}, which is "
-                f"neither "
-                f"None nor a function of the value."
+                f"Variable '{self.name}' was made with constraint={shorten(constraint)}. Pass a "
+                "function of the value, or None."
             )
         self.constraint = constraint
         ordinary = self.strategy.variable_home is not VariableHome.COMPONENTS
@@ -180,8 +179,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         whole = not jnp.issubdtype(value.dtype, jnp.inexact)
         if self.aggregation is VariableAggregation.MEAN and whole and not ordinary:
             raise ValueError(
-                f"Variable '{self.name}' has dtype {value.dtype} and aggregation MEAN, which "
-                f"would not stay an integer. Use a floating dtype, or SUM."
+                f"Variable '{self.name}' has dtype {value.dtype} and aggregation MEAN, which would "
+                "not stay an integer. Use a floating dtype, or SUM."
             )
         self.shape, self.dtype = tuple(value.shape), value.dtype
         self.spec = colocation.spec_for(self.strategy, self.shape)
@@ -227,16 +226,16 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             return aggregation.aggregate_components(self)
         if self.strategy.num_replicas_in_sync > 1:
             raise RuntimeError(
-                f"ON_READ variable '{self.name}' was read in the update of another variable, "
-                f"which is equal on every replica: each has a component of its own. Read it "
-                f"before, and pass the value: update(v, fn, args=(variable.read_value(),))."
+                f"ON_READ variable '{self.name}' was read in the update of another variable. Its "
+                "components differ, but the other variable is equal on every replica. Read it "
+                "before, and pass the value: update(v, fn, args=(variable.read_value(),))."
             )
         return self.strategy._read_component(self._value, 0)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
         """The rows of the value at `indices`. As `tf.Variable.sparse_read`."""
         warn_of_op_arguments("sparse_read", False, name)
-        integers.check_fit(indices, f"The indices given to sparse_read of '{self.name}'")
+        integers.check_fit(indices, f"The indices passed to sparse_read of '{self.name}'")
         return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
 
     # What each replica holds.
@@ -300,8 +299,9 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             RuntimeError: Always, as in TensorFlow's eager mode.
         """
         raise RuntimeError(
-            f"The initial value of variable '{self.name}' is not kept: it would take as much "
-            f"memory again. Keep what you made the variable of, or read it before you train."
+            f"The initial value of variable '{self.name}' is not kept, because it would double the "
+            "memory. Keep the value that you made the variable from, or read the variable before "
+            "you train."
         )
 
     def local_part(self) -> LocalPart:
@@ -378,7 +378,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         if self.on_read and self.aggregation is _SUM and self._in_cross_replica_context(mode):
             raise ValueError(
                 f"{what} of ON_READ variable '{self.name}' with aggregation SUM in cross-replica "
-                f"context is not supported: it is not clear which component it would change. Use "
+                "context is not supported: it is not clear which component it would change. Use "
                 f"assign, or {what} in the replica function."
             )
         if mode.frame is None:
@@ -423,8 +423,8 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     def __reduce__(self):
         raise TypeError(
             f"Variable '{self.name}' cannot be pickled: it belongs to a strategy and its devices. "
-            f"Save its value, variable.numpy(); or copy.deepcopy makes a variable of the same "
-            f"strategy with the same value."
+            "Save its value, variable.numpy(). To make a variable of the same strategy with the "
+            "same value, use copy.deepcopy."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Variable":

@@ -44,8 +44,8 @@ class VariableBase:
         if isinstance(value, PerReplica):
             raise ValueError(
                 f"A PerReplica was assigned to variable '{self.name}' in cross-replica context. "
-                f"Its replicas' values differ, and the variable has one: reduce it first, with "
-                f"strategy.reduce(...), or assign in the replica function."
+                "Its values differ between replicas, but the variable has one value. Reduce it "
+                "first, with strategy.reduce(...), or assign in the replica function."
             )
         return variable_value.conform(value, self.name, self.shape, self.dtype)
 
@@ -79,13 +79,12 @@ class VariableBase:
         if what == "assigned" and place is not None and place.state and not self.is_of_closure:
             raise RuntimeError(
                 f"Variable '{self.name}' was assigned in a function that a coordinator has "
-                f"scheduled, and is on no server: workers would change it beside each other, and "
-                f"twice where a function is begun again. Make it in the scope of the "
-                f"ParameterServerStrategy."
+                "scheduled, but is on no server: workers would change it independently, and twice "
+                "if a function is restarted. Make it in the scope of the ParameterServerStrategy."
             )
         if not is_eager() and not variable_value.computes_here():
             raise RuntimeError(
                 f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
-                f"transformation) traces, outside of strategy.run: its value would be frozen into "
-                f"the program. Pass variable.read_value() as an argument, or use strategy.run."
+                "transformation) traces, outside of strategy.run: its value would be frozen into "
+                "the program. Pass variable.read_value() as an argument, or use strategy.run."
             )

@@ -17,7 +17,7 @@ def check_member(kind: type, value: Any, what: str, name: str) -> Any:
     if not isinstance(value, kind):
         names = ", ".join(f"{kind.__name__}.{m}" for m in kind.__members__)
         raise ValueError(
-            f"Variable '{name}' was given {what}={shorten(value)}. Use one of {names}."
+            f"Variable '{name}' was made with {what}={shorten(value)}. Use one of {names}."
         )
     return value
 
@@ -51,7 +51,7 @@ def check_shape(shape: Any, value: jax.Array, name: str) -> None:
     if len(dims) != value.ndim or any(dim not in (None, size) for dim, size in sizes):
         raise ValueError(
             f"Variable '{name}' was made with shape={shorten(shape)} and an initial value of shape "
-            f"{value.shape}. The shape of a variable does not change: leave `shape` out."
+            f"{value.shape}. The shape of a variable does not change. Omit `shape`."
         )
 
 
@@ -90,8 +90,8 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
     if array.shape != shape or not fits:
         raise ValueError(
             f"Variable '{name}' holds {dtype}{list(shape)}, but was assigned "
-            f"{array.dtype}{list(array.shape)}. Convert the value: shape and dtype of a "
-            f"variable do not change."
+            f"{array.dtype}{list(array.shape)}. Convert the value: the shape and dtype of a "
+            "variable do not change."
         )
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return array if is_key else array.astype(dtype)  # which makes a weak type a strong one
@@ -102,8 +102,8 @@ def _convert_integers(value: Any, name: str, dtype: Any) -> Any:
     numbers = np.asarray(value)
     if numbers.dtype == object and numbers.size and _are_integers(numbers):
         raise ValueError(
-            f"Variable '{name}' was given integers up to {max(map(abs, numbers.flat))}, which no "
-            f"dtype holds. Give smaller numbers, or floats."
+            f"Variable '{name}' received integers up to {max(map(abs, numbers.flat))}, which no "
+            "dtype can hold. Use smaller numbers, or floats."
         )
     if not np.issubdtype(numbers.dtype, np.integer):
         return value
@@ -116,9 +116,9 @@ def _convert_integers(value: Any, name: str, dtype: Any) -> Any:
         least, greatest = int(numbers.min()), int(numbers.max())
         if least < jnp.iinfo(dtype).min or greatest > jnp.iinfo(dtype).max:
             raise ValueError(
-                f"Variable '{name}' holds {jnp.dtype(dtype)}, but was given integers from {least} "
-                f"to {greatest}, which do not fit: it goes from {jnp.iinfo(dtype).min} to "
-                f"{jnp.iinfo(dtype).max}. Make the variable of a larger dtype."
+                f"Variable '{name}' has dtype {jnp.dtype(dtype)}, from {jnp.iinfo(dtype).min} to "
+                f"{jnp.iinfo(dtype).max}, but received integers from {least} to {greatest}. Make "
+                "the variable with a larger dtype."
             )
     return value
 

@@ -52,9 +52,9 @@ class MirroredStrategy(Strategy):
             return
         if not isinstance(cross_device_ops, CrossDeviceOps):
             raise ValueError(
-                f"MirroredStrategy was given cross_device_ops={cross_device_ops!r} of type "
-                f"{type(cross_device_ops).__name__}. It must be a tpudist.CrossDeviceOps, such as "
-                f"tpudist.HierarchicalCopyAllReduce(), or None, and XLA chooses."
+                f"MirroredStrategy(cross_device_ops={cross_device_ops!r}): cross_device_ops must "
+                f"not be of type {type(cross_device_ops).__name__}. Pass a tpudist.CrossDeviceOps, "
+                "such as tpudist.HierarchicalCopyAllReduce(), or None to let XLA choose."
             )
         self.cross_device_ops = cross_device_ops
         self.adapt_to_devices()

@@ -61,14 +61,14 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         if not isinstance(communication_options, CommunicationOptions | None):
             raise ValueError(
-                f"MultiWorkerMirroredStrategy was given communication_options="
-                f"{communication_options!r} of type {type(communication_options).__name__}. It "
-                f"must be a tpudist.experimental.CommunicationOptions, or None."
+                f"MultiWorkerMirroredStrategy(communication_options={communication_options!r}): "
+                f"it must be a tpudist.experimental.CommunicationOptions or None, not "
+                f"{type(communication_options).__name__}."
             )
         if not isinstance(mutual_tls, MutualTLS | None):
             raise ValueError(
-                f"MultiWorkerMirroredStrategy was given mutual_tls={mutual_tls!r} of type "
-                f"{type(mutual_tls).__name__}. It must be a tpudist.MutualTLS, or None."
+                f"MultiWorkerMirroredStrategy(mutual_tls={mutual_tls!r}): mutual_tls must be a "
+                f"tpudist.MutualTLS or None, not {type(mutual_tls).__name__}."
             )
         connection.check_not_connected(mutual_tls)
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()

@@ -101,15 +101,14 @@ class ParameterServerStrategy(Strategy):
         workers, servers = _count(cluster_resolver, num_workers, num_servers, engine)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
-                f"ParameterServerStrategy was given variable_partitioner="
-                f"{variable_partitioner!r} of type {type(variable_partitioner).__name__}. It must "
-                f"be a function of a shape and a dtype, such as "
-                f"tpudist.experimental.partitioners.FixedShardsPartitioner(2)."
+                f"ParameterServerStrategy(variable_partitioner={variable_partitioner!r}): it must "
+                f"not be of type {type(variable_partitioner).__name__}. Pass a function of a shape "
+                "and a dtype, such as tpudist.experimental.partitioners.FixedShardsPartitioner(2)."
             )
         if server_timeout_s is not None and not server_timeout_s > 0:
             raise ValueError(
-                f"ParameterServerStrategy was given server_timeout_s={server_timeout_s!r}. It must "
-                f"be more than 0 seconds, or None for no limit."
+                f"ParameterServerStrategy(server_timeout_s={server_timeout_s!r}): server_timeout_s "
+                "must be more than 0 seconds, or None for no limit."
             )
         self._cluster_resolver, self.variable_partitioner = cluster_resolver, variable_partitioner
         self.engine = _make_engine(engine, cluster_resolver)
@@ -171,9 +170,9 @@ class ParameterServerStrategy(Strategy):
         unfinished = 0 if coordinator is None else coordinator.num_unfinished
         if unfinished or current_place() is not None:
             raise RuntimeError(
-                f"{what} was to be in a checkpoint, and {unfinished or 'some'} function(s) of the "
-                f"coordinator have not finished: servers would be seen at different moments. Call "
-                f"coordinator.join() first, and not in a scheduled function."
+                f"{what} cannot be saved in a checkpoint while {unfinished or 'some'} function(s) "
+                "of the coordinator are unfinished: the saved state would mix different moments. "
+                "Call coordinator.join() first, outside of scheduled functions."
             )
 
     def slots_on_servers(
@@ -200,10 +199,10 @@ class ParameterServerStrategy(Strategy):
             return slots.tree(self.replica_mesh.replicated)
         if any(self.servers.variables_of_optimizer(number)):
             raise RuntimeError(
-                "A checkpoint was to hold an Optimizer whose state is on the servers, and which "
-                "Variables it is for is known to workers in other processes alone, or to an "
-                "earlier run. Call optimizer.build(variables) first, with those that "
-                "apply_gradients is given, in that order."
+                "A checkpoint cannot hold this Optimizer: its state is on the servers, and only "
+                "workers in other processes, or an earlier run, know which Variables it is for. "
+                "Call optimizer.build(variables) first, with the variables of apply_gradients, in "
+                "the same order."
             )
         return None
 
@@ -217,9 +216,9 @@ class ParameterServerStrategy(Strategy):
         place = current_place()
         if place is None or place.session is None:
             raise RuntimeError(
-                f"{what} of {self!r} was called where no closure runs. Workers run functions that "
-                f"were scheduled: coordinator = tpudist.coordinator.ClusterCoordinator(strategy); "
-                f"coordinator.schedule(fn)."
+                f"{what} of {self!r} was called outside of a scheduled function. Workers run "
+                "functions that you schedule: coordinator = "
+                "tpudist.coordinator.ClusterCoordinator(strategy); coordinator.schedule(fn)."
             )
         return place.session
 
@@ -328,9 +327,9 @@ class DatasetOfWorkers:
 
     def __iter__(self) -> Iterator[Any]:
         raise ValueError(
-            "A dataset of a ParameterServerStrategy was iterated over outside of its workers. Give "
-            "it to coordinator.create_per_worker_dataset(dataset), and the iterator of that to the "
-            "functions that are scheduled."
+            "A dataset of a ParameterServerStrategy was iterated over outside of its workers. Pass "
+            "it to coordinator.create_per_worker_dataset(dataset), and pass the iterator of the "
+            "result to the functions that you schedule."
         )
 
 
@@ -372,8 +371,8 @@ def _make_engine(engine: Engine | str | None, resolver: ClusterResolver | None) 
         return RayEngine()
     if isinstance(engine, str):
         raise ValueError(
-            f"ParameterServerStrategy was given engine={engine!r}. It must be 'threads', 'ray', or "
-            f"an engine."
+            f"ParameterServerStrategy(engine={engine!r}): engine must be 'threads', 'ray', or an "
+            "engine."
         )
     return engine
 
@@ -394,9 +393,9 @@ def _count(
         workers, servers = num_workers or 0, 1 if num_servers is None else num_servers
         if workers < 1 or servers < 1:
             raise ValueError(
-                f"ParameterServerStrategy was given no cluster_resolver, num_workers={num_workers} "
-                f"and num_servers={num_servers}. Give a resolver whose cluster has the jobs "
-                f"'worker' and 'ps', or the numbers of both, from 1."
+                f"ParameterServerStrategy(num_workers={num_workers}, num_servers={num_servers}) "
+                "received no cluster_resolver. Pass a resolver whose cluster has the jobs 'worker' "
+                "and 'ps', or both numbers, each at least 1."
             )
         return workers, servers
     if not isinstance(resolver, ClusterResolver):
@@ -406,8 +405,8 @@ def _count(
         )
     if num_workers is not None or num_servers is not None:
         raise ValueError(
-            "ParameterServerStrategy was given a cluster_resolver and a number of workers or "
-            "servers, which is what the resolver says. Give one of them."
+            "ParameterServerStrategy received a cluster_resolver and a number of workers or "
+            "servers, which the resolver determines already. Pass one of them."
         )
     spec = resolver.cluster_spec()
     if not spec:
@@ -415,25 +414,26 @@ def _count(
     for job in ("worker", "ps"):
         if job not in spec.jobs or spec.num_tasks(job) < 1:
             raise ValueError(
-                f"The cluster has the jobs {spec.jobs}, and no task of '{job}'. "
-                f"ParameterServerStrategy needs at least one worker and one server: the jobs "
-                f"'worker' and 'ps'."
+                f"The cluster has the jobs {spec.jobs}, but no task of '{job}'. "
+                "ParameterServerStrategy needs at least one worker and one server. Add the jobs "
+                "'worker' and 'ps'."
             )
     if resolver.task_type in ("worker", "ps"):
         raise ValueError(
             f"ParameterServerStrategy was made by {resolver.task_type} {resolver.task_id} of the "
-            f"cluster. One program schedules, that of the chief. Workers and servers join it: "
-            f"tpudist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()."
+            "cluster, but only the chief's program schedules functions. In workers and servers, "
+            "call tpudist.Server(resolver.cluster_spec(), resolver.task_type, "
+            "resolver.task_id).join()."
         )
     other = find_other_host(spec, ("worker", "ps"))
     if engine is None and other is not None and not _is_chief(resolver):
         job, index, address = other
         raise ValueError(
-            f"The cluster has {job} {index} at {address}, which is another host, and the threads "
-            f"of this process would be all that runs. Have this process be the cluster's 'chief' "
-            f"(a job of one address, and the resolver's task_type), which hosts join by "
-            f"tpudist.Server; or give engine='ray', for Ray that runs there, or engine='threads', "
-            f"to have all of it here."
+            f"The cluster has {job} {index} at {address}, on another host, but only threads of "
+            "this process would run. Make this process the cluster's 'chief' (a job of one "
+            "address, and the resolver's task_type), which hosts join by tpudist.Server. Or pass "
+            "engine='ray', if Ray runs there, or engine='threads' to run everything in this "
+            "process."
         )
     return spec.num_tasks("worker"), spec.num_tasks("ps")
 
@@ -448,11 +448,11 @@ def _refuse_objects(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> No
     for x in jax.tree.leaves((args, kwargs or {}), is_leaf=_is_object):
         if _is_object(x):
             raise ValueError(
-                f"strategy.run was given an NNX object, {type(x).__name__}, in a scheduled "
-                f"function. No server holds its state: workers would change it beside each other, "
-                f"and twice where a function is begun again. Take it apart, graph, state = "
-                f"nnx.split(model), hold the state in tpudist.Variables made in the scope, and "
-                f"merge it in the replica function: nnx.merge(graph, state)."
+                f"strategy.run received an NNX object, {type(x).__name__}, in a scheduled "
+                "function. No server holds its state: workers would change it independently, and "
+                "twice if a function is restarted. Take it apart, graph, state = nnx.split(model), "
+                "hold the state in tpudist.Variables made in the scope, and merge it in the "
+                "replica function: nnx.merge(graph, state)."
             )
 
 

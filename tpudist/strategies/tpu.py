@@ -116,13 +116,13 @@ class TPUStrategy(Strategy):
             )
         else:
             raise ValueError(
-                f"TPUStrategy was given both replica_axes={dict(replica_axes)} and "
-                f"experimental_device_assignment, and each says which devices a replica has. Give "
-                f"one of them."
+                f"TPUStrategy(replica_axes={dict(replica_axes)}, "
+                "experimental_device_assignment=...): both determine the devices of a replica. "
+                "Pass only one of them."
             )
         if mesh.platform != "tpu":
             _log.warning(
-                "TPUStrategy runs on %d %s devices: there is no TPU here.",
+                "TPUStrategy runs on %d %s devices, because no TPU was found.",
                 mesh.mesh.size,
                 mesh.platform,
             )
@@ -131,15 +131,15 @@ class TPUStrategy(Strategy):
             _warn_of_typing_errors(replica_axes or {}, logical_axis_rules or ())
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ValueError(
-                f"TPUStrategy was given variable_partitioner={variable_partitioner!r}. It must be "
-                f"a partitioner, such as tpudist.experimental.partitioners.MinSizePartitioner("
-                f"max_shards=8), or None."
+                f"TPUStrategy(variable_partitioner={variable_partitioner!r}): it must be a "
+                "partitioner, such as "
+                "tpudist.experimental.partitioners.MinSizePartitioner(max_shards=8), or None."
             )
         if mesh.devices_per_replica == 1:
             warn_if_given(
                 "TPUStrategy(variable_partitioner",
                 variable_partitioner,
-                "a replica is one device; give it more with replica_axes",
+                "a replica is one device; for more devices, use replica_axes",
             )
         self._partitioner = variable_partitioner
         self._own_compiler_options = compiler_options
@@ -240,18 +240,18 @@ def _mesh_of_assignment(
     """The mesh of an assignment's replicas, in its order."""
     if not isinstance(assignment, DeviceAssignment):
         raise ValueError(
-            f"experimental_device_assignment must be a tpudist.experimental.DeviceAssignment or "
-            f"None, got {type(assignment).__name__}. DeviceAssignment.build(topology, ...) makes "
-            f"one."
+            "experimental_device_assignment must be a tpudist.experimental.DeviceAssignment or "
+            f"None, got {type(assignment).__name__}. Make one with "
+            "DeviceAssignment.build(topology, ...)."
         )
     tasks, topology = group_by_task(devices), assignment.topology
     here = {len(task) for task in tasks}
     if len(tasks) != topology.num_tasks or here != {topology.num_tpus_per_task}:
         raise ValueError(
             f"The device assignment is for {topology.num_tasks} task(s) of "
-            f"{topology.num_tpus_per_task} device(s), but there are {len(tasks)} process(es) with "
-            f"{' or '.join(map(str, sorted(here)))} device(s). Build it on the topology of these "
-            f"devices, tpudist.experimental.Topology.of(devices)."
+            f"{topology.num_tpus_per_task} device(s), but this run has {len(tasks)} process(es) "
+            f"with {' or '.join(map(str, sorted(here)))} device(s). Build it on the topology of "
+            "these devices, tpudist.experimental.Topology.of(devices)."
         )
     assigned = [
         tasks[topology.task_ordinal_at_coordinates(at)][
@@ -282,8 +282,8 @@ def _warn_of_typing_errors(axes: Iterable[str], rules: Sequence[tuple[str, Any]]
         near = logical_axes.nearest_axis(axis)
         if near and not any(axis == target or axis in (target or ()) for _, target in rules):
             _log.warning(
-                "TPUStrategy(replica_axes) has the axis '%s', over which no rule splits anything. "
-                "Did you mean '%s'? Without a rule only annotations that name '%s' itself split "
+                "TPUStrategy(replica_axes) has the axis '%s', but no rule splits anything over it. "
+                "Did you mean '%s'? Without a rule, only annotations that name '%s' itself split "
                 "arrays over it.",
                 axis,
                 near,

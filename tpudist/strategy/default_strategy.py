@@ -29,8 +29,8 @@ class DefaultStrategy(Strategy):
     def _enter_scope(self) -> contextlib.AbstractContextManager[Strategy]:
         if context.has_strategy():
             raise RuntimeError(
-                "Must not nest tpudist.Strategy scopes: the default strategy's was entered in that "
-                f"of {context.get_strategy()!r}. Leave it first."
+                "Must not nest tpudist.Strategy scopes: the scope of the default strategy was "
+                f"entered inside that of {context.get_strategy()!r}. Leave that scope first."
             )
         return contextlib.nullcontext(self)
 

@@ -37,7 +37,7 @@ class DeprecatedStrategyMethods:
 
     def group(self: Any, value: PyTree, name: str | None = None) -> None:
         """None: what was to be run has been, as in TensorFlow outside of graphs."""
-        warn("Strategy.group", "leave it out, calls run at once")
+        warn("Strategy.group", "leave it out, calls run immediately")
 
     def colocate_vars_with(
         self: Any, colocate_with_variable: Any
@@ -86,8 +86,9 @@ class DeprecatedStrategyMethods:
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
                 f"Input replication mode not supported: {replication_mode!r}. An input_fn is "
-                f"called once per worker here: use distribute_datasets_from_function with "
-                f"InputOptions(experimental_replication_mode=...) for the other modes."
+                "called once per worker here. For other modes, use "
+                "distribute_datasets_from_function with "
+                "InputOptions(experimental_replication_mode=...)."
             )
         return self._make_input_fn_iterator(input_fn)
 

@@ -88,7 +88,7 @@ class StrategyExtended(StepsOnIterator):
         for pair in value_destination_pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(
-                    f"batch_reduce_to takes pairs (value, destinations), but was given {pair!r}."
+                    f"batch_reduce_to takes pairs (value, destinations), but received {pair!r}."
                 )
         devices = [
             places.device_of(where, "batch_reduce_to") for _, where in value_destination_pairs
@@ -110,8 +110,8 @@ class StrategyExtended(StepsOnIterator):
         device = places.device_of(destinations, "broadcast_to")
         if isinstance(tensor, PerReplica):
             raise ValueError(
-                f"broadcast_to was given {tensor!r}, whose values differ between replicas already. "
-                f"Reduce it: reduce_to(op, value, destinations)."
+                f"broadcast_to received {tensor!r}, whose values already differ between replicas. "
+                "Reduce it: reduce_to(op, value, destinations)."
             )
         if isinstance(tensor, int | float) or traces.is_traced(tensor):
             return tensor
@@ -159,9 +159,9 @@ class StrategyExtended(StepsOnIterator):
         """
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise ValueError(
-                f"update was asked for {shorten(var)}, which is not a Variable of "
-                f"{self._strategy!r}. "
-                f"Make it in the strategy's scope (and update it whole, not one component)."
+                f"update({shorten(var)}): the argument must be a Variable of {self._strategy!r}. "
+                "Make it in the strategy's scope (and update the whole variable, not one "
+                "component)."
             )
         mode = context.current()
         if mode.strategy is not self._strategy or mode.frame is None:
@@ -236,8 +236,8 @@ class StrategyExtended(StepsOnIterator):
         devices = colocate_with if isinstance(colocate_with, tuple | list) else (colocate_with,)
         if not devices or not all(isinstance(d, jax.Device | str | Variable) for d in devices):
             raise ValueError(
-                f"update_non_slot was given colocate_with={colocate_with!r}. Give it what "
-                f"strategy.extended.non_slot_devices(variables) returns."
+                f"update_non_slot(colocate_with={colocate_with!r}): this value is not supported. "
+                "Pass the result of strategy.extended.non_slot_devices(variables)."
             )
         frame = context.current().frame
         with context.enter(self._update_mode(frame)):
@@ -286,8 +286,8 @@ class StrategyExtended(StepsOnIterator):
         default = self._is_default()
         if not default and (mode.strategy is not self._strategy or mode.replica_context):
             raise RuntimeError(
-                f"colocate_vars_with needs to be inside `with strategy.scope()` of "
-                f"{self._strategy!r}: variables are made there."
+                "colocate_vars_with must be called inside `with strategy.scope()` of "
+                f"{self._strategy!r}, where variables are made."
             )
         if not self.variable_created_in_scope(colocate_with_variable):
             if default:
@@ -356,8 +356,8 @@ class StrategyExtended(StepsOnIterator):
     def _refuse_default(self, what: str) -> None:
         if self._is_default():
             raise RuntimeError(
-                f"{what} was asked of the default strategy, which has no devices of its own to "
-                f"tell. Ask it of the strategy that you made."
+                f"{what} is not available on the default strategy, which has no devices of its "
+                "own. Use the strategy that you made."
             )
 
     @property
@@ -429,7 +429,7 @@ class StrategyExtended(StepsOnIterator):
     def _require_tpu(self, name: str) -> None:
         if not hasattr(self._strategy, "device_assignment"):
             raise AttributeError(
-                f"{type(self._strategy).__name__} has no extended.{name}: only TPUStrategy does."
+                f"{type(self._strategy).__name__} has no extended.{name}: only TPUStrategy has it."
             )
 
     def call_for_each_replica(
@@ -448,9 +448,9 @@ def _refuse_per_replica(var: Variable, arguments: PyTree) -> None:
     for leaf in jax.tree.leaves(arguments, is_leaf=is_leaf):
         if isinstance(leaf, PerReplica):
             raise ValueError(
-                f"update of variable '{var.name}' was given {leaf!r}, whose values differ "
-                f"between replicas, and so would the variable. Reduce it first, with "
-                f"strategy.extended.reduce_to(op, value, var)."
+                f"update of variable '{var.name}' received {leaf!r}, whose values differ between "
+                "replicas, so the variable would differ too. Reduce it first, with "
+                "strategy.extended.reduce_to(op, value, var)."
             )
 
 

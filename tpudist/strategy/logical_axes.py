@@ -50,9 +50,9 @@ def refuse_other_axes(axes: Iterable[str]) -> None:
             near = nearest_axis(axis)
             meant = f" Did you mean {near}?" if near else ""
             raise ValueError(
-                f"A replica was given the axis {axis!r}, over which nothing of this model is "
-                f"split: each of its devices would do all the work.{meant} The axes of its rules "
-                f"are {', '.join(MESH_AXES)}."
+                f"A replica has the axis {axis!r}, but no rule of this model splits anything over "
+                f"it, so each of its devices would do all the work.{meant} The axes of the model's "
+                f"rules are {', '.join(MESH_AXES)}."
             )
 
 

@@ -82,9 +82,9 @@ def spec_of_split(
         possible = {math.prod(sizes[i] for i in subset) for subset in _subsets(len(sizes))}
         raise ValueError(
             f"partition_dimensions={list(counts)} does not split over the axes of a replica, "
-            f"{named}: every axis is split over one dim, whole. One dim can be cut in "
+            f"{named}: every axis must split one whole dim. One dim can be cut into "
             f"{', '.join(map(str, sorted(possible)))} parts. Choose other counts, or axes of "
-            f"smaller sizes."
+            "smaller sizes."
         )
     return PartitionSpec(*(_entry(names) for names in found))
 
@@ -92,7 +92,8 @@ def spec_of_split(
 def _count(count: Any, all_counts: Any) -> int:
     if isinstance(count, bool) or not hasattr(count, "__index__") or count.__index__() < 1:
         raise ValueError(
-            f"partition_dimensions={all_counts!r} holds {count!r}. Give whole numbers from 1."
+            f"partition_dimensions={all_counts!r} holds {count!r}. Each count must be an integer "
+            "of at least 1."
         )
     return count.__index__()
 

@@ -64,9 +64,11 @@ def split_by_partitioner(
     pieces = ", ".join(f"{count} along dim {dim}" for dim, count in several.items())
     over = ", ".join(f"{name}={size}" for name, size in axes.items())
     if max(wanted.values()) < parts:
-        why = f"but {over} cuts into {parts} or not at all"
+        why = f"but {over} can only cut it into {parts} pieces or leave it whole"
     else:
-        why = f"but no such dim of {list(shape)} divides by the {parts} devices of {over}"
+        why = (
+            f"but no dim of {list(shape)} that may be cut divides by the {parts} devices of {over}"
+        )
     return PartitionSpec(), f"the partitioner wants {pieces}, {why}"
 
 
@@ -82,7 +84,7 @@ def _check_counts(counts: Any, shape: tuple[int, ...], partitioner: Partitioner)
         right = False
     if not right:
         raise ValueError(
-            f"The partitioner {type(partitioner).__name__} gave {counts!r} for an array of shape "
-            f"{list(shape)}. It must give the number of pieces along each dim: {len(shape)} whole "
-            f"number(s) of at least 1."
+            f"The partitioner {type(partitioner).__name__} returned {counts!r} for an array of "
+            f"shape {list(shape)}. It must return the number of pieces along each dim: "
+            f"{len(shape)} integer(s) of at least 1."
         )

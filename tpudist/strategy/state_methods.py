@@ -101,8 +101,8 @@ class StateMethods(StrategyBase):
             return self._sharding_of
         if self.storage is not None:
             raise ValueError(
-                f"memory_kind={memory_kind!r} was asked for, but {self!r} keeps all its state in "
-                f"one place. Say which memory when the strategy is made."
+                f"memory_kind={memory_kind!r} is not supported: {self!r} keeps all its state in "
+                "one place. Choose the memory when you make the strategy."
             )
         placement.check_memory_kind(self.replica_mesh, memory_kind)
 

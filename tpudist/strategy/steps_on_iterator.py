@@ -74,8 +74,8 @@ class MultiStepContext:
         if op is None:
             raise ValueError(
                 f"Output {name!r} was set in a replica function without a reduce_op, but each "
-                f"replica has its own. Say how they combine, such as reduce_op='MEAN', or return "
-                f"it from the replica function and set it outside."
+                "replica has its own value. Pass a reduce_op, such as reduce_op='MEAN', or return "
+                "the value from the replica function and set it outside."
             )
         if mode.replica_context is not None:
             output = mode.replica_context.all_reduce(op, output)
@@ -95,7 +95,7 @@ class MultiStepContext:
         if any(is_traced(x) for x in jax.tree.leaves(output)):
             raise TypeError(
                 f"Non-tensor output {name!r} holds an array of a replica function, whose value is "
-                f"not known while it is traced. Use set_last_step_output."
+                "not known while the function is traced. Use set_last_step_output."
             )
         self._traced_objects[name] = (output,)
 
@@ -149,7 +149,7 @@ class StepsOnIterator:
         context.require_scope_or_default(strategy, name)
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
             raise ValueError(
-                f"{name} was asked for {iterations!r} iterations. Give a whole number from 0."
+                f"{name}(iterations={iterations!r}): iterations must be an integer of at least 0."
             )
         take = getattr(iterator, "get_next", iterator.__next__)
         with strategy.scope():

@@ -117,7 +117,8 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
 
     def __copy__(self):
         raise RuntimeError(
-            f"{self!r} cannot be copied: Variables belong to it. Make another strategy instead."
+            f"{self!r} cannot be copied, because Variables belong to it. Make another strategy "
+            "instead."
         )
 
     def __deepcopy__(self, memo):
@@ -245,13 +246,13 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
         """
         if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
             raise ValueError(
-                f"run_steps was asked for {shorten(num_steps)} steps. Give at least 1."
+                f"run_steps(num_steps={shorten(num_steps)}): num_steps must be at least 1."
             )
         context.require_scope_or_default(self, "run_steps")
         if context.current().frame is not None:
             raise RuntimeError(
                 "run_steps was called in a tpudist.function or merge_call, which are programs of "
-                "their own. Call it outside, or call strategy.run as often as needed."
+                "their own. Call it outside, or call strategy.run several times."
             )
         with step_boundaries.one_step():
             elements = list(itertools.islice(iterator, num_steps))

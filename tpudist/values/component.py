@@ -106,9 +106,9 @@ class Component(ReadsAsArray):
         variable = self.variable
         if not variable.on_read:
             raise ValueError(
-                f"{what} of {self.name!r} was called, one of the equal copies of a mirrored "
-                f"variable, which would differ then. Assign the variable, which changes all: "
-                f"variable.{what}(...)."
+                f"{what} of {self.name!r} was called, which is one of the equal copies of a "
+                "mirrored variable: the copies would differ then. Assign the variable, which "
+                f"changes all copies: variable.{what}(...)."
             )
         value = variable.conform(value)
         if what != "assign":
@@ -127,8 +127,8 @@ class Component(ReadsAsArray):
         if context.current().frame is not None:
             raise RuntimeError(
                 f"Component {self.name!r} was {what} in a replica function (or in merge_call or "
-                f"update in one), which is traced once for all replicas. Use the variable: there "
-                f"it stands for the replica's own component."
+                "update in one), which is traced once for all replicas. Use the variable: in a "
+                "replica function it refers to the replica's own component."
             )
 
     @property

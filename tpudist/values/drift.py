@@ -42,7 +42,7 @@ def advice_on_value(names: Iterable[str]) -> str:
     if not any("plateau_count" in name for name in names):  # of `optax.contrib.reduce_on_plateau`
         return ""
     return (
-        " All-reduce also the value= that the optimizer is given (reduce_on_plateau): "
+        " Also all-reduce the value= argument of the optimizer (reduce_on_plateau): "
         "value=tpudist.get_replica_context().all_reduce('sum', loss)."
     )
 
@@ -74,13 +74,13 @@ def check(values: Sequence[Any], names: Sequence[str], what: str) -> None:
             continue
         where = f" at {drift.where}" if drift.where else ""
         raise ValueError(
-            f"{what} was given '{name}', which differs between replicas. Before the call of "
-            f"'{drift.function}' it was equal on all of them ('{drift.leaf}'); that call returned "
-            f"one value for each replica in its place{where}, because it depends on {drift.cause} "
-            f"and was not reduced. Each replica would continue with a model of its own. Reduce the "
-            f"gradients: tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a "
-            f"loss divided by the rows of all replicas (compute_average_loss).{drift.advice} "
-            f"If each replica must keep its own value, start it per replica: "
-            f"strategy.experimental_distribute_values_from_function(...); or pass "
-            f"RunOptions(aggregation='none')."
+            f"{what} received '{name}', which differs between replicas. It was equal on all of "
+            f"them ('{drift.leaf}') before the call of '{drift.function}'; that call returned one "
+            f"value for each replica instead{where}, because it depends on {drift.cause} and was "
+            "not reduced. Each replica would continue with a different model. Reduce the "
+            "gradients: tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a "
+            f"loss divided by the rows of all replicas (compute_average_loss).{drift.advice} If "
+            "each replica must keep its own value, start with one value per replica: "
+            "strategy.experimental_distribute_values_from_function(...); or pass "
+            "RunOptions(aggregation='none')."
         )

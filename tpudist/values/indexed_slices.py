@@ -59,8 +59,8 @@ class IndexedSlices:
 def _parse_shape(dense_shape: Any) -> tuple[int, ...]:
     if is_traced(dense_shape):
         raise TypeError(
-            f"IndexedSlices was given dense_shape={dense_shape!r}, an array whose values are not "
-            f"known while the function is traced. Give a tuple of ints: shapes are static."
+            f"IndexedSlices(dense_shape={dense_shape!r}): this array has no known values while the "
+            "function is traced. Pass a tuple of ints: shapes are static."
         )
     return tuple(int(x) for x in dense_shape)
 
@@ -111,8 +111,8 @@ def check_op(op: ReduceOp, num_replicas: int) -> int:
     """
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
-            f"{op} of IndexedSlices was asked for. Slices of several replicas can be combined by "
-            f"SUM or MEAN only: make them a whole array first."
+            f"{op} of IndexedSlices is not supported: slices of several replicas can be combined "
+            "only by SUM or MEAN. Convert them to a whole array first."
         )
     return num_replicas if op is ReduceOp.MEAN else 1
 
@@ -126,5 +126,5 @@ def check_dense(value: PyTree, what: str) -> None:
     if has_slices(value):
         raise NotImplementedError(
             f"{what} does not support IndexedSlices. Combine them by SUM or MEAN, or concatenate "
-            f"their values and their indices by themselves."
+            "their values and their indices separately."
         )

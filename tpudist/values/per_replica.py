@@ -161,8 +161,8 @@ class PerReplica(DistributedValues):
     def _refusal(self) -> TypeError:
         return TypeError(
             f"{self!r} was used as one array, but every replica has its own. Combine the parts "
-            f"with strategy.reduce('sum', value, axis=None), concatenate them with "
-            f"strategy.gather(value, axis=0), or read this process's with "
+            "with strategy.reduce('sum', value, axis=None), concatenate them with "
+            "strategy.gather(value, axis=0), or read the parts of this process with "
             f"strategy.experimental_local_results(value).{self._advice()}"
         )
 
@@ -200,8 +200,8 @@ class PerReplica(DistributedValues):
         array = self.array
         if key is not ... or is_traced(array) or context.current().frame is not None:
             raise TypeError(
-                f"{self!r} was assigned to at {key!r}. Outside of replica functions all parts can "
-                f"be replaced: variable[...] = value."
+                f"{self!r} does not support assignment at {key!r}. Outside of replica functions, "
+                "you can replace all parts: variable[...] = value."
             )
         if isinstance(value, PerReplica):
             self.array = value.array

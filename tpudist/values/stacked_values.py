@@ -63,8 +63,9 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
         for i, x in (item for answer in answers for item in answer["made"][k].items()):
             if every.setdefault(int(i), x) != x:
                 raise ValueError(
-                    f"Replica {i} spans several processes, which have made other values for it: "
-                    f"{every[int(i)]} and {x}. All processes of a replica must make the same."
+                    f"Replica {i} spans several processes, which have made different values for "
+                    f"it: {every[int(i)]} and {x}. Make the same value in all processes of a "
+                    "replica."
                 )
         stacked.append(_stack(mesh, column, every))
     return structure.unflatten(stacked)
@@ -82,14 +83,14 @@ def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> N
     for process, answer in by_process.items():
         if "error" in answer:
             raise RuntimeError(
-                f"Process {process} has made no values for its replicas: {answer['error']}. No "
-                f"process goes on without them: see to what failed there."
+                f"Process {process} made no values for its replicas: {answer['error']}. No process "
+                "continues without them. Correct the error in that process."
             )
     if any(x["structure"] != answers[0]["structure"] for x in answers):
         each = ", ".join(f"{p}: {x['structure']}" for p, x in by_process.items())
         raise ValueError(
-            f"The processes have made values of different structures for their replicas: {each}. "
-            f"Give every replica the same structure."
+            f"The processes made values of different structures for their replicas: {each}. Return "
+            "the same structure for every replica."
         )
 
 
@@ -100,8 +101,9 @@ def _columns(trees: Sequence[PyTree]) -> tuple[Any, list[list[Any]]]:
     structures = {jax.tree.structure(tree) for tree in trees}
     if len(structures) > 1:
         raise ValueError(
-            f"value_fn gave different structures for different replicas: "
-            f"{', '.join(sorted(map(str, structures)))}. Give every replica the same structure."
+            "value_fn returned different structures for different replicas: "
+            f"{', '.join(sorted(map(str, structures)))}. Return the same structure for every "
+            "replica."
         )
     [structure] = structures
     rows = [structure.flatten_up_to(tree) for tree in trees]
@@ -130,9 +132,9 @@ def _stack(
     if len(ranks) > 1 or len(uneven) > 1 or len(shapes) < mesh.num_replicas:
         each = ", ".join(f"{i}: {list(shape)}" for i, shape in sorted(shapes.items()))
         raise ValueError(
-            f"Values of other shapes were given for the replicas ({each}). They may differ in the "
-            f"size of one dim. Give every replica the same shape, or what differs in a dim of its "
-            f"own."
+            f"The values for the replicas have different shapes ({each}). They may differ only in "
+            "the size of one dim. Use the same shape for every replica, or put the differences in "
+            "one dim."
         )
     [dim] = uneven
     rows = tuple(shapes[i][dim] for i in range(mesh.num_replicas))
@@ -152,8 +154,8 @@ def _stack_keys(
     if len(kinds) > 1:
         each = ", ".join(f"{i}: {name}{list(shape)}" for i, (name, shape) in sorted(every.items()))
         raise ValueError(
-            f"Random keys of other kinds or shapes were given for the replicas ({each}). Give "
-            f"every replica keys of one kind and shape."
+            f"The random keys for the replicas have different kinds or shapes ({each}). Use keys "
+            "of one kind and shape for every replica."
         )
     data = placement.stack(mesh, np.stack([np.asarray(jax.random.key_data(x)) for x in local]))
     return PerReplica(jax.random.wrap_key_data(data, impl=jax.random.key_impl(local[0])))
@@ -166,7 +168,7 @@ def _number(value: Any) -> Any:
     array = np.asarray(value)
     if array.dtype.kind in "OSUMm":
         raise TypeError(
-            f"A value for a replica is {value!r}, but replicas hold arrays of numbers and booleans "
-            f"only. Give numbers, and keep the rest in Python."
+            f"A value for a replica is {value!r}, but replicas hold only arrays of numbers and "
+            "booleans. Pass numbers, and keep other objects in Python."
         )
     return array

@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from tpudist.verification.comparison import SAME_FACTOR, Finding
 
 ONE_NUMBER = (
-    "the metric is given one number for each replica, a share of the loss of the step or a mean "
+    "the metric receives one number for each replica, a share of the loss of the step or a mean "
     "over the replica's own rows, and counts it as one example.",
-    "Give the metric the losses of the examples (values=losses), not the loss of the step.",
+    "Pass the losses of the examples to the metric (values=losses), not the loss of the step.",
 )
 """Cause and remedy of a total or a count that has a factor, where the average is wrong."""
 

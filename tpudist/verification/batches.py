@@ -128,9 +128,9 @@ class Arguments:
         states = [self._leaves[i] for i in call_arguments.Kinds.of(self._leaves).states]
         if any(open_parts([objects.values(), states])[1]):
             raise ValueError(
-                "Strategy.verify was given an NNX container that holds one value for each replica, "
-                "which one device cannot have. Verify the step before it has local state, or pass "
-                "that state in a dict or a list."
+                "Strategy.verify received an NNX container that holds one value for each replica, "
+                "which cannot exist on one device. Verify the step before it has local state, or "
+                "pass that state in a dict or a list."
             )
 
     @property

@@ -164,7 +164,7 @@ _NUMBER = (
 )
 
 MIXED = (
-    "Two values are added and then summed over the replicas, and only one of them is right after "
+    "Two values are added and then summed over the replicas, but only one of them is right after "
     "that. The other one is equal on all replicas, or a mean over the replica's own rows, and "
     "counts once for each replica.",
     "Divide a value that is equal on all replicas by the number of replicas: "
@@ -189,14 +189,14 @@ _TAIL = (
 )
 SHARED_DRAWS = (
     "All replicas draw the same random numbers for their different rows: their keys are equal. On "
-    "one device each row has its own.",
-    "Give each replica a key of its own: tpudist.get_replica_context().random_key(key).",
+    "one device, each row has its own random numbers.",
+    "Give each replica its own key: tpudist.get_replica_context().random_key(key).",
 )
 """Cause and remedy of random numbers for each row, drawn with one key by all replicas."""
 
 EQUAL_ROWS = (
     "All replicas have the same rows: each row is read once for each replica.",
-    "Give each replica rows of its own: strategy.experimental_distribute_dataset(dataset).",
+    "Give each replica its own rows: strategy.experimental_distribute_dataset(dataset).",
 )
 """Cause and remedy of a batch that replicas do not share."""
 
@@ -270,7 +270,7 @@ _FACTORS = (
         "replicas because it was reduced before, are summed over {n} replicas; or a value is "
         "multiplied by the number of replicas.",
         "If the value is already reduced, remove one reduction: tpudist.Optimizer reduces "
-        "gradients itself. Else divide the loss by the rows of all replicas, "
+        "gradients itself. Otherwise divide the loss by the rows of all replicas, "
         "tpudist.compute_average_loss(per_example_loss), or average the gradients, "
         "all_reduce('mean', grads).",
     ),

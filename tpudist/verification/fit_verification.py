@@ -25,11 +25,11 @@ _SEEDS = (0, 1)
 
 _NUMBER = (
     "the loss, a metric or a layer is multiplied or divided by the number of devices or replicas.",
-    "The step of fit is one program over all rows: leave that number out of it. Only steps for "
-    "strategy.run divide a loss by the rows of all replicas.",
+    "The step of fit is one program over all rows: remove that number. Only steps for strategy.run "
+    "divide a loss by the rows of all replicas.",
 )
 _ROWS = (
-    "It depends on how many devices there are, or on which of them has which rows.",
+    "The result depends on the number of devices, or on which device has which rows.",
     "Compute with all rows of the batch, as on one device: without shard_map or jax.device_count() "
     "in layers, losses and metrics. Or write the step for strategy.run.",
 )

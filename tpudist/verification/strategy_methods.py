@@ -59,8 +59,8 @@ class VerifyMethods(StrategyBase):
         if (open_steps := fit_verification.find_opener(fn)) is not None:
             if options is not None:
                 raise ValueError(
-                    f"verify was given {fn.__name__} of a Keras model, and RunOptions, which are "
-                    f"for strategy.run. Leave options out."
+                    f"verify of {fn.__name__} of a Keras model received RunOptions, which are for "
+                    "strategy.run. Omit options."
                 )
             call = tuple(args), dict(kwargs or {})
             return fit_verification.verify(open_steps, self, mesh, fn, *call, rows)

@@ -76,12 +76,10 @@ class _Verifier:
         faults = given.traced.faults
         self._compare(given)
         if not self._changed and any(self._compared.values()):
-            self._notes.append("No state changed: is the learning rate of this step zero?")
+            self._notes.append("No state changed. Is the learning rate of this step zero?")
         if self._pairing.not_compared:
             names = ", ".join(sorted(self._pairing.not_compared))
-            self._notes.append(
-                f"Not compared, because each replica has a value of its own: {names}."
-            )
+            self._notes.append(f"Not compared, because each replica has its own value: {names}.")
         found = [*self._explain_all(faults)]
         found += self._find_in_program(faults, all(x.comparison == "tail" for x in found))
         if equal:
@@ -142,8 +140,8 @@ class _Verifier:
         if self._pairing.sums:
             names = ", ".join(sorted(self._pairing.sums))
             self._notes.append(
-                f"Not compared in 'copies', because they are sums over rows, and one device would "
-                f"draw other numbers for a copy of a row: {names}."
+                "Not compared in 'copies', because they are sums over rows, and one device would "
+                f"draw different numbers for a copy of a row: {names}."
             )
 
     def _compare_exchanged(self) -> None:
@@ -153,8 +151,9 @@ class _Verifier:
         """
         self._exchanges = True
         self._notes.append(
-            "The step computes with the positions of rows. For 'rows', they were exchanged between "
-            "replicas instead of given to one device. Random numbers were replaced by a constant."
+            "The step computes with the positions of rows. For 'rows', the rows were exchanged "
+            "between replicas instead of moved to one device. Random numbers were replaced by a "
+            "constant."
         )
         passed, fix = self._arguments.as_passed(), random_streams.fix
         self._note(
@@ -167,7 +166,7 @@ class _Verifier:
 
     def _compare_tails(self) -> None:
         if self._arguments.each < 2:
-            self._skipped["tail"] = "a replica has one row: give a batch with more."
+            self._skipped["tail"] = "a replica has only one row: use a larger batch."
             return
         for counts in _partial_counts(self._n):
             try:

@@ -128,7 +128,7 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
         ValueError: `op` is neither SUM nor MEAN, or the dim does not divide by the replicas.
     """
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise ValueError(f"reduce_scatter was asked for {op}. It combines by SUM or MEAN only.")
+        raise ValueError(f"reduce_scatter({op}) is not supported: it combines only by SUM or MEAN.")
     n = num_replicas()
 
     def scatter(x):
@@ -236,7 +236,7 @@ def platform() -> str:
 def _dim(x: jax.Array, axis: int, what: str) -> int:
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
-            f"{what} was asked for axis {axis} of a value of shape {x.shape}, which has "
-            f"{x.ndim} dim(s). Scalars have none: give them one with x[None]."
+            f"{what}(axis={axis}): the value has shape {x.shape}, with {x.ndim} dim(s). Use an "
+            "axis of the value; a scalar has none: add one with x[None]."
         )
     return axis % x.ndim

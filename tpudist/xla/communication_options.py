@@ -58,16 +58,15 @@ class CommunicationOptions:
         size, asked = self.bytes_per_pack, self.implementation
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
-                f"CommunicationOptions(bytes_per_pack={size!r}) was asked for. Argument "
-                f"`bytes_per_pack` must be a whole number >= 0; 0 lets XLA decide."
+                f"CommunicationOptions(bytes_per_pack={size!r}): `bytes_per_pack` must be an "
+                "integer >= 0; 0 lets XLA decide."
             )
         if isinstance(asked, str) and asked.upper() in CommunicationImplementation.__members__:
             object.__setattr__(self, "implementation", CommunicationImplementation[asked.upper()])
         elif not isinstance(asked, CommunicationImplementation):
             raise ValueError(
-                f"CommunicationOptions(implementation={asked!r}) was asked for. Argument "
-                f"`implementation` must be a "
-                f"tpudist.experimental.CommunicationImplementation or its name: "
+                f"CommunicationOptions(implementation={asked!r}): `implementation` must be a "
+                "tpudist.experimental.CommunicationImplementation or its name: "
                 f"{', '.join(CommunicationImplementation.__members__)}."
             )
 
@@ -108,13 +107,13 @@ def check_options(options: Any, place: str, platform: str) -> CommunicationOptio
         return None
     if not isinstance(options, CommunicationOptions):
         raise ValueError(
-            f"{place}={options!r}) was given a {type(options).__name__}. It must be a "
-            f"tpudist.experimental.CommunicationOptions, or None."
+            f"{place}={options!r}) received a {type(options).__name__}. It must be a "
+            "tpudist.experimental.CommunicationOptions, or None."
         )
     if options.timeout_seconds is not None:
-        _warn_once(place, "timeout_seconds", options.timeout_seconds, "collectives have none")
+        _warn_once(place, "timeout_seconds", options.timeout_seconds, "collectives have no timeout")
     if options.bytes_per_pack and platform == "tpu":
-        why = "on tpu devices XLA combines collectives as it likes"
+        why = "on tpu devices XLA decides how to combine collectives"
         _warn_once(place, "bytes_per_pack", options.bytes_per_pack, why)
     asked = options.implementation
     assert isinstance(asked, CommunicationImplementation)

@@ -138,7 +138,7 @@ def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
         if name in old and old[name] != after
     ]
     changed += [f"{name} ({after}) is new" for name, after in new.items() if name not in old]
-    changed += [f"{name} ({before}) is gone" for name, before in old.items() if name not in new]
+    changed += [f"{name} ({before}) was removed" for name, before in old.items() if name not in new]
     if not changed:
         return "the sharding or the weak type of an argument changed"
     more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""

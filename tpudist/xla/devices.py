@@ -26,20 +26,19 @@ def as_devices(
     named: Any = [devices] if isinstance(devices, str | jax.Device) else list(devices)
     if not named:
         raise ValueError(
-            f"devices={devices!r} was asked for, which names no device. Leave it out for all of "
-            f"them, or name those to use, such as jax.devices()[:2]."
+            f"devices={devices!r} names no device. Omit it to use all devices, or name the devices "
+            "to use, such as jax.devices()[:2]."
         )
     found = [_find(d) if isinstance(d, str) else d for d in named]
     for device in found:
         if not isinstance(device, jax.Device):
             raise ValueError(
-                f"A device was named by {shorten(device)} of type {type(device).__name__}. Use "
-                f"one of "
-                f"jax.devices(), or a name such as 'cpu:0'."
+                f"A device was named by {shorten(device)} of type {type(device).__name__}. Use one "
+                "of jax.devices(), or a name such as 'cpu:0'."
             )
         if local and device.process_index != jax.process_index():
             raise ValueError(
-                f"Device {device} belongs to process {device.process_index}, and this is process "
+                f"Device {device} belongs to process {device.process_index}, but this is process "
                 f"{jax.process_index()}. Use MultiWorkerMirroredStrategy for several processes."
             )
     return found
@@ -56,6 +55,6 @@ def _find(name: str) -> jax.Device:
         have = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.devices()))
         raise ValueError(
             f"Device {name!r} does not exist. This run has {have}. (tpudist.emulate(n) makes n CPU "
-            f"devices, before the first array.)"
+            "devices; call it before the first array is made.)"
         )
     return candidates[index]

@@ -58,10 +58,10 @@ def emulate(num_devices: int | None = None, *, unless_accelerators: int | None =
     devices = jax.local_devices()
     if len(devices) != num_devices or devices[0].platform != "cpu":
         raise RuntimeError(
-            f"Emulating {num_devices} devices was asked for, but JAX has already started with "
-            f"{len(devices)} {devices[0].platform} device(s), and a process chooses its devices "
-            f"once. Call tpudist.emulate({num_devices}) before the first array is made, or start "
-            f"Python with {ENVIRONMENT_VARIABLE}={num_devices} and call tpudist.emulate()."
+            f"emulate({num_devices}): JAX has already started with {len(devices)} "
+            f"{devices[0].platform} device(s), and a process chooses its devices once. Call "
+            f"tpudist.emulate({num_devices}) before the first array is made, or start Python with "
+            f"{ENVIRONMENT_VARIABLE}={num_devices} and call tpudist.emulate()."
         )
 
 
@@ -117,8 +117,7 @@ def _parse_num_devices(num_devices: int | None) -> int:
         number = 0
     if number < 1 or isinstance(asked, float):
         raise ValueError(
-            f"{origin} asks for {shorten(asked)} devices. It must be a whole number of at least "
-            f"1, such "
-            f"as 8."
+            f"{origin} requests {shorten(asked)} devices. The number must be an integer of at "
+            "least 1, such as 8."
         )
     return number

@@ -32,14 +32,14 @@ def refuse_masks_and_buffers(value: Any, what: str | Callable[[], str]) -> None:
         raise TypeError(
             f"{what if isinstance(what, str) else what()} is a masked numpy array of shape "
             f"{list(value.shape)}, but devices hold no masks: the step would compute with the "
-            f"masked elements. Give x.filled(0), and the mask ~numpy.ma.getmaskarray(x) as an "
-            f"array of its own."
+            "masked elements. Pass x.filled(0), and pass the mask ~numpy.ma.getmaskarray(x) as a "
+            "separate array."
         )
     if isinstance(value, bytearray | memoryview):
         raise TypeError(
             f"{what if isinstance(what, str) else what()} is a {type(value).__name__}, a buffer "
-            f"whose bytes may be numbers of any dtype. Say which: "
-            f"numpy.frombuffer(x, dtype=numpy.uint8)."
+            "whose bytes may be numbers of any dtype. Choose the dtype: numpy.frombuffer(x, "
+            "dtype=numpy.uint8)."
         )
 
 
@@ -73,10 +73,10 @@ def check_fit(value: Any, what: str | Callable[[], str]) -> None:
         return
     wrong = largest if largest > greatest else smallest
     raise ValueError(
-        f"{what if isinstance(what, str) else what()} holds the integer {wrong} as {dtype}, of "
-        f"which JAX makes {name}: it goes from {least} to {greatest}, and the number would become "
-        f"another. Give smaller numbers, convert them to floats, or enable integers of 64 bits "
-        f"(the environment variable JAX_ENABLE_X64=1)."
+        f"{what if isinstance(what, str) else what()} holds the integer {wrong} as {dtype}. JAX "
+        f"converts it to {name}, from {least} to {greatest}, which would change the number. Use "
+        "smaller numbers, convert them to floats, or enable integers of 64 bits (the environment "
+        "variable JAX_ENABLE_X64=1)."
     )
 
 

@@ -138,9 +138,9 @@ def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
         return dict(lowered._lowering._compiler_options_kvs)  # type: ignore[attr-defined]
     except AttributeError as error:
         raise RuntimeError(
-            f"The compiler options of a program that jax {jax.__version__} has lowered cannot be "
-            f"read, and without them it would be compiled otherwise than jax.jit does. Install a "
-            f"jax that tpudist supports: see CONTRIBUTING.md."
+            f"tpudist cannot read the compiler options of a program that jax {jax.__version__} has "
+            "lowered, and would compile it differently than jax.jit does. Install a jax that "
+            "tpudist supports: see CONTRIBUTING.md."
         ) from error
 
 
@@ -191,9 +191,9 @@ def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], An
         return Evaluation()
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
-            f"Replica functions are to run eagerly, for which tpudist evaluates the operations of "
-            f"JAX itself, and jax {jax.__version__} does not let it. Install a jax "
-            f"that tpudist supports: see CONTRIBUTING.md. Or do without strategy.debug()."
+            "To run replica functions eagerly, tpudist evaluates the operations of JAX itself, but "
+            f"jax {jax.__version__} does not allow that. Install a jax that tpudist supports: see "
+            "CONTRIBUTING.md. Or do not use strategy.debug()."
         ) from error
 
 

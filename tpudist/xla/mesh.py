@@ -226,25 +226,26 @@ def make_mesh(
 
 
 def _check_deterministic(replicas: int, mesh: Mesh, inner_axes: Sequence[str]) -> None:
-    asked = f"deterministic={replicas!r} was asked for"
+    asked = f"deterministic={replicas!r} is not supported"
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise ValueError(f"{asked}. It is a number of replicas: 1, 2, 4, 8 ...")
+        raise ValueError(f"{asked}. It must be a number of replicas: 1, 2, 4, 8 ...")
     if replicas & (replicas - 1):
         fits = 1 << replicas.bit_length()
         raise ValueError(
-            f"{asked}. Sums are added in pairs, and pairs of those, so it is a power of two: "
-            f"{fits // 2} or {fits}."
+            f"{asked}: it must be a power of two, because sums are added in pairs, and pairs of "
+            f"those. Use {fits // 2} or {fits}."
         )
     if any(mesh.shape[axis] > 1 for axis in inner_axes):
         axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in inner_axes)
         raise ValueError(
-            f"{asked}, with replicas that span devices ({axes}). How XLA sums inside such a "
-            f"replica is its own choice, and may be another on another mesh. Leave one of them out."
+            f"{asked} with replicas that span devices ({axes}): XLA chooses how to sum inside such "
+            "a replica, and may choose differently on another mesh. Omit one of them."
         )
     if replicas % mesh.size:
         raise ValueError(
-            f"{asked} on {mesh.size} device(s), which cannot have as many each. Use a number of "
-            f"devices that divides it: 1, 2, 4 ... up to {replicas}; or another number of replicas."
+            f"{asked} on {mesh.size} device(s), which cannot all have the same number of replicas. "
+            f"Use a number of devices that divides it: 1, 2, 4 ... up to {replicas}; or another "
+            "number of replicas."
         )
 
 
@@ -253,10 +254,9 @@ def _check_axis_name(name: str | None, inner_axes: Sequence[str]) -> None:
         return
     axes = ", ".join(map(repr, inner_axes)) or "none"
     raise ValueError(
-        f"axis_name={shorten(name)} was asked for. It is another name of the axis of replicas, as "
-        f"of "
-        f"jax.pmap: a text such as 'batch' that is no axis inside a replica (these are: {axes}). "
-        f"Leave it out, and the axis is called '{REPLICA_AXIS}' alone."
+        f"axis_name={shorten(name)} is not supported. It must be a string such as 'batch' (a "
+        "second name of the axis of replicas, as for jax.pmap), and not an axis inside a replica "
+        f"(these are: {axes}). Omit it to call the axis only '{REPLICA_AXIS}'."
     )
 
 
@@ -278,10 +278,12 @@ def _as_axes(axes: Any) -> dict[str, int]:
 
 def _check_axes(devices: Sequence[jax.Device], inner_axes: Mapping[str, int]) -> None:
     if not devices:
-        raise ValueError("A mesh of no devices was asked for. Name at least one device.")
+        raise ValueError("The mesh has no devices. Name at least one device.")
     if len(set(devices)) != len(devices):
         repeated = next(d for d in devices if list(devices).count(d) > 1)
-        raise ValueError(f"Device {repeated} is named more than once. Each replica needs its own.")
+        raise ValueError(
+            f"Device {repeated} is named more than once. Use a different device for each replica."
+        )
     for name, size in inner_axes.items():
         if name == REPLICA_AXIS or not isinstance(name, str) or not name.isidentifier():
             raise ValueError(
@@ -290,7 +292,8 @@ def _check_axes(devices: Sequence[jax.Device], inner_axes: Mapping[str, int]) ->
             )
         if not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"Axis '{name}' has size {shorten(size)}. A size is a whole number from 1."
+                f"Axis '{name}' has size {shorten(size)}. The size must be an integer of at least "
+                "1."
             )
     per_replica = math.prod(inner_axes.values())
     if len(devices) % per_replica:
@@ -331,9 +334,9 @@ def _slices_per_axis(axes: Mapping[str, int], num_slices: int) -> tuple[int, ...
         per_slice = math.prod(axes.values()) // num_slices
         raise ValueError(
             f"Replicas of {told} span {math.prod(inner.values())} devices each, but a slice has "
-            f"{per_slice}, and there are {num_slices} slices: some replica would span slices, and "
-            f"its devices would talk over the slow network in every layer. Choose axes whose "
-            f"product divides {per_slice}, or let one named data, whose size is a multiple of "
-            f"{left}, go across: it communicates once a step, as replicas do."
+            f"{per_slice}, and there are {num_slices} slices. Some replica would span slices, and "
+            "its devices would communicate over the slow network in every layer. Choose axes whose "
+            f"product divides {per_slice}, or add an axis named data, whose size is a multiple of "
+            f"{left}, to span slices: it communicates once per step, as replicas do."
         )
     return tuple(across)

@@ -79,7 +79,7 @@ class Setting(enum.Enum):
         """
         if not self.is_known:
             raise RuntimeError(
-                f"Setting {self.jax_name} = {value!r} was asked for, which jax {jax.__version__} "
-                f"does not have. Install a jax that tpudist supports: see CONTRIBUTING.md."
+                f"Setting {self.jax_name} = {value!r} does not exist in jax {jax.__version__}. "
+                "Install a jax that tpudist supports: see CONTRIBUTING.md."
             )
         jax.config.update(self.jax_name, value)

@@ -57,7 +57,7 @@ def causal_attention(
     block = _block(length) if block is None else block
     if block % _LANES:
         raise ValueError(
-            f"A tile of Splash attention has a multiple of {_LANES} rows; got {block}. Use "
+            f"A tile of Splash attention must have a multiple of {_LANES} rows; got {block}. Use "
             f"{-(-block // _LANES) * _LANES}."
         )
     padding = -length % block
@@ -65,8 +65,8 @@ def causal_attention(
         backward_block = _part(length + padding, block)
     if backward_block % block:
         raise ValueError(
-            f"The backward pass of Splash attention takes a whole number of tiles of {block} keys "
-            f"at a time; got {backward_block}. Use {-(-backward_block // block) * block}."
+            f"The backward pass of Splash attention must take a whole number of tiles of {block} "
+            f"keys at a time; got {backward_block}. Use {-(-backward_block // block) * block}."
         )
     padding = -length % backward_block
     # Nothing before the end attends to what is after it.

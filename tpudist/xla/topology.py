@@ -46,10 +46,11 @@ def devices(name: str, *, num_slices: int | None = None) -> list[jax.Device]:
     asked = slices.parse(name)
     num_slices = asked.num_slices if num_slices is None else num_slices
     if not isinstance(num_slices, int) or num_slices < 1:
-        raise ValueError(f"num_slices is {num_slices!r}. Give a whole number of at least 1.")
+        raise ValueError(f"num_slices={num_slices!r}: it must be an integer of at least 1.")
     if num_slices != asked.num_slices != 1:
         raise ValueError(
-            f'"{name}" is {asked.num_slices} slices, but num_slices is {num_slices}. Leave one out.'
+            f'"{name}" is {asked.num_slices} slices, but num_slices is {num_slices}. Omit one of '
+            "them."
         )
     require_libtpu(name)
     # JAX sets this when it finds no TPU chip. With chips, the machine speaks for itself.
@@ -90,9 +91,9 @@ def require_libtpu(name: str) -> None:
     if wanted and found and not f"{found}.".startswith(wanted):
         raise ImportError(
             f'Compiling for "{name}" needs the libtpu that jax {jax.__version__} was built for, '
-            f"{wanted}*, but {found} is installed. With another, some programs do not compile or "
-            f'cannot be read: pip install "jax[tpu]=={jax.__version__}". (The environment variable '
-            f"TPU_LIBRARY_PATH selects a libtpu.so of your own, at your own risk.)"
+            f"{wanted}*, but {found} is installed. With another version, some programs do not "
+            f'compile or cannot be read: pip install "jax[tpu]=={jax.__version__}". (The '
+            "environment variable TPU_LIBRARY_PATH selects your own libtpu.so, at your own risk.)"
         )
 
 

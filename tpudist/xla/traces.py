@@ -62,10 +62,10 @@ def separate_caches(now: bool = True) -> Iterator[None]:
     """
     if _KEY is None and now:
         raise RuntimeError(
-            f"A Variable is assigned inside of a nested transformation (jax.grad, lax.scan), or a "
-            f"batch is partial, and jax {jax.__version__} does not let a program be traced apart "
-            f"from others, which this takes. Install a jax that tpudist supports: see "
-            f"CONTRIBUTING.md."
+            "A Variable is assigned inside a nested transformation (jax.grad, lax.scan), or a "
+            "batch is partial. tpudist must then trace a program apart from others, which jax "
+            f"{jax.__version__} does not allow. Install a jax that tpudist supports: see "
+            "CONTRIBUTING.md."
         )
     if _KEY is None:
         yield

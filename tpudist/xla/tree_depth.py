@@ -39,9 +39,9 @@ def check_depth(tree: Any, what: str, is_leaf: Callable[[Any], bool] = lambda _:
             return
         level = list(below.values())
     raise ValueError(
-        f"{what} is nested more than {MAX_DEPTH} levels deep, or contains itself. JAX takes "
-        f"pytrees apart by recursion. Put the arrays into one list or dict, or stack arrays of "
-        f"the same shape."
+        f"{what} is nested more than {MAX_DEPTH} levels deep, or contains itself. JAX flattens "
+        "pytrees by recursion. Put the arrays into one list or dict, or stack arrays of the same "
+        "shape."
     )
 
 

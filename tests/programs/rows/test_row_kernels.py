@@ -173,7 +173,7 @@ def test_a_kernel_of_which_nothing_is_known_is_refused_by_name_with_its_line_and
     with pytest.raises(RowsError) as raised:
         outcomes(lambda x, factor: normalize(jnp.sin(x), factor), X, FACTOR)
     text = str(raised.value)
-    assert "pallas_call 'normalize_rows': there is no rule for it where rows enter" in text
+    assert "pallas_call 'normalize_rows': tpudist has no rule for it on rows" in text
     assert "tpudist.rowwise" in text
     assert "test_row_kernels.py:" in text
 
@@ -195,9 +195,9 @@ class Closing:
 @pytest.mark.parametrize(
     ("function", "refused"),
     [
-        (lambda x: tpudist.rowwise(lambda y: y + x)(x), "closes over something"),
+        (lambda x: tpudist.rowwise(lambda y: y + x)(x), "closes over a value"),
         (lambda x: tpudist.rowwise(Closing(x))(x), "rows are dim 0 of an argument, or a value"),
-        (lambda x: tpudist.rowwise(lambda y: y / x.shape[0])(x), "closes over something"),
+        (lambda x: tpudist.rowwise(lambda y: y / x.shape[0])(x), "closes over a value"),
         (lambda x: tpudist.rowwise(functools.partial(jnp.add, len(x)))(x), "closes over"),
         (lambda x: tpudist.rowwise(jnp.add, in_dims=(1, 1), out_dims=1)(x, x), "rows are dim 0"),
         (lambda x: tpudist.rowwise(lambda y: jax.debug.print("{}", y))(x), "has effects"),
@@ -215,11 +215,11 @@ def test_outside_of_a_partial_batch_it_is_the_function():
 
 
 def test_a_wrong_number_or_dim_of_arguments_or_results_is_an_error_in_words():
-    with pytest.raises(ValueError, match=r"has 1 arguments here, and in_dims=\(0, 0\) is for 2"):
+    with pytest.raises(ValueError, match=r"has 1 arguments here, but in_dims=\(0, 0\) is for 2"):
         tpudist.rowwise(jnp.sin, in_dims=(0, 0))(X)
     with pytest.raises(ValueError, match=r"shape \(5, 6\) in its arguments, which has no dim 2"):
         tpudist.rowwise(jnp.sin, in_dims=2)(X)
-    with pytest.raises(ValueError, match="have 3 and 5 rows: all have as many"):
+    with pytest.raises(ValueError, match="have 3 and 5 rows. All must have the same"):
         tpudist.rowwise(lambda x, y: x)(X, X[:3])
     with pytest.raises(ValueError, match="have no rows"):
         tpudist.rowwise(jnp.sin, in_dims=None)(X)

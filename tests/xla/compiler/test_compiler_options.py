@@ -103,7 +103,7 @@ def test_programs_of_several_slices_have_more_options(generation):
 
 def test_what_is_no_tpu_has_no_options():
     assert compiler_options.options_for_chip(None) == {}
-    with pytest.raises(ValueError, match=r"'v8' is no generation of TPUs. These are: v2, v3"):
+    with pytest.raises(ValueError, match=r"'v8' is not a TPU generation. Use one of v2, v3"):
         compiler_options.options_for_chip("v8")
 
 

@@ -248,7 +248,7 @@ def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatc
 
 def test_programs_for_devices_that_are_here_are_compiled_here():
     lowered, mesh = _lowered(jax.devices(), width=64)
-    with pytest.raises(ValueError, match=r"compiles for the devices of .*topology.devices"):
+    with pytest.raises(ValueError, match=r"compiles only for the devices of .*topology.devices"):
         compiler_process.compile_elsewhere(lowered, mesh.devices)
     found = compiler_process.compile_here(lowered)
     # A program that JAX has kept has the source lines of the run that compiled it.

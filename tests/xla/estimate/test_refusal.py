@@ -55,7 +55,7 @@ def test_the_figures_of_a_message_are_read(text, needed, available):
 def test_a_message_without_figures_is_given_as_it_is():
     found = refusal.explain("RESOURCE_EXHAUSTED: no")
     assert (found.needed_bytes, found.largest) == (0, ())
-    assert str(found) == "The compiler refused the program: RESOURCE_EXHAUSTED: no"
+    assert str(found) == "The compiler rejected the program: RESOURCE_EXHAUSTED: no"
 
 
 LISTED = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 98.2G of 15.75G hbm.

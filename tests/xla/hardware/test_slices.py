@@ -99,16 +99,19 @@ def test_a_slice_of_an_announced_chip_is_refused_as_not_known_yet(name):
         ("h100-8", r"not a TPU slice. Give a generation and its size, such as \"v5e-8\""),
         ("", "'' is not a TPU slice"),
         ("v8x:2x2x1", r"the generations and their largest slices are .*tpu7x:16x24x24"),
-        ("v5e-7", r"counts chips, and Google Cloud has no such slice. Near are v5e-4, v5e-8"),
-        ("v5p-9", "counts TensorCores, 2 per chip.* Near are v5p-8, v5p-16"),
-        ("v5p-100", "Near are v5p-64, v5p-128"),
-        ("v5e-512", 'at most 256 chips, as "v5e:16x16". For more chips, ask for several'),
-        ("v5e:2x4x1", "not a shape of a v5e slice. It has 2 dimensions and at most 256 chips"),
-        ("v5p:4x4", "It has 3 dimensions"),
+        (
+            "v5e-7",
+            r"counts chips, and Google Cloud has no such slice. The nearest are v5e-4, v5e-8",
+        ),
+        ("v5p-9", "counts TensorCores, 2 per chip.* The nearest are v5p-8, v5p-16"),
+        ("v5p-100", "nearest are v5p-64, v5p-128"),
+        ("v5e-512", 'at most 256 chips, as "v5e:16x16". For more chips, use several'),
+        ("v5e:2x4x1", "not a shape of a v5e slice, which has 2 dimensions and at most 256 chips"),
+        ("v5p:4x4", "which has 3 dimensions"),
         ("v5e:0x4", "not a shape"),
         ("v5e:32x32", 'such as "2xv5e:16x16"'),  # would abort the process
         ("v5e:8x32", "not a shape of a v5e slice"),
-        ("0xv5e-8", "asks for no slice"),
+        ("0xv5e-8", "contains no slice"),
     ],
 )
 def test_a_slice_that_does_not_exist_is_refused_and_near_ones_are_named(name, message):

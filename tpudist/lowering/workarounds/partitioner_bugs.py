@@ -212,13 +212,13 @@ BUGS = {
         _branch_in_two_ways,
     ),
     "sum of 16-bit floats": Bug(
-        "A sum of bfloat16 over a manual axis, beside an axis that is left to XLA (CPU only).",
+        "A sum of bfloat16 over a manual axis, next to an axis that is left to XLA (CPU only).",
         "Invalid binary instruction opcode copy",
         ("0.10.2", "0.12.0.1"),
         "tpudist.lowering.workarounds.collective_layouts",
         functools.partial(_add_16_bit_floats, (2, 2)),
     ),
-    "beside an axis of one device": Bug(
+    "next to an axis of one device": Bug(
         "The same, where the axis that is left to XLA has one device (CPU only).",
         "Invalid binary instruction opcode copy",
         ("0.10.2", "0.12.0.1"),

@@ -31,8 +31,8 @@ from tpudist.programs.rows.labels import (
 from tpudist.programs.rows.row_sizes import Dim, Piecewise, RowNumber, RowSize, is_rows, size_at
 
 _OUTSIDE_OF_PART = (
-    "the rows of a microbatch are used outside of its loss, where other microbatches have other "
-    "numbers of them: join them with tpudist.rows_of_microbatches, or return sums"
+    "the rows of a microbatch are used outside of its loss, but other microbatches have different "
+    "numbers of rows: join them with tpudist.rows_of_microbatches, or return sums"
 )
 Rule = Callable[["Operation"], Sequence[Any]]
 Need = tuple[RowSize, int, str, int]
@@ -156,8 +156,8 @@ class Evaluator:
             return jnp.pad(array, padding)[tuple(map(slice, aval.shape))]
         if isinstance(value, Varies):
             raise RowsError(
-                f"a constant depends on the number of rows in a way that is not known: "
-                f"{_shorten(value)}. {_way_to_write(value)}",
+                f"a constant depends on the number of rows in an unknown way: {_shorten(value)}. "
+                f"{_way_to_write(value)}",
                 line,
             )
         return value
@@ -232,8 +232,8 @@ class Operation:
         called = self.equation.eqn.params.get("name")
         kernel = f" '{called}'" if isinstance(called, str) and called else ""
         raise RowsError(
-            f"{self.name}{kernel}: there is no rule for it where rows enter. If it computes each "
-            f"row by itself, say so where it is called, by tpudist.rowwise",
+            f"{self.name}{kernel}: tpudist has no rule for it on rows. If it computes each row "
+            "separately, declare that at its call with tpudist.rowwise",
             self.equation.line,
         )
 
@@ -338,17 +338,17 @@ def _way_to_write(value: Varies) -> str:
     arrays = [np.asarray(x) for x in value.values]
     if len({x.shape for x in arrays}) == 1:
         return (
-            "An array of a list, such as jnp.asarray([n]), hides where the number is: make a "
-            "scalar of it, jnp.asarray(x.shape[0]), and combine scalars with jnp.stack"
+            "An array of a list, such as jnp.asarray([n]), hides the position of the number. Make "
+            "a scalar, jnp.asarray(x.shape[0]), and combine scalars with jnp.stack"
         )
     if all(x.ndim == 1 and (np.sort(x) == np.arange(len(x))).all() for x in arrays):
         return (
-            "NumPy or Python has made an order of the rows. Use "
-            "jax.random.permutation(key, x.shape[0]), or jnp.arange(x.shape[0]) and jnp.flip"
+            "NumPy or Python has made an order of the rows. Use jax.random.permutation(key, "
+            "x.shape[0]), or jnp.arange(x.shape[0]) and jnp.flip"
         )
     return (
         "NumPy or Python has made an array of it. Compute it with jax.numpy from "
-        "jnp.arange(x.shape[0]), or put it into the dataset, where each row has its own"
+        "jnp.arange(x.shape[0]), or put it into the dataset with one element for each row"
     )
 
 

@@ -150,18 +150,18 @@ def find_difference(first: Any, second: Any) -> str | None:
             return f"{x.primitive.name}, or {y.primitive.name}{_at(y)}"
         inner, others = list(bodies_of(x)), list(bodies_of(y))
         if len(inner) != len(others):
-            return f"what {x.primitive.name} holds{_at(y)}"
+            return f"the contents of {x.primitive.name}{_at(y)}"
         for (_, i), (_, j) in zip(inner, others, strict=True):
             difference = None if i is j else find_difference(i, j)
             if difference:
                 return difference if ":" in difference else f"{difference}{_at(y)}"
         if differ(x.invars, y.invars) or differ(x.outvars, y.outvars):
-            return f"what {x.primitive.name} reads{_at(y)}"
+            return f"the input of {x.primitive.name}{_at(y)}"
     if len(a.eqns) != len(b.eqns):
         longer, at = (a, len(b.eqns)) if len(a.eqns) > len(b.eqns) else (b, len(a.eqns))
         return f"{longer.eqns[at].primitive.name}{_at(longer.eqns[at])}"
     if differ(a.outvars, b.outvars):
-        return "what it returns"
+        return "its result"
     return None
 
 

@@ -254,8 +254,8 @@ def _make_jaxpr(run: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         _is_labelled.reset(token)
     if closed.effects:
         raise RowsError(
-            f"a function given to tpudist.rowwise has effects "
-            f"({', '.join(sorted(map(str, closed.effects)))}), and padding would have them too"
+            "a function passed to tpudist.rowwise has effects "
+            f"({', '.join(sorted(map(str, closed.effects)))}), which padding would have too"
         )
     return closed
 
@@ -323,18 +323,19 @@ def _dims_of_leaves(args: tuple[Any, ...], dims: Any, what: str, name: str) -> D
     each = dims if isinstance(dims, tuple) else (dims,) * len(args)
     if len(each) != len(args):
         raise ValueError(
-            f"A function given to tpudist.rowwise has {len(args)} {what}s here, and "
-            f"{name}={dims} is for {len(each)}. Give one dim for each, or one for all."
+            f"A function passed to tpudist.rowwise has {len(args)} {what}s here, but {name}={dims} "
+            f"is for {len(each)}. Give one dim for each, or one for all."
         )
     found: list[int | None] = []
     for arg, dim in zip(args, each, strict=True):
         for leaf in jax.tree.leaves(arg):
             rank = jnp.ndim(leaf)
             if dim is not None and not -rank <= dim < rank:
+                shared = ", or use None for arrays that all rows share" if name == "in_dims" else ""
                 raise ValueError(
-                    f"A function given to tpudist.rowwise has an array of shape {jnp.shape(leaf)} "
-                    f"in its {what}s, which has no dim {dim} for its rows. Correct {name}={dims}"
-                    f"{', or put None for what all rows share' if name == 'in_dims' else ''}."
+                    f"A function passed to tpudist.rowwise has an array of shape {jnp.shape(leaf)} "
+                    f"in its {what}s, which has no dim {dim} for its rows. Correct "
+                    f"{name}={dims}{shared}."
                 )
             found.append(None if dim is None else dim % rank)
     return tuple(found)
@@ -347,9 +348,9 @@ def _count_rows(leaves: Sequence[Any], dims: Dims) -> int:
     if len(sizes) != 1:
         found = " and ".join(map(str, sorted(sizes))) or "no"
         raise ValueError(
-            f"The arguments of a function given to tpudist.rowwise have {found} rows: all have as "
-            f"many, and one of them has some. Correct in_dims, or put None there for what all rows "
-            f"share."
+            f"The arguments of a function passed to tpudist.rowwise have {found} rows. All must "
+            "have the same number, at least 1. Correct in_dims, or use None for arguments that all "
+            "rows share."
         )
     return sizes.pop()
 
@@ -358,9 +359,9 @@ def _check_results(results: Sequence[Any], dims: Dims, rows: int) -> None:
     for x, dim in zip(results, dims, strict=True):
         if dim is not None and jnp.shape(x)[dim] != rows:
             raise ValueError(
-                f"A function given to tpudist.rowwise returns an array of shape {jnp.shape(x)} for "
-                f"{rows} rows: dim {dim} of each result is its rows. Correct out_dims, or compute "
-                f"what is no row's own outside of it."
+                f"A function passed to tpudist.rowwise returns an array of shape {jnp.shape(x)} "
+                f"for {rows} rows, but dim {dim} of each result must count its rows. Correct "
+                "out_dims, or compute values that do not belong to one row outside of it."
             )
 
 

@@ -106,15 +106,15 @@ class RowProgram:
             for size, least, line, equation in self.needs:
                 if size.at(point) < least and (live is None or equation in live):
                     raise RowsError(
-                        f"with {_rows(point)} there are fewer than the {least} that it takes", line
+                        f"with {_rows(point)} it has fewer than the {least} that it takes", line
                     )
         for size, where in self.even.items():
             sizes = [size_at(size, point) for point in counts]
             if len(set(sizes)) > 1:
                 raise RowsError(
                     f"{where} combines values of different shapes: replicas hold {sizes} rows. "
-                    f"Join rows with all_gather or strategy.gather, and take the values of "
-                    f"replicas outside of the program"
+                    "Join rows with all_gather or strategy.gather, and get the values of replicas "
+                    "outside of the program"
                 )
 
     def _confirm(self, point: Point) -> None:
@@ -129,7 +129,7 @@ class RowProgram:
         if deviation is not None and min(point) < LEAST:
             deviation = small_counts.find_deviation(self.labelled, program, point)
         if deviation is not None:
-            raise RowsError(f"with {_rows(point)} the function is another one: {deviation}")
+            raise RowsError(f"with {_rows(point)} the function differs: {deviation}")
         self._confirmed.add(point)
 
     def _confirm_untraced(self, point: Point, error: Exception) -> None:
@@ -207,7 +207,7 @@ class RowProgram:
                 return found
         self._require_structure(_replace(self.full, {i: (below or rest)[0]}))
         raise RowsError(
-            f"the function is another one for other numbers of rows: of {self.full[i]} rows only "
+            f"the function differs for other numbers of rows: for {self.full[i]} rows, only "
             f"{found or 'none'} give the same"
         )
 
@@ -223,7 +223,7 @@ class RowProgram:
         difference = find_difference(self._traces[self.full], program)
         if difference is not None:
             raise RowsError(
-                f"with {_rows(point)} it is traced to another program than with "
+                f"with {_rows(point)} it is traced to a different program than with "
                 f"{_rows(self.full)}: {difference}"
             )
 

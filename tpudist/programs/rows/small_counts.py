@@ -196,13 +196,13 @@ def _compare(expected: _Calls, actual: _Calls, site: Site) -> str | None:
     if site != NOWHERE and (site in expected.numbers) != (site in actual.numbers):
         alone = expected.computed[site] | actual.computed[site]
         if alone:
-            return f"{', '.join(sorted(alone))}, in one of them only"
+            return f"{', '.join(sorted(alone))}, in only one of them"
         return None
     own, theirs = expected.numbers.get(site, {}), actual.numbers.get(site, {})
     same = own == theirs
     for name in sorted(expected.names[site] & _OTHER_FORMULAS):
         if not same:
-            return f"{name}, which JAX computes in another way then"
+            return f"{name}, which JAX then computes in another way"
     for key in own.keys() & theirs.keys():
         if not theirs[key] <= own[key]:  # of several JAX may need fewer then
             return f"the numbers {_list(theirs[key])} of {key[0]}, where {_list(own[key])} follow"

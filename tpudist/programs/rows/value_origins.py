@@ -100,9 +100,9 @@ def find_other_value(expected: ValueOrigins, actual: ValueOrigins) -> tuple[str,
     for (site, key), read in actual.reads.items():
         own = expected.reads.get((site, key))
         if own and not all(any(_agree_all(ours, theirs) for ours in own) for theirs in read):
-            return f"what {key[0]} reads", site
+            return f"the input of {key[0]}", site
     if not _agree_all(expected.results, actual.results):
-        return "what it returns", NOWHERE
+        return "the result", NOWHERE
     return None
 
 

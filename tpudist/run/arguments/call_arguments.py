@@ -291,32 +291,32 @@ def check_leaves(
     for i in kinds.arrays:
         if isinstance(leaves[i], np.ndarray | np.generic) and leaves[i].dtype.kind in "OSUMm":
             raise TypeError(
-                f"'{name}' was given a numpy array of {leaves[i].dtype}, which no device can hold. "
-                f"Pass numbers, or a list or tuple of Python values."
+                f"'{name}' received a numpy array of {leaves[i].dtype}, which no device can hold. "
+                "Pass numbers, or a list or tuple of Python values."
             )
     for i in kinds.static:
         if containers.holds(leaves[i], _is_array):
             raise TypeError(
-                f"'{name}' was given a {type(leaves[i]).__name__} that holds an array. JAX cannot "
-                f"look into it, so the array would be frozen into the program. Register a "
-                f"dataclass (@jax.tree_util.register_dataclass), or pass a plain dict, list or "
-                f"tuple."
+                f"'{name}' received a {type(leaves[i]).__name__} that holds an array. JAX cannot "
+                "look into it, so the array would be frozen into the program. Register a dataclass "
+                "(@jax.tree_util.register_dataclass), or pass a plain dict, list or tuple."
             )
     held = [binding.values() if binding is not None else [], *(leaves[i] for i in kinds.states)]
     held = list(filter(is_per_replica, jax.tree.leaves(held, is_leaf=is_per_replica)))
     for x in held:
         if x.is_padded and not isinstance(x, LocalPart):
             raise ValueError(
-                f"'{name}' was given an NNX container that holds {x!r}, which is part of a partial "
-                f"batch. Its rows are counted only where it is an argument, or in a dict, list or "
-                f"tuple. Take it out of the container, and pass it by itself."
+                f"'{name}' received an NNX container that holds {x!r}, which is part of a partial "
+                "batch. tpudist counts its rows only if it is an argument, or is in a dict, list "
+                "or tuple. Take it out of the container, and pass it by itself."
             )
     for x in [*(leaves[i] for i in kinds.per_replica), *held]:
         parts = num_replicas if isinstance(x, LocalPart) else x.array.shape[0]
         if parts != num_replicas:
             raise ValueError(
-                f"'{name}' was given {x!r}, but runs on {num_replicas} replica(s). It was "
-                f"made under another strategy: distribute it with the one that runs the function."
+                f"'{name}' received {x!r}, but runs on {num_replicas} replica(s): the value was "
+                "made under another strategy. Distribute it with the strategy that runs the "
+                "function."
             )
 
 
@@ -328,6 +328,6 @@ def check_positions(asked: Sequence[int], field: str, function: str, num_args: i
     """
     if any(not 0 <= i < num_args for i in asked):
         raise ValueError(
-            f"RunOptions({field}={asked}) was asked for, but '{function}' was given {num_args} "
-            f"positional argument(s). Name positions from 0 to {num_args - 1}."
+            f"RunOptions({field}={asked}): '{function}' received {num_args} positional "
+            f"argument(s). Name positions from 0 to {num_args - 1}."
         )

@@ -30,11 +30,11 @@ def refuse_replicated(
         array = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
         if isinstance(array, jax.Array) and _has_device_dim(array):
             raise ValueError(
-                f"'{name}' was given '{labels()[i]}' {compile_log.describe(array)}, whose dim 0 is "
-                f"one of {array.shape[0]} devices: flax.jax_utils made it for jax.pmap. Under a "
-                f"strategy, each replica would compute with all of it. Pass the state without "
-                f"jax_utils.replicate (jax_utils.unreplicate(state) takes the dim away), and a "
-                f"batch as strategy.distribute_batch(batch, has_device_dim=True)."
+                f"'{name}' received '{labels()[i]}' {compile_log.describe(array)}. Its dim 0 "
+                f"counts {array.shape[0]} devices: flax.jax_utils made it for jax.pmap, and each "
+                "replica would compute with all of it. Pass the state without jax_utils.replicate "
+                "(jax_utils.unreplicate(state) removes the dim), and a batch as "
+                "strategy.distribute_batch(batch, has_device_dim=True)."
             )
 
 

@@ -63,8 +63,8 @@ class TraceFailed(Exception):
 def log_static(function: str, names: Sequence[str]) -> None:
     """Tells the logger `tpudist.compile` which arguments a function turned out to need."""
     _log.info(
-        "%s needs %s as a Python number (for a shape, a condition or the like): it is compiled "
-        "for each value. RunOptions(static_argnums=) says so beforehand, and saves a trace.",
+        "%s needs %s as a Python number (for a shape, a condition or the like), so it is compiled "
+        "for each value. RunOptions(static_argnums=) declares this in advance, and saves a trace.",
         function,
         " and ".join(names),
     )

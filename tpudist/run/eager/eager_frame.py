@@ -111,9 +111,9 @@ class EagerFrame(Frame):
         """
         if not computes_here():
             raise RuntimeError(
-                f"Variable '{variable.name}' is on a parameter server, and was changed inside of a "
-                f"transformation of JAX. Return the value from the transformed function, and "
-                f"assign it outside."
+                f"Variable '{variable.name}' is on a parameter server, and was changed inside a "
+                "JAX transformation. Return the value from the transformed function, and assign it "
+                "outside."
             )
         changes = self._guest_changes.setdefault(id(variable), [])
         changes.append(change)
@@ -137,9 +137,9 @@ class EagerFrame(Frame):
         if is_traced(value):
             raise RuntimeError(
                 f"Variable '{variable.name}' was assigned inside jax.vmap, jax.checkpoint or "
-                f"another transformation that traces the function, so its value is not known "
-                f"there, though replica functions run eagerly. Return the value from the "
-                f"transformed function, and assign it outside."
+                "another transformation that traces the function, so its value is not known there, "
+                "although replica functions run eagerly. Return the value from the transformed "
+                "function, and assign it outside."
             )
         self._values[variable] = value
         self.written[variable] = None
@@ -177,9 +177,9 @@ class EagerFrame(Frame):
         """
         if computed:
             raise RuntimeError(
-                f"Variable '{variable.name}' was made inside a nested jax transformation of the "
-                f"replica function, with an initial value that is computed there. Give a function "
-                f"that computes it: Variable(lambda: jnp.zeros(...))."
+                f"Variable '{variable.name}' was made inside a nested JAX transformation of the "
+                "replica function, with an initial value that is computed there. Pass a function "
+                "that computes it: Variable(lambda: jnp.zeros(...))."
             )
 
     # What the function needs beside its arguments.
@@ -197,7 +197,7 @@ class EagerFrame(Frame):
     def interruption(self) -> BaseException:
         """A refusal: there is no trace."""
         return RuntimeError(
-            "A model was built in a function that runs eagerly, where it is differentiated. Build "
+            "A model was built in a function that runs eagerly, while it is differentiated. Build "
             "it before: begin it with keras.Input(shape)."
         )
 

@@ -43,9 +43,9 @@ class _Brought:
         """A host value of an array; `differs` if it is this replica's own, for all we know."""
         if isinstance(x, nnx_contents.OBJECT_TYPES):
             raise TypeError(
-                f"merge_call of '{run.name}' was given a {type(x).__name__}, of which each replica "
-                f"has a copy while replicas run eagerly. Give it the arrays, and change the object "
-                f"in the replica function."
+                f"merge_call of '{run.name}' received a {type(x).__name__}. Each replica has its "
+                "own copy of it while replicas run eagerly. Pass its arrays, and change the object "
+                "in the replica function."
             )
         if isinstance(x, PerReplica):
             x = jax.numpy.asarray(x)
@@ -66,8 +66,9 @@ def _call(run: ReplicaGroup, brought: list[Any]) -> list[Any]:
     for replica, (_, other, _) in enumerate(brought):
         if other != treedef:
             raise ValueError(
-                f"merge_call of '{run.name}' was given other arguments on replica {replica} than "
-                f"on replica 0: {other}, and {treedef}."
+                f"merge_call of '{run.name}' received different arguments on replica {replica} "
+                f"than on replica 0: {other}, and {treedef}. Pass the same structure on all "
+                "replicas."
             )
     written_state.write_variables(run)
     merged = [_merge(run, [x[2][k] for x in brought]) for k in range(len(leaves))]

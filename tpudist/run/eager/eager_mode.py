@@ -31,8 +31,8 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
     """
     if not isinstance(run_eagerly, bool):
         raise TypeError(
-            f"run_functions_eagerly was given {run_eagerly!r} of type "
-            f"{type(run_eagerly).__name__}. Give True to run functions eagerly, or False."
+            f"run_functions_eagerly({run_eagerly!r}): the argument must be a bool, not "
+            f"{type(run_eagerly).__name__}. Pass True to run functions eagerly, or False."
         )
     global _everywhere
     _everywhere = run_eagerly

@@ -53,8 +53,8 @@ def merge_results(run: ReplicaGroup, ended: Sequence[Ended]) -> Any:
     for replica, (other, structure) in enumerate(flat):
         if structure != treedef or len(other) != len(leaves):
             raise ValueError(
-                f"'{run.name}' returned another structure on replica {replica} than on replica 0: "
-                f"{structure}, and {treedef}. All replicas return the same structure."
+                f"'{run.name}' returned a different structure on replica {replica} than on replica "
+                f"0: {structure}, and {treedef}. Return the same structure on all replicas."
             )
     merged = [_merge(run, [x[0][k] for x in flat]) for k in range(len(leaves))]
     _combine_collections(run, merged, treedef)
@@ -76,7 +76,7 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: Any) -> 
     known = state_collections.find_collections(treedef, others, rules)
     known |= {i: labels[k] for i, k in returned.items() if isinstance(merged[i], PerReplica)}
     differing = {i: (label, merged[i].dtype) for i, label in known.items()}
-    causes = dict.fromkeys(differing, "its new value is another one on each replica")
+    causes = dict.fromkeys(differing, "its new value differs between replicas")
     for i, op in state_collections.decide(differing, certain, causes, rules, run.name).items():
         if op is None:
             first = replica_parts.component(run.mesh, merged[i].array, run.mesh.local_replicas[0])
@@ -156,8 +156,8 @@ def merge_objects(run: ReplicaGroup, parts: list[Any]) -> Any:
         pass
     other = next(i for i, x in enumerate(parts) if x is not first)
     raise ValueError(
-        f"Replica 0 of '{run.name}' gave {first!r}, and replica {other} {parts[other]!r}. What "
-        f"differs between replicas can only be an array or a number."
+        f"Replica 0 of '{run.name}' gave {first!r}, and replica {other} gave {parts[other]!r}. "
+        "Only arrays and numbers can differ between replicas."
     )
 
 
@@ -172,7 +172,7 @@ def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: ReplicaGro
     if len(ranks) > 1:
         raise ValueError(
             f"The replicas of '{run.name}' gave arrays of shapes {sorted(shapes)} for one value. "
-            f"They may have other numbers of rows, but no other numbers of dims."
+            "The numbers of rows may differ, but not the numbers of dims."
         )
     extents = {}
     for dim in range(min(ranks)):

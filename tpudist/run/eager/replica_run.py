@@ -68,16 +68,16 @@ def check_possible(strategy: StrategyBase, name: str) -> None:
     mesh = strategy.replica_mesh
     if mesh.num_processes > 1:
         raise RuntimeError(
-            f"'{name}' is to run eagerly, on {mesh.num_replicas} replicas in {mesh.num_processes} "
-            f"processes, and replicas of other processes cannot be called one by one from here. "
-            f"Debug in one process: tpudist.emulate({mesh.num_replicas}) makes as many replicas on "
-            f"CPU, which compute the same."
+            f"'{name}' cannot run eagerly on {mesh.num_replicas} replicas in {mesh.num_processes} "
+            "processes: this process cannot call the replicas of other processes one by one. Debug "
+            f"in one process: tpudist.emulate({mesh.num_replicas}) makes the same number of "
+            "replicas on CPU, which compute the same."
         )
     if not traces.is_eager():
         raise RuntimeError(
-            f"'{name}' is to run eagerly, inside of a function that jax.jit (or another "
-            f"transformation) traces, where no values are known. Call strategy.run outside of it, "
-            f"or use jax.disable_jit()."
+            f"'{name}' cannot run eagerly inside a function that jax.jit (or another "
+            "transformation) traces, because no values are known there. Call strategy.run outside "
+            "of it, or use jax.disable_jit()."
         )
 
 
@@ -142,8 +142,8 @@ class EagerRun(ReplicaGroup):
         """Which of the flat arguments are Python numbers that the function gets as arrays."""
         if not isinstance(options, RunOptions):
             raise TypeError(
-                f"options={shorten(options)} of type {type(options).__name__} was given to run "
-                f"'{self.name}'. It must be a tpudist.RunOptions, or None."
+                f"run of '{self.name}' received options={shorten(options)} of type "
+                f"{type(options).__name__}. Pass a tpudist.RunOptions, or None."
             )
         positions = options.static_argnums
         call_arguments.check_positions(positions, "static_argnums", self.name, len(args))
@@ -234,16 +234,16 @@ class EagerRun(ReplicaGroup):
         except NameError as error:
             if "unbound axis name" in str(error):
                 error.add_note(
-                    "The replicas run eagerly, one after the other, and jax.lax knows of no axis "
-                    "of replicas there. Use tpudist.get_replica_context().all_reduce (or "
-                    "all_gather), which are the same in a compiled function."
+                    "The replicas run eagerly, one after the other, so jax.lax does not know the "
+                    "axis of the replicas. Use tpudist.get_replica_context().all_reduce (or "
+                    "all_gather), which work the same in a compiled function."
                 )
             raise
         except TypeError as error:
             if self.kinds.numbers:
                 error.add_note(
-                    "Python numbers among the arguments are arrays to a replica function. One that "
-                    "must be a number is named in RunOptions(static_argnums=)."
+                    "Python numbers among the arguments are arrays in a replica function. If one "
+                    "must be a number, name its position in RunOptions(static_argnums=)."
                 )
             raise
 

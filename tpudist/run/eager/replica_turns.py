@@ -80,8 +80,8 @@ class Turns:
             replica, failed = self._failure
             if replica is not None and self._count > 1:
                 failed.add_note(
-                    f"Replica {replica} of {self._count} raised this, which run '{self._name}' "
-                    f"eagerly, one after the other."
+                    f"Replica {replica} of {self._count} raised this error; the replicas run "
+                    f"'{self._name}' eagerly, one after the other."
                 )
             if failed is error:
                 raise
@@ -183,10 +183,10 @@ class Turns:
 
 def _describe_visits(name: str, replica: int, visits: list[_Visit]) -> str:
     return (
-        f"The replicas of '{name}' have parted: replica 0 {visits[0]}, and replica {replica} "
+        f"The replicas of '{name}' diverged: replica 0 {visits[0]}, and replica {replica} "
         f"{visits[replica]}. All replicas must communicate in the same order, with values of the "
-        f"same shapes. Where a branch depends on what differs between them, communicate outside of "
-        f"it."
+        "same shapes. If a branch depends on a value that differs between replicas, communicate "
+        "outside of it."
     )
 
 

@@ -92,9 +92,9 @@ def place_outputs(
 
 
 VARIABLE_REMEDY = (
-    "All-reduce what is assigned (tpudist.get_replica_context().all_reduce('sum', value)), give "
-    "the Variable an aggregation (tpudist.VariableAggregation.MEAN, SUM or ONLY_FIRST_REPLICA), or "
-    "make it ON_READ if each replica should have its own."
+    "All-reduce the value that you assign (tpudist.get_replica_context().all_reduce('sum', "
+    "value)), give the Variable an aggregation (tpudist.VariableAggregation.MEAN, SUM or "
+    "ONLY_FIRST_REPLICA), or make it ON_READ if each replica should have its own value."
 )
 
 
@@ -102,27 +102,28 @@ def remedy_of(kind: str) -> str:
     """What to do about an NNX Variable of this kind that would differ between replicas."""
     if kind in ("Param", "OptState", "OptVariable", "OptArray"):
         return (
-            "All-reduce the gradients before they are applied: "
+            "All-reduce the gradients before you apply them: "
             "tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
-            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does so itself."
+            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does this "
+            "itself."
         )
     return (
-        f"All-reduce what it is computed from, or give the Variable a rule: "
+        "All-reduce the values that it is computed from, or give the Variable a rule: "
         f"{kind}(value, aggregation='mean'), 'sum', 'max', 'min', 'only_first_replica', or 'none' "
-        f"for one value for each replica. nnx.BatchStat and the "
-        f"state of nnx.metrics.Average have one, but not that of a subclass with its own update(): "
-        f"give it self.total = nnx.metrics.MetricState(0.0, aggregation='sum') if it adds up rows."
+        "for one value for each replica. nnx.BatchStat and the state of nnx.metrics.Average have a "
+        "rule. The state of a subclass with its own update() has none: if it adds up rows, use "
+        "self.total = nnx.metrics.MetricState(0.0, aggregation='sum')."
     )
 
 
 def describe_structure_change(name: str, change: str) -> str:
     """The refusal of a function that changes the structure of an NNX object in some way."""
     return (
-        f"'{name}' changed the structure of an NNX object: {change}. After a replica function only "
-        f"the values of Variables can be other ones. Change a copy in the function, "
-        f"model = nnx.clone(model), as for init_cache; or change the object before strategy.run. "
-        f"Take what a module has sown out of it in the function, and return it: "
-        f"nnx.pop(model, nnx.Intermediate)."
+        f"'{name}' changed the structure of an NNX object: {change}. A replica function may change "
+        "only the values of Variables. Change a copy in the function, model = nnx.clone(model), "
+        "for example for init_cache; or change the object before strategy.run. If a module has "
+        "sown values, take them out in the function, and return them: nnx.pop(model, "
+        "nnx.Intermediate)."
     )
 
 

@@ -63,8 +63,8 @@ def call_checked(
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise FloatingPointError(
             f"'{calls[0].function.name}' computed {'; '.join(found[:3])}{more}. jax_debug_nans or "
-            f"jax_debug_infs asks for this error. State is what it was before the call. Call it "
-            f"in `with strategy.debug():` to see the operation, its line and its replica."
+            "jax_debug_infs is on, so this is an error; the state is as before the call. Call it "
+            "in `with strategy.debug():` to see the operation, its line and its replica."
         )
     return written, outcome
 

@@ -122,7 +122,7 @@ def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str)
     there = sorted(x for x in names if x in RULES) or sorted(names)[:_MOST_NAMES]
     return (
         f"RunOptions(aggregation=...) has a rule for {', '.join(unknown)}, but no argument or "
-        f"result of '{name}' has a collection of that name: the rule does nothing. There are: "
+        f"result of '{name}' has a collection of that name, so it has no effect. Use a name of: "
         f"{', '.join(there) or 'none'}."
     )
 
@@ -174,9 +174,12 @@ def _remedy_of(collection: str) -> str:
     rule = f"RunOptions(aggregation={{'{collection}': 'mean'}})"
     if collection in ("params", "opt_state"):
         return (
-            f"Reduce the gradients before they are applied: jax.lax.pmean(grads, 'replica'), or "
-            f"tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
-            f"by the rows of all replicas (compute_average_loss). If each replica must keep its "
-            f"own, pass RunOptions(aggregation={{'{collection}': 'none'}})."
+            "Reduce the gradients before you apply them: jax.lax.pmean(grads, 'replica'), or "
+            "tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
+            "by the rows of all replicas (compute_average_loss). If each replica must keep its own "
+            f"value, pass RunOptions(aggregation={{'{collection}': 'none'}})."
         )
-    return f"Reduce it in the function, or give it a rule: {rule}, 'sum', or 'none' to keep each."
+    return (
+        f"Reduce it in the function, or give it a rule: {rule}, 'sum', or 'none' to keep each "
+        "value."
+    )

@@ -68,40 +68,41 @@ OPTIONS = (
         "xla_tpu_reduce_scatter_collective_matmul_mode",
         "none",
         ("tpu7x",),
-        "Likewise for reduce-scatters.",
+        "The same for reduce-scatters.",
     ),
     Option(
         "xla_tpu_scoped_vmem_limit_kib",
         98_304,
         ("v6e",),
-        "Larger tiles for fused operations: 96 of the 128 MiB of VMEM. In maxtext (dense models) "
-        "and axlearn, who measured it. XLA's own estimates of the matmuls of 24576 x 4096 x 14336 "
-        "in a training step fall from 3.3-4.4 to 2.7-3.0 ms; those of a small program rise (0.4 -> "
-        "0.6 ms), and compiling can take several times as long.",
+        "Larger tiles for fused operations: 96 of the 128 MiB of VMEM. Used in maxtext (dense "
+        "models) and axlearn, which measured it. XLA's own estimates of the matmuls of 24576 x "
+        "4096 x 14336 in a training step fall from 3.3-4.4 to 2.7-3.0 ms; those of a small program "
+        "rise (0.4 -> 0.6 ms), and compiling can take several times as long.",
     ),
     Option(
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
         True,
         ("v6e",),
-        "With the next one, weights are gathered beside the computation, as on v5e and v5p without "
-        "asking; else v6e gathers nothing so. Three layers as of Llama-3.1-8B with fsdp=8: of 24 "
-        "ms on ICI, 15 are waited for rather than 24. In maxtext's v6e recipes "
-        "(CF_FOR_ALL_GATHER). libtpu 0.0.50 refuses it on v6e, as a source of wrong results.",
+        "Together with the next option, weights are gathered during the computation, which is the "
+        "default on v5e and v5p; otherwise v6e gathers nothing this way. Three layers of the size "
+        "of Llama-3.1-8B with fsdp=8: of 24 ms on ICI, 15 are waited for rather than 24. In "
+        "maxtext's v6e recipes (CF_FOR_ALL_GATHER). libtpu 0.0.50 rejects it on v6e, as a source "
+        "of wrong results.",
         until_libtpu=(0, 0, 42),
     ),
     Option(
         "xla_enable_async_all_gather",
         True,
         ("v4", "v6e"),
-        "On v4, gathers weights while it computes; the default only since v5 (axlearn). On v6e, "
-        "see the one before.",
+        "On v4, gathers weights during the computation; the default only since v5 (axlearn). On "
+        "v6e, see the previous option.",
     ),
     Option(
         "xla_tpu_host_transfer_overlap_limit",
         24,
         ("v6e",),
-        "So many offloaded tensors may be on their way at a time. In maxtext's flags for host "
-        "offload, and in axlearn.",
+        "Number of offloaded tensors that may be in transfer at a time. In maxtext's flags for "
+        "host offload, and in axlearn.",
     ),
     Option(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
@@ -120,7 +121,7 @@ OPTIONS = (
         "xla_enable_async_collective_permute",
         True,
         ("v4",),
-        "Likewise for permutes, on v4.",
+        "The same for permutes, on v4.",
     ),
     Option(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
@@ -134,7 +135,7 @@ OPTIONS = (
         "xla_tpu_data_parallel_opt_different_sized_ops",
         True,
         _ALL,
-        "Likewise for gradients of different sizes: pipelines them over a loop's iterations.",
+        "The same for gradients of different sizes: pipelines them over a loop's iterations.",
         across_slices=True,
     ),
     Option(
@@ -142,7 +143,7 @@ OPTIONS = (
         True,
         _ALL,
         "Waits for reductions over the data-center network in as few places as possible (axlearn). "
-        'libtpu 0.0.50 refuses programs with it: "Custom emitter for SinkAnchor not found".',
+        'libtpu 0.0.50 rejects programs with it: "Custom emitter for SinkAnchor not found".',
         across_slices=True,
         until_libtpu=(0, 0, 42),
     ),
@@ -150,7 +151,7 @@ OPTIONS = (
         "xla_tpu_host_dcn_reduce_max_sinking_limit",
         64 * 1024**2,
         _ALL,
-        "Only for those up to 64 MiB: their buffers are held until then (axlearn).",
+        "Only for reductions up to 64 MiB: their buffers are held until then (axlearn).",
         across_slices=True,
         until_libtpu=(0, 0, 42),
     ),
@@ -172,7 +173,7 @@ def options_for_chip(chip: Chip | str | None, num_slices: int = 1) -> dict[str, 
         return {}
     generation = chip if isinstance(chip, str) else chip.generation
     if generation not in CHIPS:
-        raise ValueError(f"{generation!r} is no generation of TPUs. These are: {', '.join(CHIPS)}.")
+        raise ValueError(f"{generation!r} is not a TPU generation. Use one of {', '.join(CHIPS)}.")
     return {
         option.name: option.value
         for option in OPTIONS

@@ -100,8 +100,8 @@ def compile_elsewhere(
     described = slice_of(devices)
     if described is None:
         raise ValueError(
-            f"compile_elsewhere compiles for the devices of tpudist.xla.topology.devices, but got "
-            f"{devices[:2]}. Programs for devices that are here: compile_here."
+            f"compile_elsewhere received {devices[:2]}, but compiles only for the devices of "
+            "tpudist.xla.topology.devices. For the devices of this host, use compile_here."
         )
     slice_name, num_slices = described
     request = _request(slice_name, [device.id for device in devices], lowered, compiler_options)
@@ -247,8 +247,8 @@ def _ask(
         except TimeoutError:
             raise TimeoutError(
                 f"The compiler did not finish a program for {_name_slice(request)} within "
-                f"{timeout_s:g} s and was ended. Allow more time, or plan a smaller program: "
-                f"scan over layers instead of writing them out."
+                f"{timeout_s:g} s and was stopped. Allow more time, or plan a smaller program: "
+                "scan over layers instead of writing them out."
             ) from None
         _give_back(compiler)
         return answer
@@ -271,8 +271,8 @@ def _describe_death(error: child.Died, request: dict[str, Any]) -> str:
         remedy = "A system that runs out of memory does this. Compile fewer programs at a time."
     who = "compiler" if request["slice"] == "cpu" else "TPU compiler"
     return (
-        f"The {who}'s process ended ({error.ending}) on a program for "
-        f"{_name_slice(request)}. It wrote last:\n{said}\n{remedy}"
+        f"The {who}'s process ended ({error.ending}) on a program for {_name_slice(request)}. Its "
+        f"last output:\n{said}\n{remedy}"
     )
 
 

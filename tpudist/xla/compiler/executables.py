@@ -34,8 +34,8 @@ def to_bytes(compiled: jax.stages.Compiled) -> bytes:
         return serialize_executable.serialize(compiled)[0]
     except Exception as error:  # JAX's, pickle's or the compiler's: all mean the same
         raise ValueError(
-            f"The compiled program cannot be saved: {error}. What calls back into Python "
-            f"(jax.debug.print, io_callback) belongs to its process; leave it out."
+            f"The compiled program cannot be saved: {error}. A callback into Python "
+            "(jax.debug.print, io_callback) belongs to its process. Remove it."
         ) from error
 
 

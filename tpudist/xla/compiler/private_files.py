@@ -36,9 +36,9 @@ def folder(path: str | os.PathLike, *, ours: Sequence[str]) -> Path:
     others = [] if is_new else [name for name in os.listdir(path) if not _is_ours(name, ours)]
     if others:
         raise PermissionError(
-            f"{path} has mode {mode:o} and holds other files, such as {min(others)}. A folder for "
-            f"this is closed to all other users (mode 700), and what else is in it would be too. "
-            f"Name a new folder, such as {path / 'tpudist'}."
+            f"{path} has mode {mode:o} and holds other files, such as {min(others)}. tpudist would "
+            "close the folder to all other users (mode 700), including those files. Choose a new "
+            f"folder, such as {path / 'tpudist'}."
         )
     path.chmod(0o700)
     return path
@@ -70,14 +70,14 @@ def check(path: Path, found: os.stat_result) -> None:
         return
     if found.st_uid != os.getuid():
         raise PermissionError(
-            f"{path} belongs to user {found.st_uid}, and this is user {os.getuid()}: it may hold "
-            f"anything. Use a folder of your own."
+            f"{path} belongs to user {found.st_uid}, but this is user {os.getuid()}: the other "
+            "user may have changed it. Use your own folder."
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(found.st_mode)
         raise PermissionError(
-            f"{path} has mode {mode:o}: others may write to it, so it may hold anything. If you "
-            f"trust what is in it, close it: chmod {'700' if path.is_dir() else '600'} {path}"
+            f"{path} has mode {mode:o}: other users may write to it, so they may have changed it. "
+            f"If you trust its contents, close it: chmod {'700' if path.is_dir() else '600'} {path}"
         )
 
 
@@ -95,7 +95,7 @@ def read(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise PermissionError(f"{path} is no ordinary file.")
+            raise PermissionError(f"{path} is not an ordinary file.")
         check(path, found)
         return file.read()
 

@@ -47,7 +47,7 @@ class Refusal:
     def __str__(self) -> str:
         """What happened and what is biggest, for people."""
         if not self.needed_bytes:
-            return f"The compiler refused the program: {self.text.strip()}"
+            return f"The compiler rejected the program: {self.text.strip()}"
         share = self.over_bytes / self.available_bytes
         said = [
             f"The program needs {format_bytes(self.needed_bytes)} of each device, which has "

@@ -93,7 +93,7 @@ def parse(name: str) -> Slice:
         )
     num_slices = int(match["slices"] or 1)
     if num_slices < 1:
-        raise ValueError(f"{name!r} asks for no slice. Give at least 1, such as {_EXAMPLES}.")
+        raise ValueError(f"{name!r} contains no slice. Use at least 1, such as {_EXAMPLES}.")
     if match["number"]:
         shape = _shape_of(int(match["number"]), generation, name)
     else:
@@ -113,8 +113,8 @@ def _check_not_announced(name: str) -> None:
     here = f"the one here is {installed}" if installed else "none is installed here"
     raise ValueError(
         f"{name!r} is a slice of {chip.device_kind}, a chip that is announced: this libtpu does "
-        f"not know it yet ({here}), so no program can be compiled for it. What is published of the "
-        f"chip: `tpudist topologies`. Plan for one of {', '.join(CHIPS)} meanwhile."
+        f"not know it yet ({here}), so no program can be compiled for it. `tpudist topologies` "
+        f"shows the published figures of the chip. Plan for one of {', '.join(CHIPS)} meanwhile."
     )
 
 
@@ -133,8 +133,8 @@ def _shape_of(number: int, generation: str, name: str) -> tuple[int, ...]:
         near = sorted(_numbers(chip), key=lambda n: abs(math.log(n / max(number, 1))))[:3]
         raise ValueError(
             f"{name!r} is not a {generation} slice: its number counts {counted}, and Google Cloud "
-            f"has no such slice. Near are "
-            f"{', '.join(f'{generation}-{n}' for n in sorted(near))}. Or give a shape in chips, "
+            "has no such slice. The nearest are "
+            f"{', '.join(f'{generation}-{n}' for n in sorted(near))}. Or use a shape in chips, "
             f'such as "{generation}:{_format_shape(default_shape(8, chip.torus_dims))}".'
         )
     return shape
@@ -173,9 +173,9 @@ def _check(shape: tuple[int, ...], chip: Chip, name: str) -> None:
     too_large = any(a > b for a, b in zip(sorted(shape), sorted(chip.largest), strict=False))
     if len(shape) != chip.torus_dims or min(shape) < 1 or too_large:
         raise ValueError(
-            f'"{name}" is not a shape of a {chip.generation} slice. It has {chip.torus_dims} '
+            f'"{name}" is not a shape of a {chip.generation} slice, which has {chip.torus_dims} '
             f"dimensions and at most {math.prod(chip.largest)} chips, as "
-            f'"{chip.generation}:{_format_shape(chip.largest)}". For more chips, ask for several '
+            f'"{chip.generation}:{_format_shape(chip.largest)}". For more chips, use several '
             f'slices, such as "2x{chip.generation}:{_format_shape(chip.largest)}". The generations '
             f"and their largest slices are {_list_names()}."
         )

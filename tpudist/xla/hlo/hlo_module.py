@@ -214,8 +214,8 @@ def parse(text: str, *, scan_lengths: Mapping[str, int] | None = None) -> Module
                 entry = current
     if entry is None:
         raise ValueError(
-            f"A compiled program has an ENTRY computation, and this text of {len(text)} characters "
-            f"has none; it begins with {text[:60]!r}. Give what `compiled.as_text()` returns."
+            f"A compiled program has an ENTRY computation, but this text of {len(text)} characters "
+            f"has none; it begins with {text[:60]!r}. Pass the result of `compiled.as_text()`."
         )
     name = re.match(r"HloModule ([^\s,]+)", text)
     return Module(

@@ -22,8 +22,8 @@ def _gather(operation: Operation) -> Sequence[Any]:
         for d, dim in enumerate(dims):
             if is_rows(dim) and operation.params["tiled"] and d == along:
                 operation.refuse(
-                    "the rows of all replicas are put one after another by jax.lax.all_gather, "
-                    "which takes padding along: use tpudist.get_replica_context().all_gather"
+                    "jax.lax.all_gather joins the rows of all replicas with their padding: use "
+                    "tpudist.get_replica_context().all_gather"
                 )
             if is_rows(dim):
                 operation.need_even(dim)
@@ -31,7 +31,7 @@ def _gather(operation: Operation) -> Sequence[Any]:
 
 
 def _share_out(operation: Operation) -> Sequence[Any]:
-    return operation.refuse("rows are shared out between replicas")
+    return operation.refuse("rows are divided between replicas")
 
 
 RULES: dict[str, Rule] = {

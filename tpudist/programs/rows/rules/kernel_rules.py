@@ -18,8 +18,8 @@ def _run(operation: Operation) -> Sequence[Any]:
     kernel, levels = params["kernel"], params["levels"]
     if varies(params["numbers"]):
         operation.refuse(
-            "the function closes over something that depends on the number of rows. Give it what "
-            "has rows as an argument, and compute in it what follows from their shapes"
+            "the function closes over a value that depends on the number of rows. Pass values with "
+            "rows as arguments, and derive other values in the function from their shapes"
         )
     operation.check_params()
     _require_declared(
@@ -56,8 +56,8 @@ def _require_declared(
         for d, size in enumerate(sizes):
             if is_rows(size) and d not in [each[i] for each in declared]:
                 operation.refuse(
-                    f"rows are dim {d} of {what} of {len(sizes)} dims, and its in_dims and "
-                    f"out_dims do not say so"
+                    f"rows are dim {d} of {what} of {len(sizes)} dims, but its in_dims and "
+                    "out_dims do not declare that"
                 )
 
 
@@ -69,7 +69,7 @@ def _size_of(operation: Operation, level: row_kernels.Level) -> Dim:
     )
     sizes = {dims[d] for dims, d in pairs if d is not None}
     if len(sizes) != 1:
-        operation.refuse("its arguments have other numbers of rows than its results")
+        operation.refuse("its arguments have different numbers of rows than its results")
     return sizes.pop()
 
 

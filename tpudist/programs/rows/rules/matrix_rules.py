@@ -15,7 +15,7 @@ from tpudist.programs import jaxprs
 from tpudist.programs.rows.evaluator import Operation, Rule
 from tpudist.programs.rows.row_sizes import is_rows
 
-_REFUSED = "rows are a dim of its matrices, and not one of those before"
+_REFUSED = "rows are a dim of its matrices, instead of a dim before them"
 
 
 def _each_matrix(operation: Operation) -> Sequence[Any]:
@@ -33,7 +33,9 @@ def _embed(operation: Operation, i: int) -> Any:
     if not is_rows(rows):
         return x
     if rows != columns:
-        operation.refuse("its matrices are as large as there are rows in one dim, and not square")
+        operation.refuse(
+            "its matrices have as many elements as there are rows in one dim, and are not square"
+        )
     n = x.ndim
     real = operation.is_real(x.shape, n - 2, rows) & operation.is_real(x.shape, n - 1, rows)
     return jnp.where(real, x, jnp.eye(x.shape[-1], dtype=x.dtype))
@@ -80,7 +82,7 @@ def _qr(operation: Operation) -> Sequence[Any]:
         return operation.bind()
     params = operation.params
     if is_rows(columns) or params["full_matrices"] or params.get("pivoting"):
-        operation.refuse("only the reduced factors of matrices [rows, columns] can be followed")
+        operation.refuse("only the reduced factors of matrices [rows, columns] are supported")
     assert isinstance(columns, int), columns
     operation.need(rows, columns)
     return operation.bind([_zero_rows(operation)])
@@ -94,10 +96,10 @@ def _svd(operation: Operation) -> Sequence[Any]:
     if operation.params["compute_uv"]:
         operation.refuse(
             "the signs of singular vectors depend on the padded shape: only singular values "
-            "without their gradient can be followed"
+            "without their gradient are supported"
         )
     if all(map(is_rows, dims)):
-        operation.refuse("its matrices are as large as there are rows in both dims")
+        operation.refuse("its matrices have as many elements as there are rows in both dims")
     rows, fixed = sorted(dims, key=is_rows, reverse=True)
     assert isinstance(fixed, int), fixed
     operation.need(rows, fixed)
@@ -114,7 +116,7 @@ def _solve_linear(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     structure = jaxprs.structure_of(operation.equation.eqn)
     if not isinstance(structure, jaxprs.Elementary):
-        return operation.refuse("the program that it holds is not understood")
+        return operation.refuse("the program inside it is not understood")
     (solve,) = structure.bodies
     own = [
         body

@@ -17,8 +17,10 @@ from tpudist.programs.rows.row_sizes import is_rows
 def _structure(operation: Operation, kind: type) -> Any:
     structure = jaxprs.structure_of(operation.equation.eqn)
     if not isinstance(structure, kind):
-        reason = structure.reason if isinstance(structure, jaxprs.Unknown) else "it holds none"
-        operation.refuse(f"the program that it holds is not understood: {reason}")
+        reason = (
+            structure.reason if isinstance(structure, jaxprs.Unknown) else ("it holds no program")
+        )
+        operation.refuse(f"the program inside it is not understood: {reason}")
     return structure
 
 
@@ -121,7 +123,7 @@ def _body(operation: Operation, jaxpr: Any) -> LabelledProgram:
         for body in bodies:
             if body.jaxpr is jaxpr:
                 return body
-    return operation.refuse("the program that it holds is not labelled")
+    return operation.refuse("the program inside it has no labels")
 
 
 def _strong(x: Any) -> Any:

@@ -16,7 +16,7 @@ def _take(operation: Operation) -> Sequence[Any]:
     num_parts = operation.params["num_parts"]
     of_part = operation.out_dims[0][0]
     if not isinstance(of_part, RowSize) or any(map(is_rows, operation.in_dims[0][1:])):
-        return operation.refuse("what is split into parts is no batch")
+        return operation.refuse("the value that is split into parts is not a batch")
     (symbol,) = of_part.symbols
     (aval,) = operation.out_avals
     real = operation.size(operation.in_dims[0][0])
@@ -29,7 +29,7 @@ def _join(operation: Operation) -> Sequence[Any]:
     operation.check_params(but=("rows",))
     (x,), (aval,) = operation.values, operation.out_avals
     if any(map(is_rows, operation.in_dims[0][2:])):
-        operation.refuse("its parts have rows in another dim too")
+        operation.refuse("its parts have rows in another dim as well")
     joined = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
     missing = max(aval.shape[0] - joined.shape[0], 0)
     joined = jnp.pad(joined, [(0, missing)] + [(0, 0)] * (joined.ndim - 1))

@@ -61,7 +61,7 @@ def _find_extreme(neutral: Callable[[Any], Any]) -> Rule:
         if not any(is_rows(operation.in_dims[0][axis]) for axis in axes):
             return operation.bind()
         if len(axes) > 1:
-            operation.refuse("the place of the extreme of several dims")
+            operation.refuse("it finds the position of the extreme over several dims")
         # Of equal ones the first is taken, and the real rows come first. NaN wins over all.
         return operation.bind([operation.mask(0, axes, neutral(x.dtype))])
 
@@ -74,7 +74,7 @@ def _reduce_by_function(operation: Operation) -> Sequence[Any]:
     values = list(operation.values)
     for i in range(count):
         if values[count + i].shape:
-            operation.refuse("its initial values are no scalars")
+            operation.refuse("its initial values are not scalars")
         # By the rules of `lax.reduce` its initial value changes nothing.
         values[i] = operation.mask(i, operation.params["dimensions"], values[count + i])
     return operation.bind(values)

@@ -95,7 +95,9 @@ def _pad(operation: Operation) -> Sequence[Any]:
         x = jnp.where(operation.is_real(x.shape, d, dims[d]), x, fill)
     low, high, _ = config[d]
     if not is_rows(high) and high < 0:
-        operation.refuse("the padding before rows depends on their number, and some are cut off")
+        operation.refuse(
+            "the padding before rows depends on their number, and some rows are removed"
+        )
     (aval,) = operation.out_avals
     if not is_rows(dims[d]):
         operation.need(operation.out_dims[0][d], x.shape[d])
@@ -148,15 +150,17 @@ def _cut(
             if not is_rows(limit):
                 operation.need(size, edge)
         elif not isinstance(edge, RowSize):
-            operation.refuse("where it begins or ends depends on the number of rows")
+            operation.refuse("its start or its end depends on the number of rows")
     if not is_rows(start):
         if is_rows(limit) and not is_rows(size):
             operation.refuse("it takes as many elements of another dim as there are rows")
         return lax.slice_in_dim(x, start, full[1], stride, d)
     if stride != 1:
-        operation.refuse("it takes every so many rows from one that depends on their number")
+        operation.refuse(
+            "it takes rows at a stride, from a start that depends on the number of rows"
+        )
     if not is_rows(limit):
-        operation.refuse("it takes rows from one that depends on their number to a fixed one")
+        operation.refuse("it takes rows from a start that depends on their number to a fixed end")
     operation.need(start, 0)
     length = full[1] - full[0]
     at = operation.size(start)
