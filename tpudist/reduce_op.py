@@ -1,18 +1,18 @@
-"""How values of several replicas become one value."""
+"""Operations that combine the values of several replicas."""
 
 import enum
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all replicas are combined.
+    """Operation that combines the values of all replicas.
 
-    As `tf.distribute.ReduceOp`, which has `SUM` and `MEAN`; `MIN` and `MAX` are ours.
+    Matches `tf.distribute.ReduceOp`, which has `SUM` and `MEAN`; tpudist adds `MIN` and `MAX`.
 
     Attributes:
-        SUM: They add up.
-        MEAN: Their sum, divided by the number of replicas.
-        MIN: The least, elementwise.
-        MAX: The greatest, elementwise.
+        SUM: The sum of the values.
+        MEAN: The sum of the values, divided by the number of replicas.
+        MIN: The minimum, elementwise.
+        MAX: The maximum, elementwise.
     """
 
     SUM = "SUM"
@@ -59,13 +59,13 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the replicas' copies of a variable are made one. As `tf.VariableSynchronization`.
+    """Time at which the copies of a variable are combined; as `tf.VariableSynchronization`.
 
     Attributes:
         AUTO: `ON_WRITE`.
-        NONE: Refused, but by strategies of one device, whose variables are ordinary ones.
-        ON_WRITE: When it is assigned: the variable is equal on every replica.
-        ON_READ: When it is read: each replica has a component of its own.
+        NONE: Supported only by strategies with one device, whose variables are ordinary ones.
+        ON_WRITE: At each assignment: the variable is equal on every replica.
+        ON_READ: At each read: each replica has its own component.
     """
 
     AUTO = "AUTO"
@@ -75,15 +75,15 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' writes to, or copies of, a variable combine.
+    """Rule that combines the replicas' writes to, or copies of, a variable.
 
-    As `tf.VariableAggregation`.
+    Matches `tf.VariableAggregation`.
 
     Attributes:
-        NONE: Not at all: only what is equal on every replica may be assigned.
-        SUM: They add up.
-        MEAN: Their sum, divided by the number of replicas.
-        ONLY_FIRST_REPLICA: The first replica's counts, and no other.
+        NONE: No combination: you may assign only values that are equal on every replica.
+        SUM: The sum of the values.
+        MEAN: The sum of the values, divided by the number of replicas.
+        ONLY_FIRST_REPLICA: Only the value of the first replica.
     """
 
     NONE = "NONE"

@@ -21,7 +21,7 @@ def compute_average_loss(
     sample_weight: jax.Array | float | None = None,
     global_batch_size: int | None = None,
 ) -> jax.Array:
-    """This replica's share of the average loss over the global batch.
+    """Returns this replica's share of the average loss over the global batch.
 
     Sum it, and its gradients, over the replicas (`SUM`, not `MEAN`). The padding of a partial batch
     counts nothing, in the sum or in the denominator.
@@ -29,18 +29,18 @@ def compute_average_loss(
     Args:
         per_example_loss: `[examples, ...]`; floating point.
         sample_weight: Weights that broadcast from the left: `[examples]`, or a scalar.
-        global_batch_size: What to divide by; if None, the number of real examples on all replicas
-            (times the other dims of `per_example_loss`, as the mean of all its elements would).
+        global_batch_size: Number to divide by. None means the number of real examples on all
+            replicas (times the other dims of `per_example_loss`, as in a mean of all elements).
 
     Returns:
         A scalar, of at least float32.
 
     Raises:
-        RuntimeError: Called in cross-replica context.
-        ValueError: The loss has no example dim, is not floating point, or `global_batch_size` is
-            not positive.
+        RuntimeError: If called in cross-replica context.
+        ValueError: If the loss has no example dim or is not floating point, or `global_batch_size`
+            is not positive.
 
-    As `tf.nn.compute_average_loss`, whose default denominator counts padding.
+    Matches `tf.nn.compute_average_loss`, whose default denominator counts padding.
     """
     replica = context.get_replica_context()
     if replica is None:

@@ -47,22 +47,24 @@ class Optimizer(nnx.Optimizer):
         reduce_op: ReduceOp | str | None = ReduceOp.SUM,
         reduce_dtype: Any = None,
     ):
-        """An optimizer of `model`, or of the Variables that it will be given.
+        """Creates an optimizer of `model`, or of the Variables passed to `apply_gradients`.
 
         Args:
             tx: The Optax transformation.
-            model: An NNX model whose state the optimizer keeps; None for Variables. The order of
-                `nnx.Optimizer`, `Optimizer(model, tx)`, is accepted too.
-            wrt: Which of the model's Variables are trained.
-            reduce_op: How gradients combine over replicas; None if they are reduced already.
-            reduce_dtype: In which floating dtype gradients travel between replicas and are added
-                up; afterwards they have the parameter's again. By default the gradient's own. What
-                goes on within a replica of several devices is not changed; 16-bit floats travel as
-                float32 on CPU.
+            model: NNX model whose optimizer state is kept; None for Variables. The order of
+                `nnx.Optimizer`, `Optimizer(model, tx)`, is also accepted.
+            wrt: Filter or type of the model's Variables that are trained.
+            reduce_op: Operation that combines gradients over replicas; None if they are already
+                reduced.
+            reduce_dtype: Floating dtype in which gradients are sent between replicas and added up;
+                afterwards they have the parameter's dtype again. Default: the gradient's own dtype.
+                Communication within a replica of several devices does not change. On CPU, 16-bit
+                floats are sent as float32.
 
         Raises:
-            TypeError: `tx` is no Optax transformation, or `model` no NNX object.
-            ValueError: `reduce_dtype` is not a floating dtype, or `reduce_op` is None.
+            TypeError: If `tx` is not an Optax transformation, or `model` is not an NNX object.
+            ValueError: If `reduce_dtype` is not a floating dtype, or is given and `reduce_op` is
+                None.
         """
         if isinstance(tx, nnx_contents.OBJECT_TYPES) and _is_transformation(model):
             tx, model = model, tx  # in the order of nnx.Optimizer

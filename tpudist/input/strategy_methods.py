@@ -33,9 +33,9 @@ class DataMethods(StrategyBase):
 
         Args:
             dataset: An iterable of pytrees of numpy arrays, batched by the *global* batch size: a
-                list, a `NumpyDataset`, or a function that gives an iterator for each epoch.
-            options: Where batches wait for their step, and how many of them; what becomes of
-                partial batches; how several processes share the reading. Process 0 prints how.
+                list, a `NumpyDataset`, or a function that returns an iterator for each epoch.
+            options: Options for the buffer of batches, for partial batches, and for sharing the
+                dataset between processes. Process 0 prints how the processes share it.
 
         Returns:
             A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. The

@@ -50,19 +50,19 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     function of `jax.grad`, in branches and loops of `jax.lax`, in a nested `jax.jit`. No gradient
     goes through what it holds. Exceptions are `jax.vmap` and, under a gradient, `jax.checkpoint`.
 
-    As `tf.Variable` under `tf.distribute`, with two differences: mirrored copies never diverge, and
-    what is assigned is returned as an array.
+    Matches `tf.Variable` under `tf.distribute`, with two differences: mirrored copies never
+    diverge, and assignments return the new value as an array.
 
     Attributes:
-        name: For messages, and for finding it in a checkpoint.
-        is_named: Whether it was given that name; else it has a number of this process.
-        shape: Of the value.
-        dtype: Of the value.
+        name: Name in messages and in checkpoints.
+        is_named: Whether you passed that name; otherwise it is a number of this process.
+        shape: Shape of the value.
+        dtype: Dtype of the value.
         trainable: Whether optimizers train it.
-        synchronization: ON_WRITE or ON_READ; under a strategy whose variables are ordinary ones
-            (one replica on one device), what was asked for.
-        aggregation: How the replicas' values combine.
-        constraint: What optimizers apply to the value after they have changed it, or None.
+        synchronization: ON_WRITE or ON_READ; under a strategy with ordinary variables (one replica
+            on one device), the value that you passed.
+        aggregation: Rule that combines the replicas' values.
+        constraint: Function that optimizers apply to the value after each update, or None.
         strategy: The strategy that it belongs to; also `distribute_strategy`.
         on_read: Whether each replica has a component of its own.
     """
@@ -95,31 +95,31 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         """Makes a variable under the current strategy.
 
         Args:
-            initial_value: An array, a number, or a function without arguments that gives one. It is
+            initial_value: Array, number, or function without arguments that returns one. It is
                 evaluated once. Each component of an ON_READ variable starts with it.
-            trainable: For optimizers; by default True, and False for ON_READ.
+            trainable: Whether optimizers train it. Default: True, and False for ON_READ.
             validate_shape: For `tf.Variable`: shapes are always known.
             caching_device: For `tf.Variable`: each replica reads its own copy.
-            name: By default `Variable_0`, `Variable_1`, ...
+            name: Name of the variable. Default: `Variable_0`, `Variable_1`, ...
             variable_def: For `tf.Variable`: there are no graphs.
-            dtype: By default that of the initial value.
+            dtype: Dtype of the value. Default: the dtype of the initial value.
             import_scope: For `tf.Variable`: there are no graphs.
-            constraint: A function of the value, which `tpudist.Optimizer` applies after each
-                update: a projection.
-            synchronization: AUTO and ON_WRITE give a mirrored variable, ON_READ one component per
+            constraint: Function of the value that `tpudist.Optimizer` applies after each update,
+                such as a projection.
+            synchronization: AUTO and ON_WRITE make a mirrored variable, ON_READ one component per
                 replica.
-            aggregation: How the replicas' values combine: when assigned (mirrored), when read
-                (ON_READ).
-            shape: That of the initial value; None for a dim stands for any size.
+            aggregation: Rule that combines the replicas' values when they are assigned (mirrored)
+                or read (ON_READ).
+            shape: Shape of the initial value; None for a dim means any size.
             experimental_enable_variable_lifting: For `tf.Variable`: variables made in a replica
                 function are always made once.
 
         Raises:
-            TypeError: `name` is no string.
-            ValueError: `synchronization=NONE`, `aggregation=MEAN` of integers, no initial value,
-                one of another shape than `shape`, or an argument that is not what it should be.
+            TypeError: If `name` is not a string.
+            ValueError: If `synchronization` is NONE, `aggregation` is MEAN for integers, the
+                initial value is missing or does not have `shape`, or another argument is invalid.
 
-        As `tf.Variable`; parameters without a meaning here warn when they are given.
+        Matches `tf.Variable`; parameters without an effect here give a warning.
         """
         frame = context.current().frame
         if frame is not None and frame.was_created(self):

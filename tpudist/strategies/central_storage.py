@@ -37,21 +37,21 @@ class CentralStorageStrategy(Strategy):
         memory_kind: str | None = None,
         axis_name: str | None = None,
     ):
-        """With replicas on `compute_devices`, and state on `parameter_device`.
+        """Creates replicas on `compute_devices`, and stores state on `parameter_device`.
 
         Args:
-            compute_devices: JAX devices or names such as `gpu:0`; by default all devices of this
+            compute_devices: JAX devices or names such as `gpu:0`. Default: all devices of this
                 process.
-            parameter_device: By default the compute device if there is one, else the host's,
-                `cpu:0`; with a `memory_kind`, the first compute device.
-            memory_kind: Which of the parameter device's memories, such as `pinned_host`; by default
-                its own.
-            axis_name: Another name of the replica axis, beside "replica", for functions and models
-                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            parameter_device: Device that stores the state. Default: the compute device if there is
+                only one, or else the host, `cpu:0`; with a `memory_kind`, the first compute device.
+            memory_kind: Memory of the parameter device, such as `pinned_host`. Default: its own
+                memory.
+            axis_name: A second name of the replica axis, in addition to "replica", for functions
+                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
 
         Raises:
-            ValueError: A device that does not exist, is named twice or belongs to another process;
-                or a memory that the parameter device does not have.
+            ValueError: If a device does not exist, is named twice or belongs to another process, or
+                if the parameter device does not have this memory.
         """
         devices = as_devices(compute_devices, local=True)
         mesh = make_mesh(devices, axis_name=axis_name)

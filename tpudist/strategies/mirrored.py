@@ -26,22 +26,23 @@ class MirroredStrategy(Strategy):
         axis_name: str | None = None,
         deterministic: int | None = None,
     ):
-        """On `devices`: JAX devices or names such as `gpu:0`.
+        """Creates the strategy on `devices`: JAX devices or names such as `gpu:0`.
 
         Args:
-            devices: By default all devices of this process.
-            cross_device_ops: How values are combined over the replicas; by default as XLA chooses.
-            axis_name: Another name of the replica axis, beside "replica", for functions and models
-                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-            deterministic: A number of replicas, a power of two, whatever the number of devices that
-                divides it: each has as many replicas, one after another, and sums are added in one
-                order. So a run gives the same bits on every such mesh, at a price in time; see
-                docs/determinism.md. By default one replica per device, summed as XLA chooses. Not
-                in tf.distribute.
+            devices: Devices of the replicas. Default: all devices of this process.
+            cross_device_ops: Algorithm that combines values over the replicas. By default, XLA
+                chooses.
+            axis_name: A second name of the replica axis, in addition to "replica", for functions
+                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            deterministic: Fixed number of replicas, a power of two, for every number of devices
+                that divides it. Each device runs an equal number of replicas one after another, and
+                sums are added in one order. A run then gives the same bits on every such mesh, but
+                takes longer; see docs/determinism.md. By default each device is one replica, and
+                XLA chooses the order of sums. Not in tf.distribute.
 
         Raises:
-            ValueError: A device that does not exist, is named twice or belongs to another process;
-                or `cross_device_ops` are of another type, or not for these devices.
+            ValueError: If a device does not exist, is named twice or belongs to another process, or
+                if `cross_device_ops` has a wrong type or does not support these devices.
         """
         super().__init__(
             make_mesh(

@@ -34,25 +34,26 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Connects the workers.
 
         Args:
-            cluster_resolver: Who the workers are and which of them this is; by default as the
-                environment variable TF_CONFIG says. A run that `jax.distributed` has connected
-                stays as it is; without either this is the only worker.
-            communication_options: How reductions communicate that are given no options; by default
-                as XLA chooses.
-            mutual_tls: Certificates by which the workers know each other; not in tf.distribute.
-            axis_name: Another name of the replica axis, beside "replica", for functions and models
-                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-            deterministic: A number of replicas, a power of two, whatever the number of devices that
-                divides it: each has as many replicas, one after another, and sums are added in one
-                order. So a run gives the same bits on every such mesh, at a price in time; see
-                docs/determinism.md. By default one replica per device, summed as XLA chooses. Not
-                in tf.distribute.
+            cluster_resolver: Resolver of the workers and of this worker's task. By default it reads
+                the environment variable TF_CONFIG. A run that `jax.distributed` has connected stays
+                as it is. Without either, this is the only worker.
+            communication_options: Options of reductions that have no options of their own. By
+                default, XLA chooses.
+            mutual_tls: Certificates with which the workers authenticate each other. Not in
+                tf.distribute.
+            axis_name: A second name of the replica axis, in addition to "replica", for functions
+                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            deterministic: Fixed number of replicas, a power of two, for every number of devices
+                that divides it. Each device runs an equal number of replicas one after another, and
+                sums are added in one order. A run then gives the same bits on every such mesh, but
+                takes longer; see docs/determinism.md. By default each device is one replica, and
+                XLA chooses the order of sums. Not in tf.distribute.
 
         Raises:
-            ValueError: An argument of another type, or a cluster without this task in it.
-            RuntimeError: JAX already started its devices without the other workers, or has no
-                mutual TLS.
-            FileNotFoundError: A certificate or key is not there.
+            ValueError: If an argument has a wrong type, or the cluster does not contain this task.
+            RuntimeError: If JAX already started its devices without the other workers, or does not
+                support mutual TLS.
+            FileNotFoundError: If a certificate or key does not exist.
         """
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(

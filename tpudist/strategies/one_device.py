@@ -17,12 +17,12 @@ class OneDeviceStrategy(Strategy):
     has_one_device = True
 
     def __init__(self, device: jax.Device | str | None = None, *, axis_name: str | None = None):
-        """On `device`.
+        """Creates the strategy on `device`.
 
         Args:
-            device: A JAX device or a name such as `cpu:0`; by default the first.
-            axis_name: Another name of the replica axis, beside "replica", for functions and models
-                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            device: JAX device or a name such as `cpu:0`. Default: the first device.
+            axis_name: A second name of the replica axis, in addition to "replica", for functions
+                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
         """
         devices = as_devices(None if device is None else [device])[:1]
         super().__init__(make_mesh(devices, axis_name=axis_name))

@@ -69,34 +69,35 @@ class ParameterServerStrategy(Strategy):
         """Starts the servers.
 
         Args:
-            cluster_resolver: How many workers and servers there are: as many as the jobs `worker`
-                and `ps` of its cluster have tasks. Where it says that this is the `chief`, they are
-                the processes of `tpudist.Server`, on this machine or on others, which join this one
-                at its address in the cluster; 300 s are waited for them.
-            variable_partitioner: Into how many parts a variable is cut, such as
-                `tpudist.experimental.partitioners.MinSizePartitioner`. By default into one.
-            num_workers: How many workers, where there is no cluster resolver.
-            num_servers: How many servers, where there is no cluster resolver; by default 1.
-            engine: Where workers and servers run: `threads` of this process, which is the default
-                unless this is a chief; `ray`, processes of Ray on this machine or on others
-                (`pip install 'tpudist[ray]'`; where the variable RAY_ADDRESS says, else it is
-                started here); or an engine.
-            log: A folder for what servers hold and how it changes, which outlives them: a server
-                that has died goes on where it was, and so does a program that is started again with
-                the same folder. By default nothing is kept, and the death of a server ends the run
-                with `UnavailableError`, as in TensorFlow.
-            server_timeout_s: After how many seconds a server is given up, and has died, that gives
-                no sign of life, as when its process was stopped: by default a minute; None for
-                never. One that takes long for what it was asked for gives signs of life. Threads do
-                not hang so.
-            worker_strategy: Gives the synchronous strategy of a worker, by its number. By default
-                each worker has one device: of those of this process, in turn.
+            cluster_resolver: Resolver of a cluster. The tasks of its jobs `worker` and `ps` are the
+                workers and servers. If it says that this process is the `chief`, they are processes
+                of `tpudist.Server`, on this machine or on others, which join this process at its
+                address in the cluster. tpudist waits 300 s for them.
+            variable_partitioner: Function that decides the number of parts of a variable, such as
+                `tpudist.experimental.partitioners.MinSizePartitioner`. Default: one part.
+            num_workers: Number of workers, if there is no cluster resolver.
+            num_servers: Number of servers, if there is no cluster resolver. Default: 1.
+            engine: Place where workers and servers run. `threads` runs them in threads of this
+                process; it is the default unless this process is a chief. `ray` runs them in
+                processes of Ray, on this machine or on others (`pip install 'tpudist[ray]'`); it
+                connects to RAY_ADDRESS, or starts Ray here if that variable is not set. You can
+                also pass an engine.
+            log: Folder in which servers record their contents and all changes; it outlives them. A
+                server that died continues where it was, and so does a program that you start again
+                with the same folder. By default nothing is recorded, and the death of a server ends
+                the run with `UnavailableError`, as in TensorFlow.
+            server_timeout_s: Seconds without a sign of life after which a server counts as dead,
+                for example when its process was stopped. Default: 60; None means never. A server
+                that works on a long request gives signs of life. Threads cannot hang in this way.
+            worker_strategy: Called with the number of a worker; returns its synchronous strategy.
+                By default each worker has one device, from the devices of this process in turn.
 
         Raises:
-            TypeError: An argument of another type.
-            ValueError: No worker, or no server; the cluster has other hosts; or no time.
-            RuntimeError: Servers are to join, and there is no token for them.
-            TimeoutError: They have not joined.
+            TypeError: If an argument has a wrong type.
+            ValueError: If there is no worker or no server, if the cluster has other hosts, or if
+                `server_timeout_s` is not positive.
+            RuntimeError: If servers must join, but there is no token for them.
+            TimeoutError: If the servers have not joined in time.
         """
         workers, servers = _count(cluster_resolver, num_workers, num_servers, engine)
         if variable_partitioner is not None and not callable(variable_partitioner):

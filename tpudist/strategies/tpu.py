@@ -55,46 +55,47 @@ class TPUStrategy(Strategy):
         axis_name: str | None = None,
         deterministic: int | None = None,
     ):
-        """On all devices of the run, or on `devices`.
+        """Creates the strategy on all devices of the run, or on `devices`.
 
-        Where TF_CONFIG names several workers, as under `tpudist launch`, this process joins the
-        others first, if it has not yet; not with `devices`, with `TPUClusterResolver("local")`, or
-        in a cluster with parameter servers.
+        If TF_CONFIG names several workers, as under `tpudist launch`, this process first joins the
+        others, unless it has joined already. It does not join with `devices`, with
+        `TPUClusterResolver("local")`, or in a cluster with parameter servers.
 
         Args:
-            tpu_cluster_resolver: What `strategy.cluster_resolver` gives. JAX finds the slice that
-                it runs on itself.
-            experimental_device_assignment: Which cores belong to which replica, on the topology of
+            tpu_cluster_resolver: Value of `strategy.cluster_resolver`. JAX finds its slice itself.
+            experimental_device_assignment: Assignment of cores to replicas, on the topology of
                 these devices: `Topology.of(jax.devices())`.
             experimental_spmd_xla_partitioning: For `tf.distribute`. XLA partitions the work of a
                 replica over its devices in either case; with True,
                 `experimental_assign_to_logical_device` is an error instead of a warning.
             replica_axes: Sizes of the axes inside a replica, by name.
-            logical_axis_rules: Pairs (logical axis, mesh axis or tuple of them or None); they go
-                before the default ones. ("residual", "tensor") splits what a transformer's blocks
-                hand on as well: less memory, and it is gathered where it is used.
-            variable_partitioner: Which variables that nobody annotated are split, as one of
-                `tpudist.experimental.partitioners`: over `fsdp` if replicas have that axis, else
-                over all their axes together, of n devices. Along the largest dim that divides by n
-                and of which it wants n pieces or more; others stay whole. Where it wants fewer than
-                n but more than one, or nothing divides, that is logged once for each shape. By
-                default the largest dim of arrays of 1024 elements or more is split over `fsdp`.
-            compiler_options: For the compiler, for all programs of this strategy; an empty one for
-                none. By default those of `tpudist.xla.compiler.compiler_options` for these chips.
+            logical_axis_rules: Pairs (logical axis, mesh axis or tuple of them or None), applied
+                before the default rules. ("residual", "tensor") also splits the activations between
+                a transformer's blocks: this saves memory, and they are gathered where they are
+                used.
+            variable_partitioner: Partitioner for variables without annotations, from
+                `tpudist.experimental.partitioners`. It splits over `fsdp` if replicas have that
+                axis, or else over all their axes together. With n devices on these axes, it splits
+                the largest dim that divides by n and that the partitioner wants in at least n
+                pieces; other variables stay whole. If it wants more than one piece but fewer than
+                n, or nothing divides, this is logged once for each shape. By default, the largest
+                dim of arrays with at least 1024 elements is split over `fsdp`.
+            compiler_options: Compiler options for all programs of this strategy; an empty dict for
+                none. Default: those of `tpudist.xla.compiler.compiler_options` for these chips.
             devices: JAX devices or names such as `tpu:0`.
-            axis_name: Another name of the replica axis, beside "replica", for functions and models
-                that name it as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-            deterministic: A number of replicas, a power of two, whatever the number of devices that
-                divides it: each has as many replicas, one after another, and sums are added in one
-                order. So a run gives the same bits on every such mesh, at a price in time; see
-                docs/determinism.md. By default one replica per device, summed as XLA chooses. Not
-                in tf.distribute.
+            axis_name: A second name of the replica axis, in addition to "replica", for functions
+                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+            deterministic: Fixed number of replicas, a power of two, for every number of devices
+                that divides it. Each device runs an equal number of replicas one after another, and
+                sums are added in one order. A run then gives the same bits on every such mesh, but
+                takes longer; see docs/determinism.md. By default each device is one replica, and
+                XLA chooses the order of sums. Not in tf.distribute.
 
         Raises:
-            ValueError: The devices do not split into such replicas, a rule names an axis that the
-                mesh does not have, both `replica_axes` and an assignment are given, or an
-                assignment for other devices.
-            RuntimeError: JAX already started its devices without the other workers.
+            ValueError: If the devices do not split into such replicas, a rule names an axis that
+                the mesh does not have, both `replica_axes` and an assignment are given, or the
+                assignment is for other devices.
+            RuntimeError: If JAX already started its devices without the other workers.
         """
         if not isinstance(tpu_cluster_resolver, TPUClusterResolver | None):
             raise ValueError(

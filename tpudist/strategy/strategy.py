@@ -47,9 +47,9 @@ PyTree = Any
 
 
 class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, DeprecatedStrategyMethods):
-    """Where replicas, variables and data live, and how a function runs on all replicas.
+    """Places replicas, variables and data on devices, and runs functions on all replicas.
 
-    As `tf.distribute.Strategy`.
+    Matches `tf.distribute.Strategy`.
     """
 
     # What `StrategyBase` knows as protocols or not at all, as users see it.
@@ -172,39 +172,40 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> PyTree:
-        """Calls `fn` on every replica, as one compiled program, and merges what it returns.
+        """Calls `fn` on every replica, as one compiled program, and merges its results.
 
         The function is traced once for each kind of arguments (shapes, dtypes, Python values that
-        are no numbers), as one replica sees it. In it, `tpudist.get_replica_context()` reaches the
-        other replicas. NNX objects among the arguments, and Variables that it reads and assigns,
-        are changed in place. Of a partial batch each replica sees its real rows and no others,
-        maybe none: all partial batches share one more program, for which the function is traced
-        for several numbers of rows.
+        are not numbers), as one replica sees it. In it, `tpudist.get_replica_context()` reaches the
+        other replicas. NNX objects among the arguments, and Variables that the function assigns,
+        are changed in place. In a partial batch, each replica sees only its real rows, and may have
+        none. All partial batches share one more program, for which the function is traced with
+        several numbers of rows.
 
         Args:
             fn: The replica function.
-            args: Positional arguments. Of a PerReplica each replica gets its own part; arrays are
-                the same on all, and so are Python numbers, which the function sees as arrays of a
-                weak type as in `jax.jit`. Only where it needs a number itself (a shape, `if`,
-                `range`), or `options.static_argnums` says so, is the number part of the program,
-                which is compiled anew for others. So are booleans, and all other Python values. The
-                64 programs of a function that were called last are kept. A NumPy array of more than
-                64 KiB is read while the program runs: change it when the results are there.
-            kwargs: Keyword arguments, alike.
-            options: How to compile.
+            args: Positional arguments. Each replica receives its own part of a PerReplica. Arrays
+                and Python numbers are the same on all replicas; the function sees a number as an
+                array of a weak type, as in `jax.jit`. A number becomes part of the program if the
+                function needs the number itself (a shape, `if`, `range`), or if
+                `options.static_argnums` names it; other values are then compiled again. Booleans
+                and all other Python values are always part of the program. The 64 most recently
+                called programs of a function are kept. A NumPy array of more than 64 KiB is read
+                while the program runs, so do not change it before the results are ready.
+            kwargs: Keyword arguments, treated in the same way.
+            options: Options for compiling and calling `fn`.
 
         Returns:
             The structure that `fn` returns. A leaf that is equal on every replica is a plain
-            `jax.Array`, one that may differ a `PerReplica`; what was no array comes back as itself.
-            With one replica nothing is a PerReplica.
+            `jax.Array`; a leaf that may differ is a `PerReplica`. Leaves that are not arrays are
+            returned unchanged. With one replica, no leaf is a PerReplica.
 
         Raises:
-            RuntimeError: In a replica function, or in the scope of another strategy.
-            ValueError: State that replicas share would differ between them, an NNX object or a
-                large array is captured instead of passed, or `args` is not a list or tuple; or a
-                batch is partial, and `fn` does what cannot be followed over its real rows.
+            RuntimeError: If called in a replica function, or in the scope of another strategy.
+            ValueError: If state that replicas share would differ between them, if an NNX object or
+                a large array is captured instead of passed, or if `args` is not a list or tuple;
+                or if a batch is partial and tpudist cannot follow its real rows in `fn`.
 
-        As `tf.distribute.Strategy.run`, which calls the function on each replica.
+        Matches `tf.distribute.Strategy.run`, which calls the function on each replica.
         """
         if not isinstance(args, tuple | list):
             raise ValueError(
@@ -223,26 +224,26 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
     ) -> list[PyTree]:
         """Runs `fn(*args, next(iterator))` on every replica `num_steps` times, as one program.
 
-        The program is a scan over that many elements, so the host works once for all of them. NNX
-        objects among `args`, and Variables, go from step to step; the results are those of as many
-        calls of `run`.
+        The program is a scan over `num_steps` elements, so the host works once for all of them.
+        Each step continues with the NNX objects among `args`, and the Variables, of the previous
+        step. The results match `num_steps` calls of `run`.
 
         Args:
             fn: The replica function; the element is its last argument.
-            iterator: Of a distributed dataset, or any iterator of what `run` takes.
-            num_steps: How many, from 1. Where fewer elements are left, or of other shapes, they are
-                run one by one.
-            args: What comes before the element.
-            options: How to compile.
+            iterator: Iterator of a distributed dataset, or any iterator of arguments of `run`.
+            num_steps: Number of steps, at least 1. If fewer elements are left, or their shapes
+                differ, they run one by one.
+            args: Arguments before the element.
+            options: Options for compiling and calling `fn`.
 
         Returns:
-            What `run` would return, for each step.
+            A list with the result of `run` for each step.
 
         Raises:
-            StopIteration: No element is left.
-            ValueError: `num_steps` is not a whole number from 1; and what `run` raises.
+            StopIteration: If no element is left.
+            ValueError: If `num_steps` is not an integer of at least 1, and in the cases of `run`.
 
-        As `steps_per_execution` of Keras, and `experimental_run_steps_on_iterator`.
+        Matches `steps_per_execution` of Keras, and `experimental_run_steps_on_iterator`.
         """
         if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
             raise ValueError(
@@ -358,25 +359,26 @@ class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, Deprecated
     # Combining.
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Any) -> PyTree:
-        """Combines `value` over replicas, and over dims of each replica's part if `axis` says so.
+        """Combines `value` over replicas, and over dims of each replica's part if you pass `axis`.
 
         Args:
             reduce_op: `SUM`, `MEAN`, `MIN` or `MAX`.
-            value: Pytree of PerReplica, or of values that are equal everywhere, which count n times
-                in a `SUM` over n replicas.
-            axis: None to combine elementwise over replicas; a dim (or a tuple of them), usually 0,
-                the examples', to combine over it as well. `MEAN` then divides by the true number of
-                elements, so partial batches are exact.
+            value: Pytree of PerReplica, or of values that are equal everywhere. Equal values count
+                n times in a `SUM` over n replicas.
+            axis: None to combine elementwise over replicas. A dim (or a tuple of dims), usually dim
+                0 of the examples, to combine over it as well: `MEAN` then divides by the true
+                number of elements, so partial batches are exact.
 
         Returns:
             Pytree of arrays that every replica holds.
 
         Raises:
-            RuntimeError: In a replica function, or in the scope of another strategy.
-            ValueError: An unknown op, a dim that is not there, or parts of unequal shapes without
-                an axis.
+            RuntimeError: If called in a replica function, or in the scope of another strategy.
+            ValueError: If the op is unknown, the dim does not exist, or the parts have unequal
+                shapes and no axis is given.
 
-        As `tf.distribute.Strategy.reduce`, which refuses the `SUM` of a plain value.
+        Matches `tf.distribute.Strategy.reduce`, which raises an error for the `SUM` of a plain
+        value.
         """
         acting: Any = context.resolve_twin(self)
         context.require_scope_or_default(acting, "reduce")

@@ -65,14 +65,14 @@ class PerReplica(DistributedValues):
     `strategy.gather` or `strategy.experimental_local_results`. In a replica function each replica
     sees its own part.
 
-    As `tf.distribute`'s PerReplica; a partial batch is padded, and `rows` counts what is real.
+    Matches `tf.distribute`'s PerReplica. A partial batch is padded; `rows` counts its real rows.
 
     Attributes:
         array: `[num_replicas, ...]`, sharded over the replicas.
-        rows: How many leading rows of each replica's part are real, one number per replica, where
-            dim 0 of the parts counts examples; None where it does not.
-        dim: Which dim of the parts it is that `rows` counts, if another one than dim 0.
-        other_rows: Other dims that count examples too, as those of all pairs do, each with its
+        rows: Number of real leading rows of each replica's part, one number per replica, if dim 0
+            of the parts counts examples; otherwise None.
+        dim: The dim of the parts that `rows` counts, if it is not dim 0.
+        other_rows: Other dims that also count examples (as in a matrix of all pairs), each with its
             rows: `((dim, rows), ...)`.
     """
 
