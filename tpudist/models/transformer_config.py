@@ -30,57 +30,57 @@ class TransformerConfig:
     gated: bool = True
     """Gate the MLPs (SwiGLU, three matrices) rather than not (GELU, two)."""
     tied: bool = False
-    """Predict with the transpose of the embedding rather than with a matrix of its own."""
+    """Predict with the transpose of the embedding instead of a separate matrix."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrix products and activations are computed in. Parameters are float32."""
+    """Dtype of matrix products and activations. Parameters are float32."""
     attention: Literal["auto", "dot_product", "splash", "ring"] = "auto"
-    """How attention is computed (see `tpudist.models.parts.attention`); results are the same."""
+    """Method of attention (see `tpudist.models.parts.attention`); results are the same."""
     splash_block: int | None = None
-    """Rows and columns of the tiles of Splash attention; None for what suits the length."""
+    """Rows and columns of the tiles of Splash attention; None chooses by the length."""
     splash_backward_block: int | None = None
-    """Keys that its backward pass takes at a time, in tiles; None for what suits the length."""
+    """Keys that its backward pass takes at a time, in tiles; None chooses by the length."""
     remat: str = "none"
-    """What the backward pass recomputes, moves to the host or keeps: see `models.parts.remat`."""
+    """Tensors to recompute, move to the host or keep for gradients: see `models.parts.remat`."""
     loss_chunk: int | None = None
     """Positions whose logits `next_token_nats` holds at a time; None for all of them."""
     rotary_base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength of the rotary positions."""
     rotary_scaling: RotaryScaling | None = None
-    """How rotary positions are stretched (`tpudist.models.parts.rotary_stretch`)."""
+    """Stretching of the rotary positions (`tpudist.models.parts.rotary_stretch`)."""
     local_rotary_base: float | None = None
     """The base in layers with a window, which are not stretched; None for the same as in others."""
     gelu: bool = False
     """Gate with GELU (GeGLU) rather than with SiLU."""
     norm_epsilon: float = 1e-6
-    """What RMS norms add to the mean square."""
+    """Number that RMS norms add to the mean square."""
     norm_offset: bool = False
     """Let RMS norms multiply by 1 more than their parameters."""
     norm_outputs: bool = False
-    """Norm what attention and MLP give, too, before it is added to the residual stream."""
+    """Also norm the outputs of attention and MLP before they are added to the residual stream."""
     norm_heads: bool = False
     """Norm each head's queries and keys, before their rotation."""
     biased: bool = False
     """Add a bias to queries, keys and values."""
     query_scale: float | None = None
-    """What queries are multiplied by; None for `head_dim ** -0.5`."""
+    """Factor of the queries; None for `head_dim ** -0.5`."""
     attention_cap: float | None = None
     """Keep attention's scores between minus and plus this, by a tanh; None for no bound."""
     attention_window: int | None = None
-    """How many positions a token attends to, itself and those before it; None for all of them."""
+    """Number of positions a token attends to, itself and those before it; None for all of them."""
     layers_with_window: tuple[bool, ...] | None = None
-    """For each layer whether it has the window; None for all."""
+    """Whether each layer has the window; None for all layers."""
     embedding_scale: float | None = None
-    """What embeddings are multiplied by where they enter, rounded to `dtype`; None for 1."""
+    """Factor of the embeddings at the input, rounded to `dtype`; None for 1."""
     output_scale: float | None = None
-    """What a tied model's logits are multiplied by; None for `embed_dim ** -0.5`."""
+    """Factor of a tied model's logits; None for `embed_dim ** -0.5`."""
     output_cap: float | None = None
     """Keep logits between minus and plus this, by a tanh; None for no bound."""
     num_experts: int = 0
     """Experts per block (`tpudist.models.parts.experts`) in place of its MLP; 0 for a plain MLP."""
     experts_per_token: int = 2
-    """How many experts each token is sent to."""
+    """Number of experts that each token is sent to."""
     expert_capacity: float = 1.25
-    """Tokens an expert has room for, as a multiple of its equal share."""
+    """Maximum number of tokens of an expert, as a multiple of its equal share."""
     expert_balance: float = 0.01
     """Weight of the experts' imbalance in `next_token_loss`."""
     pipeline_stages: int = 1

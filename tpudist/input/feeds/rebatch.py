@@ -37,9 +37,9 @@ class Rebatched:
         """
         if partial_batch is PartialBatch.SHRINK:
             raise ValueError(
-                "partial_batch='shrink' was asked for with auto_shard_policy OFF or HINT. Replicas "
-                "take parts of their own process's batches there, so there is no tail of a global "
-                "batch to shrink. Use 'pad', 'drop' or 'error'."
+                "InputOptions(partial_batch='shrink') does not support auto_shard_policy OFF or "
+                "HINT: replicas take parts of their own process's batches, so there is no tail of a "
+                "global batch to shrink. Use 'pad', 'drop' or 'error'."
             )
         if partial_batch is PartialBatch.DROP and isinstance(source, IndexedDataset):
             source = source.without_remainder()

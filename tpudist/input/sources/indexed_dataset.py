@@ -54,7 +54,7 @@ class IndexedDataset(abc.ABC):
     # Hooks: a subclass sets the first three and defines `_read`.
 
     _num_rows: int
-    """How many examples there are, before any is left to other shards."""
+    """Number of examples, before any are left to other shards."""
     _treedef: jax.tree_util.PyTreeDef
     """The structure of an example."""
     _leaf_specs: list[jax.ShapeDtypeStruct]
@@ -82,7 +82,7 @@ class IndexedDataset(abc.ABC):
     # Hooks of what is read from files.
 
     num_files: int | None = None
-    """How many files there are; None if the examples come from no files."""
+    """Number of files; None if the examples do not come from files."""
 
     def with_order_by_files(self) -> Self:
         """The same examples in an order in which neighbours in a batch come from the same files.
@@ -103,11 +103,11 @@ class IndexedDataset(abc.ABC):
     owns_memory = True
     _plan = Plan()
     _num_passes = 0
-    """How many passes `iter` has begun. Distributed datasets count their own."""
+    """Number of passes that `iter` has begun. Distributed datasets count their own."""
 
     @property
     def num_examples(self) -> int:
-        """How many examples an epoch goes through."""
+        """Number of examples in an epoch."""
         num_shards, index = self._plan.examples
         return len(range(max(index, 0), self._num_rows, max(num_shards, 1)))
 

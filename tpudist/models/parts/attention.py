@@ -37,11 +37,11 @@ class Scores:
     """How much of each position another one gathers: what is beside the softmax of products."""
 
     scale: float | None = None
-    """What products of queries and keys are multiplied by; None for `width ** -0.5`."""
+    """Factor of the products of queries and keys; None for `width ** -0.5`."""
     cap: float | None = None
     """Scores are kept between minus and plus this, by a tanh; None for no bound."""
     window: int | None = None
-    """How many positions one gathers from, the last of them itself; None for all before it."""
+    """Number of positions a token attends to, the last one itself; None for all before it."""
 
     def without_window(self) -> Scores:
         """The same for a layer that has none."""

@@ -26,7 +26,7 @@ class RotaryScaling:
     """linear: all alike; dynamic: by a base that grows with a sequence's length; llama3 and yarn:
     slow pairs by the factor, fast ones not, those between by a part of it."""
     factor: float
-    """How many times as long sequences become."""
+    """Factor by which sequences become longer."""
     original_length: int = 0
     """Tokens of a sequence in the first training; of no use to linear."""
     low: float = 1.0
@@ -35,7 +35,7 @@ class RotaryScaling:
     high: float = 4.0
     """Turns above which it is not slowed (llama3, yarn: `high_freq_factor`, `beta_fast`)."""
     magnitude: float = 1.0
-    """What cosines and sines are multiplied by (yarn)."""
+    """Factor of cosines and sines (yarn)."""
     truncate: bool = True
     """Whether the bounds between slow and fast pairs are whole numbers of pairs (yarn)."""
 
