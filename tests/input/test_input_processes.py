@@ -378,7 +378,7 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
             "the NumpyDataset has no SHARD_HINT",
             "the list has no SHARD_HINT",
             "the NumpyDataset is not read from files",
-            "partial_batch='shrink' was asked for with auto_shard_policy OFF",
+            "InputOptions(partial_batch='shrink') does not support auto_shard_policy OFF",
             "but is distributed with AutoShardPolicy.AUTO",
         ],
         strict=True,
