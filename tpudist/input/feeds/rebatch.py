@@ -38,8 +38,8 @@ class Rebatched:
         if partial_batch is PartialBatch.SHRINK:
             raise ValueError(
                 "InputOptions(partial_batch='shrink') does not support auto_shard_policy OFF or "
-                "HINT: replicas take parts of their own process's batches, so no global batch has a "
-                "tail to shrink. Use 'pad', 'drop' or 'error'."
+                "HINT: replicas take parts of their own process's batches, so no global batch has "
+                "a tail to shrink. Use 'pad', 'drop' or 'error'."
             )
         if partial_batch is PartialBatch.DROP and isinstance(source, IndexedDataset):
             source = source.without_remainder()
