@@ -88,7 +88,7 @@ def test_doctor_report_is_markdown_without_the_home_directory(capsys, monkeypatc
     ("topology", "message"),
     [
         ("v5e", "'v5e' is not a TPU slice"),
-        ("v5e-7", "Near are v5e-4, v5e-8, v5e-16"),
+        ("v5e-7", "nearest are v5e-4, v5e-8, v5e-16"),
         ("v5e:32x32", "For more chips, use several slices"),
     ],
 )
