@@ -1,16 +1,20 @@
 """Fine-tunes a pretrained language model on your text: python scripts/finetune.py --help
 
-By default a tiny model of Llama's kind, which is made first, learns to write like Python's help
-texts, on 8 emulated devices where there is no accelerator: a fresh machine needs no network. With
---model FOLDER it is one that was fetched before; --lora RANK trains adapters beside its weights.
+By default it first creates a tiny model with Llama's architecture, which then learns to write like
+Python's help texts: this needs no network. Without an accelerator it runs on 8 emulated devices.
+--model FOLDER names a downloaded model; --lora RANK trains adapters instead of its weights.
 """
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # the imports below take seconds
+    print("finetune.py: importing JAX...", file=sys.stderr, flush=True)
+
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -66,7 +70,7 @@ class Job:
     held_out: InOrder
     unit: Unit
     prompt: list[int]
-    """What texts go on from; empty for no texts."""
+    """Beginning of the texts that are written; empty for no texts."""
 
 
 def make_job(config: FinetuneConfig, source: Path) -> Job:
@@ -213,11 +217,11 @@ def run(
     if metrics_writers.has_tensorboard():
         writers.append(metrics_writers.TensorBoardWriter(config.out))
     with ExitStack() as stack:
-        # Ctrl-C while the weights are written ends nothing: what was trained is kept.
+        # Ctrl-C while the weights are written ends nothing: the trained weights are kept.
         stack.enter_context(StopOnInterrupt(lambda: display.phase("stopping")))
         for writer in writers:
             stack.callback(writer.close)
-        display.phase("measuring the model as it is")
+        display.phase("evaluating the untrained model")
         before = measure_before(
             config.out,
             begun.goes_on,
@@ -257,8 +261,8 @@ def run(
             display.close()
             if job.prompt:
                 prompt = generate.printable(job.tokenizer.decode(job.prompt).encode())
-                display.text("What it wrote before", prompt, before["sample"])
-                display.text("What it writes", prompt, after)
+                display.text("Sample before training", prompt, before["sample"])
+                display.text("Sample after training", prompt, after)
     display.close()
     what = f"adapters of rank {config.lora}" if config.lora else "all weights"
     rows = [
@@ -282,7 +286,9 @@ def find_model(config: FinetuneConfig, strategy: tpudist.Strategy, display: Disp
         return config.model
     tiny = config.out.parent / TINY
     if not folder.agree_on(lambda: (tiny / "config.json").exists()):
-        display.say(f"Makes a tiny model in {tiny}, once: its tokenizer, then {NUM_STEPS} steps.")
+        display.say(
+            f"Creating a tiny model in {tiny}, once: its tokenizer, then {NUM_STEPS} steps."
+        )
         # A display of its own: it shows steps of another run.
         shown = make_display(NUM_STEPS, quiet=jax.process_index() != 0)
         make_tiny_model(strategy, tiny, shown)
@@ -302,8 +308,8 @@ def main(args: Sequence[str] | None = None) -> int:
             arguments.check_microbatches(config.run.microbatches, config.batch_size, replicas)
             if config.run.compilation_cache:
                 enable_compilation_cache()
-            why = f": emulated, {emulated}" if emulated else ""
-            about = f"{summary.describe_strategy(strategy)}{why}."
+            why = f" ({emulated})" if emulated else ""
+            about = f"{summary.describe_strategy(strategy)}{why}"
             shown = make_display(1, quiet=jax.process_index() != 0)
             stack.callback(shown.close)
             job = make_job(config, find_model(config, strategy, shown))
@@ -324,7 +330,7 @@ def main(args: Sequence[str] | None = None) -> int:
         display = make_display(config.steps, quiet=jax.process_index() != 0)
         display.say(about)
         if begun.moved_to:
-            display.say(f"What another run had left in {config.out} is now in {begun.moved_to}.")
+            display.say(f"Moved the files of an earlier run from {config.out} to {begun.moved_to}.")
         return run_to_end(
             "finetune.py",
             display,

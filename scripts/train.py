@@ -1,15 +1,19 @@
-"""Trains a small model on real data, on whatever devices there are: python scripts/train.py --help
+"""Trains a small model on real data, on any devices: python scripts/train.py --help
 
-By default a byte-level transformer learns the Python source of this interpreter's standard library,
-on 8 emulated devices where there is no accelerator. Every step is written for one replica
+By default a byte-level transformer learns the Python source of this interpreter's standard library.
+Without an accelerator it runs on 8 emulated devices. Every step is written for one replica
 (`tpudist/training/steps.py`); the strategy runs it on all of them, in `tpudist.training.train`.
 """
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # the imports below take seconds
+    print("train.py: importing JAX...", file=sys.stderr, flush=True)
+
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -66,7 +70,7 @@ class Job:
     dims: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Options that size a dim: its logical name, and its size."""
     prompt: str = ""
-    """What the text written at the end goes on from; empty for no text."""
+    """Beginning of the text that is written at the end; empty for no text."""
     digest: str = ""
     """Tells these data from others."""
 
@@ -191,7 +195,7 @@ def run(
         events = metrics_writers.TensorBoardWriter(config.out)
         writers.append(events)
     with ExitStack() as stack:
-        # Ctrl-C while the sample is written ends nothing: what was trained is told.
+        # Ctrl-C while the sample is written ends nothing: the report is still printed.
         stack.enter_context(StopOnInterrupt(lambda: display.phase("stopping")))
         for writer in writers:
             stack.callback(writer.close)
@@ -223,7 +227,7 @@ def run(
             if events is not None and out is not None:
                 events.write_text("sample", f"    {job.prompt}{text}".replace("\n", "\n    "))
             display.close()
-            display.text("What it writes", job.prompt, text)
+            display.text("Sample", job.prompt, text)
     display.close()
     rows.insert(0, ("data", job.source))
     title = f"{config.task}, {strategy}"
@@ -272,10 +276,10 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"train.py: {refused}", file=sys.stderr)
             return 2
         display = make_display(config.steps, quiet=jax.process_index() != 0)
-        why = f": emulated, {emulated}" if emulated else ""
-        display.say(f"{summary.describe_strategy(strategy)}{why}.")
+        why = f" ({emulated})" if emulated else ""
+        display.say(f"{summary.describe_strategy(strategy)}{why}")
         if begun.moved_to:
-            display.say(f"What another run had left in {config.out} is now in {begun.moved_to}.")
+            display.say(f"Moved the files of an earlier run from {config.out} to {begun.moved_to}.")
         return run_to_end(
             "train.py",
             display,

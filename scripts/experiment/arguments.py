@@ -1,4 +1,4 @@
-"""Reads and checks what people ask of a run, before any work begins; refuses by `ValueError`."""
+"""Reads and checks options before any work begins; raises `ValueError`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def check_split(
         if size % num_parts:
             over = ", ".join(f"{axis}={mesh_shape[axis]}" for axis in axes)
             raise ValueError(
-                f"--{option} is {size}, which the strategy splits over {over}: it does not divide "
-                f"evenly. Use a multiple of {num_parts}, or a smaller axis."
+                f"--{option} is {size}. The strategy splits it over {over}, so it must be a "
+                f"multiple of {num_parts}. Change --{option}, or use a smaller axis."
             )
 
 
@@ -51,10 +51,9 @@ def check_microbatches(microbatches: int, batch_size: int, num_replicas: int) ->
     rows = -(-batch_size // num_replicas)
     if rows % microbatches:
         raise ValueError(
-            f"--microbatches is {microbatches}, but of --batch-size {batch_size} each of "
-            f"{num_replicas} replica(s) has {rows} examples, which do not divide into that many "
-            f"parts. Use --batch-size {num_replicas * microbatches * -(-rows // microbatches)}, "
-            f"or another number of microbatches."
+            f"--microbatches is {microbatches}, but it must divide the {rows} example(s) that each "
+            f"of {num_replicas} replica(s) gets from --batch-size {batch_size}. Use --batch-size "
+            f"{num_replicas * microbatches * -(-rows // microbatches)}, or another --microbatches."
         )
 
 
@@ -63,8 +62,8 @@ def check_axes(text: str, strategy: str) -> dict[str, int]:
     axes = parse_axes(text)
     if axes and strategy not in ("auto", "tpu"):
         raise ValueError(
-            f"--replica-axes {text} was given with --strategy {strategy}, whose replicas are one "
-            f"device each. Use --strategy tpu, or leave the axes out."
+            f"--replica-axes {text} does not apply to --strategy {strategy}, which has one device "
+            f"per replica. Use --strategy tpu, or omit --replica-axes."
         )
     try:
         logical_axes.refuse_other_axes(axes)
@@ -79,17 +78,17 @@ def check_folder(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"--out {path} cannot be made a folder: {error.strerror}. Name another one."
+            f"--out {path}: cannot create this folder: {error.strerror}. Use another folder."
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ValueError(
-            f"--out {path} cannot be written to. Name a folder of yours, or change its permissions."
+            f"--out {path}: no permission to write there. Use another folder, or change its mode."
         )
     return path
 
 
 def has_accelerator() -> bool:
-    """Whether this machine shows signs of an accelerator, without starting JAX to find out.
+    """Returns whether this machine seems to have an accelerator, without starting JAX.
 
     A backend that has started cannot be asked for emulated devices any more. Looks at
     `JAX_PLATFORMS`, then at the device files of TPUs, NVIDIA and AMD GPUs.

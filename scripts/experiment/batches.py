@@ -63,7 +63,7 @@ class RandomWindows:
         if len(self.text) <= self.length:
             raise ValueError(
                 f"The training text has {len(self.text)} {_name_items(self.text)}, fewer than one "
-                f"window of {self.length} + 1. Give more text, or a smaller --sequence-length."
+                f"window of {self.length} + 1. Use more text, or a smaller --sequence-length."
             )
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a run of scripts/train.py may be asked for, and what of it may change when it goes on."""
+"""Options of scripts/train.py, and those that may change when a run resumes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ class ModelOptions:
     """The transformer (--task text)."""
 
     sequence_length: int = 128
-    """Bytes the model sees at once."""
+    """Length of a window, in bytes."""
     num_layers: int = 4
-    """Blocks, scanned over."""
+    """Number of transformer blocks."""
     embed_dim: int = 128
     """Width of the residual stream."""
     num_heads: int = 4
-    """Attention heads."""
+    """Number of attention heads."""
     mlp_dim: int = 384
     """Hidden width of the MLPs."""
     gated: bool = True
-    """Gate the MLPs."""
+    """Whether the MLPs are gated."""
     remat: str = "none"
-    """What the backward pass recomputes: none, full, dots or another policy of
+    """Activations that the backward pass recomputes: none, full, dots or another policy of
     tpudist.models.parts.remat, such as save_qkv."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What to compute in; auto is bfloat16, but float32 on CPU, where it is faster."""
+    """Dtype of the computation; auto is float32 on CPUs, where it is faster, and bfloat16
+    elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,16 @@ class OptimizerOptions:
     """AdamW with clipped gradients; the learning rate warms up, then falls along a cosine."""
 
     learning_rate: float = 3e-3
-    """The highest learning rate."""
+    """Highest learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     clip_norm: float = 1.0
-    """The largest norm of a gradient."""
+    """Largest norm of the gradients; larger gradients are scaled down."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What gradients travel in between replicas: bfloat16 is half the bytes, and rounds."""
+    """Dtype of gradients sent between replicas; bfloat16 halves the bytes, but rounds."""
     optimizer_memory: Literal["device", "pinned_host"] = "device"
-    """Where the optimizer's state lives between steps: pinned_host is the host's memory, which
-    lowers the peak within a step where activations, not the state, make it."""
+    """Memory of the optimizer's state between steps. pinned_host is the host's memory; it lowers
+    the peak memory of a step if activations cause the peak."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,25 @@ class Config:
     """Trains a small model on real data, with any tpudist strategy."""
 
     task: Literal["text", "digits"] = "text"
-    """Bytes of text for a transformer, or scikit-learn's handwritten digits for a convnet."""
+    """text: a transformer on bytes of text; digits: a convnet on scikit-learn's digits."""
     steps: int = 400
-    """Training steps."""
+    """Number of training steps."""
     batch_size: int | None = None
-    """Examples in a global batch, all replicas together. By default 16 windows of text, or 128
-    digits: BatchNorm takes its statistics from one replica's part of them."""
+    """Number of examples in a global batch, over all replicas. The default is 16 windows of text,
+    or 128 digits, because BatchNorm uses the statistics of one replica's examples."""
     seed: int = 0
-    """Decides the initial weights and the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     data: str | None = None
-    """Glob of text files to learn instead of the standard library, as 'books/**/*.txt'."""
+    """Glob of text files to train on, such as 'books/**/*.txt'. The default is the standard
+    library."""
     out: Path = Path("runs/latest")
     """Folder for checkpoints, metrics, TensorBoard events, curves and the summary."""
     held_out_windows: int = 512
-    """At most so many windows of held-out text are judged (--task text)."""
+    """Maximum number of held-out windows to evaluate (--task text)."""
     prompt: str | None = None
-    """What the text written at the end goes on from."""
+    """Beginning of the sample text that the model continues at the end (--task text)."""
     sample_bytes: int = 240
-    """Length of that text; 0 for none."""
+    """Length of the sample text, in bytes; 0 for no sample."""
     model: ModelOptions = field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     run: RunSettings = field(default_factory=RunSettings)
@@ -83,15 +85,15 @@ MAY_CHANGE = run_settings.MAY_CHANGE | {
     *("remat", "optimizer_memory", "out", "prompt", "sample_bytes"),
     *("steps", "data"),  # judged by more than their values: see folder.begin and digest
 }
-"""Options that may be others when a run goes on; any other one would make it another run."""
+"""Options that may change when a run resumes; a change of any other one raises an error."""
 
 
 def facts(config: Config, digest: str) -> dict[str, Any]:
-    """What the numbers of a run depend on, by option: must not change when it goes on.
+    """Returns the options that a run's numbers depend on: they must not change when it resumes.
 
     Args:
-        config: What was asked for.
-        digest: Tells the data from others.
+        config: Options of the run.
+        digest: Digest of the data.
     """
     options = dataclasses.asdict(config)
     options |= options.pop("model") | options.pop("optimizer") | options.pop("run")
@@ -102,7 +104,7 @@ def facts(config: Config, digest: str) -> dict[str, Any]:
 
 
 def check(config: Config) -> dict[str, int]:
-    """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
+    """Checks the options before any work begins; returns the axes inside a replica."""
     axes = run_settings.check(config.run)
     arguments.check_positive(
         {
@@ -123,7 +125,7 @@ def check(config: Config) -> dict[str, int]:
     )
     if config.data is not None and config.task != "text":
         raise ValueError(
-            f"--data was given with --task {config.task}, which has data of its own. Drop it."
+            f"--data applies only to --task text, not to --task {config.task}. Omit --data."
         )
     arguments.check_folder(config.out)
     return axes

@@ -1,4 +1,4 @@
-"""The devices and the strategy of a run: as asked for, or what fits what is there."""
+"""Chooses the devices and the strategy of a run."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ NUM_EMULATED = 8
 
 
 def emulate(asked: int | None) -> str | None:
-    """Emulates devices if that is asked for, or if there is nothing else; says why.
+    """Emulates devices on request or if no accelerator exists; returns the reason, if it does.
 
     Args:
-        asked: How many; 0 for none, None for what fits.
+        asked: Number of devices; 0 for none, None to decide by the machine.
     """
     if asked is not None:
         if asked:
             tpudist.emulate(asked)
-        return "as asked" if asked else None
+        return f"--emulate {asked}" if asked else None
     if "TPUDIST_EMULATE" in os.environ:
         tpudist.emulate()
-        return "as TPUDIST_EMULATE asks"
+        return f"TPUDIST_EMULATE={os.environ['TPUDIST_EMULATE']}"
     if arguments.has_accelerator():
         return None
     tpudist.emulate(NUM_EMULATED)
-    return "no accelerator in sight; --emulate 0 uses the CPU as it is"
+    return "found no accelerator; use --emulate 0 for a single CPU device"
 
 
 def make_strategy(kind: str, axes: dict[str, int]) -> tpudist.Strategy:
-    """The strategy asked for, or with "auto" what fits the devices there are.
+    """Returns the strategy `kind`, or with "auto" one that fits the devices.
 
     Args:
-        kind: As the option `--strategy` says.
+        kind: Value of the option `--strategy`.
         axes: Mesh axes inside a replica.
     """
     if kind == "auto":

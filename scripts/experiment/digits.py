@@ -17,7 +17,7 @@ def load_digits(seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndar
         from sklearn import datasets
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            "The digits come with scikit-learn, which is not installed: pip install scikit-learn."
+            "--task digits requires scikit-learn, which is not installed: pip install scikit-learn"
         ) from missing
     pixels, labels = map(np.asarray, datasets.load_digits(return_X_y=True))
     order = np.random.default_rng(seed).permutation(len(labels))

@@ -1,4 +1,4 @@
-"""What a run of scripts/finetune.py may be asked for, and what may change when it goes on."""
+"""Options of scripts/finetune.py, and those that may change when a run resumes."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from experiment.run_settings import RunSettings
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """Fine-tunes a pretrained language model on text of yours, with any tpudist strategy."""
+    """Fine-tunes a pretrained language model on your text, with any tpudist strategy."""
 
     model: Path | None = None
-    """Folder of the model: config.json, safetensors and tokenizer.json, of the families that
-    tpudist.models.load_pretrained knows. By default a tiny one, which is made first."""
+    """Folder of a model that tpudist.models.load_pretrained can read: config.json, safetensors and
+    tokenizer.json. By default the script first creates a tiny model."""
     text: tuple[Path, ...] = ()
-    """Files of text, or folders of them. By default what Python's help() says of its language."""
+    """Text files, or folders of text files. The default is the topics of Python's help()."""
     lora: int = 0
-    """Rank of low-rank adapters to train in the place of all weights; 0 trains all weights."""
+    """Rank of low-rank adapters to train instead of all weights; 0 trains all weights."""
     lora_alpha: float = 16.0
-    """What the adapters add is multiplied by this over their rank."""
+    """Scale of the adapters: their output is multiplied by this divided by their rank."""
     steps: int = 150
-    """Training steps."""
+    """Number of training steps."""
     batch_size: int = 16
-    """Windows of text in a global batch, all replicas together."""
+    """Number of windows of text in a global batch, over all replicas."""
     sequence_length: int = 128
-    """Tokens the model sees at once."""
+    """Length of a window, in tokens."""
     learning_rate: float = 1e-3
-    """The highest learning rate. Large models take less: about 1e-5 for all weights, 2e-4 for
+    """Highest learning rate. Large models need less: about 1e-5 for all weights, 2e-4 for
     adapters."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     clip_norm: float = 1.0
-    """The largest norm of a gradient."""
+    """Largest norm of the gradients; larger gradients are scaled down."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What to compute in; auto is bfloat16, but float32 on CPU. Weights that are trained are
-    float32, those that adapters stand beside keep the dtype of their files."""
+    """Dtype of the computation; auto is float32 on CPUs and bfloat16 elsewhere. Trained weights are
+    float32. With --lora, the other weights keep the dtype of their files."""
     remat: str = "none"
-    """What the backward pass recomputes: none, full, dots or another policy of
+    """Activations that the backward pass recomputes: none, full, dots or another policy of
     tpudist.models.parts.remat."""
     seed: int = 0
-    """Decides the order of the data, and the first values of adapters."""
+    """Seed of the order of the data and of the initial adapters."""
     out: Path = Path("runs/finetune")
-    """Folder for checkpoints, metrics, TensorBoard events, curves, the summary, and in model/ the
-    weights that come of it, adapters merged, with its configuration and tokenizer."""
+    """Folder for checkpoints, metrics, TensorBoard events, curves and the summary. Its folder
+    model/ has the trained weights (adapters merged), the configuration and the tokenizer."""
     held_out_windows: int = 128
-    """At most so many windows of held-out text are judged."""
+    """Maximum number of held-out windows to evaluate."""
     prompt: str | None = None
-    """What the texts written before and after go on from; by default a held-out beginning."""
+    """Beginning of the sample texts before and after training. The default is held-out text."""
     sample_tokens: int = 60
-    """Length of these texts; 0 for none."""
+    """Length of a sample text, in tokens; 0 for no samples."""
     run: RunSettings = field(default_factory=RunSettings)
 
 
@@ -61,11 +61,11 @@ MAY_CHANGE = run_settings.MAY_CHANGE | {
     *("remat", "out", "prompt", "sample_tokens"),
     *("steps", "text", "model"),  # judged by more than their values: see folder.begin and digests
 }
-"""Options that may be others when a run goes on; any other one would make it another run."""
+"""Options that may change when a run resumes; a change of any other one raises an error."""
 
 
 def facts(config: FinetuneConfig, text_digest: str, model_digest: str) -> dict[str, Any]:
-    """What the numbers of a run depend on, by option: must not change when it goes on."""
+    """Returns the options that a run's numbers depend on: they must not change when it resumes."""
     options = dataclasses.asdict(config)
     options |= options.pop("run")
     kept = {name: value for name, value in options.items() if name not in MAY_CHANGE}
@@ -76,7 +76,7 @@ def facts(config: FinetuneConfig, text_digest: str, model_digest: str) -> dict[s
 
 
 def check(config: FinetuneConfig) -> dict[str, int]:
-    """Refuses what cannot work, before anything else is done; returns the axes inside a replica."""
+    """Checks the options before any work begins; returns the axes inside a replica."""
     axes = run_settings.check(config.run)
     arguments.check_positive(
         {
@@ -99,10 +99,10 @@ def check(config: FinetuneConfig) -> dict[str, int]:
     )
     if not config.lora and config.lora_alpha != FinetuneConfig.lora_alpha:
         raise ValueError(
-            f"--lora-alpha {config.lora_alpha} was given without adapters, which it multiplies. "
-            f"Give --lora RANK too, or leave it out."
+            f"--lora-alpha {config.lora_alpha} requires adapters, but --lora is 0. Add --lora "
+            f"RANK, or omit --lora-alpha."
         )
     if config.prompt == "":
-        raise ValueError("--prompt is empty. Give it a word at least, or leave it out.")
+        raise ValueError("--prompt is empty. Use at least one word, or omit --prompt.")
     arguments.check_folder(config.out)
     return axes

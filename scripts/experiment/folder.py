@@ -1,4 +1,4 @@
-"""The folder of a run: whether what is asked for goes on with the run in it, and what is kept.
+"""The folder of a run: decides whether to resume the run in it, and lists its files.
 
 `run.json` says what the run there depends on. One process decides; see `agree`.
 """
@@ -40,24 +40,24 @@ class RunStart:
     """How a run begins in its folder."""
 
     goes_on: bool
-    """Whether there are checkpoints to go on from."""
+    """Whether there are checkpoints to resume from."""
     planned_steps: int | None = None
-    """How many steps were planned when the run began, if it goes on."""
+    """Number of steps planned when the run began; None for a new run."""
     moved_to: str | None = None
-    """Where the files of another run were moved that was in the way."""
+    """Folder to which the files of an earlier run were moved."""
 
 
 def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume) -> RunStart:
-    """Decides whether the run in `folder` goes on, and writes `run.json`. Called by one process.
+    """Decides whether to resume the run in `folder`, and writes `run.json`. Called by one process.
 
     Args:
-        folder: The run's.
-        facts: What the run's numbers depend on, by options: must be the same to go on.
-        num_steps: The steps now planned: the same or more.
-        resume: Go on if there is something to go on from; never; or be sure to.
+        folder: Folder of the run.
+        facts: Options that the run's numbers depend on; must be the same to resume.
+        num_steps: Number of steps now planned: the same or more.
+        resume: Value of the option `--resume`.
 
     Raises:
-        ValueError: What is there is another run, or there is nothing and `resume` is "must".
+        ValueError: If `folder` has a different run, or has no checkpoint and `resume` is "must".
     """
     known = _read(folder / "run.json")
     there = has_checkpoints(folder / CHECKPOINTS)
@@ -66,16 +66,16 @@ def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume
         if differences:
             listed = "".join(f"\n  {difference}" for difference in differences)
             raise ValueError(
-                f"--out {folder} has the checkpoints of another run:{listed}\n"
-                f"Give the options of that run to go on with it, another --out to leave it alone, "
-                f"or --resume never to start anew, which moves it to {_next_folder(folder)}."
+                f"--out {folder} contains the checkpoints of a different run:{listed}\n"
+                f"To resume that run, use its options. To start a new run, use another --out, or "
+                f"--resume never, which moves the old files to {_next_folder(folder)}."
             )
         _write(folder / "run.json", facts, num_steps)
         return RunStart(goes_on=True, planned_steps=known["steps"])
     if resume == "must":
         raise ValueError(
-            f"--resume must was given, but --out {folder} has no checkpoint to go on from. Name "
-            f"the folder of the run, or leave --resume out to start one."
+            f"--resume must: --out {folder} has no checkpoint to resume from. Use the folder of "
+            f"the run, or omit --resume to start a new run."
         )
     # A start that was killed before its first checkpoint left nothing that this one does not
     # do again.
@@ -86,21 +86,22 @@ def begin(folder: Path, facts: Mapping[str, Any], num_steps: int, resume: Resume
 
 
 def require_whole(folder: Path, begun: RunStart) -> None:
-    """Refuses to go on where nothing but damaged checkpoints is left. Called by all processes.
+    """Checks that not all checkpoints are damaged. Called by all processes.
 
     Raises:
-        ValueError: There is none that might be whole.
+        ValueError: If every checkpoint is damaged.
     """
     if begun.goes_on and not Directory(folder / CHECKPOINTS).steps():
         raise ValueError(
-            f"No checkpoint in {folder} is whole. --resume never starts anew, and moves them away."
+            f"Every checkpoint in {folder} is damaged. Use --resume never, which moves them away "
+            f"and starts again."
         )
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether there are any, damaged ones included: these are no reason to start anew in silence.
+    """Returns whether there are checkpoints, damaged ones included. Unfinished ones do not count.
 
-    One that was not finished is none.
+    Damaged checkpoints are not a reason to start again silently.
     """
     found = Directory(folder)
     return bool(found.steps()) or any(folder.glob(f"*{DAMAGED_SUFFIX}"))
@@ -128,7 +129,7 @@ def agree(decide: Callable[[], RunStart]) -> RunStart:
     """What process 0 decides, in every process: they may not see its files at the same moment.
 
     Raises:
-        ValueError: It refuses; in every process.
+        ValueError: If it raises one in process 0; in every process.
     """
     said: dict[str, Any] = {}
     if jax.process_index() == 0:
@@ -150,10 +151,10 @@ def agree_on(ask: Callable[[], bool]) -> bool:
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Keeps a second run out of the folder, until the block or this process ends.
+    """Locks the folder against a second run, until the block or this process ends.
 
     Raises:
-        ValueError: Another run is at work there.
+        ValueError: If another run uses the folder.
     """
     if fcntl is None:
         yield
@@ -164,7 +165,7 @@ def lock(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         os.close(handle)
         raise ValueError(
-            f"--out {folder} is in use by another run. Wait for it to end, or name another folder."
+            f"--out {folder} is in use by another run. Wait until it ends, or use another folder."
         ) from None
     except OSError:
         pass  # a file system without locks
@@ -199,17 +200,17 @@ def _write(file: Path, facts: Mapping[str, Any], num_steps: int) -> None:
 
 def _differences(known: Mapping[str, Any], facts: Mapping[str, Any], num_steps: int) -> list[str]:
     if not known:
-        return ["run.json, which says what they are of, is missing or unreadable"]
+        return ["run.json, which has the options of that run, is missing or unreadable"]
     there, here = known["facts"], _to_json(facts, num_steps)["facts"]
     found = [
-        f"{name} is {here[name]}, there {there[name]}"
+        f"{name} is {here[name]}, that run has {there[name]}"
         for name in here
         if name in there and there[name] != here[name]
     ]
     if num_steps < known["steps"]:
         found.append(
-            f"--steps is {num_steps}, there {known['steps']}: more may be asked for, not fewer, "
-            f"since the learning rate falls over all of them"
+            f"--steps is {num_steps}, that run has {known['steps']}: use at least as many, because "
+            f"the learning rate falls over all steps"
         )
     return found
 

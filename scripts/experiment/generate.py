@@ -26,7 +26,7 @@ def generate(
     """Draws `num_bytes` bytes that go on from `prompt`; see `generate_tokens`."""
     if not prompt:
         raise ValueError(
-            "generate was given an empty prompt. Give it a byte at least, such as b'\\n'."
+            "generate(prompt=b''): the prompt must have at least one byte, such as b'\\n'."
         )
     drawn = generate_tokens(
         strategy,
@@ -67,7 +67,7 @@ def generate_tokens(
         seed: Which draw.
     """
     if temperature <= 0:
-        raise ValueError(f"generate was given temperature={temperature}. It must be positive.")
+        raise ValueError(f"generate(temperature={temperature}): temperature must be positive.")
     seen = np.asarray(prompt[-window:], np.int32)
     tokens = np.zeros((1, window), np.int32)
     tokens[0, : len(seen)] = seen

@@ -1,4 +1,4 @@
-"""What a run came to: the rows of a table for people, and files for later."""
+"""The results of a run: the rows of a table, and files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tpudist.training.display import Display, clock
 from tpudist.training.history import History
 from tpudist.xla import compile_log
 
+_MEASURED_ONCE = ("waited_for_data", "checkpoints", "compile_s", "total_s")
+
 EXIT_CODES = {
     "finished": 0,
     "diverged": 1,
@@ -39,13 +41,13 @@ def tell_start(
     display: Display,
     history: History,
 ) -> None:
-    """Says what becomes of a run that goes on, beside from where."""
+    """Reports how a resumed run continues."""
     done = history.num_steps
     if not begun.goes_on:
         return
     if done == num_steps:
         display.say(
-            "To train longer, give more --steps; to train another model, another --out, or "
+            "To train longer, use a larger --steps. To start another run, use another --out, or "
             "--resume never."
         )
     elif begun.planned_steps != num_steps:
@@ -54,8 +56,8 @@ def tell_start(
             for planned in (begun.planned_steps, num_steps)
         )
         display.say(
-            f"It was planned for {begun.planned_steps} steps, and its learning rate to fall over "
-            f"them: stretched over {num_steps}, it is {now:.2g} from here, not {before:.2g}."
+            f"The run was planned for {begun.planned_steps} steps. The learning rate now falls "
+            f"over {num_steps} steps: from here it is {now:.2g} instead of {before:.2g}."
         )
 
 
@@ -69,21 +71,24 @@ def finish(
     display: Display,
     begun_s: float,
 ) -> int:
-    """Writes and shows what came of a run; returns the exit code."""
-    took = "total time" if not history.resumed_at else "time since then"
-    rows = [*rows, (took, clock(time.perf_counter() - begun_s))]
+    """Writes and shows the results of a run; returns the exit code."""
+    total_s = time.perf_counter() - begun_s
+    known = read_summary(config.out) if was_finished(history) else {}
+    if was_finished(history):  # this start did nothing: report the run
+        total_s = known.get("total_s")
+    if total_s is not None:
+        took = "time since resuming" if history.resumed_at else "total time"
+        rows = [*rows, (took, clock(total_s))]
     if jax.process_index() == 0:
-        written = write(config.out, history, unit, baselines, config, title)
+        written = write(config.out, history, unit, baselines, config, title, total_s, known)
         rows.append(("written", ", ".join(written)))
         if missing := list_skipped_files():
             rows.append(("not written", ", ".join(missing)))
     display.table(f"{history.ended.capitalize()} after {history.num_steps} steps", rows)
     if history.ended == "diverged":
-        display.say(
-            "The loss is not a number any more: try a smaller --learning-rate, and another --out."
-        )
+        display.say("The loss is NaN or infinite. Try a smaller --learning-rate and another --out.")
     elif history.ended != "finished":
-        display.say("The same command goes on from here.")
+        display.say("Run the same command again to continue from here.")
     return EXIT_CODES[history.ended]
 
 
@@ -100,8 +105,8 @@ def rows(
     told = [
         ("model", f"{type(model).__name__}, {count_parameters(model):,} parameters"),
         ("strategy", describe_strategy(strategy)),
-        ("model lives", describe_placement(model)),
-        ("optimizer lives", describe_placement(optimizer)),
+        ("model placement", describe_placement(model)),
+        ("optimizer placement", describe_placement(optimizer)),
     ]
     if compiles := _format_compiles():
         told.append(("compile time", compiles))
@@ -114,7 +119,7 @@ def rows(
     if not math.isnan(history.waited_share):
         told.append(("waited for data", f"{history.waited_share:.1%} of the step time"))
     if history.num_saves:
-        each = f"{history.num_saves} saved, which held the run up for {history.blocked_s:.2f} s"
+        each = f"{history.num_saves} saved, which blocked training for {history.blocked_s:.2f} s"
         told.append(("checkpoints", each))
     if history.resumed_at:
         told.append(("resumed", _format_resumes(history.resumed_at)))
@@ -139,8 +144,14 @@ def write(
     baselines: Mapping[str, float],
     config: Any,
     title: str,
+    total_s: float | None,
+    known: Mapping[str, Any],
 ) -> list[str]:
-    """Writes `summary.json` and, with matplotlib, `curves.png`; returns all files of the run."""
+    """Writes `summary.json` and, with matplotlib, `curves.png`; returns all files of the run.
+
+    Args:
+        known: The summary of a run that had finished, whose measurements are kept.
+    """
     facts = {
         "title": title,
         "ended": history.ended,
@@ -155,8 +166,10 @@ def write(
         "waited_for_data": _nan_to_none(history.waited_share),
         "checkpoints": {"saved": history.num_saves, "blocked_s": history.blocked_s},
         "compile_s": {record.function: record.seconds for record in compile_log.compile_log()},
+        "total_s": total_s,
         "config": dataclasses.asdict(config),
     }
+    facts |= {name: known[name] for name in _MEASURED_ONCE if name in known}
     (out / "summary.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
     written = ["metrics.jsonl", "summary.json"]
     if (out / "checkpoints").exists():
@@ -179,6 +192,19 @@ def write(
         )
         written.append("curves.png")
     return [str(out / name) for name in written]
+
+
+def was_finished(history: History) -> bool:
+    """Whether all steps were done before this start."""
+    return history.ended == "finished" and history.restored is not None and not history.num_saves
+
+
+def read_summary(out: Path) -> dict[str, Any]:
+    """Reads `summary.json`; returns an empty dict if it is missing or unreadable."""
+    try:
+        return dict(json.loads((out / "summary.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def list_skipped_files() -> list[str]:

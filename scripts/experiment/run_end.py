@@ -1,4 +1,4 @@
-"""How a program of this folder ends: with what its run came to, or with what refused it, told."""
+"""Ends a program of this folder with an exit code, and prints errors without a traceback."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tpudist.training.display import Display
 def run_to_end(
     program: str, display: Display, run: Callable[[], int], refusals: tuple[type[Exception], ...]
 ) -> int:
-    """Runs, and gives the exit code.
+    """Calls `run`, and returns its exit code.
 
     Args:
-        program: Its name, which begins the line that tells a refusal.
-        display: What shows the run; it is closed.
-        run: The run, which gives an exit code.
-        refusals: Errors whose message says all that a user needs: it is told, and the code is 2.
+        program: Name of the program; an error line begins with it.
+        display: Display of the run; it is closed.
+        run: Called without arguments; returns an exit code.
+        refusals: Errors that are printed without a traceback; the exit code is then 2.
     """
     try:
         return run()
@@ -28,7 +28,7 @@ def run_to_end(
         return 2
     except KeyboardInterrupt:  # pressed twice, or before there was a step to finish
         display.close()
-        display.say("Interrupted; the last checkpoint is what a next run goes on from.")
+        display.say("Interrupted. The next run continues from the last checkpoint.")
         return interrupt.EXIT_CODE
     finally:
         display.close()

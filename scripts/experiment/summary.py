@@ -1,4 +1,4 @@
-"""Where the variables of a run live, for people."""
+"""Describes the strategy of a run and the placement of its variables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PyTree = Any
 
 
 def count_parameters(model: nnx.Module) -> int:
-    """How many numbers the parameters of `model` are."""
+    """Returns the number of elements in all parameters of `model`."""
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def describe_placement(tree: PyTree) -> str:
-    """As "3.7 MB replicated on 8 devices" or "3.6 MB split over fsdp (925 kB per device), ...".
+    """Describes where arrays are, such as "3.6 MB split over fsdp (925 kB per device)".
 
     Reads shardings only, so that it also works where another process holds part of an array.
     """
@@ -47,16 +47,23 @@ def describe_placement(tree: PyTree) -> str:
 
 
 def describe_strategy(strategy: Strategy) -> str:
-    """Returns such as "MirroredStrategy with 4 replicas on 8 CPU devices (replica 4 x fsdp 2)"."""
+    """Returns such as "TPUStrategy: 4 replicas on 8 emulated CPU devices (replica 4 x fsdp 2)"."""
     replicas, mesh = strategy.num_replicas_in_sync, strategy.mesh
-    kind = mesh.devices.flat[0].device_kind
-    kind = "CPU" if kind == "cpu" else kind
+    kind = describe_kind(mesh.devices.flat[0])
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     return (
-        f"{type(strategy).__name__} with {replicas} replica{'s' if replicas > 1 else ''} on "
+        f"{type(strategy).__name__}: {replicas} replica{'s' if replicas > 1 else ''} on "
         f"{mesh.size} {kind} device{'s' if mesh.size > 1 else ''}"
         f"{f' ({axes})' if len(mesh.shape) > 1 else ''}"
     )
+
+
+def describe_kind(device: jax.Device) -> str:
+    """Returns such as "TPU v5e", "NVIDIA H100" or "emulated CPU"."""
+    if device.platform != "cpu":
+        return device.device_kind.replace("v5 lite", "v5e").replace("v6 lite", "v6e")
+    # A host has one CPU device, unless more are emulated.
+    return "emulated CPU" if jax.local_device_count("cpu") > 1 else "CPU"
 
 
 def _arrays(tree: PyTree) -> list[jax.Array]:

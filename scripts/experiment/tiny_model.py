@@ -104,8 +104,8 @@ def train_tokenizer(text: str) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            "The tiny model has a tokenizer of the package tokenizers, which is not installed: "
-            "pip install tokenizers."
+            "The tiny model requires the package tokenizers, which is not installed. Install it: "
+            "pip install tokenizers"
         ) from missing
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -37,11 +37,13 @@ def read_documents(paths: Sequence[Path]) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in paths:
         if not path.exists():
-            raise ValueError(f"--text {path} does not exist. Name a file of text, or a folder.")
+            raise ValueError(
+                f"--text {path} does not exist. Use a text file, or a folder of text files."
+            )
         if path.is_file():
             text = _read(path)
             if text is None:
-                raise ValueError(f"--text {path} is no text in UTF-8. Convert it, or leave it out.")
+                raise ValueError(f"--text {path} is not UTF-8 text. Convert it, or omit it.")
             found[str(path)] = text
             continue
         for file in sorted(path.rglob("*")):
@@ -50,8 +52,8 @@ def read_documents(paths: Sequence[Path]) -> dict[str, str]:
                 found[str(file)] = text
     if not any(text.strip() for text in found.values()):
         raise ValueError(
-            f"--text {' '.join(map(str, paths))} has no text in UTF-8. Name files or folders of "
-            f"text."
+            f"--text {' '.join(map(str, paths))} contains no UTF-8 text. Use text files, or "
+            f"folders of text files."
         )
     return found
 
@@ -90,8 +92,8 @@ def tokenize(
     highest = max(int(ids.max()) for ids in tokens.values() if len(ids))
     if highest >= vocabulary:
         raise ValueError(
-            f"The tokenizer gives token {highest}, but the model knows {vocabulary} tokens. The "
-            f"tokenizer.json in its folder is that of another model: fetch both anew."
+            f"The tokenizer returns token {highest}, but the model has {vocabulary} tokens. The "
+            f"tokenizer.json in its folder belongs to another model: download both again."
         )
     held_out = choose_held_out({name: len(ids) for name, ids in tokens.items()})
     if held_out:

@@ -138,7 +138,7 @@ def test_all_processes_are_told_of_a_damaged_file(finished):
     for result in results:
         (warned,) = result["warned"]
         assert "state/_METADATA: has 7 bytes" in warned
-        assert "The checkpoint of step 3 is used instead" in warned
+        assert "Using the checkpoint of step 3 instead" in warned
 
 
 @pytest.mark.parametrize("make", [tpudist.OneDeviceStrategy, tpudist.MirroredStrategy])
@@ -160,11 +160,11 @@ def test_a_process_that_cannot_write_fails_the_save_of_all_at_once(finished):
     here, there = results
     assert "could not be saved" in here["error"]
     assert "process 1: " in here["error"]
-    assert "The last one is of step 1." in here["error"]
+    assert "The last checkpoint is of step 1." in here["error"]
     assert "could not be saved" in there["error"]
     for result in results:
         assert result["waited_s"] < 30
-        assert result["nan"].startswith("Step 3 was not saved: 1 array holds NaN")
+        assert result["nan"].startswith("Step 3 was not saved: 1 array contains NaN")
         assert "different steps" in result["apart"]
         assert "(process 0: step 20, process 1: step 21)" in result["apart"]
         assert result["steps"] == [[1], [1, 3], []]
@@ -181,12 +181,12 @@ def test_processes_save_and_restore_checkpoints_at_paths(finished):
     ckpt = f"{folder}/faulty/ckpt"
     for result in results:
         assert "could not be written" in result["write_error"]
-        assert "Processes were to write different paths" in result["paths_apart"]
+        assert "Processes tried to write different paths" in result["paths_apart"]
         assert len(result["restores_apart"]) == 3
         assert (
             f"different paths (process 0: {ckpt}-1, process 1: None)" in result["restores_apart"][0]
         )
-        assert "were to restore different paths (process 0: " in result["restores_apart"][1]
+        assert "tried to restore different paths (process 0: " in result["restores_apart"][1]
         assert "(process 0: the newest, process 1: step 1)" in result["restores_apart"][2]
         assert result["paths"] == [f"{ckpt}-1", f"{folder}/faulty/best", f"{ckpt}-2"]
         assert result["numbers"] == [1, 1, 2]

@@ -109,7 +109,7 @@ def test_no_fault_in_any_file_is_silent(folder):
                     silent.append(f"{name} {what}, but reported: {problems}")
                 continue
             values, warned = _restored(folder)
-            told = any("checkpoint of step 1 is used" in x and name in x for x in warned)
+            told = any("Using the checkpoint of step 1" in x and name in x for x in warned)
             harmless += not problems
             if not (values == before and told if problems else values == good):
                 silent.append(f"{name} {what}: {problems}, warned of {warned}")
@@ -145,7 +145,7 @@ def test_none_good_is_an_error_and_never_a_silent_start(folder, tmp_path):
     state = _state(9)
     called = []
     manager = CheckpointManager(state, tmp_path / "copy", init_fn=lambda: called.append(1))
-    with pytest.raises(CheckpointError, match=r"None of the checkpoints") as error:
+    with pytest.raises(CheckpointError, match=r"Every requested checkpoint is damaged") as error:
         manager.restore_or_initialize()
     assert str(error.value).count("tpudist/metadata: has 2 bytes") == 2
     assert called == []

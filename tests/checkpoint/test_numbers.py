@@ -59,8 +59,8 @@ def test_numbers_of_another_kind_do_not_fit(tmp_path, kind):
     [
         (3, jnp.zeros(1, int), r"x is int32\[1\] in the objects, int in the checkpoint"),
         (2**40, jnp.int32(0), r"x is int32\[\] in the objects, which cannot hold .* 1099511627776"),
-        (-1, np.uint8(0), "cannot hold the int of the checkpoint: -1"),
-        (np.float64(1e300), jnp.float32(0), r"cannot hold the float64\[\] of the checkpoint"),
+        (-1, np.uint8(0), "cannot hold the int value of the checkpoint: -1"),
+        (np.float64(1e300), jnp.float32(0), r"cannot hold the float64\[\] value of the checkpoint"),
         (jnp.float32(0.1), jnp.bfloat16(0), "cast=True for other dtypes"),
     ],
 )

@@ -97,7 +97,7 @@ def test_something_else_is_not_replaced(tmp_path):
     (tmp_path / "mine" / "notes.txt").write_text("")
     with pytest.raises(CheckpointError, match="exists and is not a checkpoint of tpudist"):
         Checkpoint(x=1).write(tmp_path / "mine")
-    with pytest.raises(CheckpointError, match=r"notes.txt.* cannot be written"):
+    with pytest.raises(CheckpointError, match=r"Cannot write .*notes.txt"):
         Checkpoint(x=1).write(tmp_path / "mine" / "notes.txt" / "a")
     assert names(tmp_path / "mine") == ["notes.txt"]
 
@@ -131,15 +131,15 @@ def test_the_newest_of_a_manager_and_of_single_saves_is_the_latest(tmp_path, mon
 def test_names_that_only_one_side_has_are_reported(tmp_path):
     path = Checkpoint(a=1, b=2).save(tmp_path / "x")
     more, less = Checkpoint(a=0, b=0, c=0), Checkpoint(a=0)
-    with pytest.raises(AssertionError, match=r"Not restored, left as they were \(1\):\n  c int"):
+    with pytest.raises(AssertionError, match=r"Not restored, left unchanged \(1\):\n  c int"):
         more.restore(path).assert_consumed()
     assert (more.a, more.b, more.c) == (1, 2, 0)
     with pytest.raises(AssertionError, match="Not all values of the objects"):
         more.restore(path).assert_existing_objects_matched()
-    with pytest.raises(AssertionError, match=r"Left in the checkpoint \(1\):\n  b int"):
+    with pytest.raises(AssertionError, match=r"Only in the checkpoint \(1\):\n  b int"):
         less.restore(path).assert_consumed()
     less.restore(path).assert_existing_objects_matched().assert_nontrivial_match()
-    with pytest.warns(UserWarning, match=r"b int\nIf that is right, call expect_partial\(\)"):
+    with pytest.warns(UserWarning, match=r"b int\nIf you expect this, call expect_partial\(\)"):
         less.restore(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -152,7 +152,7 @@ def test_no_checkpoint_is_no_restore(tmp_path):
     status = Checkpoint(x=1).restore(latest_checkpoint(tmp_path))
     assert status.report is None
     status.expect_partial()
-    with pytest.raises(AssertionError, match="Nothing was restored: save_path is None"):
+    with pytest.raises(AssertionError, match="Nothing was restored, because save_path is None"):
         status.assert_consumed()
 
 
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_an_error(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             Checkpoint(**objects).restore(path)
     with pytest.raises(
-        CheckpointError, match=rf"There is no checkpoint .*x-9. {tmp_path} has: x-1"
+        CheckpointError, match=rf"The checkpoint .*x-9 does not exist. {tmp_path} contains: x-1"
     ):
         Checkpoint(x=1).restore(tmp_path / "x-9")
 
@@ -198,17 +198,22 @@ def test_a_damaged_checkpoint_is_not_restored(tmp_path):
     checkpoint = Checkpoint(x=jnp.zeros(3))
     metadata = tmp_path / "x-1" / "tpudist" / "metadata"
     metadata.write_text(metadata.read_text().replace('"x"', '"y"'))
-    with pytest.raises(CheckpointError, match="is damaged, and nothing was restored"):
+    with pytest.raises(CheckpointError, match="is damaged, so nothing was restored"):
         checkpoint.restore(path)
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("tpudist/metadata", '"leaves"', '"leafs"', r"metadata, is damaged \(KeyError: 'leaves'\)"),
-        ("tpudist/metadata", '"kind"', '"king"', r"metadata, is damaged \(KeyError: 'kind'\)"),
-        ("tpudist/metadata", "{", "", "metadata, is damaged .*restore another checkpoint"),
-        ("state/_METADATA", "{", "", "arrays of .* could not be read, and nothing was restored"),
+        (
+            "tpudist/metadata",
+            '"leaves"',
+            '"leafs"',
+            r"metadata .* is damaged \(KeyError: 'leaves'\)",
+        ),
+        ("tpudist/metadata", '"kind"', '"king"', r"metadata .* is damaged \(KeyError: 'kind'\)"),
+        ("tpudist/metadata", "{", "", "metadata .* is damaged .*Restore another checkpoint"),
+        ("state/_METADATA", "{", "", "Cannot read the arrays of .* so nothing was restored"),
     ],
 )
 def test_damage_that_leaves_nothing_to_restore_is_an_error_without_verification(
@@ -238,12 +243,12 @@ def test_a_state_that_is_damaged_does_not_hide_the_checkpoints(tmp_path, text, m
         assert latest_checkpoint(tmp_path) == str(tmp_path / "x-2")
     for name in ("x-2", "y-1", "best"):
         shutil.rmtree(tmp_path / name)
-    with pytest.raises(CheckpointError, match=f"{message}.* to start from scratch, remove that"):
+    with pytest.raises(CheckpointError, match=f"{message}.* To start from scratch, delete that"):
         latest_checkpoint(tmp_path)
     (tmp_path / "checkpoint").unlink()
     assert latest_checkpoint(tmp_path) is None
 
 
 def test_names_of_methods_are_taken():
-    with pytest.raises(ValueError, match="'save', which is taken"):
+    with pytest.raises(ValueError, match="'save' is reserved"):
         Checkpoint(save=1)

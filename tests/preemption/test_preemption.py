@@ -311,7 +311,7 @@ def test_a_state_that_cannot_be_saved_is_an_error_and_no_exit(tmp_path):
     handler = handler_of(checkpoint, tmp_path)
     checkpoint.x = checkpoint.x * jnp.nan
     terminate()
-    with pytest.raises(CheckpointError, match="1 array holds NaN"):
+    with pytest.raises(CheckpointError, match="1 array contains NaN"):
         step_boundaries.poll()
     handler.close()
 

@@ -63,7 +63,9 @@ def test_a_value_without_a_row_for_each_example_raises_an_error_that_names_it(
     """A vector of as many classes as a replica has rows was summed over the classes."""
     judge = make_evaluation_step(NOT_ROWS[kind])
     with strategy.debug() if eager else contextlib.nullcontext():
-        with pytest.raises(ValueError, match=r"returned \['hits'\] of .* dim 0 does not count"):
+        with pytest.raises(
+            ValueError, match=r"returned \['hits'\] of .* dim 0 must be the examples"
+        ):
             evaluate(strategy, judge, model, batches(strategy))
 
 

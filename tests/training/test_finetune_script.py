@@ -88,8 +88,8 @@ def test_all_weights_are_trained_and_written_with_the_tokenizer(
     for part in (
         "before: held out ",
         "step 6/12  held out ",
-        "--- What it wrote before ---",
-        "--- What it writes ---",
+        "--- Sample before training ---",
+        "--- Sample after training ---",
         f"{text}: 3 document(s)",
         "all weights, ",
         "  before baseline  ",
@@ -137,7 +137,7 @@ def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
     assert "adapters of rank 2, " in capsys.readouterr().out
     assert finetune.main([*args, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "Goes on after step 2 of 4, from " in shown
+    assert "Resuming after step 2 of 4, from " in shown
     assert "before: " not in shown
     assert losses_of(out) == losses_of(whole)
     for name, array in weights_of(whole / "model").items():
@@ -183,9 +183,9 @@ def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, caps
     assert finetune.main(args) == 0
     assert made == [tmp_path / "tiny-model"]
     shown = capsys.readouterr().out
-    assert shown.startswith("Makes a tiny model in ")
+    assert shown.startswith("Creating a tiny model in ")
     assert "the topics of Python's help(): " in shown
-    assert "This run has finished" in shown
+    assert "This run has already finished" in shown
 
 
 @pytest.mark.slow
@@ -193,16 +193,16 @@ def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, caps
     ("options", "words"),
     [
         (["--text", "nowhere"], "--text nowhere does not exist"),
-        (["--text", "picture"], "--text picture is no text in UTF-8"),
-        (["--text", "empty"], "--text empty has no text"),
+        (["--text", "picture"], "--text picture is not UTF-8 text"),
+        (["--text", "empty"], "--text empty contains no UTF-8 text"),
         (["--text", "short"], "text has [0-9]+ tokens, fewer than one window of 16"),
         (["--model", "nowhere"], "nowhere/config.json does not exist"),
         (["--lora", "-1"], "--lora is -1. It must be 0 or above"),
-        (["--lora-alpha", "8"], "--lora-alpha 8.0 was given without adapters"),
+        (["--lora-alpha", "8"], "--lora-alpha 8.0 requires adapters"),
         (["--prompt", ""], "--prompt is empty"),
         (["--steps", "0"], "--steps is 0. It must be above 0"),
-        (["--strategy", "mirrored", "--replica-axes", "fsdp=2"], "Use --strategy tpu, or leave"),
-        (["--resume", "must"], "has no checkpoint to go on from"),
+        (["--strategy", "mirrored", "--replica-axes", "fsdp=2"], "Use --strategy tpu, or omit"),
+        (["--resume", "must"], "has no checkpoint to resume from"),
     ],
 )
 def test_a_bad_option_is_refused_before_work_begins(
@@ -267,7 +267,7 @@ def test_documents_end_with_the_token_that_says_so_and_unknown_tokens_are_refuse
     found = token_text.tokenize({"only": "a" * 40}, Letters(), vocabulary=128, end=0, source="here")
     assert found.train.tolist() == [97] * 39
     assert found.held_out.tolist() == [97, 0]
-    with pytest.raises(ValueError, match="gives token 97, but the model knows 90 tokens"):
+    with pytest.raises(ValueError, match="returns token 97, but the model has 90 tokens"):
         token_text.tokenize({"a": "a"}, Letters(), vocabulary=90, end=None, source="")
 
 

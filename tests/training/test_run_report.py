@@ -1,5 +1,7 @@
 """What a run came to, in rows, and the text that a model writes; of models done by hand."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,7 @@ from flax import nnx
 import tpudist
 from experiment.generate import generate
 from experiment.report import rows
-from experiment.summary import describe_strategy
+from experiment.summary import describe_kind, describe_strategy
 from experiment.units import Unit, UnitWriter
 from tpudist.training.history import History
 
@@ -35,16 +37,21 @@ def strategy() -> tpudist.Strategy:
 @pytest.mark.parametrize(
     ("strategy", "told"),
     [
-        (tpudist.MirroredStrategy, "MirroredStrategy with 8 replicas on 8 CPU devices"),
+        (tpudist.MirroredStrategy, "MirroredStrategy: 8 replicas on 8 emulated CPU devices"),
         (
             lambda: tpudist.TPUStrategy(replica_axes={"tensor": 2}),
-            "TPUStrategy with 4 replicas on 8 CPU devices (replica 4 x tensor 2)",
+            "TPUStrategy: 4 replicas on 8 emulated CPU devices (replica 4 x tensor 2)",
         ),
-        (tpudist.OneDeviceStrategy, "OneDeviceStrategy with 1 replica on 1 CPU device"),
+        (tpudist.OneDeviceStrategy, "OneDeviceStrategy: 1 replica on 1 emulated CPU device"),
     ],
 )
 def test_a_strategy_is_told_by_its_replicas_and_devices(strategy, told):
     assert describe_strategy(strategy()) == told
+
+
+def test_a_tpu_is_named_by_its_generation():
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    assert describe_kind(device) == "TPU v5e"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,7 @@ def test_another_seed_writes_another_text(strategy):
 
 def test_a_prompt_and_a_temperature_are_needed_to_write(strategy):
     model = strategy.create(Successor)
-    with pytest.raises(ValueError, match="empty prompt. Give it a byte at least"):
+    with pytest.raises(ValueError, match="the prompt must have at least one byte"):
         generate(strategy, successor_logits, model, b"", num_bytes=1, window=4)
-    with pytest.raises(ValueError, match="temperature=0. It must be positive"):
+    with pytest.raises(ValueError, match="temperature=0\\): temperature must be positive"):
         generate(strategy, successor_logits, model, b"a", num_bytes=1, window=4, temperature=0)

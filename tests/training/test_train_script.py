@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -54,19 +56,19 @@ def test_a_run_prints_plain_lines_and_leaves_metrics_curves_and_a_summary(
     assert train.main([*args, "--emulate", "8", "--sample-bytes", "40"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "MirroredStrategy with 8 replicas on 8 CPU devices: emulated, as asked."
+        "MirroredStrategy: 8 replicas on 8 emulated CPU devices (--emulate 8)\n"
     )
     for part in (
         "step 1/6  loss ",
         "step 3/6  held out ",
-        "--- What it writes ---",
+        "--- Sample ---",
         "Finished after 6 steps",
         "replicated on 8 devices",
         "bigram baseline",
         "compile time",
         "tokens/s",
         "% of the step time",
-        "1 saved, which held the run up for ",
+        "1 saved, which blocked training for ",
     ):
         assert part in printed
     assert "\x1b" not in printed
@@ -109,7 +111,7 @@ def test_a_model_split_inside_replicas_is_told_by_axes(train, text, tmp_path, ca
     printed = capsys.readouterr().out
     assert "replica 2 x fsdp 2 x tensor 2" in printed
     assert "split over fsdp and tensor" in printed
-    assert "What it writes" not in printed
+    assert "Sample" not in printed
 
 
 @pytest.mark.slow
@@ -118,7 +120,7 @@ def test_a_loss_that_is_no_number_ends_the_run(train, text, tmp_path, capsys):
     assert train.main([*args, "--learning-rate", "1e30", "--clip-norm", "1e30"]) == 1
     printed = capsys.readouterr().out
     assert "Diverged after" in printed
-    assert "try a smaller --learning-rate" in printed
+    assert "Try a smaller --learning-rate" in printed
     assert json.loads((tmp_path / "o" / "summary.json").read_text())["ended"] == "diverged"
 
 
@@ -133,17 +135,20 @@ def test_a_loss_that_is_no_number_ends_the_run(train, text, tmp_path, capsys):
             ["--replica-axes", "x=2"],
             "axes of the model's rules are data, expert, fsdp, sequence, stage, ",
         ),
-        (["--strategy", "mirrored", "--replica-axes", "fsdp=2"], "Use --strategy tpu, or leave"),
-        (["--replica-axes", "tensor=4", "--num-heads", "2"], "--num-heads is 2, .* tensor=4"),
+        (["--strategy", "mirrored", "--replica-axes", "fsdp=2"], "Use --strategy tpu, or omit"),
+        (["--replica-axes", "tensor=4", "--num-heads", "2"], "--num-heads is 2. .* tensor=4"),
         (["--data", "nothing/*.here"], "matches no file"),
-        (["--task", "digits", "--data", "x"], "has data of its own"),
-        (["--out", "/proc/nowhere"], "--out /proc/nowhere cannot be made"),
+        (["--task", "digits", "--data", "x"], "--data applies only to --task text"),
+        (["--out", "/proc/nowhere"], "--out /proc/nowhere: cannot create"),
         (["--steps", "0"], "--steps is 0. It must be above 0"),
         (["--seed", "-1"], "--seed is -1. It must be 0 or above"),
         (["--checkpoint-every", "-1"], "--checkpoint-every is -1. It must be 0 or above"),
-        (["--resume", "must"], "has no checkpoint to go on from"),
+        (["--resume", "must"], "has no checkpoint to resume from"),
         (["--microbatches", "0"], "--microbatches is 0. It must be above 0"),
-        (["--microbatches", "4"], "16 each of 8 .* has 2 examples.* Use --batch-size 32"),
+        (
+            ["--microbatches", "4"],
+            "must divide the 2 example.*--batch-size 16. Use --batch-size 32",
+        ),
         (["--embed-dim", "30"], "Use a multiple of 8, such as 32"),
         (["--emulate", "5"], "JAX has already started with 8"),
     ],
@@ -158,6 +163,18 @@ def test_a_bad_option_is_refused_before_work_begins(
     assert caught.out == ""
     assert caught.err.startswith("train.py: ")
     assert re.search(words, caught.err)
+
+
+@pytest.mark.slow
+def test_the_program_names_its_first_phase_before_it_imports_jax(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit(7)")
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stderr) == (7, "train.py: importing JAX...\n")
 
 
 def test_an_unknown_strategy_is_refused_with_those_there_are(train, capsys):
@@ -176,7 +193,7 @@ def test_ctrl_c_ends_a_run_cleanly_with_what_there_is(text, tmp_path):
     assert code == 130, stderr
     assert "Traceback" not in stdout + stderr
     assert "Interrupted after" in stdout
-    assert "The same command goes on from here." in stdout
+    assert "Run the same command again to continue from here." in stdout
     summary = json.loads((out / "summary.json").read_text())
     assert summary["ended"] == "interrupted"
     assert summary["steps"] == lines_of(out)[-1]["step"] > 3
@@ -203,14 +220,14 @@ def test_a_run_ended_by_sigterm_and_then_killed_is_the_run_that_was_not(
 
     code, stdout, stderr = signalled(args, out, signal.SIGKILL, preempted_at + 16)
     assert code == -signal.SIGKILL, stderr
-    assert f"Goes on after step {preempted_at} of 60, from {out}/checkpoints/" in stdout
+    assert f"Resuming after step {preempted_at} of 60, from {out}/checkpoints/" in stdout
     capsys.readouterr()
     assert train.main([*args, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    again_at = int(re.search(r"Goes on after step (\d+) of 60", printed)[1])
+    again_at = int(re.search(r"Resuming after step (\d+) of 60", printed)[1])
     assert preempted_at < again_at < 60
     assert f"step {again_at + 1}/60  loss " in printed
-    assert f"resumed             2 times, after step {preempted_at}, {again_at}" in printed
+    assert f"resumed              2 times, after step {preempted_at}, {again_at}" in printed
     assert losses_of(out) == losses_of(whole)
     assert [step for step, _ in losses_of(out)] == list(range(1, 61))
 
@@ -241,37 +258,46 @@ def test_the_same_command_twice_trains_once_and_then_tells_what_came_of_it(train
     one_device = ["--strategy", "one_device"]
     assert train.main([*args, "--steps", "4", *one_device]) == 0
     lines = (out / "metrics.jsonl").read_text()
+    measured = json.loads((out / "summary.json").read_text())
+    assert measured["total_s"] > 0
+    (out / "summary.json").write_text(json.dumps(measured | {"total_s": 3723.4}))
     capsys.readouterr()
 
     assert train.main([*args, "--steps", "4", *one_device]) == 0
     printed = capsys.readouterr().out
-    assert f"This run has finished: {out}/checkpoints/4 has its 4 steps" in printed
+    assert f"This run has already finished: {out}/checkpoints/4 has all 4 steps" in printed
     assert "Finished after 4 steps" in printed
     assert "uniform baseline" in printed
     assert (out / "metrics.jsonl").read_text() == lines
+    assert re.search("total time +1:02:03", printed)  # of the run, not of this start
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["total_s"] == 3723.4
+    assert summary["compile_s"] == measured["compile_s"]
 
     assert train.main([*args, "--steps", "6"]) == 0
     printed = capsys.readouterr().out
     assert "MirroredStrategy" in printed
-    assert f"Goes on after step 4 of 6, from {out}/checkpoints/4." in printed
-    assert "It was planned for 4 steps, and its learning rate to fall over them" in printed
+    assert f"Resuming after step 4 of 6, from {out}/checkpoints/4." in printed
+    assert "The run was planned for 4 steps. The learning rate now falls over 6" in printed
     assert [step for step, _ in losses_of(out)] == [1, 2, 3, 4, 5, 6]
     assert lines_of(out)[: lines.count("\n")] == [json.loads(line) for line in lines.splitlines()]
 
     assert train.main([*args, "--steps", "4", "--seed", "7", "--batch-size", "64"]) == 2
     refused = capsys.readouterr().err
-    assert refused.startswith(f"train.py: --out {out} has the checkpoints of another run:\n")
+    assert refused.startswith(
+        f"train.py: --out {out} contains the checkpoints of a different run:\n"
+    )
     for difference in (
-        "--seed is 7, there 0",
-        "--batch-size is 64, there 128",
-        "--steps is 4, there 6: more may be asked for, not fewer",
+        "--seed is 7, that run has 0",
+        "--batch-size is 64, that run has 128",
+        "--steps is 4, that run has 6: use at least as many",
     ):
         assert difference in refused
     assert len(losses_of(out)) == 6
 
     never = [*args, "--steps", "1", "--resume", "never", *one_device]
     assert train.main(never) == 0
-    moved = f"What another run had left in {out} is now in {out}/earlier-1."
+    moved = f"Moved the files of an earlier run from {out} to {out}/earlier-1."
     assert moved in capsys.readouterr().out
     assert len(losses_of(out)) == 1
     assert len(losses_of(out / "earlier-1")) == 6
@@ -305,10 +331,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(train, tmp_
         if file.is_file():
             file.write_bytes(b"")
     assert train.main([*args, "--steps", "1"]) == 2
-    assert "None of the checkpoints asked for is whole" in capsys.readouterr().err
+    assert "Every requested checkpoint is damaged" in capsys.readouterr().err
     checkpoint.rename(f"{checkpoint}.damaged")
     assert train.main([*args, "--steps", "1"]) == 2
-    assert f"No checkpoint in {out} is whole. --resume never" in capsys.readouterr().err
+    assert f"Every checkpoint in {out} is damaged. Use --resume never" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -327,14 +353,14 @@ def test_sigterm_of_one_process_saves_one_step_and_ends_all(train, tmp_path, cap
         first, second = running.wait(exit_codes=(143,))
     assert "Preempted after" in first.stdout
     assert (first.exit_code, second.exit_code) == (143, 143)
-    assert "MultiWorkerMirroredStrategy with 2 replicas on 2 CPU devices" in first.stdout
+    assert "MultiWorkerMirroredStrategy: 2 replicas on 2 CPU devices" in first.stdout
     assert "step" not in second.stdout
     done = losses_of(out)[-1][0]
     assert (out / "checkpoints" / str(done)).is_dir()
     alone = ["--strategy", "one_device", "--emulate", "8"]
     assert train.main([*args, *alone]) == 0
     printed = capsys.readouterr().out
-    assert f"Goes on after step {done} of 120" in printed
+    assert f"Resuming after step {done} of 120" in printed
     assert "accuracy" in printed
     assert [step for step, _ in losses_of(out)] == list(range(1, 121))
     assert json.loads((out / "summary.json").read_text())["held_out"]["accuracy"] > 0.8
@@ -346,7 +372,7 @@ def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
     out = tmp_path / "out"
     args = [*SMALL, "--data", text, "--steps", "4", "--sample-bytes", "8", "--out", str(out)]
     first, second = run_processes(SCRIPT, devices_per_process=1, args=args)
-    assert "MultiWorkerMirroredStrategy with 2 replicas on 2 CPU devices" in first.stdout
+    assert "MultiWorkerMirroredStrategy: 2 replicas on 2 CPU devices" in first.stdout
     assert "Finished after 4 steps" in first.stdout
     assert "step" not in second.stdout
     assert len([line for line in lines_of(out) if line["split"] == "train"]) == 4

@@ -219,7 +219,7 @@ def test_what_is_saved_may_be_a_part_of_the_state(strategy, tmp_path):
     np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
     nothing = tpudist.checkpoint.Checkpoint()
     options = {"num_steps": 1, "folder": tmp_path, "saved": nothing, "progress": False}
-    with pytest.raises(ValueError, match="saved and a state of plain pytrees"):
+    with pytest.raises(ValueError, match="the state is plain pytrees"):
         train(strategy, linen_step, make_linen_state(), ones(), **options)
 
 
@@ -231,13 +231,13 @@ def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy
     with pytest.raises(ValueError, match="generator, which can be read only once"):
         run(strategy, data=(batch for batch in ones(3)))
     iterator = iter(strategy.experimental_distribute_dataset(ones(3)))
-    with pytest.raises(ValueError, match="an iterator, which ended after 3 of 8 steps .* dataset"):
+    with pytest.raises(ValueError, match="the iterator ended after 3 of 8 steps .* dataset"):
         run(strategy, data=iterator)
     used_up = iter(ones(3))
     with pytest.raises(ValueError, match="gave no batches.* exhausted, pass a function"):
         run(strategy, data=lambda: used_up)
     passes = iter([ones(3)])
-    with pytest.raises(ValueError, match="no batches any more after 3 steps, with 5 steps to do"):
+    with pytest.raises(ValueError, match="no more batches after 3 steps, with 5 steps left"):
         run(strategy, data=lambda: next(passes, []))
 
 
@@ -248,7 +248,7 @@ def test_epochs_of_data_whose_length_counts_examples_are_an_error(strategy):
         def __len__(self):
             return 24
 
-    with pytest.raises(ValueError, match=r"whose len\(\) is 24, but a pass .* has 3 batches"):
+    with pytest.raises(ValueError, match=r"len\(data\) is 24, but a pass .* has 3 batches"):
         run(strategy, data=Loader(ones(3)), num_steps=None, num_epochs=1)
     assert run(strategy, data=Loader(ones(3)), num_steps=8)[0].num_steps == 8
 
@@ -300,7 +300,7 @@ def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
         **options,
     )
     assert started == again.resumed_at == [7]
-    assert shown.startswith(f"Goes on after step 7 of 12, from {tmp_path}/run/checkpoints/7.")
+    assert shown.startswith(f"Resuming after step 7 of 12, from {tmp_path}/run/checkpoints/7.")
     assert again.losses == whole.losses
     lines = [
         [(line["step"], line["x"]) for line in read_lines(tmp_path / name) if "x" in line]
@@ -310,7 +310,7 @@ def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
     assert len(lines[0]) == 12
     assert sorted(int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir()) == [8, 10, 12]
     ended, shown = run(strategy, data=data(), num_steps=12, **options)
-    assert "This run has finished: " in shown
+    assert "This run has already finished: " in shown
     assert ended.losses == whole.losses
 
 
@@ -439,18 +439,22 @@ def test_writers_of_ones_own_get_all_numbers_and_stay_open(strategy, tmp_path):
 
 
 REFUSED_RESULTS = {
-    "loss": (lambda loss: loss, TypeError, r"a float32\[\]. train tells metrics by their names"),
+    "loss": (lambda loss: loss, TypeError, r"a float32\[\]. It must return a mapping of names"),
     "none": (lambda loss: None, TypeError, "The step returned None"),
-    "pair": (lambda loss: (loss, loss), TypeError, "The step returned a tuple. train tells"),
+    "pair": (
+        lambda loss: (loss, loss),
+        TypeError,
+        "The step returned a tuple. It must return a mapping",
+    ),
     "state": (
         lambda loss: (loss, {"loss": loss}),
         TypeError,
-        r"as its new state, but was given 2 part\(s\) of state \(model, optimizer\). Return",
+        r"as its new state, but received 2 part\(s\) of state \(model, optimizer\). Return",
     ),
     "vector": (
         lambda loss: {"loss": loss[None]},
         TypeError,
-        r"The metric 'loss' is a float32\[1\]. A metric is a name and a scalar",
+        r"The metric 'loss' is a float32\[1\], but must be a scalar",
     ),
     "word": (lambda loss: {"loss": "low"}, TypeError, "The metric 'loss' is a str"),
 }
@@ -487,13 +491,13 @@ def test_a_state_that_would_never_change_is_refused(strategy):
     def wrong(state, batch):
         return linen_step(state, batch)[1]
 
-    with pytest.raises(TypeError, match=r"metrics and no state, but its state \(state\) is plain"):
+    with pytest.raises(TypeError, match=r"metrics but no state. Its state \(state\) is plain"):
         train(strategy, wrong, make_linen_state(), ones(), num_steps=1, progress=False)
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(strategy, tmp_path):
     state = (*make_state(strategy), threading.Lock())
-    with pytest.raises(TypeError, match="A checkpoint was given what it cannot save:\n  state_2"):
+    with pytest.raises(TypeError, match="A checkpoint cannot save these objects:\n  state_2"):
         train(strategy, step, state, ones(), num_steps=1, folder=tmp_path)
 
 
@@ -505,15 +509,18 @@ def test_an_evaluation_that_measures_nothing_by_name_is_refused(strategy):
 REFUSED = {
     "no length": (
         {"num_steps": None, "num_epochs": 2, "data": lambda: iter(ones())},
-        "num_epochs=2 and data that has no known length, .* Give num_steps",
+        "num_epochs=2\\): the data has no known length, .* Pass num_steps",
     ),
-    "both": ({"num_epochs": 2}, "was given both"),
+    "both": ({"num_epochs": 2}, "train.. received both"),
     "neither": ({"num_steps": None}, "neither num_steps nor num_epochs"),
-    "no steps": ({"num_steps": 0}, "num_steps=0. Give a whole number from 1"),
-    "no folder": ({"checkpoint_every": 2}, "checkpoint_every=2 and no folder"),
-    "nothing to note in": ({"goodput": True}, "goodput=True and no folder"),
-    "nothing to judge": ({"evaluate_every": 2}, "evaluate_every=2 and nothing to evaluate"),
-    "every none": ({"checkpoint_every": 0, "folder": "x"}, "checkpoint_every=0. Give a whole"),
+    "no steps": (
+        {"num_steps": 0},
+        "num_steps=0\\): num_steps must be a whole number of at least 1",
+    ),
+    "no folder": ({"checkpoint_every": 2}, "checkpoint_every=2\\) needs a folder"),
+    "nothing to note in": ({"goodput": True}, "goodput=True\\) needs a folder"),
+    "nothing to judge": ({"evaluate_every": 2}, "evaluate_every=2\\) needs a function to call"),
+    "every none": ({"checkpoint_every": 0, "folder": "x"}, "checkpoint_every=0\\): .* a whole"),
 }
 
 
@@ -526,7 +533,7 @@ def test_options_that_say_nothing_are_refused(strategy, name):
 
 def test_data_of_another_strategy_are_refused(strategy):
     other = tpudist.OneDeviceStrategy()
-    with pytest.raises(ValueError, match="OneDeviceStrategy has distributed, and another strategy"):
+    with pytest.raises(ValueError, match="OneDeviceStrategy distributed the data, but another"):
         run(strategy, data=other.experimental_distribute_dataset(ones()))
 
 

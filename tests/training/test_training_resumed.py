@@ -158,13 +158,14 @@ def test_a_checkpoint_that_was_not_finished_is_none(tmp_path):
 def test_what_contradicts_the_checkpoints_is_listed_with_the_remedies(tmp_path):
     folder.begin(tmp_path, FACTS, 40, "auto")
     with_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="has the checkpoints of another run") as refused:
+    with pytest.raises(ValueError, match="contains the checkpoints of a different run") as refused:
         folder.begin(tmp_path, {"--seed": 1, "--batch-size": 16}, 30, "auto")
     said = str(refused.value)
     for part in (
-        "\n  --seed is 1, there 0\n  --batch-size is 16, there 8\n  --steps is 30, there 40: ",
+        "\n  --seed is 1, that run has 0\n  --batch-size is 16, that run has 8\n",
+        "\n  --steps is 30, that run has 40: ",
         "another --out",
-        f"--resume never to start anew, which moves it to {tmp_path / 'earlier-1'}.",
+        f"--resume never, which moves the old files to {tmp_path / 'earlier-1'}.",
     ):
         assert part in said
     assert folder.begin(tmp_path, FACTS, 40, "auto").goes_on  # and nothing has changed
@@ -174,12 +175,14 @@ def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):
     with_checkpoint(tmp_path)
     for text in ("", "{}", '{"facts": 3, "steps": 1}'):
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(ValueError, match=r"run\.json, which says what they are of, is missing"):
+        with pytest.raises(
+            ValueError, match=r"run\.json, which has the options of that run, is missing"
+        ):
             folder.begin(tmp_path, FACTS, 40, "auto")
 
 
 def test_a_run_that_must_go_on_does_not_start(tmp_path):
-    with pytest.raises(ValueError, match="--resume must was given, but --out .* no checkpoint"):
+    with pytest.raises(ValueError, match="--resume must: --out .* no checkpoint"):
         folder.begin(tmp_path, FACTS, 40, "must")
 
 
@@ -229,7 +232,7 @@ with folder.lock(Path({str(tmp_path)!r})):
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
         with (
-            pytest.raises(ValueError, match="in use by another run. Wait for it to end"),
+            pytest.raises(ValueError, match="in use by another run. Wait until it ends"),
             folder.lock(tmp_path),
         ):
             pass

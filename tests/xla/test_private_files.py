@@ -63,6 +63,6 @@ def test_caches_do_not_close_a_folder_of_something_else(tmp_path, caplog):
     answer_cache.Cache(folder).put("key", answer_cache.Entry(None, "refused", 1.0))
     assert "Plans are not kept" in caplog.text
     assert compilation_cache.enable_compilation_cache(folder) is None
-    assert "Compiled programs are not kept" in caplog.text
+    assert "Cannot use the cache of compiled programs" in caplog.text
     assert mode_of(folder) == 0o755
     assert os.listdir(folder) == ["train.py"]

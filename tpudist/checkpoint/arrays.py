@@ -118,7 +118,7 @@ def foreign_item(path: epath.Path) -> tuple[epath.Path, dict[Path, Any]]:
             flat, _ = jax.tree_util.tree_flatten_with_path(tree)
             return path / item, {tuple(map(entries.key_name, keys)): x for keys, x in flat}
     raise CheckpointError(
-        f"{path} holds no arrays: no item in it was saved by Orbax as a tree. Look at the path."
+        f"{path} contains no arrays: Orbax saved no item in it as a tree. Check the path."
     )
 
 

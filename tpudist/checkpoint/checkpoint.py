@@ -43,8 +43,8 @@ class Checkpoint(entries.Container):
         for name, x in objects.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(
-                    f"{type(self).__name__} was given an object of the name {name!r}, which is "
-                    f"taken. Use a name that is no method's and does not begin with '_'."
+                    f"{type(self).__name__}({name}=...): the name {name!r} is reserved. Use a "
+                    f"name that is not a method and does not begin with '_'."
                 )
             setattr(self, name, x)
 

@@ -53,11 +53,13 @@ def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -
         name = str(steps[-1])
     if problem and name is None:
         raise CheckpointError(
-            f"{state} {problem} of tpudist, and {folder} has no other one. Look at the path; to "
-            f"start from scratch, remove that file."
+            f"{state} {problem} of tpudist, and {folder} contains no other checkpoint. Check the "
+            f"path. To start from scratch, delete that file."
         )
     if problem:
-        warnings.warn(f"{state} {problem} of tpudist. The latest is {name}.", stacklevel=2)
+        warnings.warn(
+            f"{state} {problem} of tpudist. The latest checkpoint is {name}.", stacklevel=2
+        )
     return None if name is None else os.path.join(checkpoint_dir, name)
 
 

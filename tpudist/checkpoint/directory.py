@@ -28,14 +28,14 @@ class Directory:
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
-                f"The directory of checkpoints is {shorten(path)}. Give a path: 'runs/a', or a "
-                f"pathlib.Path."
+                f"CheckpointManager(directory={shorten(path)}): directory must be a path, such as "
+                f"'runs/a' or a pathlib.Path."
             )
         text = os.fspath(path)
         if not text:
             raise ValueError(
-                "The directory of checkpoints is an empty string, which would be the current "
-                "folder. Give a path, such as 'runs/a'; '.' is the current folder."
+                "CheckpointManager(directory=''): an empty path would mean the current "
+                "directory. Pass a path such as 'runs/a', or '.' for the current directory."
             )
         self.is_remote = manifest.is_remote(text)
         if not self.is_remote:
@@ -77,8 +77,8 @@ class Directory:
                 trial.rmdir()
         except OSError as error:
             raise CheckpointError(
-                f"Step {number} cannot be saved: {self.path} is no directory that can be written "
-                f"to ({error}). Give CheckpointManager a directory that can be, or make room."
+                f"Cannot save step {number}: cannot write to the directory {self.path} ({error}). "
+                f"Pass a writable directory to CheckpointManager, or free disk space."
             ) from error
 
     def remove(self, number: int) -> None:

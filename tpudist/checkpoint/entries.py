@@ -118,10 +118,11 @@ class Entries:
         if self._refused:
             listed = "\n".join(f"  {line}" for line in self._refused)
             raise TypeError(
-                f"A checkpoint was given what it cannot save:\n{listed}\nIt takes NNX modules, "
+                f"A checkpoint cannot save these objects:\n{listed}\nIt can save NNX modules, "
                 f"optimizers and Rngs, Variables, arrays of numbers, Python ints, floats, bools "
                 f"and strings, objects with get_state() and set_state(), models, layers, "
-                f"optimizers and metrics of Keras on JAX, and pytrees of these."
+                f"optimizers and metrics of Keras on JAX, and pytrees of these. Pass only such "
+                f"objects."
             )
 
     def finish(self) -> None:
@@ -253,7 +254,7 @@ class Container:
 
     def checkpoint_objects(self) -> dict[str, Any]:
         """The objects, by name."""
-        raise TypeError(f"{type(self).__name__} does not say which objects it has.")
+        raise TypeError(f"{type(self).__name__} must define checkpoint_objects().")
 
     def replace_object(self, name: str, x: Any) -> None:
         """Takes another object for this name."""
@@ -300,7 +301,7 @@ def _key_impl(x: Any) -> str:
 def _describe_duplicates(names: Iterable[str]) -> list[str]:
     """What is wrong with names that are there several times: one would overwrite the other."""
     counts = collections.Counter(names)
-    return [f"{name}: {n} objects of this name" for name, n in counts.items() if n > 1]
+    return [f"{name}: {n} objects have this name" for name, n in counts.items() if n > 1]
 
 
 def _is_object(x: Any) -> bool:

@@ -31,9 +31,9 @@ def read_valid_contents(path: epath.Path) -> dict[str, Any]:
         _ = dict(contents["aliases"]), int(contents["step"]), dict(contents.get("notes", {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"The description of the checkpoint {path}, {CONTENTS}/{_JSON_FILE}, is damaged "
-            f"({type(error).__name__}: {error}), and nothing was restored. Without it nobody can "
-            f"tell what the arrays are, with verify=False too: restore another checkpoint."
+            f"The file {CONTENTS}/{_JSON_FILE} of the checkpoint {path} is damaged "
+            f"({type(error).__name__}: {error}). It describes the arrays, so nothing was "
+            f"restored, and verify=False does not help. Restore another checkpoint."
         ) from error
     return contents
 

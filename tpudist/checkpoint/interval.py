@@ -19,8 +19,8 @@ def as_int(x: Any) -> int | None:
         return None
     if isinstance(x, jax.Array) and x.is_deleted():
         raise CheckpointError(
-            "The number of the step is an array that has been donated to a step or deleted. Give "
-            "the checkpoint the one that the step returned instead."
+            "The step number is an array that was donated to a step or deleted. Pass the "
+            "checkpoint the array that the step returned."
         )
     try:
         value = np.asarray(x)
@@ -52,12 +52,13 @@ class Interval:
             return
         if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
             raise ValueError(
-                f"checkpoint_interval is {num_steps!r}. Give a whole number of steps from 1."
+                f"CheckpointManager(checkpoint_interval={num_steps!r}): checkpoint_interval must "
+                f"be a whole number of at least 1."
             )
         if counter is None and not hasattr(checkpoint, "step"):
             raise ValueError(
-                "checkpoint_interval was given, but nothing counts steps. Give step_counter, or a "
-                "checkpoint that has a `step`."
+                "CheckpointManager(checkpoint_interval=...) needs a step counter. Pass "
+                "step_counter, or a checkpoint that has a `step`."
             )
 
     def is_over(self, latest: Callable[[], int | None]) -> bool:

@@ -88,8 +88,8 @@ class CheckpointManager:
         """
         if not isinstance(checkpoint, Container):
             raise TypeError(
-                f"CheckpointManager was given a {type(checkpoint).__name__} to save. Put it in a "
-                f"Checkpoint, which gives it a name: Checkpoint(model=...)."
+                f"CheckpointManager(checkpoint={type(checkpoint).__name__}): checkpoint must be a "
+                f"Checkpoint or a TrainState, which name the objects. Pass Checkpoint(model=...)."
             )
         warn_if_given(
             "CheckpointManager(checkpoint_name", checkpoint_name, "checkpoints are named by numbers"
@@ -112,7 +112,8 @@ class CheckpointManager:
         self._files = Directory(directory)
         if self._files.path.exists() and not self._files.path.is_dir():
             raise CheckpointError(
-                f"Checkpoints were to be kept in {self._files}, which is a file. Give a directory."
+                f"CheckpointManager(directory={str(self._files)!r}): this is a file. Pass a "
+                f"directory."
             )
         number = next(_names)
         self._channel = Channel(f"checkpoint/{number}")
@@ -223,8 +224,10 @@ class CheckpointManager:
             contents["notes"] = dict(self.notes)
             if not allow_nan:
                 latest = self.latest_step
-                newest = f"The newest is that of step {latest}." if latest is not None else ""
-                refuse_not_finite(found, arrays, step, newest or "There is none yet.")
+                newest = (
+                    f"The newest checkpoint is that of step {latest}." if latest is not None else ""
+                )
+                refuse_not_finite(found, arrays, step, newest or "No checkpoint exists yet.")
             self._prepare(step)
             self._is_clean = False  # until it has begun, or if that is broken off
             self._saver.begin(step, arrays, contents)
@@ -291,7 +294,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"Step {step} cannot be saved to {self._files}: {error}"
+                problem = f"Cannot save step {step} to {self._files}: {error}"
         problem = self._history.agree(problem)
         self._history.forget_damage()
         if problem:
@@ -307,7 +310,10 @@ class CheckpointManager:
             return (self._agree_on_latest() or 0) + 1
         number = as_int(asked)
         if number is None or number < 0:
-            raise ValueError(f"checkpoint_number is {shorten(asked)}. Give a whole number from 0.")
+            raise ValueError(
+                f"save(checkpoint_number={shorten(asked)}): checkpoint_number must be a whole "
+                f"number of at least 0."
+            )
         return number
 
     # Restoring.
@@ -396,7 +402,8 @@ class CheckpointManager:
     def _require_open(self) -> None:
         if not self._is_open:
             raise CheckpointError(
-                f"The CheckpointManager of {self._files} is closed. Make another."
+                f"The CheckpointManager of {self._files} is closed. Create another "
+                f"CheckpointManager."
             )
 
 

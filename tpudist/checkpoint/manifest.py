@@ -78,7 +78,7 @@ def verify(path: epath.Path, share: int = 0, num_shares: int = 1) -> list[Proble
     try:
         manifest = _read_manifest((path / FILE).read_bytes())
     except FileNotFoundError:
-        return [Problem(FILE, "is missing: without it the other files cannot be trusted")]
+        return [Problem(FILE, "is missing: without it the other files cannot be verified")]
     except OSError as error:
         return [Problem(FILE, f"cannot be read ({error})")]
     except ValueError as error:
@@ -100,7 +100,7 @@ def is_remote(path: Any) -> bool:
 def _read_manifest(text: bytes) -> dict[str, Any]:
     body, _, check = text.partition(b"\n")
     if check != f"{zlib.crc32(body):08x}\n".encode():
-        raise ValueError("is damaged: it does not have its own checksum")
+        raise ValueError("is damaged: its own checksum does not match")
     return json.loads(body)
 
 
@@ -123,25 +123,25 @@ def _check(path: epath.Path, name: str, size: int, crc: str) -> Problem | None:
     except OSError as error:
         return Problem(name, f"cannot be read ({error})")
     if found_size != size:
-        return Problem(name, f"has {found_size} bytes, {size} were written")
+        return Problem(name, f"has {found_size} bytes, but {size} were written")
     if f"{found_crc:08x}" != crc:
-        return Problem(name, f"has other contents than were written (CRC-32 of {size} bytes)")
+        return Problem(name, f"differs from what was written (CRC-32 of {size} bytes)")
     return None
 
 
 def _check_later_files(path: epath.Path, checksum: str) -> Iterable[Problem]:
     try:
         if not (path / _COMMITTED).read_bytes().startswith(_COMMITTED_TEXT.encode()):
-            yield Problem(_COMMITTED, "has other contents than were written")
+            yield Problem(_COMMITTED, "differs from what was written")
     except OSError as error:
         yield Problem(_COMMITTED, f"cannot be read ({error})")
     try:
         if _metadata_checksum((path / _METADATA).read_bytes()) != checksum:
-            yield Problem(_METADATA, "has other contents than were written")
+            yield Problem(_METADATA, "differs from what was written")
     except OSError as error:
         yield Problem(_METADATA, f"cannot be read ({error})")
     except ValueError:
-        yield Problem(_METADATA, "is no JSON any more")
+        yield Problem(_METADATA, "is not valid JSON")
 
 
 def _metadata_checksum(text: bytes) -> str:

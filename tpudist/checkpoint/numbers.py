@@ -50,7 +50,7 @@ def convert(entry: Entry, saved: Mapping[str, Any], value: Any) -> Any:
         here = describe(entry.kind, entry.shape, entry.dtype)
         there = describe(saved["kind"], saved["shape"], saved["dtype"])
         raise CheckpointError(
-            f"{entry.name} is {here} in the objects, which cannot hold the {there} of the "
+            f"{entry.name} is {here} in the objects, which cannot hold the {there} value of the "
             f"checkpoint: {number}. Nothing was restored. Give the object a wider dtype."
         )
     return np.asarray(number, dtype)

@@ -114,7 +114,7 @@ def read_at(
     place = epath.Path(place)
     if not problem and verify and (problems := find_problems(place, channel, TIMEOUT_S)):
         listed = "\n".join(f"  {x}" for x in problems)
-        problem = f"The checkpoint {place} is damaged, and nothing was restored:\n{listed}"
+        problem = f"The checkpoint {place} is damaged, so nothing was restored:\n{listed}"
     if problem:
         raise CheckpointError(problem)
     number = read_valid_contents(place)["step"] if is_ours(place) else 0
@@ -143,7 +143,7 @@ def _prepare(target: epath.Path) -> tuple[str, str]:
             if not is_ours(target):
                 return "", (
                     f"{target} exists and is not a checkpoint of tpudist, so it was not replaced. "
-                    f"Give another path."
+                    f"Use another path."
                 )
             if manifest.is_remote(target):
                 target.rmtree()
@@ -156,7 +156,7 @@ def _prepare(target: epath.Path) -> tuple[str, str]:
         ):
             old.rmtree(missing_ok=True)
     except OSError as error:
-        return "", f"{target} cannot be written ({error}). Give another path, or make room."
+        return "", f"Cannot write {target} ({error}). Use another path, or free disk space."
     return str(place), ""
 
 
@@ -169,7 +169,7 @@ def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None)
         if on_written is not None:
             on_written(target)
     except OSError as error:
-        return f"{target} was written, but not put in its place or recorded: {error}"
+        return f"{target} was written, but could not be renamed or recorded: {error}"
     return ""
 
 
@@ -181,14 +181,18 @@ def _locate(target: epath.Path) -> tuple[str, str]:
         if is_ours(target) or not _list_checkpoints(target):
             return str(target), ""
         return "", (
-            f"{target} is a directory of checkpoints, not one of them. Restore "
+            f"{target} is a directory of checkpoints, not a checkpoint. Restore "
             f"tpudist.checkpoint.latest_checkpoint({str(target)!r})."
         )
     if is_ours(_new(target)):  # the program was killed between two renames
         return str(_new(target)), ""
     found = _list_checkpoints(target.parent)
-    others = f"{target.parent} has: {', '.join(found)}" if found else f"{target.parent} has none"
-    return "", f"There is no checkpoint {target}. {others}."
+    others = (
+        f"{target.parent} contains: {', '.join(found)}"
+        if found
+        else f"{target.parent} contains none"
+    )
+    return "", f"The checkpoint {target} does not exist. {others}."
 
 
 def _finish_replacement(target: epath.Path) -> None:

@@ -37,9 +37,9 @@ class RestoreReport:
         lines = [f"Restored {len(self.restored)} values of step {self.step} from {self.path}."]
         for what, names in (
             ("Damaged, so skipped", self.skipped),
-            ("With another dtype than in the checkpoint", self.cast),
-            ("Not restored, left as they were", self.not_restored),
-            ("Left in the checkpoint", self.left_in_checkpoint),
+            ("Converted to another dtype", self.cast),
+            ("Not restored, left unchanged", self.not_restored),
+            ("Only in the checkpoint", self.left_in_checkpoint),
         ):
             if names:
                 lines += [f"{what} ({len(names)}):", *(f"  {name}" for name in names)]
@@ -91,10 +91,10 @@ def match(
     by_name, ambiguous = _rename_all((*aliases, *saved), renaming, aliases)
     asked = [x for x in found.entries if _is_chosen(x, only, exclude)]
     problems = [
-        f"no such name in the checkpoint to rename: {name}" for name in renaming.list_unused()
+        f"rename: the checkpoint has no such name: {name}" for name in renaming.list_unused()
     ]
     problems += [
-        f"nothing of this {'type' if isinstance(x, type) else 'name'} in the objects: {x}"
+        f"the objects have nothing of this {'type' if isinstance(x, type) else 'name'}: {x}"
         for x in (*(only or ()), *exclude)
         if not any(_covers(x, entry) for entry in found.entries)
     ]
@@ -132,8 +132,8 @@ def match(
     if problems:
         listed = "\n".join(f"  {x}" for x in problems)
         raise CheckpointError(
-            f"The checkpoint {path} does not fit the objects:\n{listed}\nNothing was restored. "
-            f"Make objects like the saved ones, or restore a part: only=[...] or exclude=[...] "
+            f"The checkpoint {path} does not match the objects:\n{listed}\nNothing was restored. "
+            f"Create objects like the saved ones, or restore a part: only=[...] or exclude=[...] "
             f"with names, patterns or NNX types, rename={{name in the checkpoint: name here}}, "
             f"cast=True for other dtypes."
         )
@@ -169,9 +169,10 @@ def _describe_replicas(
         return None
     n = known["shape"][0]
     return (
-        f"{entry} is one value in the objects, {n} values in the checkpoint. If they are those of "
-        f"{n} replicas (aggregation='none'), call the step once with {n} replicas before you "
-        f"restore: it makes one value for each replica. Or leave it out: exclude=['{entry.name}']"
+        f"{entry} is one value in the objects, but {n} values in the checkpoint. If they belong "
+        f"to {n} replicas (aggregation='none'), call the step once with {n} replicas before you "
+        f"restore: it creates one value for each replica. Otherwise omit it: "
+        f"exclude=['{entry.name}']"
     )
 
 
@@ -256,7 +257,8 @@ def _fill(old: str, new: str, texts: Sequence[str]) -> str:
     parts = re.split(r"\*+", new)
     if len(parts) != len(texts) + 1:
         raise ValueError(
-            f"rename={{{old!r}: {new!r}}}: the old name has {len(texts)} '*' and the new one "
-            f"{len(parts) - 1}. Use as many in both: each stands for the same text."
+            f"rename={{{old!r}: {new!r}}}: the old name has {len(texts)} '*' and the new name has "
+            f"{len(parts) - 1}. Use the same number in both, because each stands for the same "
+            f"text."
         )
     return "".join(x for pair in zip(parts, (*texts, ""), strict=True) for x in pair)

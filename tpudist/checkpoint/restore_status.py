@@ -54,7 +54,7 @@ class RestoreStatus:
             AssertionError: If none was, or there was no checkpoint; as in TensorFlow.
         """
         if not self._require_report().restored:
-            raise AssertionError("No value was restored: the objects have none.")
+            raise AssertionError("No value was restored, because the objects contain no values.")
         return self
 
     def expect_partial(self) -> "RestoreStatus":
@@ -65,9 +65,7 @@ class RestoreStatus:
     def _require_report(self) -> RestoreReport:
         self._is_expected = True
         if self.report is None:
-            raise AssertionError(
-                "Nothing was restored: save_path is None, so there was no checkpoint."
-            )
+            raise AssertionError("Nothing was restored, because save_path is None.")
         return self.report
 
     def __del__(self) -> None:
@@ -76,7 +74,7 @@ class RestoreStatus:
             return
         if report.not_restored or report.left_in_checkpoint:
             warnings.warn(
-                f"{report}\nIf that is right, call expect_partial() on what restore() returns; "
-                f"assert_consumed() makes it an error.",
+                f"{report}\nIf you expect this, call expect_partial() on the result of restore(). "
+                f"To get an error instead, call assert_consumed().",
                 stacklevel=2,
             )

@@ -33,21 +33,22 @@ class Retention:
             wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
             if value is not None and wrong:
                 raise ValueError(
-                    f"{name} is {shorten(value)}. Give a whole number from 1, or None."
+                    f"CheckpointManager({name}={shorten(value)}): {name} must be None or a whole "
+                    f"number of at least 1."
                 )
         every = self.keep_every_s
         if every is not None and not (isinstance(every, int | float) and every > 0):
             hours = every / 3600 if isinstance(every, int | float) else every
             raise ValueError(
-                f"keep_checkpoint_every_n_hours is {hours!r}. Give a positive number of hours, or "
-                f"None."
+                f"CheckpointManager(keep_checkpoint_every_n_hours={hours!r}): the number of hours "
+                f"must be positive, or None."
             )
         if self.best is not None:
             pair = isinstance(self.best, tuple | list) and len(self.best) == 2
             if not pair or self.best[1] not in ("min", "max"):
                 raise ValueError(
-                    f"best is {self.best!r}. Give the name of a metric and whether less or more is "
-                    f"better: ('held_out_loss', 'min') or ('accuracy', 'max')."
+                    f"CheckpointManager(best={self.best!r}): best must be the name of a metric "
+                    f"and 'min' or 'max', such as ('held_out_loss', 'min') or ('accuracy', 'max')."
                 )
 
     def parse_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
@@ -61,12 +62,13 @@ class Retention:
             numbers = {str(name): float(x) for name, x in (metrics or {}).items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise TypeError(
-                f"metrics is {metrics!r}. Give a dict of numbers: metrics={{'loss': 0.5}}."
+                f"save(metrics={metrics!r}): metrics must be a dict of numbers, such as "
+                f"metrics={{'loss': 0.5}}."
             ) from error
         if metrics is not None and self.best is not None and self.best[0] not in numbers:
             raise ValueError(
-                f"The best checkpoint is to be found by {self.best[0]!r}, but metrics has "
-                f"{', '.join(map(repr, numbers)) or 'nothing'}. Give that one too."
+                f"save(metrics=...): best={self.best!r} needs the metric {self.best[0]!r}, but "
+                f"metrics has {', '.join(map(repr, numbers)) or 'nothing'}. Add it to metrics."
             )
         return numbers
 

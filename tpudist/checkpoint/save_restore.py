@@ -54,15 +54,15 @@ def gather(
             leaf["path"] = list(entry.path)
     if gone:
         raise CheckpointError(
-            f"Step {step} cannot be saved: these arrays have been donated to a step or "
-            f"deleted: {', '.join(gone)}. Give the checkpoint the arrays that the step "
-            f"returned instead, or a copy from before that step (copy.deepcopy(model); nnx.clone "
-            f"shares its arrays), or pass RunOptions(donate_state=False) to that step."
+            f"Cannot save step {step}: these arrays were donated to a step or deleted: "
+            f"{', '.join(gone)}. Pass the checkpoint the arrays that the step returned, or a copy "
+            f"made before that step (copy.deepcopy(model); nnx.clone shares its arrays). Or pass "
+            f"RunOptions(donate_state=False) to that step."
         )
     if abstract:
         raise CheckpointError(
-            f"Step {step} cannot be saved: these are shapes without values: "
-            f"{', '.join(abstract)}. Restore them first, or make the arrays."
+            f"Cannot save step {step}: these are shapes without values: {', '.join(abstract)}. "
+            f"Restore or create the arrays first."
         )
     return arrays, {
         "format": FORMAT,
@@ -83,10 +83,10 @@ def refuse_not_finite(found: Entries, arrays: Mapping[Path, Any], step: int, goo
     values = {x.name: arrays[x.path] for x in found.entries if x.path in arrays}
     bad = not_finite.find_not_finite(values)
     if bad:
-        arrays_hold = "1 array holds" if len(bad) == 1 else f"{len(bad)} arrays hold"
+        arrays_hold = "1 array contains" if len(bad) == 1 else f"{len(bad)} arrays contain"
         raise CheckpointError(
             f"Step {step} was not saved: {arrays_hold} NaN or infinities: {', '.join(bad)}. "
-            f"{good} Save with allow_nan=True if this state is worth keeping."
+            f"{good} To save this state anyway, pass allow_nan=True."
         )
 
 
@@ -112,9 +112,9 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
         values = read_arrays(item, wanted)
     except Exception as error:  # Orbax raises whatever its reader of JSON or of arrays does
         raise CheckpointError(
-            f"The arrays of the checkpoint {path} could not be read, and nothing was restored "
-            f"({type(error).__name__}: {error}). If the storage can be read, the checkpoint is "
-            f"damaged: restore another one."
+            f"Cannot read the arrays of the checkpoint {path}, so nothing was restored "
+            f"({type(error).__name__}: {error}). If the storage works, the checkpoint is damaged: "
+            f"restore another checkpoint."
         ) from error
     converted = {  # before anything is written: a number may not fit
         entry.name: numbers.convert(entry, leaf, _number_of(leaf, values))
@@ -189,7 +189,7 @@ def _check_dtype(entry: Entry) -> None:
     """
     if entry.kind == ARRAY and entry.dtype in _UNKNOWN_DTYPES:
         raise TypeError(
-            f"'{entry.name}' is {entry}, and checkpoints cannot hold arrays of dtype "
+            f"'{entry.name}' is {entry}, and checkpoints cannot store arrays of dtype "
             f"{entry.dtype}. Use a dtype of 8 to 64 bits, or int4."
         )
 
@@ -197,11 +197,11 @@ def _check_dtype(entry: Entry) -> None:
 def _check_json(entry: Entry, value: Any) -> Any:
     try:
         if json.loads(json.dumps(value)) != value:
-            raise ValueError("it would come back changed")
+            raise ValueError("it would not be restored unchanged")
     except (TypeError, ValueError) as error:
         if value == value:
             raise TypeError(
-                f"'{entry.name}' gave {value!r} as its state, which JSON cannot hold ({error}). "
-                f"Use dicts with str keys, lists, str, int, float, bool and None."
+                f"get_state() of '{entry.name}' returned {value!r}, which JSON cannot store "
+                f"({error}). Use dicts with str keys, lists, str, int, float, bool and None."
             ) from error
     return value

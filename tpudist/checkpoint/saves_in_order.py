@@ -121,8 +121,8 @@ class Saver:
                 self._files.remove(old)
             except OSError as error:
                 self._remarks.append(
-                    f"The old checkpoint {self._files.step(old)} could not be removed: {error}. "
-                    f"It stays, and takes its place on the disk. Remove it by hand."
+                    f"Could not delete the old checkpoint {self._files.step(old)}: {error}. It "
+                    f"still uses disk space. Delete it manually."
                 )
 
     def _warn(self) -> None:
@@ -145,7 +145,9 @@ class Saver:
         self._history.forget(step)
         latest = self._history.latest()
         good = (
-            "There is no earlier one. " if latest is None else f"The last one is of step {latest}. "
+            "No earlier checkpoint exists. "
+            if latest is None
+            else f"The last checkpoint is of step {latest}. "
         )
         return make_failure(f"of step {step} could not be saved to {self._files}", error, good)
 
@@ -153,8 +155,9 @@ class Saver:
 def make_failure(what: str, error: BaseException, good: str) -> CheckpointError:
     """Returns the error of a checkpoint that was not written: `what` failed, and what is `good`."""
     return CheckpointError(
-        f"The checkpoint {what}: {type(error).__name__}: {_shorten(error)}\n{good}What was written "
-        f"of this one has been removed. Make room or mend the directory, and save again."
+        f"The checkpoint {what}: {type(error).__name__}: {_shorten(error)}\n{good}The partial "
+        f"files of this checkpoint were deleted. Free disk space or repair the directory, then "
+        f"save again."
     )
 
 

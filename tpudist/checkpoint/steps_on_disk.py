@@ -33,8 +33,8 @@ def require_same(value: Any, channel: Channel, timeout_s: float, what: str) -> N
     if len(set(values)) > 1:
         listed = ", ".join(f"process {i}: {text}" for i, text in enumerate(values))
         raise CheckpointError(
-            f"Processes were to {what} ({listed}). All of them save and restore a checkpoint "
-            f"together: give all the same."
+            f"Processes tried to {what} ({listed}). All processes save and restore a checkpoint "
+            f"together: pass the same value in all of them."
         )
 
 
@@ -43,9 +43,8 @@ def find_problems(path: epath.Path, channel: Channel, timeout_s: float) -> list[
     foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
     if agree(foreign, channel, timeout_s):
         return [
-            "was not written by tpudist, or has lost what says so: it has no checksums, so "
-            "nobody can tell whether its values are those that were saved. "
-            "restore(..., verify=False) takes it as it is"
+            "was not written by tpudist, or has lost its manifest: it has no checksums, so its "
+            "values cannot be verified. To restore it anyway, pass verify=False to restore()"
         ]
     return _verify(path, channel, timeout_s)
 
@@ -140,12 +139,12 @@ class History:
         steps = self.agree(self._files.steps())
         if not steps:
             raise CheckpointError(
-                f"There is no checkpoint in {self._files} to restore. Look at the path, or call "
-                f"restore_or_initialize(), which starts anew where there is none."
+                f"{self._files} contains no checkpoint to restore. Check the path, or call "
+                f"restore_or_initialize(), which starts from scratch if no checkpoint exists."
             )
         if asked is not None and asked not in steps:
             raise CheckpointError(
-                f"There is no checkpoint of step {asked} in {self._files}. There are those of "
+                f"{self._files} contains no checkpoint of step {asked}. It contains steps "
                 f"{', '.join(map(str, steps))}."
             )
         skipped: list[str] = []
@@ -155,7 +154,7 @@ class History:
             if not problems:
                 for line in skipped:
                     warnings.warn(
-                        f"{line}\nThe checkpoint of step {step} is used instead.",
+                        f"{line}\nUsing the checkpoint of step {step} instead.",
                         stacklevel=_OUTSIDE,
                     )
                 return step, tuple(skipped)
@@ -166,9 +165,9 @@ class History:
             skipped.append(f"The checkpoint {self._files.step(step)} is damaged:\n{listed}")
         listed = "\n".join(skipped)
         raise CheckpointError(
-            f"None of the checkpoints asked for is whole, and nothing was restored.\n{listed}\n"
-            f"restore(step, verify=False) takes one as it is, whatever that gives; or give another "
-            f"directory to start anew."
+            f"Every requested checkpoint is damaged, so nothing was restored.\n{listed}\nTo "
+            f"restore one without verification, call restore(step, verify=False). To start from "
+            f"scratch, use another directory."
         )
 
     # What becomes of the damaged ones.
@@ -186,8 +185,8 @@ class History:
             self._files.set_aside(damaged)
         if step in self._files.steps():
             raise CheckpointError(
-                f"There is a checkpoint of step {step} already, {self._files.step(step)}, and it "
-                f"was not replaced. Save under another number, or remove that directory first."
+                f"The checkpoint {self._files.step(step)} already exists, and was not replaced. "
+                f"Save step {step} under another number, or delete that directory first."
             )
         self._files.make(step)
 

@@ -13,12 +13,10 @@ def parse_axes(text: str) -> dict[str, int]:
         if not (name.isidentifier() and equals and size.isdigit() and int(size) > 0):
             raise ValueError(
                 f"--replica-axes {text!r}: {part!r} is not an axis and its size. Write name=size, "
-                f"with commas between, as in fsdp=4,tensor=2."
+                f"separated by commas, such as fsdp=4,tensor=2."
             )
         if name in axes:
-            raise ValueError(
-                f"--replica-axes {text!r} gives the axis {name!r} twice. Give it once."
-            )
+            raise ValueError(f"--replica-axes {text!r} has the axis {name!r} twice. Write it once.")
         axes[name] = int(size)
     return axes
 

@@ -33,7 +33,9 @@ def enable_compilation_cache(folder: Path | None = None) -> Path | None:
     try:
         folder = private_files.folder(folder or cache_folder(), ours=_NAMES)
     except OSError as error:
-        _log.warning("Compiled programs are not kept: %s", error)
+        _log.warning(
+            "Cannot use the cache of compiled programs, so the next run compiles again: %s", error
+        )
         return None
     Setting.COMPILATION_CACHE_DIR.set(str(folder))
     return folder

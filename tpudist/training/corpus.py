@@ -60,8 +60,8 @@ def load_corpus(pattern: str | None = None) -> Corpus:
     files = [path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()]
     if not files:
         raise ValueError(
-            f"--data {pattern!r} matches no file in {Path.cwd()}. It is a glob, where ** stands "
-            f"for any folders: quote it, as in --data 'books/**/*.txt'."
+            f"--data {pattern!r} matches no file in {Path.cwd()}. It is a glob, and ** matches "
+            f"any number of folders. Quote it, as in --data 'books/**/*.txt'."
         )
     return read_corpus(files, Path.cwd(), f"files matching {pattern}")
 
@@ -71,8 +71,8 @@ def read_corpus(files: Sequence[Path], root: Path, source: str) -> Corpus:
     train, held_out = split_files([_relative(path, root) for path in files])
     if not train or not held_out:
         raise ValueError(
-            f"The text ({source}) is {len(files)} file(s). Files are held out whole, so at least 2 "
-            f"are needed: name more files, or cut the file in two."
+            f"The text ({source}) has {len(files)} file(s), but at least 2 are needed, because "
+            f"complete files are held out. Use more files, or split the file in two."
         )
     by_name = {_relative(path, root): path for path in files}
 
@@ -111,9 +111,9 @@ def spread_windows(text: np.ndarray, length: int, num_windows: int) -> np.ndarra
     num_available = (len(text) - 1) // length
     if num_available < 1:
         raise ValueError(
-            f"The held-out text has {len(text)} {'bytes' if text.dtype == np.uint8 else 'tokens'}, "
-            f"fewer than one window of {length} + 1. Give more text, or a smaller "
-            f"--sequence-length."
+            f"The held-out text has {len(text)} "
+            f"{'bytes' if text.dtype == np.uint8 else 'tokens'}, fewer than one window of "
+            f"{length} + 1. Use more text, or a smaller --sequence-length."
         )
     num_windows = min(num_windows, num_available)
     starts = np.arange(num_windows) * num_available // num_windows * length

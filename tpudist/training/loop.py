@@ -131,8 +131,9 @@ def train(
     history, step_state = History(), StepState(state)
     if saved is not None and not step_state.is_changed_in_place:
         raise ValueError(
-            "train was given saved and a state of plain pytrees, of which each step gives new ones "
-            "back: what is saved would stay what it was. Leave saved out; all of it is saved then."
+            "train(saved=...): the state is plain pytrees, and each step returns new ones, so "
+            "the checkpoint would always contain the initial state. Omit saved to save the "
+            "complete state."
         )
     kept_state: Any = step_state.checkpoint if saved is None else saved
     kept_state.step, kept_state.batches, kept_state.history = 0, passes.batches, history
@@ -215,17 +216,17 @@ def _check_options(
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if value is not None and not is_count:
             raise ValueError(
-                f"train was given {name}={shorten(value)}. Give a whole number from 1."
+                f"train({name}={shorten(value)}): {name} must be a whole number of at least 1."
             )
     needing = {"checkpoint_every": checkpoint_every, "goodput": goodput, "saved": saved}
     for name, value in needing.items():
         if value and folder is None:
             raise ValueError(
-                f"train was given {name}={shorten(value)} and no folder to keep anything in. Give "
-                f"folder='runs/first', or leave {name} out."
+                f"train({name}={shorten(value)}) needs a folder. Pass folder='runs/first', or "
+                f"omit {name}."
             )
     if evaluate_every is not None and evaluate is None:
         raise ValueError(
-            f"train was given evaluate_every={evaluate_every} and nothing to evaluate. Give "
-            f"evaluate as well, or leave evaluate_every out."
+            f"train(evaluate_every={evaluate_every}) needs a function to call. Pass evaluate, or "
+            f"omit evaluate_every."
         )

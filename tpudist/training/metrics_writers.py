@@ -103,8 +103,8 @@ class TensorBoardWriter:
         """
         if not has_tensorboard():
             raise ModuleNotFoundError(
-                "TensorBoardWriter needs tensorboardX, which is not installed: "
-                "pip install tensorboardX."
+                "TensorBoardWriter requires tensorboardX, which is not installed: pip install "
+                "tensorboardX."
             )
         self._folder = Path(folder) / "tensorboard"
         self._events: Any = None
@@ -154,7 +154,7 @@ class WandbWriter:
         """
         if not callable(getattr(run, "log", None)):
             raise TypeError(
-                f"WandbWriter was given a {type(run).__name__}, which has no log(). Give the run "
+                f"WandbWriter(run={type(run).__name__}): this object has no log(). Pass the run "
                 f"that wandb.init(...) returns."
             )
         self._run = run

@@ -42,9 +42,9 @@ class Passes:
             dataset = strategy.experimental_distribute_dataset(data)
         if dataset.strategy is not None and dataset.strategy is not strategy:
             raise ValueError(
-                f"train was given data that {type(dataset.strategy).__name__} has distributed, and "
-                f"another strategy, {type(strategy).__name__}, to run the steps. Distribute it "
-                f"with the strategy that trains, or give it as it was before."
+                f"train(data=...): {type(dataset.strategy).__name__} distributed the data, but "
+                f"another strategy, {type(strategy).__name__}, runs the steps. Distribute the "
+                f"data with the strategy that trains, or pass the original dataset."
             )
         self._dataset = dataset
         self.cardinality = dataset.cardinality
@@ -70,16 +70,16 @@ class Passes:
             if not self.batches.position.step:
                 raise NoBatches
             raise ValueError(
-                f"train was given an iterator, which ended after {step} of {num_steps} steps and "
-                f"cannot begin anew. Give the dataset itself, which is gone through again, or ask "
-                f"for {step} steps."
+                f"train(data=...): the iterator ended after {step} of {num_steps} steps and "
+                f"cannot start again. Pass the dataset itself, which can be iterated again, or "
+                f"use num_steps={step}."
             )
         found = self.batches.position.step
         if self.counts_epochs and found not in (0, self.cardinality):
             raise ValueError(
-                f"train was given num_epochs and data whose len() is {self.cardinality}, but a "
-                f"pass through it has {found} batches. len() of data must count its batches, not "
-                f"examples, so that epochs can be counted. Correct it, or give num_steps."
+                f"train(num_epochs=...): len(data) is {self.cardinality}, but a pass through it "
+                f"has {found} batches. To count epochs, len(data) must be the number of batches, "
+                f"not of examples. Correct it, or pass num_steps."
             )
         self.batches = iter(self._dataset)
         try:
@@ -88,8 +88,8 @@ class Passes:
             if not step:
                 raise NoBatches from None
             raise ValueError(
-                f"train was given data that has no batches any more after {step} steps, with "
-                f"{num_steps - step} steps to do. Give data that has batches in each pass."
+                f"train(data=...): the data has no more batches after {step} steps, with "
+                f"{num_steps - step} steps left. Pass data that has batches in every pass."
             ) from None
 
     def _take(self) -> tuple[Any, float]:
@@ -108,19 +108,20 @@ def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -
     if (num_steps is None) == (num_epochs is None):
         both = "neither num_steps nor num_epochs" if num_steps is None else "both"
         raise ValueError(
-            f"train was given {both}. Say with one of them how long to train: num_steps=1000, or "
-            f"num_epochs=3."
+            f"train() received {both}. Pass exactly one of them: num_steps=1000, or num_epochs=3."
         )
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"train was given {name}={shorten(number)}. Give a whole number from 1.")
+        raise ValueError(
+            f"train({name}={shorten(number)}): {name} must be a whole number of at least 1."
+        )
     if num_epochs is None:
         return number
     if passes.cardinality < 0:
         why = "never ends" if passes.cardinality == -1 else "has no known length"
         raise ValueError(
-            f"train was given num_epochs={num_epochs} and data that {why}, so it is not known how "
-            f"many steps that is. Give num_steps instead, or data with a length."
+            f"train(num_epochs={num_epochs}): the data {why}, so the number of steps is unknown. "
+            f"Pass num_steps instead, or data with a length."
         )
     passes.counts_epochs = True
     return number * max(passes.cardinality, 1)  # without batches, the first step finds none

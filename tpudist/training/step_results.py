@@ -18,9 +18,9 @@ def refuse_result(result: Any) -> NoReturn:
         TypeError: Always.
     """
     raise TypeError(
-        f"The step returned {_describe(result)}. train tells metrics by their names, so it must "
-        f'return a mapping of names to scalars, such as {{"loss": loss}}; or, where its state is '
-        f'plain pytrees, the new state and that mapping: return state, {{"loss": loss}}.'
+        f"The step returned {_describe(result)}. It must return a mapping of names to scalars, "
+        f'such as {{"loss": loss}}. If its state is plain pytrees, return the new state and '
+        f'that mapping: return state, {{"loss": loss}}.'
     )
 
 
@@ -32,7 +32,7 @@ def refuse_state(state: Any, names: Sequence[str]) -> NoReturn:
     """
     wanted = f"a tuple of {len(names)}" if len(names) != 1 else "a tuple of 1"
     raise TypeError(
-        f"The step returned {_describe(state)} as its new state, but was given {len(names)} "
+        f"The step returned {_describe(state)} as its new state, but received {len(names)} "
         f"part(s) of state ({', '.join(names)}). Return {wanted}, in the order of the arguments."
     )
 
@@ -44,10 +44,10 @@ def refuse_metrics_alone(names: Sequence[str]) -> NoReturn:
         TypeError: Always.
     """
     raise TypeError(
-        f"The step returned metrics and no state, but its state ({', '.join(names)}) is plain "
-        f"pytrees of arrays, which no step changes in place: nothing would be learned. Return the "
-        f'new state and the metrics, return state, {{"loss": loss}}; or give NNX objects or '
-        f"Variables as the state."
+        f"The step returned metrics but no state. Its state ({', '.join(names)}) is plain pytrees "
+        f"of arrays, which a step cannot change in place, so it would learn nothing. Return the "
+        f'new state too: return state, {{"loss": loss}}. Or use NNX objects or Variables as the '
+        f"state."
     )
 
 
@@ -61,16 +61,15 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if isinstance(value, PerReplica):
             raise ValueError(
-                f"The metric {name!r} differs between replicas, so there is no one number to tell. "
-                f"Combine it in the step: "
-                f'tpudist.get_replica_context().all_reduce("sum", {name}) for a sum, as of what '
-                f'tpudist.compute_average_loss gives, or "mean".'
+                f"The metric {name!r} differs between replicas, but must be one number. Combine "
+                f'it in the step with tpudist.get_replica_context().all_reduce("sum", {name}), '
+                f'which is right after tpudist.compute_average_loss, or with "mean".'
             )
         is_number = isinstance(value, jax.Array | np.ndarray | np.number | int | float)
         if not isinstance(name, str) or not is_number or np.shape(value) != ():
             raise TypeError(
-                f"The metric {name!r} is {_describe(value)}. A metric is a name and a scalar, an "
-                f"array of shape (): take the mean or the sum of it."
+                f"The metric {name!r} is {_describe(value)}, but must be a scalar, an array of "
+                f"shape (). Take its mean or its sum."
             )
 
 

@@ -166,16 +166,18 @@ class StepSchedule:
         self._timer.pause()
 
     def report_start(self) -> None:
-        """Says and notes where a run goes on."""
+        """Reports and records where a run resumes."""
         history = self.history
         if history.restored is None:
             return
         done = history.num_steps
         if done >= self.num_steps:
-            said = f"This run has finished: {history.restored} has its {done} steps."
+            said = f"This run has already finished: {history.restored} has all {done} steps."
             self.display.say(said)
             return
-        self.display.say(f"Goes on after step {done} of {self.num_steps}, from {history.restored}.")
+        self.display.say(
+            f"Resuming after step {done} of {self.num_steps}, from {history.restored}."
+        )
         if done:
             history.resumed_at.append(done)
             self._write("resumed", {"replicas": self._strategy.num_replicas_in_sync})

@@ -90,10 +90,10 @@ def _check_rows(
             name = jax.tree_util.keystr(path) or "a value"
             raise ValueError(
                 f"make_evaluation_step: measure(model, batch) returned {name} of "
-                f"{x.dtype}{list(x.shape)}, whose dim 0 does not count the examples of the batch. "
-                f"Return what is measured on each example, [batch, ...]: not a mean or a sum over "
-                f"them. For a vector over classes: jax.nn.one_hot(labels, num_classes) * "
-                f"correct[:, None]."
+                f"{x.dtype}{list(x.shape)}, but its dim 0 must be the examples of the batch. "
+                f"Return one value per example, [batch, ...], not a mean or a sum over examples. "
+                f"For a vector over classes: jax.nn.one_hot(labels, num_classes) * correct[:, "
+                f"None]."
             )
 
 
