@@ -74,17 +74,17 @@ def test_processes_with_different_numbers_of_devices_run_the_program(tpudist_pod
 @pytest.mark.parametrize(
     ("kind", "exit_codes", "said"),
     [
-        ("kill", [75, -9], "Process 1 has ended without a word"),
+        ("kill", [75, -9], "Process 1 ended without a message"),
         pytest.param(
             "raise",
             [1, 1],
-            "RuntimeError: A fault was asked for at call 7 of process 1.",
+            "RuntimeError: The test injected a fault at call 7 of process 1.",
             marks=(pytest.mark.slow, pytest.mark.exhaustive),
         ),
         pytest.param(
             "leave",
             [1, 1],
-            "call(s) of what the processes do together, and process",
+            "shared call(s), but process",
             marks=(pytest.mark.slow, pytest.mark.exhaustive),
         ),
     ],
@@ -169,7 +169,7 @@ def test_what_takes_too_long_is_ended_and_shown(light):
     with Pod(light, "4000", devices_per_process=1, timeout_s=7) as pod:
         with pytest.raises(PodError, match=r"step \d+ 2.0"):
             pod.wait_for_line(1, "never printed")
-        with pytest.raises(PodError, match="All were killed after 7 s"):
+        with pytest.raises(PodError, match="All processes were killed after 7 s"):
             pod.wait(60)
     with Pod(light, "4000", devices_per_process=1) as pod:
         with pytest.raises(PodError, match="did not end within 1 s"):
@@ -193,7 +193,7 @@ def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
         pod.wait_for_line(2, "step 5 2.0")
         ended = pod.wait(60)
     assert codes(ended) == [0], ended[0].output
-    assert "process 1 was killed (SIGKILL): the others go on." in ended[0].output
+    assert "process 1 was killed (SIGKILL): the others continue." in ended[0].output
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
@@ -209,10 +209,10 @@ def test_hosts_that_are_cut_off_say_so(tpudist_pod, program):
         ended = pod.wait(60)
     assert codes(ended) == [75, 75]
     for index, one in enumerate(ended):
-        assert f"tpudist, process {index}: Process {1 - index}" in one.output
-        assert "Start all processes again" in one.output
+        assert f"[tpudist p{index}] Process {1 - index}" in one.output
+        assert "Restart all processes" in one.output
     # The first to notice ends; both kernels are one here, and it says so to the other.
-    assert any("or its host or network has failed" in x.output for x in ended)
+    assert any("or its host or network failed" in x.output for x in ended)
 
 
 def test_faults_of_a_seed_are_the_same():
@@ -231,14 +231,14 @@ def test_faults_of_a_seed_are_the_same():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"devices_per_process": [1, 2, 3]}, "one number, or one for each"),
+        ({"devices_per_process": [1, 2, 3]}, "Pass one number, or one number per process"),
         ({"launch": (), "absent": [1]}, "launch=... starts the same program"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, said, program):
     with pytest.raises(ValueError, match=said):
         Pod(program, **options)
-    with pytest.raises(ValueError, match="a fault is one of raise, kill"):
+    with pytest.raises(ValueError, match="a fault must be one of raise, kill"):
         Fault("explode", 0, 0)
 
 

@@ -79,7 +79,7 @@ def test_devices_asked_for_too_late_are_refused_before_any_test_runs(tmp_path):
     )
     assert code == pytest.ExitCode.USAGE_ERROR
     assert "emulate(3): JAX has already started" in output
-    assert "let it do that in a fixture" in output
+    assert "Do it in a fixture instead" in output
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class CountRetries(logging.Handler):
         text = record.getMessage()
         if "runs again." in text:
             _RETRIES["worker lost"] += 1
-        elif "goes on where its log ends" in text:
+        elif "continues where its log ends" in text:
             _RETRIES["server replaced"] += 1
         elif "given up" in text and "hangs" in text:
             _RETRIES["server hung"] += 1

@@ -78,7 +78,7 @@ def test_one_host_and_one_that_is_no_tpu_have_no_slice(tmp_path):
     ("answers", "said"),
     [
         ({"worker-network-endpoints": "a:b,c:d", "agent-worker-number": "0"}, "neither a list of"),
-        ({"worker-network-endpoints": "a,b", "agent-worker-number": "2"}, "numbers go from 0 to 1"),
+        ({"worker-network-endpoints": "a,b", "agent-worker-number": "2"}, "are 0 to 1"),
         ({"worker-network-endpoints": "a,b"}, "agent-worker-number of the metadata server"),
     ],
 )
@@ -90,7 +90,9 @@ def test_what_makes_no_sense_is_refused(answers, said, tmp_path):
 @pytest.mark.parametrize("number", ["", "2", "x"])
 def test_a_number_that_is_none_of_the_hosts_is_refused(number, tmp_path):
     env = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": number}
-    with pytest.raises(ValueError, match=f"TPU_WORKER_ID is '{number}', but this host is one of 2"):
+    with pytest.raises(
+        ValueError, match=f"TPU_WORKER_ID is '{number}', but the numbers of the 2 hosts"
+    ):
         find_slice_hosts(env, tmp_path)
 
 
@@ -99,5 +101,5 @@ def test_without_an_answer_it_is_said_that_others_may_be_there(tmp_path, caplog)
     with metadata_server({"worker-network-endpoints": 500}) as (server, asked):
         assert find_slice_hosts({"GCE_METADATA_IP": server}, tmp_path) is None
         assert len(asked) == 3
-    assert "it is taken for the only one" in caplog.text
+    assert "tpudist uses only this host" in caplog.text
     assert find_slice_hosts({"TPU_WORKER_HOSTNAMES": "localhost"}, tmp_path) is None

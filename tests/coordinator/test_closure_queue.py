@@ -167,7 +167,7 @@ def test_the_first_error_wins_and_nothing_runs_when_it_is_raised(setting):
     assert running == [first, second]
     third = setting.put()
     setting.queue.fail(first, 0, KeyError("the first"))
-    with pytest.raises(CancelledError, match="was cancelled before it ran: closure 0"):
+    with pytest.raises(CancelledError, match="was canceled before it ran: closure 0"):
         third.output.get()
     order = []
 
@@ -193,7 +193,7 @@ def test_what_is_put_back_after_an_error_is_cancelled(setting):
         setting.queue.get(i)
     setting.queue.fail(first, 0, KeyError("the first"))
     setting.queue.put_back(second, 1, "worker 1 has died")
-    with pytest.raises(CancelledError, match="another closure has failed"):
+    with pytest.raises(CancelledError, match="another closure failed"):
         second.output.get()
     with pytest.raises(KeyError):
         setting.queue.is_done()
@@ -229,8 +229,8 @@ def test_a_full_queue_says_for_what_it_waits(monkeypatch, caplog):
     assert not thread.join(0.3)
     setting.start(1)
     assert thread.join(10)
-    assert "schedule waits for one of the 1 places of the queue" in caplog.text
-    assert "Under way: closure 0, 'Setting.<lambda>' (test_closure_queue.py:" in caplog.text
+    assert "schedule waits for one of the 1 places in the queue" in caplog.text
+    assert "Running: closure 0, 'Setting.<lambda>' (test_closure_queue.py:" in caplog.text
     setting.close()
 
 
@@ -281,7 +281,7 @@ def test_a_queue_that_was_stopped_gives_nothing_and_takes_nothing(setting):
     assert all(thread.join(10) for thread in threads)
     with pytest.raises(CancelledError, match="the run has ended"):
         waiting.output.get()
-    with pytest.raises(CancelledError, match="was scheduled after the end of its run"):
+    with pytest.raises(CancelledError, match="was scheduled after its run ended"):
         setting.put()
 
 
@@ -342,7 +342,7 @@ def test_nests_of_remote_values_are_fetched():
 
     setting = Setting()
     closures = [setting.put(lambda i=i: {"x": jnp.full(2, i)}) for i in range(2)]
-    assert "no worker has computed" in repr(closures[0].output)
+    assert "RemoteValue, not computed yet" in repr(closures[0].output)
     setting.start(1)
     found = fetch_all({"a": closures[0].output, "b": [closures[1].output, 7]})
     assert isinstance(found["a"]["x"], np.ndarray)
@@ -350,5 +350,5 @@ def test_nests_of_remote_values_are_fetched():
     assert found["b"][1] == 7
     assert "{'x'" in repr(closures[0].output)
     setting.close()
-    with pytest.raises(AssertionError, match="holds a RemoteValue of each worker"):
+    with pytest.raises(AssertionError, match="needs one RemoteValue per worker"):
         PerWorkerValue([1])

@@ -81,7 +81,7 @@ def test_a_cluster_on_this_machine_without_a_chief_is_the_program_itself(nodes):
     )
     assert nodes == []
     with pytest.raises(
-        RuntimeError, match=r"Server\(ps 0, grpc://localhost:3\) is part of a progr"
+        RuntimeError, match=r"Server\(ps 0, grpc://localhost:3\) belongs to a progr"
     ):
         servers[2].join()
     strategy.shutdown()
@@ -95,7 +95,9 @@ def test_a_local_server_listens_to_nobody(nodes):
     )
     assert server.target == "grpc://localhost:0"
     assert nodes == []
-    with pytest.warns(UserWarning, match="config={'a': 1}.* has no effect: there are no sessions"):
+    with pytest.warns(
+        UserWarning, match="config={'a': 1}.* has no effect, because there are no sessions"
+    ):
         tpudist.Server.create_local_server({"a": 1}, start=False)
 
 
@@ -107,11 +109,11 @@ def test_arguments_go_before_a_definition():
 
 
 WRONG = {
-    "a type": (lambda: tpudist.Server(3), TypeError, "given 3, which is neither a .*ServerDef nor"),
+    "a type": (lambda: tpudist.Server(3), TypeError, "Server\\(3\\): pass a .*ServerDef, a"),
     "no job": (
         lambda: tpudist.Server(LOCAL),
         ValueError,
-        "given no job_name, and a cluster of the",
+        "needs a job_name, because the cluster has the",
     ),
     "no task": (
         lambda: tpudist.Server(LOCAL, "worker"),
@@ -128,22 +130,22 @@ WRONG = {
     "a protocol": (
         lambda: tpudist.Server(LOCAL, "ps", protocol="grpc+verbs"),
         ValueError,
-        r"protocol='grpc\+verbs'. There is one only",
+        r"protocol='grpc\+verbs'.: the only protocol is",
     ),
     "the chief": (
         lambda: tpudist.Server(CLUSTER, "chief"),
         ValueError,
-        "made for chief 0. Only the tasks of 'worker' and 'ps' are servers; the program",
+        "created for chief 0. Only the tasks of 'worker' and 'ps' are servers. The",
     ),
     "no chief": (
         lambda: tpudist.Server({"worker": ["10.0.0.2:1"]}, "worker"),
         ValueError,
-        "has worker 0 at 10.0.0.2:1, which is another host, and no 'chief'",
+        "has worker 0 at 10.0.0.2:1, which is another host, but no 'chief'",
     ),
     "a port": (
         lambda: tpudist.Server({**CLUSTER, "chief": ["10.0.0.1"]}, "ps"),
         ValueError,
-        "'10.0.0.1' names no host and port",
+        "'10.0.0.1' is not a host and a port",
     ),
 }
 

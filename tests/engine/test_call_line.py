@@ -145,7 +145,7 @@ def test_a_line_that_is_broken_keeps_nothing_of_who_was_told(when, monkeypatch):
 
 def test_who_does_not_know_the_secret_is_not_heard(listener, seen, monkeypatch):
     monkeypatch.setattr(call_listener, "HANDSHAKE_S", 0.3)
-    with pytest.raises(ConnectionRefusedError, match="knows another secret"):
+    with pytest.raises(ConnectionRefusedError, match="has a different secret"):
         connect(listener, b"another one")
     with socket.create_connection(listener.address) as stranger:
         stranger.sendall(struct.pack("!i", 30) + pickle.dumps("anything"))
@@ -170,7 +170,7 @@ def test_one_who_says_nothing_holds_up_nobody(listener, monkeypatch):
 def test_a_listener_that_does_not_know_the_secret_is_not_called():
     with (
         silent_listener(b"another one") as address,
-        pytest.raises(ConnectionRefusedError, match="knows another secret"),
+        pytest.raises(ConnectionRefusedError, match="has a different secret"),
     ):
         CallLine(address, SECRET, pickle.Pickler)
 
@@ -220,7 +220,7 @@ def test_a_reply_that_cannot_be_taken_ends_the_line(line, monkeypatch):
     monkeypatch.setattr(call_line, "receive", receive)
     first, second = line.call(2), line.call(3)
     assert get(line, first) == 2  # for which the thread waited before
-    with pytest.raises(ConnectionAbortedError, match="cannot be read: MemoryError"):
+    with pytest.raises(ConnectionAbortedError, match="Cannot read a reply: MemoryError"):
         line.wait(second, 20.0)
 
 

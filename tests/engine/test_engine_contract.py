@@ -167,7 +167,7 @@ def test_an_actor_that_cannot_be_made_has_died_and_says_why(engine):
 
     actor = engine.spawn("ps", 0, make)
     with pytest.raises(
-        ActorDied, match="(?s)it could not be made.*no memory for the table"
+        ActorDied, match="(?s)it could not be created.*no memory for the table"
     ) as died:
         engine.result(engine.call(actor, "get"))
     assert not died.value.was_made
@@ -210,7 +210,7 @@ def test_nothing_is_left_after_shutdown(engine):
         engine.result(future)
     with pytest.raises(ActorDied, match="the engine was shut down"):
         engine.result(engine.call(actors[1], "get"))
-    with pytest.raises(RuntimeError, match="was shut down. Make a new one"):
+    with pytest.raises(RuntimeError, match="was shut down. Create another"):
         spawn(engine, "worker", 9)
 
 

@@ -81,7 +81,7 @@ def test_a_command_that_fails_says_what_it_has_printed(folder):
 
 def test_a_command_that_takes_too_long_is_ended(folder):
     before = descendants(os.getpid())
-    with pytest.raises(RuntimeError, match="`sleep 600` was not done after 0.3 s"):
+    with pytest.raises(RuntimeError, match="`sleep 600` did not finish within 0.3 s"):
         ProcessGuard(["sleep", "600"], folder, os.environ, timeout_s=0.3)
     assert descendants(os.getpid()) == before
     assert not folder.exists()

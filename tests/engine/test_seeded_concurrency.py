@@ -133,7 +133,7 @@ def test_threads_of_others_are_refused():
     thread = threading.Thread(target=use, name="of somebody")
     thread.start()
     thread.join()
-    assert "The thread 'of somebody' uses what is replayed from a seed" in found[0]
+    assert "The thread 'of somebody' uses objects that are replayed from a seed" in found[0]
 
 
 def test_who_waits_until_a_moment_comes_there_whatever_rounding_leaves():

@@ -31,7 +31,7 @@ def test_who_is_slow_in_each_step_is_found_and_the_others_have_waited():
     assert found.lateness_s[0] == 0
     assert found.seconds[0][WAITED] == pytest.approx(49)
     assert WAITED not in found.seconds[1]
-    assert found.causes[0].text.startswith("process 1 began its steps later")
+    assert found.causes[0].text.startswith("process 1 started its steps later")
     assert total(found, 0) == pytest.approx(100)
 
 
@@ -63,7 +63,7 @@ def test_what_is_started_again_is_one_cause_with_all_that_it_took():
         {i: start(i, 65, 100, seconds=after, lines=restore, calls=600) for i in (0, 1)},
     ]
     found = diagnose(run)
-    assert found.causes[0].text == "all were started again: Process 1 has ended."
+    assert found.causes[0].text == "all processes were restarted: Process 1 has ended."
     assert found.causes[0].seconds == pytest.approx(5 + 10 + 5)  # gone, done again, begun again
     for process in (0, 1):
         assert total(found, process) == pytest.approx(100)
@@ -91,4 +91,4 @@ def test_a_process_that_has_noted_nothing_does_not_shift_the_others(tmp_path):
         (folder / f"process-{process}-{number:04}.jsonl").write_text(json.dumps(facts) + "\n")
     assert [list(x) for x in read_run(tmp_path)] == [[0], [0, 1]]
     found = diagnose(read_run(tmp_path))
-    assert found.causes[0].text == "all were started again: process 0 has ended"
+    assert found.causes[0].text == "all processes were restarted: process 0 ended"

@@ -315,7 +315,7 @@ def test_a_run_of_two_processes_goes_on_in_one_and_back_again(references, proces
 def test_processes_that_read_alike_agree_at_every_step(processes):
     """Each mistake is an error in both processes at the same step, and none waits for the other."""
     results = _results(processes, "read alike")
-    assert "process 1 has left and comes to no more rounds" in results[0][2]
+    assert "process 1 has left and will not answer" in results[0][2]
     assert results[1][2] is None
     for mistakes, whole, _ in results:
         early, rows, _, _, _, plan, kind, position = mistakes

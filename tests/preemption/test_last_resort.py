@@ -42,7 +42,7 @@ def test_a_program_without_boundaries_ends_by_sigterm(tmp_path):
             assert 2 < time.monotonic() - start < 25
         finally:
             process.kill()
-        assert "has come to no boundary between steps" in process.stderr.read()
+        assert "has not reached a boundary between steps" in process.stderr.read()
 
 
 def test_a_program_with_slow_steps_is_given_time():

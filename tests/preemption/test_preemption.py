@@ -542,7 +542,7 @@ def test_a_metadata_server_that_does_not_answer_is_warned_of_once(monkeypatch, c
     watcher = gce.MetadataWatcher()
     assert [watcher() for _ in range(25)] == [None] * 25
     (warning,) = caplog.records
-    assert "has not answered 10 times" in warning.message
+    assert "did not answer 10 times" in warning.message
 
 
 def test_a_watcher_has_a_message_once_the_signal_came():
@@ -550,7 +550,7 @@ def test_a_watcher_has_a_message_once_the_signal_came():
     watcher.block_until_worker_exit()  # there is nobody to wait for
     assert watcher.preemption_message is None
     terminate()
-    assert watcher.preemption_message.startswith("process 0 is to end: SIGTERM (")
+    assert watcher.preemption_message.startswith("process 0 must end: SIGTERM (")
     watcher.block_until_worker_exit()  # nor for itself
     watcher.close()
 
@@ -559,7 +559,7 @@ def test_a_watcher_has_a_message_once_the_signal_came():
     ("args", "error", "words"),
     [
         ((None, checkpoint_of()), ValueError, "a checkpoint_dir must be passed as well"),
-        ((None, {"step": 1}, "x"), TypeError, "was given dict to save"),
+        ((None, {"step": 1}, "x"), TypeError, "cannot save dict"),
         (
             (
                 SimpleClusterResolver(ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]})),
@@ -596,13 +596,13 @@ def test_outside_of_the_main_thread_a_watcher_function_is_needed(tmp_path):
         thread.join()
     (message,) = found
     assert "but this is thread 'mine'" in message
-    assert "give TerminationConfig a termination_watcher_fn" in message
+    assert "pass a termination_watcher_fn to TerminationConfig" in message
 
 
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
-        ({"exit_fn": 143}, TypeError, r"exit_fn=143\) cannot be called"),
+        ({"exit_fn": 143}, TypeError, r"exit_fn=143\): exit_fn must be a function"),
         ({"termination_watcher_fn": True}, TypeError, "termination_watcher_fn=True"),
         ({"save_fn": "x"}, TypeError, "save_fn='x'"),
         ({"grace_period": -1}, ValueError, "grace_period=-1.* of at least 0"),

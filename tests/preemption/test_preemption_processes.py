@@ -135,7 +135,7 @@ def test_notices_of_one_process_reach_the_other_in_every_way_there_is(tmp_path):
             found["grace"] = [checkpoint.step, manager.steps]
         handler.close()
 
-        # 2: process 0 has ended its loops when process 1 is told to end.
+        # 2: process 0 has finished its loops when process 1 is told to end.
         checkpoint, manager, handler = handler_of("ended")
         if me == 0:
             handler.close()
@@ -169,5 +169,5 @@ def test_notices_of_one_process_reach_the_other_in_every_way_there_is(tmp_path):
     assert 4 <= saved_first < saved_last == last
     assert first["ended"] == second["ended"] == []
     assert first["message"] == second["message"]
-    assert first["message"].startswith("process 1 is to end: SIGTERM (")
+    assert first["message"].startswith("process 1 must end: SIGTERM (")
     assert first["waited"] > 0.25

@@ -91,9 +91,9 @@ def test_certificates_for_processes_that_are_connected_already_are_refused(
 ):
     """Not ignored: the connection may have been made without any."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="connected already, and whether by certificates"):
+    with pytest.raises(RuntimeError, match="already connected, and it is unknown whether"):
         tpudist.MultiWorkerMirroredStrategy(mutual_tls=tpudist.MutualTLS(**certificates))
-    with pytest.raises(RuntimeError, match="connected already"):
+    with pytest.raises(RuntimeError, match="already connected"):
         connection.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**certificates))
     connection.connect("127.0.0.1:1", 2, 0)
 

@@ -47,9 +47,9 @@ def test_who_is_behind_is_named_and_ends_all_at_last(clock, warnings, monkeypatc
     assert 30 < seconds < 32
     assert verdict["exit_code"] == 75
     assert verdict["all_threads"]
-    assert "to begin Strategy.run of 'f' (call 5)." in verdict["message"]
+    assert "to start Strategy.run of 'f' (call 5)." in verdict["message"]
     assert len(warnings()) == 3  # after 4, 8 and 16 s
-    assert "It is at:\n  File x, line 3\nAt 30 s all end" in warnings()[0]
+    assert "It is at:\n  File x, line 3\nAfter 30 s all processes end" in warnings()[0]
 
 
 def test_who_is_slow_but_comes_does_not_end_anybody(clock, warnings, monkeypatch):
@@ -87,13 +87,13 @@ def test_how_long_silence_may_last(clock, warnings, monkeypatch, state, limit):
 def test_whom_a_debugger_holds_is_waited_for(clock, warnings, monkeypatch):
     monkeypatch.setattr(process_state, "find", lambda place: process_state.State.DEBUGGED)
     assert run(Judge(2), clock, 900, lambda i: {0: report(i), 1: report(0)}) == (None, None)
-    assert "a debugger holds it" in warnings()[0]
+    assert "a debugger has stopped it" in warnings()[0]
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "nan"])
 def test_a_timeout_that_is_no_time_is_refused(monkeypatch, text):
     monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", text)
-    with pytest.raises(ValueError, match="which is no number of seconds above 0"):
+    with pytest.raises(ValueError, match="must be a number of seconds above 0"):
         process_judge.hang_timeout()
 
 

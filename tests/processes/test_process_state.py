@@ -47,7 +47,7 @@ def test_the_state_of_a_process(process):
     wait_for(place, State.GONE)
     silence = process_judge.describe_silence(3, 7.2, place)
     assert silence.text.startswith(f"Process 3 (pid {process.pid} on ")
-    assert silence.text.endswith("has told nothing for 7 s: it is not there any more.")
+    assert silence.text.endswith("has not reported for 7 s: it no longer exists.")
 
 
 def test_nothing_is_known_of_another_host():

@@ -26,8 +26,8 @@ PROGRAM = """
     say("ready")
 """
 LOOP = "for i in range(400):\n    {}\n    run()\n    time.sleep(0.02)"
-DIFFER = "The processes do different things at call"
-ENDED = "call(s) of what the processes do together, and process"
+DIFFER = "The processes differ at call"
+ENDED = "shared call(s), but process"
 # What each program does after that, and what each of two processes says, or that it says nothing.
 CASES = {
     "fewer steps, process 1": ("[run() for _ in range(5 - 2 * me)]", 1, ENDED, ENDED),
@@ -54,7 +54,7 @@ CASES = {
     "an exception in process 1": (
         LOOP.format("if me and i == 5: raise ValueError('no such thing')"),
         1,
-        "Process 1 has failed",
+        "Process 1 failed",
         "ValueError: no such thing",
     ),
     "an exception in process 0": (
@@ -73,19 +73,19 @@ CASES = {
     "SIGKILL of process 1": (
         LOOP.format("if me and i == 40: os.kill(os.getpid(), 9)"),
         75,
-        "Process 1 has ended without a word",
+        "Process 1 ended without a message",
         "",
     ),
     "SIGKILL of process 0": (
         LOOP.format("if not me and i == 40: os.kill(os.getpid(), 9)"),
         75,
         "",
-        "Process 0 has ended without a word",
+        "Process 0 ended without a message",
     ),
     "os._exit of process 1": (
         "time.sleep(1)\nif me: os._exit(75)\ntime.sleep(60)",
         75,
-        "Process 1 has ended without a word",
+        "Process 1 ended without a message",
         "",
     ),
 }
@@ -121,9 +121,9 @@ def test_a_process_that_is_stopped_is_named_and_all_others_end(index):
         finished = running.wait(60, exit_codes=(75, -6))
     said = finished[1 - index].stderr
     assert f"Process {index} (pid {running.workers[index].process.pid} on " in said
-    assert "has told nothing for 4 s: it is stopped, by SIGSTOP or Ctrl-Z. At 6 s" in said
-    assert "Start all processes again" in said
-    assert "tpudist, process" in finished[index].stderr
+    assert "has not reported for 4 s: it was stopped by SIGSTOP or Ctrl-Z. After 6 s" in said
+    assert "Restart all processes" in said
+    assert "[tpudist p" in finished[index].stderr
 
 
 @pytest.mark.slow
@@ -148,11 +148,11 @@ def test_a_process_that_does_not_come_is_named_with_its_stack(index):
         finished = running.wait(60, exit_codes=(75,))
         assert time.monotonic() - start < 45
     assert f"Process {1 - index} has waited 4 s for process {index} (pid" in finished[0].stderr
-    assert "to begin Strategy.run of 'total' (worker_setup.py:" in finished[0].stderr
+    assert "to start Strategy.run of 'total' (worker_setup.py:" in finished[0].stderr
     assert "time.sleep(100)" in finished[0].stderr
     for each in finished:
         assert "Thread 0x" in each.stderr  # all of them
-        assert "Start all processes again" in each.stderr
+        assert "Restart all processes" in each.stderr
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_sigterm_ends_a_program_that_does_not_ask_for_it(index):
         running.signal(index, signal.SIGTERM)
         finished = running.wait(60, exit_codes=(143,))
         assert time.monotonic() - start < 45
-    assert "SIGTERM. This program does not ask for it" in finished[index].stderr
-    assert f"Process {index} has failed" in finished[1 - index].stderr
+    assert "SIGTERM. This program does not handle it" in finished[index].stderr
+    assert f"Process {index} failed" in finished[1 - index].stderr
 
 
 @pytest.mark.slow
@@ -219,4 +219,4 @@ def test_processes_that_do_the_same_end_well_whoever_is_first():
     with start_processes(program, devices_per_process=2) as running:
         finished = running.wait(60)
     assert [x.exit_code for x in finished] == [0, 0]
-    assert not any("tpudist, process" in x.stderr for x in finished)
+    assert not any("[tpudist p" in x.stderr for x in finished)

@@ -55,10 +55,12 @@ def test_who_does_not_come_is_named_by_all_and_told_of_before(address, monkeypat
     with caplog.at_level(logging.WARNING, logger="tpudist"):
         found = come(address, [(0, 5, 0), (1, 5, 0), (3, 5, 0)], timeout_s=1.5)
     for told in found:
-        assert told.startswith("StartupError: Of 5 processes, process 2, 4 did not come to")
+        assert told.startswith("StartupError: Of 5 processes, process 2, 4 did not connect to")
         assert address in told
     assert f"Process 0 at {address} waits for process 2, 4 of 5: " in caplog.text
-    assert f"Process 3 has come to process 0 at {address} and waits for the others" in caplog.text
+    assert (
+        f"Process 3 has connected to process 0 at {address} and waits for the others" in caplog.text
+    )
 
 
 def test_a_first_process_that_does_not_come_is_named(address):
@@ -76,7 +78,7 @@ def test_two_of_one_number_are_an_error_of_all(address, monkeypatch):
     )
     found = come(address, [(0, 4, 0), (1, 4, 0), (2, 4, 0.3), (2, 4, 0.3)])
     for told in found:
-        assert told.startswith("StartupError: Two processes say that they are number 2: host 2.")
+        assert told.startswith("StartupError: Two processes have the number 2: host 2.")
         assert told.count("host 2.") == 2
 
 
@@ -84,7 +86,7 @@ def test_two_with_the_number_0_are_an_error_of_all(address):
     """The second one cannot listen, and tells the first, for which the others wait."""
     found = come(address, [(0, 3, 0), (0, 3, 0.3), (1, 3, 0.1)])
     for told in found:
-        assert told.startswith("StartupError: Two processes say that they are number 0: ")
+        assert told.startswith("StartupError: Two processes have the number 0: ")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_those_that_come_late_are_told_too(address, monkeypatch, twice, processe
     start = time.monotonic()
     found = come(address, processes)
     for told in found:
-        assert told.startswith(f"StartupError: Two processes say that they are number {twice}: ")
+        assert told.startswith(f"StartupError: Two processes have the number {twice}: ")
     assert time.monotonic() - start < 4.0
 
 
@@ -124,15 +126,15 @@ def test_a_program_that_has_the_port_and_says_nothing_is_found_out(address, monk
         server.shutdown(socket.SHUT_RDWR)
     assert f"Process 0 cannot listen at {address} (Address already in use)" in first
     for told in others:
-        assert f"What listens at {address} does not wait for processes of a tpudist run" in told
-        assert "another program has the port" in told
+        assert f"The program at {address} does not accept processes of a tpudist run" in told
+        assert "another program uses the port" in told
 
 
 def test_other_counts_are_an_error_of_all(address):
     found = come(address, [(0, 3, 0), (1, 3, 0), (2, 4, 0.3)])
     for told in found:
         assert "Process 2 (" in told
-        assert "has 4 as its number of processes, and process 0" in told
+        assert "has number of processes 4, but process 0" in told
 
 
 def test_other_versions_are_an_error(address, monkeypatch):
@@ -142,7 +144,7 @@ def test_other_versions_are_an_error(address, monkeypatch):
         "describe_self",
         lambda count, index: described(count, index) | ({"jax": "0.1"} if index else {}),
     )
-    assert all("has 0.1 as its version of jax" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
+    assert all("has version of jax 0.1" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
 
 
 @pytest.mark.slow
@@ -166,14 +168,14 @@ def test_a_taken_port_and_an_address_of_another_host(address):
     assert f"Process 0 cannot listen at {address} (Address already in use)" in told
     assert "a second process with the number 0" in told
     (told,) = come("192.0.2.1:1234", [(0, 2, 0)])
-    assert "has no such address: process 0 must run on the host" in told
+    assert "does not have this address. Start process 0 on the host" in told
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_unknown_host(index, monkeypatch):
     monkeypatch.setattr(rendezvous, "RESOLVE_S", 1.0)
     (told,) = come("no-such-host.invalid:1234", [(index, 2, 0)])
-    assert "host 'no-such-host.invalid' is unknown" in told
+    assert "host 'no-such-host.invalid' of the first process is unknown" in told
 
 
 @pytest.mark.parametrize("echoes", [False, True])
@@ -191,17 +193,18 @@ def test_another_program_at_the_port(address, echoes):
         thread.start()
         (told,) = come(address, [(1, 2, 0)])
         thread.join()
-    assert "does not wait for processes of a tpudist run" in told
+    assert "does not accept processes of a tpudist run" in told
 
 
 @pytest.mark.parametrize("bad", ["host", "host:", ":12", "host:x", "host:0", "host:70000"])
 def test_what_is_no_address_is_refused(bad):
     (told,) = come(bad, [(0, 2, 0)])
-    assert told.startswith(f"ValueError: The first process's address is {bad!r}")
+    assert told.startswith(f"ValueError: The address of the first process is {bad!r}")
 
 
 def test_a_number_out_of_range_is_refused(address):
     (told,) = come(address, [(2, 2, 0)])
     assert told == (
-        "ValueError: Process 2 of 2 was to be started. Of 2 processes the numbers are 0 to 1."
+        "ValueError: The process number 2 is invalid: with 2 processes, the numbers are 0 to 1. "
+        "Correct the number."
     )

@@ -207,7 +207,7 @@ def test_an_optimizer_that_is_not_made_again_is_named(tmp_path):
     run_closures(shard, 0, 2)
     shard.close()
     again = make_shard(tmp_path, 1)
-    with pytest.raises(ValueError, match="optimizer 0, which the program has not made"):
+    with pytest.raises(ValueError, match="optimizer 0, which the program has not created"):
         again.pull({0: -1})
     again.define_optimizers({0: TRANSFORMATIONS["adam"]})
     assert again.pull({0: -1}).num_changed == 2
@@ -219,7 +219,7 @@ def test_one_that_was_replaced_writes_no_more(tmp_path):
     second = make_shard(tmp_path, 1)
     with pytest.raises(ValueError, match="closed file"):
         first.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))])
-    with pytest.raises(RecordError, match="after incarnation 1 has opened it"):
+    with pytest.raises(RecordError, match="because incarnation 1 has opened it"):
         make_shard(tmp_path)  # whose thread was late
     assert second.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))]) == 0
     second.close()

@@ -117,16 +117,16 @@ def told():
 
 # What the error names, beside both processes.
 NAMED = {
-    "seed": "Strategy.create of '<lambda>', in what it computes",
-    "initial array": "Strategy.create of '<lambda>', in what it computes",
+    "seed": "Strategy.create of '<lambda>', in its computation",
+    "initial array": "Strategy.create of '<lambda>', in its computation",
     "argument of create": "argument [0]",
     "order": "Strategy.run of 'double' (worker_setup.py:",
     "shape": "float32[2]",
     "dtype": "int32[4]",
     "one makes values": "values for each replica",
     "captured number": "program.py:",
-    "captured array": "in what it computes",
-    "captured numpy": "in what it computes",
+    "captured array": "in its computation",
+    "captured numpy": "in its computation",
     "plain array": "the value",
     "plain jax array": "argument 'x'",
     "python number": "argument 'x'",

@@ -257,7 +257,7 @@ def require_outcome(fault: Fault, seen: Seen, calm: Seen) -> None:
         assert seen.output.count("ValueError: no such thing") >= fault.count, seen.output
     elif fault.kind == "wrong program":
         assert seen.code == 1, seen.output
-        assert "The processes do different things at call" in seen.output, seen.output
+        assert "The processes differ at call" in seen.output, seen.output
         assert "of 'other_step' (survival_program.py" in seen.output, seen.output
     else:
         assert seen.code == 0, seen.output

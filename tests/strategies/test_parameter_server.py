@@ -409,14 +409,14 @@ def test_values_that_differ_between_replicas_are_refused(start):
     def replica():
         v.assign(tpudist.get_replica_context().replica_id_in_sync_group)
 
-    with pytest.raises(ValueError, match="assign to variable 'v' differs between them"):
+    with pytest.raises(ValueError, match="assign different values to variable 'v'"):
         run.call(lambda: run.strategy.run(replica))
-    with pytest.raises(ValueError, match="differs"):
+    with pytest.raises(ValueError, match="different values"):
         run.coordinator.join()
 
 
 REFUSED = {
-    "made in a closure": (lambda run, v: run.make(1.0), "was made in a closure"),
+    "made in a closure": (lambda run, v: run.make(1.0), "was created in a closure"),
     "made in a step": (
         lambda run, v: run.strategy.run(lambda: tpudist.Variable(1.0)),
         "each worker would have its own Variable",
@@ -427,10 +427,10 @@ REFUSED = {
         ),
         "changed inside a nested transformation",
     ),
-    "read under jit": (lambda run, v: jax.jit(lambda: v + 1)(), "would be frozen into"),
+    "read under jit": (lambda run, v: jax.jit(lambda: v + 1)(), "would become a constant of"),
     "read after its optimizer": (
         lambda run, v: (run.optimizer.apply_gradients([(jnp.ones(()), v)]), v.read_value()),
-        "read after an optimizer has updated it",
+        "read after an optimizer updated it",
     ),
     "another optimizer": (
         lambda run, v: tpudist.Optimizer(optax.sgd(1.0)).apply_gradients([(jnp.ones(()), v)]),
@@ -446,7 +446,7 @@ REFUSED = {
     ),
     "a lookup in a step": (
         lambda run, v: run.strategy.run(lambda: embedding_lookup(run.table, [1])),
-        "the whole variable would be fetched",
+        "it would fetch the complete variable",
     ),
     "a gradient of another shape": (
         lambda run, v: run.optimizer.apply_gradients([(jnp.ones(3), v)]),
@@ -577,7 +577,7 @@ def test_lookups_ask_for_the_wanted_rows_only(start, monkeypatch):
     np.testing.assert_array_equal(rows, np.arange(40).reshape(20, 2)[ids])
     np.testing.assert_array_equal(other, [[6, 7]])
     assert whole == []
-    with pytest.raises(TypeError, match="embedding_lookup was given list"):
+    with pytest.raises(TypeError, match="embedding_lookup\\(params=list\\)"):
         embedding_lookup(table.variables[:1], [0])
     with pytest.raises(ValueError, match="Rows 20 to 20"):
         embedding_lookup(table, [20])
@@ -613,7 +613,7 @@ def test_other_optimizers_are_refused_for_variables_in_parts(start):
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"), [([2], "for each of the 2 dims"), ([1, 2], "first dim only")]
+    ("counts", "message"), [([2], "for each of the 2 dims"), ([1, 2], "only along their first dim")]
 )
 def test_a_partitioner_that_cuts_otherwise_is_refused(start, counts, message):
     run = start(variable_partitioner=lambda shape, dtype: counts)
@@ -784,7 +784,7 @@ def test_a_closure_that_ends_its_servers_is_given_up(start, tmp_path, monkeypatc
         v.assign_add(1.0, read_value=False)
 
     output = run.coordinator.schedule(work)
-    with pytest.raises(tpudist.errors.CancelledError, match="and 4 times a ps was lost with it"):
+    with pytest.raises(tpudist.errors.CancelledError, match="a ps was lost 4 times"):
         run.coordinator.join()
     with pytest.raises(tpudist.errors.CancelledError, match="it has no memory left"):
         output.fetch()
@@ -890,7 +890,7 @@ def test_what_belongs_in_closures_is_refused_outside(start):
         run.strategy.run(lambda: 1)
     with pytest.raises(RuntimeError, match="reduce of"):
         run.strategy.reduce("sum", 1, axis=None)
-    with pytest.raises(ValueError, match="outside of its workers"):
+    with pytest.raises(ValueError, match="only on its workers"):
         iter(run.strategy.experimental_distribute_dataset([1]))
 
 

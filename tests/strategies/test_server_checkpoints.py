@@ -192,7 +192,7 @@ def test_an_optimizer_of_other_variables_is_refused(start, tmp_path):
     model = Model(start())
     model.train(of_rows=False)
     model.optimizer.build([model.v])
-    with pytest.raises(ValueError, match=r"for the Variables \['0000 v'\].* Give optimizer.build"):
+    with pytest.raises(ValueError, match=r"for the Variables \['0000 v'\].* Pass optimizer.build"):
         model.save(tmp_path)
     model.optimizer.slots.on_servers = []  # as where workers are other processes
     with pytest.raises(RuntimeError, match=r"Call optimizer.build\(variables\) first"):
@@ -207,7 +207,7 @@ def test_state_that_has_no_place_in_a_checkpoint_is_refused(start, tmp_path):
         lambda tree: {"w" if k.endswith("w") else "other": jnp.zeros(()) for k in tree},
         lambda g, s, p=None: (g, s),
     )
-    with pytest.raises(ValueError, match=r"\['w'\]\"\] in one place, .* looks at the names"):
+    with pytest.raises(ValueError, match=r"\['w'\]\"\] in one place, .* reads the names"):
         Model(start(1), by_name).build().save(tmp_path)
     sums = optax.GradientTransformation(
         lambda tree: {k: jnp.zeros(x.size) for k, x in tree.items()}, lambda g, s, p=None: (g, s)

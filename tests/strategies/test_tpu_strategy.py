@@ -96,15 +96,18 @@ def test_devices_that_are_missing_from_a_box_are_named():
         [[1, 0, 0, 0]],
         [[0, 1, 0, 0]],
     ]
-    with pytest.raises(ValueError, match="only 3 devices are there"):
+    with pytest.raises(ValueError, match="has only 3 of them"):
         DeviceAssignment.build(topology, [2, 1, 1, 1], num_replicas=2)
 
 
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ([(0, 0), (0, 0), (1, 0)], "these 3 devices are 2, 1 of each process"),
-        ([(0, 0), (0, 1)], "of one slice, but these 2 devices are of 2. Use TPUStrategy.replica_"),
+        ([(0, 0), (0, 0), (1, 0)], "of these 3 devices, the processes have 2, 1"),
+        (
+            [(0, 0), (0, 1)],
+            "to one slice, but these 2 devices belong to 2 slices. Use TPUStrategy.replica_",
+        ),
     ],
 )
 def test_devices_that_make_no_grid_are_refused(devices, message):
@@ -139,7 +142,7 @@ def test_a_topology_finds_the_device_at_coordinates():
     assert topology.tpu_device_ordinal_at_coordinates(at) == 0
     assert topology.tpu_device_name_at_coordinates(at) == "/task:1/device:TPU:0"
     assert topology.cpu_device_name_at_coordinates(at, "w") == "/job:w/task:1/device:CPU:0"
-    with pytest.raises(ValueError, match=r"no device at \(2, 0, 0, 0\) in a topology of shape"):
+    with pytest.raises(ValueError, match=r"No device is at \(2, 0, 0, 0\) in a topology of shape"):
         topology.task_ordinal_at_coordinates((2, 0, 0, 0))
 
 
@@ -239,8 +242,8 @@ def test_an_assignment_needs_a_topology(make):
     [
         ([[0, 0, 0, 0]], r"must be a rank 3 array .* got shape \(1, 4\)"),
         ([[[0, 0, 0]]], r"must have size equal to topology rank \(4\)"),
-        ([[[0, 0, 1, 0]]], r"There is no device at \(0, 0, 1, 0\)"),
-        ([[[0, -1, 0, 0]]], r"There is no device at \(0, -1, 0, 0\)"),
+        ([[[0, 0, 1, 0]]], r"No device is at \(0, 0, 1, 0\)"),
+        ([[[0, -1, 0, 0]]], r"No device is at \(0, -1, 0, 0\)"),
     ],
 )
 def test_cores_that_are_not_there_are_refused(core_assignment, message):
@@ -499,7 +502,7 @@ def test_it_joins_the_workers_that_tf_config_names(in_two_processes):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_devices_that_have_started_alone_are_an_error():
-    with pytest.raises(AssertionError, match="Make the strategy before the first array"):
+    with pytest.raises(AssertionError, match="Create the strategy before the first array"):
         run_processes("""
             import jax.numpy as jnp
             import tpudist

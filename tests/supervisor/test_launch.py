@@ -83,8 +83,8 @@ def test_an_error_of_the_program_is_not_tried_again(run):
     code, lines = run(program, "-n", "2", "--restarts", "5")
     assert code == 3
     assert lines == [
-        "[tpudist] process 1 has ended with exit code 3: an error of the program, which would come "
-        "again."
+        "[tpudist] process 1 exited with code 3: this is an error of the program, so a "
+        "restart would fail again."
     ]
 
 
@@ -107,7 +107,7 @@ def test_what_was_lost_or_killed_starts_again(run, code):
     found, lines = run(FLAKY, "-n", "2", "--restarts", "2", args=[code])
     assert found == 0
     assert [x for x in lines if "tpudist" in x] == [
-        f"[tpudist] process 1 has ended with exit code {code}: all start again ({k} restart(s) "
+        f"[tpudist] process 1 exited with code {code}: restarting all processes ({k} restart(s) "
         f"left)."
         for k in (2, 1)
     ]
@@ -117,7 +117,7 @@ def test_what_was_lost_or_killed_starts_again(run, code):
 def test_the_budget_has_an_end(run, tmp_path):
     code, lines = run(FLAKY, "-n", "2", "--restarts", "1", args=["75"])
     assert code == launch.EXIT_GAVE_UP
-    assert lines[-1] == "[tpudist] process 1 has ended with exit code 75: given up."
+    assert lines[-1] == "[tpudist] process 1 exited with code 75: giving up."
     (tmp_path / "times").unlink()
     assert run(FLAKY, "-n", "2", args=["75"])[0] == 75
     (tmp_path / "times").unlink()
@@ -164,7 +164,7 @@ def test_a_second_signal_does_not_wait_for_who_does_not_hear(tmp_path):
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=20)
-    assert "process 0 does not end, and is killed." in stdout
+    assert "process 0 does not end: killing it." in stdout
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
 
 
@@ -176,7 +176,7 @@ def test_who_does_not_end_after_another_has_failed_is_killed(tmp_path, monkeypat
     command = [sys.executable, str(script), "fail"]
     launched = launch.Launch(command, 2, None, 0, lambda index, line: lines.append(line))
     assert launched.run() == 1
-    assert lines[0] == "process 1 does not end, and is killed."
+    assert lines[0] == "process 1 does not end: killing it."
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
 
 
@@ -235,7 +235,7 @@ def test_a_run_whose_process_is_killed_ends_well(run, killed):
     options = ("-n", "2", "--devices-per-process", "2", "--restarts", "1")
     code, lines = run(PROGRAM, *options, args=[killed])
     assert code == 0, lines
-    assert f"Process {killed} has ended without a word" in "\n".join(lines)
+    assert f"Process {killed} ended without a message" in "\n".join(lines)
     assert {"[0] sum 4.0", "[1] sum 4.0"} <= set(lines)
 
 

@@ -44,7 +44,7 @@ def test_a_host_knows_those_of_its_own_slice_only(monkeypatch):
 def test_a_number_that_a_slice_does_not_have_is_wrong_use(monkeypatch):
     for name, value in (TPU | {"TPU_WORKER_ID": "2"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WrongUse, match="TPU_WORKER_ID is '2', but this host is one of 2"):
+    with pytest.raises(WrongUse, match="TPU_WORKER_ID is '2', but the numbers of the 2 hosts"):
         launch_hosts.find_hosts(None, None, None)
 
 
@@ -147,7 +147,7 @@ def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_h
         seen = first.wait()
         other = second.wait()
     assert (seen.code, other.code) == (0, 0), seen.output + other.output
-    assert "process 1 was killed (SIGKILL): the others go on, and process 3 is started" in (
+    assert "process 1 was killed (SIGKILL): the others continue, and process 3 starts" in (
         other.output
     )
     assert sorted(seen.losses()) == list(range(1, STEPS + 1))
@@ -168,4 +168,4 @@ def test_a_host_whose_network_is_lost_is_done_without(two_hosts, tmp_path):
     assert seen.code == 0, seen.output
     assert sorted(seen.losses()) == list(range(1, 14 + 1))
     assert other.code in (70, 75), other.output
-    assert "the supervisor of this run has gone, or cannot be reached" in other.output
+    assert "the supervisor of this run ended or is unreachable" in other.output

@@ -72,7 +72,7 @@ def test_a_step_that_does_what_it_may_passes_and_gives_its_plan(strategy):
 def test_an_added_all_gather_fails_with_its_source_line(strategy):
     message = failure(reduces_and_gathers, (ROWS,), allow={"all-reduce"})
     assert "reduces_and_gathers on 8 x cpu (mesh: replica 8):" in message
-    assert "all-gather may not occur: allow is {'all-reduce'}" in message
+    assert "all-gather must not occur: allow is {'all-reduce'}" in message
     (row,) = (line for line in message.splitlines() if line.startswith("  all-gather"))
     assert row.split() == [
         *("all-gather", "64.0", "KiB", "1", "56.0", "KiB", "replica", "ICI"),
@@ -82,7 +82,7 @@ def test_an_added_all_gather_fails_with_its_source_line(strategy):
 
 
 def test_nothing_is_allowed_by_an_empty_set(strategy):
-    assert "all-reduce may not occur" in failure(reduces, (ROWS,), allow=set())
+    assert "all-reduce must not occur" in failure(reduces, (ROWS,), allow=set())
 
 
 def test_one_kind_may_be_given_as_a_string(strategy):
@@ -102,7 +102,7 @@ def test_a_budget_of_bytes_is_that_of_one_device_and_step(strategy):
 
 def test_all_that_is_wrong_is_told_at_once(strategy):
     message = failure(reduces_and_gathers, (ROWS,), allow={"all-reduce"}, max_ici_bytes=10)
-    assert "may not occur" in message
+    assert "must not occur" in message
     assert "max_ici_bytes is 10" in message
 
 
@@ -113,7 +113,7 @@ def test_the_strategy_can_be_named(monkeypatch):
 
 
 def test_a_kind_that_is_none_is_refused(strategy):
-    with pytest.raises(ValueError, match="'all_reduce', which is no kind.*all-reduce"):
+    with pytest.raises(ValueError, match="'all_reduce', which is not a kind.*all-reduce"):
         budgets.assert_collectives(reduces, (ROWS,), allow={"all_reduce"})
 
 
@@ -193,7 +193,8 @@ def test_another_mesh_needs_another_name(tmp_path):
     other = tpudist.TPUStrategy(replica_axes={"fsdp": 4})
     message = failure(does_nothing, (ROWS,), strategy=other, ledger=path)
     assert (
-        "was written for the mesh replica 8. To keep a record of each, give each a name" in message
+        "was written for the mesh replica 8. To keep one record per mesh, use a different name for "
+        "each" in message
     )
     budgets.assert_collectives(does_nothing, (ROWS,), strategy=other, ledger=path, name="with fsdp")
 
@@ -202,7 +203,7 @@ def test_another_mesh_needs_another_name(tmp_path):
 def test_a_file_that_is_no_ledger_is_refused(text, strategy, tmp_path):
     path = tmp_path / "collectives.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not a ledger that this version.*Delete the file"):
+    with pytest.raises(ValueError, match="is not a ledger of this version.*Delete the file"):
         budgets.assert_collectives(reduces, (ROWS,), ledger=path)
     assert path.read_text() == text
 
@@ -354,7 +355,7 @@ def test_between_slices_bytes_count_as_dcn():
     x = jax.ShapeDtypeStruct((16, 1 << 20), jnp.float32)
     how = {"strategy": strategy, "topology": "2xv5e:2x2"}
     message = failure(reduces, (x,), max_dcn_bytes=10, **how)
-    assert "per step over DCN, and max_dcn_bytes is 10" in message
+    assert "per step over DCN, but max_dcn_bytes is 10" in message
     assert line_of(reduces, "all_reduce(") in message
 
 

@@ -16,11 +16,12 @@ from tpudist.options import warn_if_given
 class Checkpoint(entries.Container):
     """Objects that are saved and restored together, each under its attribute's name.
 
-    Objects may be NNX modules, optimizers, metrics and Rngs, which are changed in place;
-    `tpudist.Variable`s; arrays and pytrees of them, Python numbers, bools and strings, which are
-    replaced on restore; what has `get_state()` and `set_state(state)`, such as a
-    `DistributedIterator`; trees of all of these; other Checkpoints. None is nothing. What is
-    assigned to an attribute later belongs to it as well, unless its name begins with `_`.
+    Objects may be NNX modules, optimizers, metrics and Rngs, and `tpudist.Variable`s: `restore`
+    changes them in place. Arrays and pytrees of them, Python numbers, bools and strings are
+    replaced on restore. Objects with `get_state()` and `set_state(state)`, such as a
+    `DistributedIterator`, trees of all of these, and other Checkpoints are also supported. None
+    stands for no object. Objects that you assign to an attribute later also belong to the
+    checkpoint, unless the name begins with `_`.
 
         checkpoint = tpudist.checkpoint.Checkpoint(model=model, optimizer=optimizer, step=0)
         checkpoint.step += 1
@@ -28,17 +29,17 @@ class Checkpoint(entries.Container):
     `CheckpointManager` keeps the checkpoints of a run: it saves in the background and removes old
     checkpoints. `save` and `restore` are for single checkpoints at paths of your own.
 
-    As `tf.train.Checkpoint`. What is captured in closures is not found: TensorFlow tracks objects
-    through attributes, and so do we.
+    Mirrors `tf.train.Checkpoint`. As in TensorFlow, objects are found through attributes, so
+    objects that closures capture are not saved.
     """
 
     _save_counter = 0
 
     def __init__(self, **objects: Any):
-        """Of these objects.
+        """Creates a checkpoint of `objects`, given as keyword arguments.
 
         Raises:
-            ValueError: A name begins with `_`, or is that of a method.
+            ValueError: If a name begins with `_`, or is the name of a method.
         """
         for name, x in objects.items():
             if name.startswith("_") or hasattr(type(self), name):
@@ -64,19 +65,20 @@ class Checkpoint(entries.Container):
 
         Returns when all is written, in all processes, and records the path for
         `latest_checkpoint`. The count is part of the checkpoint, so a program that restores one
-        continues the count. A program that does not replaces `PREFIX-1`, as in TensorFlow.
+        continues the count. A program that does not restore replaces `PREFIX-1`, as in TensorFlow.
 
         Args:
             file_prefix: Directory and first part of the name.
             options: For `tf.train.Checkpoint`.
-            allow_nan: Whether to save arrays that hold NaN or infinities.
+            allow_nan: Whether to save arrays that contain NaN or infinities.
 
         Raises:
-            CheckpointError: If the path cannot be written, or arrays hold NaN or infinities, or
-                have been donated.
+            CheckpointError: If the path cannot be written, or if arrays contain NaN or infinities
+                or were donated.
             TypeError: If an object cannot be saved.
 
-        As `tf.train.Checkpoint.save`, but a checkpoint is a directory, and NaN is refused.
+        Mirrors `tf.train.Checkpoint.save`, but a checkpoint is a directory, and NaN raises an
+        error.
         """
         warn_if_given("Checkpoint.save(options", options, "Orbax's defaults are used")
         context.require_cross_replica("Checkpoint.save")
@@ -94,20 +96,20 @@ class Checkpoint(entries.Container):
     ) -> str:
         """Saves the objects to this path; returns it.
 
-        Like `save`, but it neither counts nor records the path. A checkpoint that is there already
-        is replaced when the new one is complete; in an object store, it is removed first.
+        Like `save`, but it neither counts nor records the path. An existing checkpoint at the path
+        is replaced when the new one is complete. In an object store, it is removed first.
 
         Args:
             file_prefix: The path.
             options: For `tf.train.Checkpoint`.
-            allow_nan: Whether to save arrays that hold NaN or infinities.
+            allow_nan: Whether to save arrays that contain NaN or infinities.
 
         Raises:
-            CheckpointError: If the path cannot be written, or arrays hold NaN or infinities, or
-                have been donated.
+            CheckpointError: If the path cannot be written, or if arrays contain NaN or infinities
+                or were donated.
             TypeError: If an object cannot be saved.
 
-        As `tf.train.Checkpoint.write`.
+        Mirrors `tf.train.Checkpoint.write`.
         """
         warn_if_given("Checkpoint.write(options", options, "Orbax's defaults are used")
         context.require_cross_replica("Checkpoint.write")
@@ -129,9 +131,9 @@ class Checkpoint(entries.Container):
     ) -> RestoreStatus:
         """Restores the objects from a checkpoint, in place, and its `save_counter`.
 
-        Values that only the checkpoint has, or only the objects, are left as they are, and the
-        status that is returned names them; with `only` or `exclude` that is an error, as in
-        `CheckpointManager.restore`. Shapes and dtypes must agree in any case.
+        Values that only the checkpoint or only the objects have are left unchanged, and the
+        returned status names them. With `only` or `exclude` they raise an error, as in
+        `CheckpointManager.restore`. Shapes and dtypes must always agree.
 
         Args:
             save_path: Path that `save`, `write`, `latest_checkpoint` or a `CheckpointManager`
@@ -147,10 +149,11 @@ class Checkpoint(entries.Container):
             The status: `restore(path).assert_consumed()` raises unless all was restored.
 
         Raises:
-            CheckpointError: If no checkpoint is at that path, it is damaged, it does not fit the
-                objects, or processes name different paths (or None). Nothing is restored then.
+            CheckpointError: If no checkpoint is at that path, if it is damaged or does not match
+                the objects, or if processes pass different paths (or None). Nothing is restored
+                then.
 
-        As `tf.train.Checkpoint.restore`, but objects that are attached later are not restored.
+        Mirrors `tf.train.Checkpoint.restore`, but objects that are attached later are not restored.
         """
         how = {"only": only, "exclude": exclude, "rename": rename, "cast": cast, "verify": verify}
         return self._restore("restore", save_path, options, how)
@@ -168,7 +171,7 @@ class Checkpoint(entries.Container):
     ) -> RestoreStatus:
         """Restores the objects like `restore`, but leaves `save_counter` as it is.
 
-        As `tf.train.Checkpoint.read`.
+        Mirrors `tf.train.Checkpoint.read`.
         """
         how = {"only": only, "exclude": exclude, "rename": rename, "cast": cast, "verify": verify}
         return self._restore("read", save_path, options, how)

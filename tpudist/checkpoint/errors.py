@@ -2,10 +2,10 @@
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or there is none that can be trusted.
+    """A checkpoint could not be written, or no intact checkpoint exists.
 
-    What the program's state is, and what good checkpoints there are, has not changed.
+    The state of the program and the good checkpoints are unchanged.
 
-    Remedy: free or repair the directory that is named and save again, or restore a checkpoint
-    that the message calls good.
+    Remedy: Free disk space in the named directory or repair it, and save again. Or restore a
+    checkpoint that the message calls good.
     """

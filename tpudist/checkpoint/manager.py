@@ -38,13 +38,13 @@ class CheckpointManager:
                 ...
                 manager.save(step)
 
-    A checkpoint is all there or not there: whatever moment the program is killed at, the next one
-    finds the newest complete state. Each file's checksum is verified before anything is restored; a
-    damaged checkpoint is skipped with a warning, and the one before it used. Values are restored to
-    where the objects are now: the mesh may be another one than when they were saved.
+    A save is atomic: if the program is killed at any moment, the next program finds the newest
+    complete state. The checksum of each file is verified before anything is restored. A damaged
+    checkpoint is skipped with a warning, and the one before it is used. Values are restored to the
+    current placement of the objects, so the mesh may differ from the mesh of the save.
 
-    All processes must make the same managers and call the same methods in the same order. As
-    `tf.train.CheckpointManager`, except that numbers are steps, and saves go on in the background.
+    All processes must create the same managers and call the same methods in the same order. Mirrors
+    `tf.train.CheckpointManager`, but numbers are steps, and saves run in the background.
     """
 
     def __init__(
@@ -63,28 +63,32 @@ class CheckpointManager:
         asynchronous: bool = True,
         timeout_s: float = TIMEOUT_S,
     ):
-        """A manager of `checkpoint` in `directory`, which is made when the first step is saved.
+        """Creates a manager of `checkpoint`. The first save creates `directory`.
 
         Args:
             checkpoint: A `Checkpoint` or `TrainState`.
-            directory: A local path, or one of an object store that Orbax writes to, such as
+            directory: Local path, or a path in an object store that Orbax supports, such as
                 `gs://bucket/run`. All processes must see the same files in it.
-            max_to_keep: How many of the newest to keep; None keeps all.
-            keep_checkpoint_every_n_hours: Keep one of every so many hours as well.
+            max_to_keep: Number of recent checkpoints to keep; None keeps all.
+            keep_checkpoint_every_n_hours: Interval in hours. One checkpoint of each interval is
+                also kept.
             checkpoint_name: For `tf.train.CheckpointManager`: checkpoints are named by numbers.
-            step_counter: What counts steps, for `checkpoint_interval`: a Variable, or any number;
-                by default the checkpoint's `step`.
-            checkpoint_interval: How many steps there are at least from one save to the next.
-            init_fn: What `restore_or_initialize` calls if there is no checkpoint.
-            keep_period: Keep those whose number is a multiple of this as well.
-            best: A metric given to `save`, and `"min"` or `"max"`: keep the best by it as well.
+            step_counter: Counter of steps for `checkpoint_interval`: a Variable or any number; by
+                default the `step` of the checkpoint.
+            checkpoint_interval: Minimum number of steps from one save to the next.
+            init_fn: Called without arguments by `restore_or_initialize` if no checkpoint exists.
+            keep_period: Number of steps. Checkpoints whose number is a multiple of it are also
+                kept.
+            best: Name of a metric passed to `save`, and `"min"` or `"max"`. The best checkpoint by
+                this metric is also kept.
             asynchronous: Whether `save` returns as soon as the state has been copied.
-            timeout_s: How long one save may take, waiting for other processes included.
+            timeout_s: Maximum seconds for one save, including waiting for other processes.
 
         Raises:
-            TypeError: `checkpoint` is none, or `directory` no path.
-            ValueError: A number is out of range, or `checkpoint_interval` has nothing to count.
-            CheckpointError: `directory` is a file.
+            TypeError: If `checkpoint` is not a `Checkpoint` or `TrainState`, or `directory` is not
+                a path.
+            ValueError: If a number is out of range, or `checkpoint_interval` has no step counter.
+            CheckpointError: If `directory` is a file.
         """
         if not isinstance(checkpoint, Container):
             raise TypeError(
@@ -138,38 +142,38 @@ class CheckpointManager:
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the checkpoints there are, ascending; not verified."""
+        """Numbers of all checkpoints, ascending. The checkpoints are not verified."""
         return self._history.steps()
 
     @property
     def latest_step(self) -> int | None:
-        """The highest of them."""
+        """Number of the newest checkpoint, or None."""
         return self._history.latest()
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints, oldest first. As `tf.train.CheckpointManager`."""
+        """Paths of the checkpoints, oldest first. Mirrors `tf.train.CheckpointManager`."""
         return [str(self._files.step(step)) for step in self.steps]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest, or None. As `tf.train.CheckpointManager`."""
+        """Path of the newest checkpoint, or None. Mirrors `tf.train.CheckpointManager`."""
         return (self.checkpoints or [None])[-1]
 
     @property
     def best_step(self) -> int | None:
-        """The number of the best checkpoint by the metric, or None; not verified."""
+        """Number of the best checkpoint by the metric, or None. It is not verified."""
         best = self.retention.best_steps(self._history.metrics())
         return best[0] if best else None
 
     @property
     def best_checkpoint(self) -> str | None:
-        """The path of the best checkpoint by the metric, or None."""
+        """Path of the best checkpoint by the metric, or None."""
         step = self.best_step
         return None if step is None else str(self._files.step(step))
 
     def verify(self, step: int) -> list[str]:
-        """What is wrong with the files of a checkpoint, one line each; nothing if it is whole."""
+        """Returns the problems of the files of a checkpoint; an empty list if it is intact."""
         return self._history.verify(step)
 
     # Saving.
@@ -184,30 +188,30 @@ class CheckpointManager:
         force: bool = False,
         allow_nan: bool = False,
     ) -> str | None:
-        """Saves the checkpoint's objects as they are now.
+        """Saves the current state of the checkpoint's objects.
 
-        Returns when their arrays have been copied; they may be changed and donated then. The rest
-        goes on in the background, and what fails there is raised by the next call of `save`,
-        `check`, `wait` or `close`. An earlier save is waited for.
+        Returns when their arrays have been copied: then you may change and donate them. The rest of
+        the save runs in the background. If it fails there, the next call of `save`, `check`, `wait`
+        or `close` raises the error. `save` first waits for an earlier save.
 
         Args:
-            checkpoint_number: The number of the step; by default the checkpoint's `step`, or else
-                one more than the newest has.
-            check_interval: Whether to heed `checkpoint_interval`.
+            checkpoint_number: Number of the step; by default the `step` of the checkpoint, or if it
+                has none, one more than the newest number.
+            check_interval: Whether to apply `checkpoint_interval`.
             options: For `tf.train.CheckpointManager`.
-            metrics: Numbers to keep with it, such as those that `best` goes by.
-            force: As `check_interval=False`.
-            allow_nan: Whether to save arrays that hold NaN or infinities.
+            metrics: Numbers to store with the checkpoint, such as the metric of `best`.
+            force: Whether to save even before `checkpoint_interval` has passed.
+            allow_nan: Whether to save arrays that contain NaN or infinities.
 
         Returns:
-            The path that the checkpoint will have; None if it is not time yet.
+            The path that the checkpoint will have; None if `checkpoint_interval` has not passed.
 
         Raises:
-            CheckpointError: There is a checkpoint of that number; the directory cannot be written;
-                arrays hold NaN or infinities, or have been donated; or an earlier save failed.
-            TypeError: There is an object that cannot be saved.
+            CheckpointError: If a checkpoint of that number exists, the directory cannot be written,
+                arrays contain NaN or infinities or were donated, or an earlier save failed.
+            TypeError: If an object cannot be saved.
 
-        As `tf.train.CheckpointManager.save`.
+        Mirrors `tf.train.CheckpointManager.save`.
         """
         warn_if_given("CheckpointManager.save(options", options, "Orbax's defaults are used")
         context.require_cross_replica("CheckpointManager.save")
@@ -240,27 +244,28 @@ class CheckpointManager:
             return path
 
     def check(self) -> None:
-        """Raises what went wrong in a save that has ended since; returns at once.
+        """Raises the error of a save that has failed in the background; returns at once.
 
         Raises:
-            CheckpointError: The last save failed; says which, why, and which good one there is.
+            CheckpointError: If the last save failed. The message names the step, the cause and the
+                last good checkpoint.
         """
         self._saver.check()
 
     @goodput.count_as(goodput.Phase.CHECKPOINT)
     def wait(self) -> None:
-        """Waits until the save that goes on has ended, in all processes.
+        """Waits until the running save has finished, in all processes.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: If the save failed.
         """
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for the save that goes on; then nothing more can be saved.
+        """Waits for the running save, and closes the manager: later saves raise an error.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: If the save failed.
         """
         self._is_open = False
         self._saver.close()
@@ -319,16 +324,16 @@ class CheckpointManager:
     # Restoring.
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint that is whole; if there is none at all, calls `init_fn`.
+        """Restores the newest intact checkpoint; calls `init_fn` if no checkpoint exists.
 
         Returns:
             The path of the checkpoint, or None.
 
         Raises:
-            CheckpointError: There are checkpoints, but none is whole; or it does not fit the
-                objects. Training never starts anew in silence.
+            CheckpointError: If all existing checkpoints are damaged, or the checkpoint does not
+                match the objects. Training never silently starts from scratch.
 
-        As `tf.train.CheckpointManager.restore_or_initialize`.
+        Mirrors `tf.train.CheckpointManager.restore_or_initialize`.
         """
         self._wait_for_all()
         if not self._history.agree(self._files.steps()):
@@ -348,33 +353,36 @@ class CheckpointManager:
         cast: bool = False,
         verify: bool = True,
     ) -> RestoreReport:
-        """Restores the objects from a checkpoint, in place; or a part of them.
+        """Restores all or some of the objects from a checkpoint, in place.
 
-        Each array goes to where the object's present array is, or was before it was donated; in
-        place of arrays there may be shapes, such as `nnx.eval_shape` gives. What another program
-        removes meanwhile, as one that trains does to one that evaluates, is left for a newer one.
+        Each array is placed like the object's current array, or like it was before it was donated.
+        Objects may have shapes instead of arrays, such as the results of `nnx.eval_shape`. If
+        another program removes the checkpoint meanwhile, a newer checkpoint is used: for example, a
+        program that trains, while this one evaluates.
 
         Args:
-            step: Its number; by default the newest that is whole.
-            only: What of the objects to restore: names such as `"model.layer"`, which stand for all
-                below, patterns such as `"model.*.kernel"`, in which `*` stands for any text, or
-                types of NNX Variables such as `nnx.Param`; one or several. What else the
-                checkpoint has is left in it.
-            exclude: What not to, likewise.
-            rename: From names or patterns in the checkpoint to names here, such as
+            step: Number of the checkpoint; by default the newest intact one.
+            only: Objects to restore, one or several: names such as `"model.layer"`, which include
+                everything below; patterns such as `"model.*.kernel"`, in which `*` matches any
+                text; or types of NNX Variables such as `nnx.Param`. Other values of the checkpoint
+                are not restored.
+            exclude: Objects that are not restored, in the same form as `only`.
+            rename: Maps names or patterns in the checkpoint to names of the objects, such as
                 `{"encoder": "model.body", "layers_*.w": "layers.*.kernel"}`. Each `*` stands for
-                the same text in both. Names go before patterns, long ones before short ones.
-            cast: Whether to convert arrays to the dtypes that the objects have.
-            verify: Whether to read all files first and compare their checksums. Without, damage may
-                go unnoticed, and checkpoints that Orbax wrote alone are taken.
+                the same text in both. Names apply before patterns, and longer ones before shorter
+                ones.
+            cast: Whether to convert arrays to the dtypes of the objects.
+            verify: Whether to read all files first and compare their checksums. With False, damage
+                may remain undetected, and checkpoints that plain Orbax wrote are accepted.
 
         Returns:
-            What was restored, and what was not.
+            A report of the restored and the other values.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or none that is whole; or it does not fit
-                the objects, and then the error lists all that does not. Nothing is restored then.
-            ValueError: If a pattern of `rename` and its new name have another number of `*`.
+            CheckpointError: If the checkpoint does not exist, every checkpoint is damaged, or it
+                does not match the objects; the error then lists all differences. Nothing is
+                restored then.
+            ValueError: If a pattern of `rename` and its new name have different numbers of `*`.
         """
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()

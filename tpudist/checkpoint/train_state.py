@@ -1,4 +1,4 @@
-"""TrainState: all that a training run has to remember."""
+"""TrainState: the complete state of a training run."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tpudist.checkpoint.checkpoint import Checkpoint
 
 
 class TrainState(Checkpoint):
-    """The state of a training run: what it takes to go on as if nothing had happened.
+    """State of a training run: everything that is needed to resume it exactly.
 
         state = tpudist.TrainState(model, optimizer, batches=iter(dataset), rngs=rngs)
         manager = tpudist.checkpoint.CheckpointManager(state, directory)
@@ -15,14 +15,14 @@ class TrainState(Checkpoint):
             strategy.run(train_step, (state.model, state.optimizer, batch))
             state.step += 1
 
-    A `Checkpoint` whose attributes have names that programs can agree on. `tf.distribute` has none;
-    Flax's `TrainState` is a pytree, this one holds objects.
+    A `Checkpoint` with standard names for its attributes. `tf.distribute` has no counterpart.
+    Flax's `TrainState` is a pytree; this one contains objects.
 
     Attributes:
         model: NNX module, or a pytree of parameters.
         optimizer: NNX optimizer, or its state as a pytree.
-        step: How many steps have been made. A Python int: `state.step += 1`.
-        batches: The iterator that the run reads, a `DistributedIterator`.
+        step: Number of finished steps, a Python int: `state.step += 1`.
+        batches: Iterator that the run reads, a `DistributedIterator`.
         rngs: `nnx.Rngs`, or random keys, that are not part of the model.
     """
 
@@ -42,7 +42,7 @@ class TrainState(Checkpoint):
         rngs: Any = None,
         **more: Any,
     ):
-        """Of these objects; None stands for one that the run does not have."""
+        """Creates a state of these objects; None stands for a missing object."""
         super().__init__(
             model=model, optimizer=optimizer, step=step, batches=batches, rngs=rngs, **more
         )

@@ -96,8 +96,8 @@ class ClusterResolver(abc.ABC):
         addresses = [a for job in _TRAINING if job in spec.jobs for a in spec.job_tasks(job)]
         if None in addresses:
             raise ValueError(
-                f"The processes that train together must all be known, but tasks are missing in "
-                f"{spec!r}. Give every job a list of addresses."
+                f"All processes that train together must be known, but tasks are missing in "
+                f"{spec!r}. Pass a list of addresses for every job."
             )
         return [a for a in addresses if a is not None]
 
@@ -112,9 +112,9 @@ class ClusterResolver(abc.ABC):
         if index is None:
             jobs = ", ".join(f"{spec.num_tasks(job)} of '{job}'" for job in spec.jobs) or "none"
             raise ValueError(
-                f"This process is task type {self.task_type!r}, task id {self.task_id!r}, which is "
-                f"not among the cluster's tasks: {jobs}. Set the task type ('chief' or 'worker') "
-                f"and the task id of each process."
+                f"This process is task type {self.task_type!r}, task id {self.task_id!r}, which "
+                f"is not one of the cluster's tasks: {jobs}. Set the task type ('chief' or "
+                f"'worker') and the task id of each process."
             )
         return index
 

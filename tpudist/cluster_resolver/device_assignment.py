@@ -176,7 +176,7 @@ class DeviceAssignment:
 def _check_topology(topology: Any) -> None:
     if not isinstance(topology, Topology):
         raise ValueError(
-            f"`topology` is not a Topology object; got {type(topology).__name__}. Make one with "
+            f"`topology` is not a Topology object; got {type(topology).__name__}. Create one with "
             f"tpudist.experimental.Topology.of(jax.devices())."
         )
 
@@ -199,8 +199,8 @@ def _assign_in_task_order(
     if (stride != 1).any() or num_replicas * per_replica > len(devices):
         raise ValueError(
             f"{num_replicas} replica(s) of {per_replica} core(s) with computation_stride {stride} "
-            f"were asked for, but of the mesh {topology.mesh_shape} only {len(devices)} devices "
-            f"are there. Ask for fewer, without a stride."
+            f"need more devices: the mesh {topology.mesh_shape} has only {len(devices)} of them. "
+            f"Use fewer replicas, without a stride."
         )
     return devices[: num_replicas * per_replica].reshape(num_replicas, per_replica, -1)
 

@@ -80,7 +80,7 @@ class GCEClusterResolver(ClusterResolver):
     def task_type(self, task_type: str | None) -> None:  # type: ignore[override]
         raise RuntimeError(
             f"You cannot reset the task_type of the GCEClusterResolver after it has been created "
-            f"(to {task_type!r}): make another one."
+            f"(to {task_type!r}). Create another GCEClusterResolver."
         )
 
 
@@ -89,8 +89,8 @@ def _build(credentials: Any) -> Any:
         from googleapiclient import discovery  # type: ignore[import-not-found]
     except ImportError:
         raise ImportError(
-            "googleapiclient must be installed before using the GCE cluster resolver: "
-            "pip install google-api-python-client. Or give a `service` of your own."
+            "googleapiclient must be installed before using the GCE cluster resolver: pip "
+            "install google-api-python-client. Or pass your own `service`."
         ) from None
     # Without credentials the client finds the application's own.
     own = None if isinstance(credentials, str) and credentials == "default" else credentials

@@ -98,7 +98,7 @@ def _client(location: KubernetesExecutableLocation) -> Any:
     except ImportError:
         raise ImportError(
             "The Kubernetes Python client must be installed before using the Kubernetes Cluster "
-            "Resolver: pip install kubernetes. Or give an `override_client` of your own."
+            "Resolver: pip install kubernetes. Or pass your own `override_client`."
         ) from None
     if location is KubernetesExecutableLocation.OFF_CLUSTER:
         config.load_kube_config()

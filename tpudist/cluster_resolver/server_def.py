@@ -62,29 +62,28 @@ def make_server_def(
             cluster = ClusterSpec(server_or_cluster_def)
         except TypeError as error:
             raise TypeError(
-                f"Server was given {server_or_cluster_def!r:.200}, which is neither a "
-                f"tpudist.cluster_resolver.ServerDef nor a ClusterSpec, nor a dict of jobs. {error}"
+                f"Server({server_or_cluster_def!r:.200}): pass a "
+                f"tpudist.cluster_resolver.ServerDef, a ClusterSpec, or a dict of jobs. {error}"
             ) from None
     if job_name is None:
         if len(cluster.jobs) != 1:
             raise ValueError(
-                f"Server was given no job_name, and a cluster of the jobs {cluster.jobs}. Say "
-                f"which of them this is, such as job_name=resolver.task_type."
+                f"Server() needs a job_name, because the cluster has the jobs {cluster.jobs}. "
+                f"Pass the job of this process, such as job_name=resolver.task_type."
             )
         (job_name,) = cluster.jobs
     indices = cluster.task_indices(job_name)
     if task_index is None:
         if len(indices) != 1:
             raise ValueError(
-                f"Server was given no task_index, and job {job_name!r} has the tasks {indices}. "
-                f"Say which of them this is, such as task_index=resolver.task_id."
+                f"Server() needs a task_index, because job {job_name!r} has the tasks {indices}. "
+                f"Pass the task of this process, such as task_index=resolver.task_id."
             )
         (task_index,) = indices
     protocol = PROTOCOL if protocol is None else protocol
     if protocol != PROTOCOL:
         raise ValueError(
-            f"Server was given protocol={protocol!r}. There is one only: leave it out, or pass "
-            f"{PROTOCOL!r}."
+            f"Server(protocol={protocol!r}): the only protocol is {PROTOCOL!r}. Omit protocol."
         )
     made = ServerDef(cluster, job_name, int(task_index), protocol)
     cluster.task_address(made.job_name, made.task_index)

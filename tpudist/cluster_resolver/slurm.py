@@ -136,7 +136,7 @@ def _nodes() -> Iterator[tuple[str, int]]:
     tasks = expand_tasks_per_node(_read_variable("STEP_TASKS_PER_NODE"))
     if len(hosts) != len(tasks):
         raise ValueError(
-            f"Slurm names {len(hosts)} node(s), {hosts}, but the tasks of {len(tasks)}, {tasks}."
+            f"Slurm lists {len(hosts)} node(s), {hosts}, but the tasks of {len(tasks)}, {tasks}."
         )
     yield from zip(hosts, tasks, strict=True)
 
@@ -150,8 +150,8 @@ def _num_gpus() -> int:
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
     if listed.returncode:
         raise RuntimeError(
-            f"nvidia-smi does not say how many GPUs there are, but: {listed.stdout}{listed.stderr}."
-            f" Give gpus_per_node."
+            f"nvidia-smi did not report the number of GPUs, but: {listed.stdout}{listed.stderr}. "
+            f"Pass gpus_per_node."
         )
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
@@ -177,7 +177,7 @@ def _numbers(hostlist: str, ranges: str) -> Iterator[str]:
     for numbers in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
         if match is None and ranges:
-            raise ValueError(f"Invalid hostlist format {hostlist!r}: {numbers!r} is no range.")
+            raise ValueError(f"Invalid hostlist format {hostlist!r}: {numbers!r} is not a range.")
         if match is None:
             yield ""
             continue

@@ -98,12 +98,12 @@ class TFConfigClusterResolver(ClusterResolver):
             config = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"TF_CONFIG is not JSON ({error}): {text!r}. It looks like {_EXAMPLE}."
+                f"TF_CONFIG is not JSON ({error}): {text!r}. An example: {_EXAMPLE}."
             ) from None
         if not isinstance(config, dict) or not isinstance(config.get("cluster", {}), dict):
-            raise ValueError(f"TF_CONFIG names no cluster: {text!r}. It looks like {_EXAMPLE}.")
+            raise ValueError(f"TF_CONFIG has no cluster: {text!r}. An example: {_EXAMPLE}.")
         for wrong in _find_mistakes(config):
-            raise ValueError(f"TF_CONFIG {wrong}: {text!r}. It looks like {_EXAMPLE}.")
+            raise ValueError(f"TF_CONFIG {wrong}: {text!r}. An example: {_EXAMPLE}.")
         return config
 
 
@@ -112,33 +112,33 @@ def _find_mistakes(config: dict[str, Any]) -> Iterator[str]:
     cluster, task = config.get("cluster", {}), config.get("task", {})
     for job, tasks in cluster.items():
         if not isinstance(tasks, list | dict) or not tasks:
-            yield f"lists no addresses for job {job!r}"
+            yield f"has no addresses for job {job!r}"
             return
         addresses = list(tasks.values()) if isinstance(tasks, dict) else tasks
         for address in addresses:
             if not isinstance(address, str) or not address.strip():
-                yield f"has {address!r} for an address of job {job!r}"
+                yield f"has {address!r} as an address of job {job!r}"
         if isinstance(tasks, dict) and not all(number.isdecimal() for number in tasks):
             yield f"numbers the tasks of job {job!r} by {', '.join(map(repr, tasks))}"
     if not isinstance(task, dict):
-        yield f"has {task!r} for its task, which is no object with a type and an index"
+        yield f"has the task {task!r}, which is not an object with a type and an index"
         return
     kind, index = task.get("type"), task.get("index")
     if kind is not None and not isinstance(kind, str):
-        yield f"has {kind!r} for the type of its task"
+        yield f"has {kind!r} as the type of its task"
         return
     whole = isinstance(index, int) and not isinstance(index, bool)
     if index is not None and not whole and not (isinstance(index, str) and index.isdecimal()):
-        yield f"has {index!r} for the index of its task, which is a whole number from 0"
+        yield f"has {index!r} as the index of its task, which must be a whole number of at least 0"
         return
     if index is not None and int(index) < 0:
-        yield f"has {index} for the index of its task, which is a whole number from 0"
+        yield f"has {index} as the index of its task, which must be a whole number of at least 0"
     # An evaluator is no part of the cluster.
     if not cluster or kind is None or kind == "evaluator":
         return
     if kind not in cluster:
-        yield f"says that this is a task of job {kind!r}, and its jobs are {list(cluster)}"
+        yield f"has a task of job {kind!r}, but its jobs are {list(cluster)}"
     elif index is not None and isinstance(cluster[kind], list) and int(index) >= len(cluster[kind]):
-        yield f"says that this is task {index} of job {kind!r}, which has {len(cluster[kind])}"
+        yield f"has task {index} of job {kind!r}, which has {len(cluster[kind])} task(s)"
     elif index is not None and isinstance(cluster[kind], dict) and str(index) not in cluster[kind]:
-        yield f"says that this is task {index} of job {kind!r}, which has {list(cluster[kind])}"
+        yield f"has task {index} of job {kind!r}, which has the tasks {list(cluster[kind])}"

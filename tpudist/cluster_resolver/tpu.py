@@ -19,7 +19,7 @@ from tpudist.processes import connection
 
 # The port of JAX's own coordinator on TPU.
 _PORT = 8476
-_NO_LOOK_UP = "JAX finds the slice that it runs on itself"
+_NO_LOOK_UP = "JAX finds its own TPU slice"
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -83,10 +83,9 @@ class TPUClusterResolver(ClusterResolver):
         """
         if tpu not in (None, "", "local"):
             raise ValueError(
-                f"TPUClusterResolver was asked for the TPU {tpu!r}, but a JAX program runs on the "
-                f"TPU's own hosts and cannot reach another. Start it there, on every host (gcloud "
-                f"compute tpus tpu-vm ssh NAME --worker=all --command=...), with "
-                f"TPUClusterResolver()."
+                f"TPUClusterResolver(tpu={tpu!r}): a JAX program runs on the hosts of the TPU and "
+                f"cannot use another TPU. Start it there, on every host (gcloud compute tpus "
+                f"tpu-vm ssh NAME --worker=all --command=...), with TPUClusterResolver()."
             )
         credentials = None if isinstance(credentials, str) else credentials
         for what, value in (
@@ -180,7 +179,8 @@ class TPUClusterResolver(ClusterResolver):
         per_host = {len(host) for host in group_by_task(devices)}
         if len(per_host) > 1:
             raise RuntimeError(
-                f"Every host of a slice has as many TPU cores, but these have {sorted(per_host)}."
+                f"All hosts of a slice must have the same number of TPU cores, but these have "
+                f"{sorted(per_host)}."
             )
         slices = {getattr(d, "slice_index", None) or 0 for d in devices}
         return TPUSystemMetadata(

@@ -69,9 +69,9 @@ def _ask(server: str) -> SliceHosts | None:
         number = _read(server, "agent-worker-number")
     except OSError as error:
         _log.warning(
-            "This host has TPU chips, but %s does not say which other hosts belong to its slice "
-            "(%s), and neither does TPU_WORKER_HOSTNAMES: it is taken for the only one. Where "
-            "there are others, set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID on each.",
+            "This host has TPU chips, but neither %s (%s) nor TPU_WORKER_HOSTNAMES names the "
+            "other hosts of its slice. tpudist uses only this host. If the slice has other "
+            "hosts, set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID on each.",
             source,
             error,
         )
@@ -83,7 +83,7 @@ def _ask(server: str) -> SliceHosts | None:
         parts = endpoint.split(":")  # a name or address; in older ones name, number, address
         if len(parts) not in (1, 3):
             raise ValueError(
-                f"{source} gives {endpoints!r} for worker-network-endpoints, which is neither a "
+                f"{source} returns {endpoints!r} as worker-network-endpoints, which is neither a "
                 f"list of hosts nor of name:number:address. Set TPU_WORKER_HOSTNAMES and "
                 f"TPU_WORKER_ID on each host."
             )
@@ -126,7 +126,7 @@ def _split(text: str) -> list[str]:
 def _number(text: str, what: str, count: int) -> int:
     if not text.isdigit() or int(text) >= count:
         raise ValueError(
-            f"{what} is {text!r}, but this host is one of {count} of a TPU slice, whose numbers go "
-            f"from 0 to {count - 1}."
+            f"{what} is {text!r}, but the numbers of the {count} hosts of this TPU slice are 0 to "
+            f"{count - 1}."
         )
     return int(text)

@@ -71,16 +71,17 @@ class Topology:
         sizes = {len(task) for task in tasks}
         if len(sizes) != 1:
             raise ValueError(
-                f"A topology has as many devices in every task, but these {len(devices)} devices "
-                f"are {', '.join(str(len(task)) for task in tasks)} of each process. Take as many "
-                f"of each."
+                f"Every task of a topology must have the same number of devices, but of these "
+                f"{len(devices)} devices, the processes have "
+                f"{', '.join(str(len(task)) for task in tasks)}. Use the same number of each "
+                f"process."
             )
         slices = {getattr(d, "slice_index", None) or 0 for d in devices}
         if len(slices) > 1:
             raise ValueError(
-                f"A topology is of one slice, but these {len(devices)} devices are of "
-                f"{len(slices)}. Use TPUStrategy(replica_axes=...), which keeps each replica in a "
-                f"slice."
+                f"A topology belongs to one slice, but these {len(devices)} devices belong to "
+                f"{len(slices)} slices. Use TPUStrategy(replica_axes=...), which keeps each "
+                f"replica in a slice."
             )
         ordered = [d for task in tasks for d in task]
         coordinates = (
@@ -176,8 +177,8 @@ class Topology:
         at = tuple(int(c) for c in device_coordinates)
         if at not in self._place_at:
             raise ValueError(
-                f"There is no device at {at} in a topology of shape "
-                f"{tuple(self._mesh_shape.tolist())} with {len(self._place_at)} device(s)."
+                f"No device is at {at} in a topology of shape {tuple(self._mesh_shape.tolist())} "
+                f"with {len(self._place_at)} device(s)."
             )
         return self._place_at[at]
 

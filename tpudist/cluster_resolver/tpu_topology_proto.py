@@ -67,8 +67,8 @@ def parse(serialized: bytes) -> tuple[list[int], np.ndarray, HardwareFeature | N
         return _numbers(fields, 1), coordinates, _hardware_feature(fields)
     except (ValueError, OverflowError) as error:
         raise ValueError(
-            f"These {len(serialized)} bytes are not a serialized topology ({error}). Give what "
-            f"Topology.serialized() returns."
+            f"These {len(serialized)} bytes are not a serialized topology ({error}). Pass the "
+            f"result of Topology.serialized()."
         ) from None
 
 

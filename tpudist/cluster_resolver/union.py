@@ -28,7 +28,7 @@ class UnionResolver(ClusterResolver):
         self._rpc_layer = kwargs.pop("rpc_layer", None)
         if kwargs:
             raise ValueError(
-                f"Unexpected kwargs provided {kwargs!r}. UnionResolver takes task_type, task_id "
+                f"Unexpected kwargs provided {kwargs!r}. UnionResolver accepts task_type, task_id "
                 f"and rpc_layer."
             )
         if not args:

@@ -109,17 +109,17 @@ class ClosureQueue:
             else:
                 self._wait(
                     lambda: len(self._waiting) < self._max_size or self._must_raise(),
-                    lambda: f"schedule waits for one of the {self._max_size} places of the queue",
+                    lambda: f"schedule waits for one of the {self._max_size} places in the queue",
                 )
                 self._raise_if_error()
                 if self.is_stopped:
-                    raise CancelledError(f"{closure} was scheduled after the end of its run.")
+                    raise CancelledError(f"{closure} was scheduled after its run ended.")
                 if next_number is not None:
                     closure.number = next_number()
                 self.num_scheduled = max(self.num_scheduled, _number(closure) + 1)
                 if closure.number in self.withdrawn:
                     closure.output._is_withdrawn = True
-                    self._cancel(closure, "an earlier program with this log has cancelled it")
+                    self._cancel(closure, "an earlier program with this log canceled it")
                 else:
                     self._waiting.append(closure)
             self.changed.notify_all()
@@ -152,7 +152,7 @@ class ClosureQueue:
         with self.changed:
             while self._wait(
                 lambda: self._is_done() or self._must_raise(),
-                lambda: f"join waits for {len(self._waiting)} closure(s) that wait for a worker",
+                lambda: f"join waits for {len(self._waiting)} closure(s) without a worker",
                 left_s(),
             ):
                 if self._error is None:
@@ -246,7 +246,7 @@ class ClosureQueue:
                 self.tally.fail(worker, error)
             if self._error is None:
                 self._error = error
-            self._cancel_waiting(f"{closure} has failed")
+            self._cancel_waiting(f"{closure} failed")
 
     def put_back(self, closure: Closure, worker: int, why: str, cause: str = "put back") -> None:
         """Has a closure run again, before all others; cancelled if another one has failed.
@@ -263,12 +263,12 @@ class ClosureQueue:
             if not self._leave(closure, worker, "put back"):
                 return
             del self._running[id(closure)]
-            _log.warning("%s: runs again. %s", closure, why)
+            _log.warning("%s runs again. %s", closure, why)
             closure.retries.append(why)
             if closure.worker is not None:
                 self._of_workers.setdefault(closure.worker, collections.deque()).appendleft(closure)
             elif self._error is not None or self.is_stopped:
-                self._cancel(closure, "another closure has failed")
+                self._cancel(closure, "another closure failed")
             else:  # in a place of its own: who has run it must not wait for one
                 later = (i for i, x in enumerate(self._waiting) if _number(x) > _number(closure))
                 self._waiting.insert(next(later, len(self._waiting)), closure)
@@ -311,7 +311,7 @@ class ClosureQueue:
                 return None
             assert self._stragglers is not None
             why = f"it is slow: {self._stragglers.describe(closure, now_s)}"
-            _log.warning("%s: worker %d runs it as well, since %s", closure, worker, why)
+            _log.warning("%s: worker %d also runs it, because %s", closure, worker, why)
             closure.retries.append(why)
             self.tally.put_back(next(iter(closure.workers)), "slow")
         closure.workers[worker] = now_s
@@ -386,7 +386,7 @@ class ClosureQueue:
         return closure.number is not None and self.finished.add(closure.number)
 
     def _cancel(self, closure: Closure, why: str) -> None:
-        closure.output._fail(CancelledError(f"{closure} was cancelled before it ran: {why}."))
+        closure.output._fail(CancelledError(f"{closure} was canceled before it ran: {why}."))
         if self._note_finished(closure):
             self.tally.cancelled += 1
         self.changed.notify_all()
@@ -435,7 +435,7 @@ class ClosureQueue:
             if waited_s >= report_s:
                 report_s = 2 * waited_s
                 running = "; ".join(map(str, self._running.values())) or "none"
-                _log.warning("%s: %.0f s. Under way: %s.", describe(), waited_s, running)
+                _log.warning("%s: %.0f s. Running: %s.", describe(), waited_s, running)
 
 
 def _may_run_twice(closure: Closure) -> bool:

@@ -34,25 +34,26 @@ _making = threading.Lock()
 
 
 class ClusterCoordinator:
-    """Has workers run functions, one after the other and not in step.
+    """Schedules functions on workers, which run them one after the other, without common steps.
 
-    What a function reads of the strategy's Variables comes from their servers; what it changes goes
-    there when it has ended, and has effect once on each server, even if the function is begun again
-    because its worker, a server or this program was lost. A strategy has one coordinator at a
-    time: making another gives the same. It ends when nobody holds it any more.
+    A function reads the strategy's Variables from their servers. Its changes are sent there when it
+    ends, and take effect once on each server, even if the function starts again because its worker,
+    a server or this program was lost. A strategy has one coordinator at a time: another call of the
+    class returns the same one. It ends when there is no reference to it.
 
-    As `tf.distribute.coordinator.ClusterCoordinator`, which runs functions at least once. Functions
-    need not be `tpudist.function`s.
+    Mirrors `tf.distribute.coordinator.ClusterCoordinator`, which runs functions at least once.
+    Functions need not be `tpudist.function`s.
     """
 
     strategy: Any
 
     def __new__(cls, strategy: Any, **_options: Any) -> ClusterCoordinator:
-        """The coordinator of `strategy`."""
+        """Returns the coordinator of `strategy`."""
         if getattr(strategy, "servers", None) is None:
             raise ValueError(
-                f"ClusterCoordinator was given {strategy!r}. It schedules on the workers of a "
-                f"tpudist.ParameterServerStrategy; other strategies run all replicas in step."
+                f"ClusterCoordinator(strategy={strategy!r}): it needs a "
+                f"tpudist.ParameterServerStrategy. Other strategies run all replicas in step, "
+                f"without a coordinator."
             )
         with _making:
             found = None if strategy.coordinator is None else strategy.coordinator()
@@ -74,29 +75,30 @@ class ClusterCoordinator:
 
         Args:
             strategy: A `tpudist.ParameterServerStrategy`.
-            closure_timeout_s: After how many seconds a worker is given up that has not finished a
-                function, which another one then runs. By default never.
-            max_staleness: A function begins only if at most so many scheduled before it have not
-                finished: 0 runs one after the other, and gives the same numbers in each run. By
-                default any number, as in TensorFlow.
-            queue_size: How many functions may wait for a worker before `schedule` waits; by default
-                256 for each worker.
-            speculate: After how many times the usual duration a function is begun a second time, by
-                a worker that has nothing else to do; the first of the two to end counts. Usual is
-                the median of the last calls of the function, and at least a second. Not for
-                functions with an argument that is another one on each worker. By default never.
+            closure_timeout_s: Maximum seconds for a function. A worker that takes longer is given
+                up, and another worker runs the function. By default unlimited.
+            max_staleness: Maximum number of earlier functions that may be unfinished when a
+                function starts. With 0, functions run one after the other, and each run gives the
+                same results. By default unlimited, as in TensorFlow.
+            queue_size: Number of functions that may wait for a worker before `schedule` waits; by
+                default 256 per worker.
+            speculate: Multiple of the usual duration after which an idle worker starts a function a
+                second time. The first of the two to finish counts. The usual duration is the median
+                of the last calls of the function, and at least one second. It does not apply to
+                functions with an argument that differs between workers. By default never.
 
         Raises:
-            ValueError: `strategy` is another one, or has a coordinator with other options; or a
-                number is too small.
+            ValueError: If `strategy` is not a `ParameterServerStrategy`, if it has a coordinator
+                with other options, or if a number is too small.
         """
         _check_options(closure_timeout_s, max_staleness, queue_size, speculate)
         options = closure_timeout_s, max_staleness, queue_size, speculate
         if hasattr(self, "_options"):
             if options != self._options and options != (None,) * 4:
                 raise ValueError(
-                    f"ClusterCoordinator was given other options than when it was made for "
-                    f"{strategy!r}, which has one coordinator. Give them the first time."
+                    f"ClusterCoordinator: the options differ from those of the existing "
+                    f"coordinator of {strategy!r}, which has only one. Pass the options when you "
+                    f"first create it."
                 )
             return
         self._options = options
@@ -147,30 +149,29 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Has some worker call a function; returns at once, unless too many wait.
+        """Schedules a function on any worker; returns at once, unless the queue is full.
 
         Args:
-            fn: Any callable. In it the strategy's Variables may be read and assigned,
-                `optimizer.apply_gradients` works, and `strategy.run` runs a function on each device
-                of the worker.
-            args: Positional arguments. Of a PerWorkerValue each worker sees its own.
-            kwargs: Keyword arguments, alike.
+            fn: Any callable. It may read and assign the strategy's Variables and call
+                `optimizer.apply_gradients`. `strategy.run` in it runs a function on each device of
+                the worker.
+            args: Positional arguments. Each worker sees its own value of a PerWorkerValue.
+            kwargs: Keyword arguments, with the same rule.
 
         Returns:
-            What the function will give.
+            The future result of the function.
 
         Raises:
-            TypeError: `fn` cannot be called.
-            ValueError: A RemoteValue is among the arguments.
-            Exception: A function that was scheduled before has raised; then this one is not
-                scheduled.
+            TypeError: If `fn` is not callable.
+            ValueError: If a RemoteValue is among the arguments.
+            Exception: If an earlier function raised an error; this function is then not scheduled.
 
-        As `tf.distribute.coordinator.ClusterCoordinator.schedule`.
+        Mirrors `tf.distribute.coordinator.ClusterCoordinator.schedule`.
         """
         if not callable(fn):
             raise TypeError(
-                f"schedule was given {fn!r} of type {type(fn).__name__}. Give a function, and its "
-                f"arguments apart: schedule(fn, args=(...))."
+                f"schedule(fn={fn!r}) of type {type(fn).__name__}: fn must be a function. Pass "
+                f"its arguments separately: schedule(fn, args=(...))."
             )
         held: list[PerWorkerValue] = []
 
@@ -194,63 +195,65 @@ class ClusterCoordinator:
         return number
 
     def join(self, *, timeout_s: float | None = None) -> bool:
-        """Waits until all functions that were scheduled have finished.
+        """Waits until all scheduled functions have finished.
 
         Args:
-            timeout_s: After how many seconds to wait no longer.
+            timeout_s: Maximum seconds to wait; None waits without a limit.
 
         Returns:
-            Whether they have.
+            Whether all functions have finished.
 
         Raises:
-            Exception: One of them has raised. It is raised once; those that had not begun are
-                cancelled, and the coordinator can be used again.
+            Exception: If a function raised an error. The error is raised once, functions that had
+                not started are canceled, and you can use the coordinator again.
 
-        As `tf.distribute.coordinator.ClusterCoordinator.join`.
+        Mirrors `tf.distribute.coordinator.ClusterCoordinator.join`.
         """
         return self._queue.wait(timeout_s)
 
     def done(self) -> bool:
-        """Whether all functions that were scheduled have finished; raises as `join` does.
+        """Returns whether all scheduled functions have finished; raises errors like `join`.
 
-        As `tf.distribute.coordinator.ClusterCoordinator.done`.
+        Mirrors `tf.distribute.coordinator.ClusterCoordinator.done`.
         """
         return self._queue.is_done()
 
     def fetch(self, val: PyTree) -> PyTree:
-        """A nest with NumPy arrays for the RemoteValues in it; waits for them.
+        """Waits for the RemoteValues in a nested structure, and replaces them by NumPy arrays.
 
-        As `tf.distribute.coordinator.ClusterCoordinator.fetch`.
+        Mirrors `tf.distribute.coordinator.ClusterCoordinator.fetch`.
         """
         return fetch_all(val)
 
     # Data.
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Has each worker make a dataset, to be iterated over by the functions that it runs.
+        """Creates a dataset on each worker, for the functions that run on it.
 
         Args:
-            dataset_fn: A function that gives a dataset, called on each worker; or a dataset: what
-                a strategy's `experimental_distribute_dataset` gives, or any iterable, of which each
-                worker reads all. It must give the same elements to a worker each time.
+            dataset_fn: Function that returns a dataset, called on each worker. Or a dataset, which
+                each worker reads completely: the result of a strategy's
+                `experimental_distribute_dataset`, or any iterable. It must yield the same elements
+                to a worker each time.
 
         Returns:
-            What gives, by `iter`, an argument for `schedule`. The position of each worker outlives
-            the worker: one in its place passes over as many elements as it has taken.
+            A dataset; its `iter` is an argument for `schedule`. The position of a worker survives
+            the worker: its replacement skips the elements that it has taken.
 
         Raises:
-            TypeError: It is none of these, or an iterator, which can be read once only.
+            TypeError: If `dataset_fn` is none of these, or is an iterator, which can be read only
+                once.
 
-        As `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
+        Mirrors `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
         """
         if not callable(dataset_fn):
             if not isinstance(dataset_fn, Iterable):
                 iter(dataset_fn)  # TypeError for what is none
             if isinstance(dataset_fn, Iterator):
                 raise TypeError(
-                    f"create_per_worker_dataset was given an iterator, {dataset_fn!r}, which can "
-                    f"be read once, and each worker reads all of a dataset. Give the function that "
-                    f"makes it."
+                    f"create_per_worker_dataset(dataset_fn={dataset_fn!r}): this is an iterator, "
+                    f"which can be read once, but each worker reads the complete dataset. Pass "
+                    f"the function that creates it."
                 )
             return self._make_dataset(lambda: dataset_fn)
         return self._make_dataset(dataset_fn)
@@ -262,11 +265,11 @@ class ClusterCoordinator:
         return self._kept.add(fn, args)  # a dataset has this method, and so keeps the coordinator
 
     def next_batch(self) -> int:
-        """The number of the next batch, counted from 0 over all workers.
+        """Returns the number of the next batch, counted from 0 over all workers.
 
-        Given to a function that reads the batch of this number, it goes with the function to
-        whichever worker runs it: each batch has effect once. A program that was started again goes
-        on with the first batch whose function, or one before, had not finished.
+        Pass it to a function that reads the batch with this number. Then each batch takes effect
+        once, whichever worker runs the function. A restarted program resumes with the first batch
+        whose function, or an earlier one, had not finished.
         """
         with self._queue.changed:
             number = self._next_batch
@@ -276,42 +279,42 @@ class ClusterCoordinator:
     # Workers.
 
     def add_worker(self) -> int:
-        """Has one more worker run functions; its number."""
+        """Adds a worker; returns its number."""
         return self._dispatcher.add_worker()
 
     def remove_worker(self, worker: int) -> None:
-        """Has a worker end after what it is running.
+        """Removes a worker when its current function has finished.
 
         Raises:
-            ValueError: There is no such worker, or no other one.
+            ValueError: If the worker does not exist, or is the only one.
         """
         self._dispatcher.remove_worker(worker)
 
     @property
     def workers(self) -> list[int]:
-        """The numbers of the workers."""
+        """Numbers of the workers."""
         return self._dispatcher.workers
 
     @property
     def num_finished(self) -> int:
-        """How many functions were scheduled and will not run any more, in all runs of this log."""
+        """Number of scheduled functions that will not run again, in all runs of this log."""
         with self._queue.changed:
             return len(self._queue.finished)
 
     @property
     def num_speculated(self) -> int:
-        """How many functions were begun a second time since they were slow; see `speculate`."""
+        """Number of functions that were started twice because they were slow; see `speculate`."""
         with self._queue.changed:
             return self._queue.tally.retries["slow"]
 
     @property
     def num_unfinished(self) -> int:
-        """How many functions were scheduled and have not finished yet."""
+        """Number of scheduled functions that have not finished."""
         return self._queue.num_unfinished()
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How often what a function changed was so many functions ahead of what it had read."""
+        """Histogram of update staleness: number of functions between read and update -> count."""
         with self._queue.changed:
             return dict(sorted(self._staleness.items()))
 
@@ -324,26 +327,26 @@ class ClusterCoordinator:
         json_lines: str | os.PathLike | None = None,
         tensorboard: str | os.PathLike | None = None,
     ) -> CoordinatorProgress:
-        """Watches the run in a `with` block: what is done, how fast, and who holds it up.
+        """Shows the progress of the run in a `with` block: counts, speed and slow workers.
 
-        `with coordinator.progress(): ...` has a table on the terminal, of workers and servers, that
-        is drawn anew; in a notebook below the cell, and elsewhere a line now and then. To look
-        once, `print(coordinator.progress())`, or `coordinator.progress().sample()` for the figures.
+        `with coordinator.progress(): ...` shows a table of workers and servers on the terminal, or
+        below a notebook cell, and updates it. Elsewhere it prints a line from time to time. For a
+        single look, use `print(coordinator.progress())`, or `coordinator.progress().sample()` for
+        the numbers.
 
         Args:
-            every_s: After how many seconds there is a new sample.
-            show: Whether it is shown.
-            file: Where; by default on standard error.
-            json_lines: A file to which each sample is added, as a line of JSON.
-            tensorboard: A folder for scalars that TensorBoard shows (`pip install tensorboardX`).
+            every_s: Seconds between two samples.
+            show: Whether to show the samples.
+            file: Stream to show them on; by default standard error.
+            json_lines: File to which each sample is appended, as a line of JSON.
+            tensorboard: Folder for scalars that TensorBoard shows (`pip install tensorboardX`).
 
         Returns:
-            What watches in a `with` block. A file that cannot be written is a warning, once, and
-            the run goes on.
+            A context manager. If a file cannot be written, it warns once, and the run continues.
 
         Raises:
-            ValueError: `every_s` is not more than 0.
-            ModuleNotFoundError: `tensorboard` is given, and tensorboardX is not installed.
+            ValueError: If `every_s` is not greater than 0.
+            ModuleNotFoundError: If `tensorboard` is given, but tensorboardX is not installed.
         """
         concurrency = self.strategy.engine.concurrency
         sampler = ProgressSampler(
@@ -365,7 +368,7 @@ class ClusterCoordinator:
         )
 
     def shutdown(self) -> None:
-        """Ends the workers after what they are running, and the servers of the strategy."""
+        """Ends the workers after their current functions, and the servers of the strategy."""
         self._ending()
         self.strategy.shutdown()
 
@@ -463,27 +466,27 @@ def _check_options(
 ) -> None:
     if closure_timeout_s is not None and not closure_timeout_s > 0:
         raise ValueError(
-            f"ClusterCoordinator was given closure_timeout_s={closure_timeout_s!r}. It must be "
-            f"more than 0 seconds, or None for no limit."
+            f"ClusterCoordinator(closure_timeout_s={closure_timeout_s!r}): the timeout must be a "
+            f"number of seconds above 0, or None for no limit."
         )
     if speculate is not None and not speculate > 1:
         raise ValueError(
-            f"ClusterCoordinator was given speculate={speculate!r}. It must be more than 1 times "
-            f"the usual duration of a function, or None."
+            f"ClusterCoordinator(speculate={speculate!r}): speculate must be greater than 1, a "
+            f"multiple of the usual duration of a function, or None."
         )
     for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
         if value is not None and (isinstance(value, bool) or value < least):
             raise ValueError(
-                f"ClusterCoordinator was given {name}={value!r}. It must be a whole number from "
-                f"{least}, or None."
+                f"ClusterCoordinator({name}={value!r}): {name} must be None or a whole number of "
+                f"at least {least}."
             )
 
 
 def _take_argument(x: Any) -> Any:
     if isinstance(x, RemoteValue):
         raise ValueError(
-            "schedule was given a RemoteValue as an argument. Fetch it first, or have the function "
-            "that computes it and this one be one: values do not go from worker to worker."
+            "schedule() does not accept a RemoteValue as an argument, because workers do not "
+            "exchange values. Fetch it first, or compute both in one function."
         )
     if isinstance(x, PerWorkerIterator):
         return Kept(x._key)

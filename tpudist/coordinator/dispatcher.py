@@ -115,8 +115,8 @@ class Dispatcher:
         with self._changed:
             if index not in self._wanted or len(self._wanted) == 1:
                 raise ValueError(
-                    f"Worker {index} was to be removed of {sorted(self._wanted)}. It must be one "
-                    f"of them, and another one must be left."
+                    f"Cannot remove worker {index} from {sorted(self._wanted)}. It must be one of "
+                    f"these workers, and at least one other worker must remain."
                 )
             self._wanted.discard(index)
             self._changed.notify_all()
@@ -141,7 +141,7 @@ class Dispatcher:
         self._queue.stop()
         for actor, closure in list(self._running.items()):
             if closure.is_claimed:
-                self._engine.kill(actor, f"another worker has finished {closure}")
+                self._engine.kill(actor, f"another worker finished {closure}")
         limit_s = self._engine.concurrency.now_s() + END_S
         for index, thread in self._threads.items():
             left_s = max(limit_s - self._engine.concurrency.now_s(), 0.0)
@@ -149,7 +149,7 @@ class Dispatcher:
                 with self._changed:
                     actor = self._actors.get(index)
                 if actor is not None:
-                    _log.warning("%s does not finish what it runs, and is ended.", actor)
+                    _log.warning("%s does not finish its closure and is killed.", actor)
                     self._engine.kill(actor, "its run has ended")
                 thread.join(1.0)
 
@@ -167,7 +167,7 @@ class Dispatcher:
             if actor is not None:
                 self._made.pop(actor, None)
         if actor is not None:
-            self._engine.kill(actor, "it is not needed any more")
+            self._engine.kill(actor, "it is no longer needed")
 
     def _run_next(self, index: int, is_wanted: Callable[[], bool]) -> bool:
         """Runs a closure and holds it no longer: it may hold what ends this thread when it goes."""
@@ -206,7 +206,7 @@ class Dispatcher:
         except ActorDied as died:
             self._on_died(index, actor, closure, died)
         except ResultTimeout as timeout:
-            why = f"it has not finished {closure} in time: {timeout}"
+            why = f"it did not finish {closure} in time: {timeout}"
             self._engine.kill(actor, why)
             self._replace(index, closure, f"{actor} was given up: {why}", "too late")
         except Exception as error:  # the function's own
@@ -297,8 +297,9 @@ class Dispatcher:
                 closure,
                 worker,
                 CancelledError(
-                    f"{closure} was begun {len(closure.retries) + 1} times, and {MAX_RETRIES + 1} "
-                    f"times a {lost} was lost with it: it seems to be what ends them.\n{causes}"
+                    f"{closure} was started {len(closure.retries) + 1} times, and a {lost} was "
+                    f"lost {MAX_RETRIES + 1} times meanwhile: the closure seems to be the "
+                    f"cause.\n{causes}"
                 ),
             )
             return

@@ -48,8 +48,8 @@ class PerWorkerIterator(PerWorkerValue):
 
     def __iter__(self) -> Iterator[Any]:
         raise NotImplementedError(
-            "A per-worker iterator was iterated over outside of its workers. Give it to a function "
-            "that is scheduled, and call next(iterator) there."
+            "A per-worker iterator can be used only on its workers. Pass it to a scheduled "
+            "function, and call next(iterator) there."
         )
 
     def __next__(self) -> Any:

@@ -93,7 +93,7 @@ class RemoteValue:
 
     def __repr__(self) -> str:
         if not self._is_there:
-            return "<RemoteValue that no worker has computed yet>"
+            return "<RemoteValue, not computed yet>"
         what = self._value if self._error is None else self._error
         return f"<RemoteValue {what!r}>"
 
@@ -113,8 +113,8 @@ class PerWorkerValue:
         for value in values:
             if not isinstance(value, RemoteValue):
                 raise AssertionError(
-                    f"PerWorkerValue was given {value!r} of type {type(value).__name__}. It holds "
-                    f"a RemoteValue of each worker, as create_per_worker_dataset makes them."
+                    f"PerWorkerValue({value!r}) of type {type(value).__name__}: it needs one "
+                    f"RemoteValue per worker, as create_per_worker_dataset returns."
                 )
         self._values = tuple(values)
 
@@ -127,9 +127,9 @@ class PerWorkerValue:
         """
         if worker >= len(self._values):
             raise ValueError(
-                f"A PerWorkerValue with values of {len(self._values)} worker(s) was given to a "
-                f"function that worker {worker} runs. Make it with a value for each worker, or do "
-                f"not add workers."
+                f"A PerWorkerValue with values for {len(self._values)} worker(s) was passed to a "
+                f"function on worker {worker}. Create it with a value for each worker, or do not "
+                f"add workers."
             )
         return self._values[worker].fetch()
 

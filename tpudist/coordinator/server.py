@@ -64,7 +64,8 @@ class Server:
         """
         if config is not None:
             warnings.warn(
-                f"Server(config={config!r}) has no effect: there are no sessions.", stacklevel=2
+                f"Server(config={config!r}) has no effect, because there are no sessions.",
+                stacklevel=2,
             )
         self._server_def = make_server_def(server_or_cluster_def, job_name, task_index, protocol)
         self._head = _find_head(self._server_def)
@@ -108,9 +109,9 @@ class Server:
         """
         if self._head is None:
             raise RuntimeError(
-                f"{self!r} is part of a program, whose threads are its workers and servers: there "
-                f"is nothing to wait for. To have processes of them, on this machine or on others, "
-                f"give the cluster the job '{PROGRAM}', with the address of the program."
+                f"{self!r} belongs to a program whose threads are its workers and servers, so "
+                f"there is nothing to wait for. To run them as processes, on this machine or on "
+                f"others, add the job '{PROGRAM}' to the cluster, with the address of the program."
             )
         if self._node is None:
             raise RuntimeError(f"{self!r} was not started. Call start() before join().")
@@ -162,15 +163,15 @@ def _find_head(task: ServerDef) -> str | None:
         if other is not None:
             job, index, address = other
             raise ValueError(
-                f"The cluster has {job} {index} at {address}, which is another host, and no "
-                f"'{PROGRAM}': servers join the program that makes the ParameterServerStrategy, "
-                f"and do not know where it runs. Give the cluster that job, with one address."
+                f"The cluster has {job} {index} at {address}, which is another host, but no "
+                f"'{PROGRAM}'. Servers join the program that creates the ParameterServerStrategy, "
+                f"and do not know where it runs. Add that job to the cluster, with one address."
             )
         return None
     if task.job_name not in JOBS:
         raise ValueError(
-            f"A Server was made for {task.job_name} {task.task_index}. Only the tasks of "
-            f"{' and '.join(map(repr, JOBS))} are servers; the program of the '{PROGRAM}' makes a "
-            f"tpudist.ParameterServerStrategy(cluster_resolver), which they join."
+            f"A Server cannot be created for {task.job_name} {task.task_index}. Only the tasks of "
+            f"{' and '.join(map(repr, JOBS))} are servers. The program of the '{PROGRAM}' creates "
+            f"a tpudist.ParameterServerStrategy(cluster_resolver), which they join."
         )
     return cluster.task_address(PROGRAM, 0)

@@ -183,7 +183,7 @@ def experimental_get_current_worker_index() -> int:
     place = current_place()
     if place is None:
         raise RuntimeError(
-            "experimental_get_current_worker_index was called where no worker is: call it in a "
-            "function that was given to schedule, or in the function of create_per_worker_dataset."
+            "experimental_get_current_worker_index() must be called on a worker: in a function "
+            "that you pass to schedule, or in the function of create_per_worker_dataset."
         )
     return place.worker

@@ -61,7 +61,7 @@ class CallLine:
             self._connection: Any = Client(address, authkey=secret)  # not a pipe of Windows
         except (AuthenticationError, EOFError) as error:
             raise ConnectionRefusedError(
-                f"Who listens at {address} knows another secret: {error}"
+                f"Authentication failed at {address}: that process has a different secret. {error}"
             ) from None
         self._make_pickler = make_pickler
         self._line = Line(self._connection)
@@ -107,7 +107,7 @@ class CallLine:
 
     def close(self) -> None:
         """Ends it; who waits is told."""
-        self._end(ConnectionAbortedError("The connection was closed here."))
+        self._end(ConnectionAbortedError("This process has closed the connection."))
         if threading.current_thread() is not self._reader:
             self._reader.join(END_S)
 
@@ -123,7 +123,7 @@ class CallLine:
         except OSError as error:
             self._end(error)
         except Exception as error:  # no memory for it, say: nobody waits for what does not come
-            self._end(ConnectionAbortedError(f"A reply cannot be read: {error!r}"))
+            self._end(ConnectionAbortedError(f"Cannot read a reply: {error!r}"))
         finally:
             self._connection.close()
 

@@ -66,7 +66,7 @@ class CallListener:
             try:
                 connection = self._listener.accept()
             except OSError as error:
-                _log.warning("Calls from other processes are not taken any more: %s", error)
+                _log.warning("Calls from other processes are no longer accepted: %s", error)
                 return
             threading.Thread(
                 target=self._serve, args=(connection,), name="tpudist calls", daemon=True

@@ -32,11 +32,11 @@ class Actor:
 
 
 class ActorDied(RuntimeError):
-    """An actor has died, so that what it was called for has no result.
+    """An actor died, so its calls have no results.
 
     Attributes:
-        actor: Which.
-        why: In words.
+        actor: The actor.
+        why: Description of the cause.
         was_made: Whether it has lived; else its factory has raised, as it would again.
     """
 
@@ -51,7 +51,7 @@ class ActorDied(RuntimeError):
 
 
 class ResultTimeout(TimeoutError):
-    """A result has not come in time; the call goes on."""
+    """A result did not arrive in time. The call continues."""
 
 
 class ActorKilled(BaseException):

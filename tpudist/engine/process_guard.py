@@ -63,7 +63,7 @@ class ProcessGuard:
             with contextlib.suppress(OSError):
                 text = (folder / LOG).read_text(errors="replace")[-2000:]
             self.close()
-            how = f"ended with {code}" if code else f"was not done after {timeout_s:g} s"
+            how = f"ended with {code}" if code else f"did not finish within {timeout_s:g} s"
             raise RuntimeError(f"`{' '.join(command)}` {how}.\n{text}".rstrip())
 
     def close(self) -> None:

@@ -81,9 +81,9 @@ class SeededConcurrency:
         me = self._by_ident.get(threading.get_ident())
         if me is None:
             raise RuntimeError(
-                f"The thread {threading.current_thread().name!r} uses what is replayed from a "
-                f"seed, but was started by itself, so that nothing says when it runs. Do it in the "
-                f"thread that has made the engine."
+                f"The thread {threading.current_thread().name!r} uses objects that are replayed "
+                f"from a seed, but the engine did not start it, so its order is unknown. Use them "
+                f"in the thread that created the engine."
             )
         return me
 
@@ -141,7 +141,7 @@ class SeededConcurrency:
 
     def _raise_deadlock(self, me: "_Participant") -> NoReturn:
         why, me.deadlock = me.deadlock, ""
-        raise AllWait(f"All threads wait, and none for a time that ends: {why}.")
+        raise AllWait(f"All threads wait without a timeout: {why}.")
 
     def _end(self, me: "_Participant") -> None:
         me.has_ended = True

@@ -60,7 +60,7 @@ class ThreadEngine:
         self._refuse_killed()
         with self._lock:
             if self._is_over:
-                raise RuntimeError("The engine was shut down. Make a new one.")
+                raise RuntimeError("The engine was shut down. Create another engine.")
             actor = Actor(role, index, self._counts[role, index])
             self._counts[role, index] += 1
             record = _Record(actor, self.concurrency)
@@ -123,8 +123,8 @@ class ThreadEngine:
             left_s = max(limit_s - self.concurrency.now_s(), 0.0)
             if record.thread is not None and not record.thread.join(left_s):
                 _log.warning(
-                    "%s still runs %s, and a thread cannot be ended: nothing that it does has "
-                    "effect any more, but it lives as long as this process.",
+                    "%s still runs %s, and a thread cannot be killed. Its results no longer have "
+                    "an effect, but it runs until this process ends.",
                     record.actor,
                     record.running or "its factory",
                 )
@@ -213,7 +213,7 @@ class _Record:
         except ActorKilled:
             return
         except BaseException:  # reported by all that it is called for
-            self.end(f"it could not be made.\n{traceback.format_exc()}", was_made=False)
+            self.end(f"it could not be created.\n{traceback.format_exc()}", was_made=False)
             return
         while self._answer_next(made):
             pass

@@ -131,8 +131,8 @@ def _restarts(run: Run, deaths: Sequence[float]) -> list[Cause]:
         said = [x["message"] for start in before.values() for x in start.of_kind("verdict")]
         said += [x["why"] for start in before.values() for x in start.of_kind("generation")]
         said = [x for x in said if x]
-        why = said[0].splitlines()[0] if said else f"process {first.process} has ended"
-        found.append(Cause(spent, f"all were started again: {why}"))
+        why = said[0].splitlines()[0] if said else f"process {first.process} ended"
+        found.append(Cause(spent, f"all processes were restarted: {why}"))
     return found
 
 
@@ -145,7 +145,7 @@ def _changes(run: Run) -> list[Cause]:
             found[key] = max(found.get(key, 0.0), ended - began)
     return [
         Cause(
-            spent, f"{why or 'the processes changed'}: the others went on with generation {n + 1}"
+            spent, f"{why or 'the processes changed'}: the others continued with generation {n + 1}"
         )
         for (n, why), spent in found.items()
     ]
@@ -200,7 +200,7 @@ def _others(seconds: Mapping[int, Mapping[str, float]]) -> list[Cause]:
 
 def _late(late: Mapping[int, float]) -> list[Cause]:
     return [
-        Cause(seconds, f"process {i} began its steps later than others, which waited for it")
+        Cause(seconds, f"process {i} started its steps later than the others, which waited for it")
         for i, seconds in late.items()
     ]
 

@@ -10,7 +10,7 @@ from tpudist.goodput.goodput import FOLDER
 
 
 class NoLedger(ValueError):
-    """There is nothing in the folder that can be explained."""
+    """The folder has no records to explain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,9 @@ def read_run(folder: str | Path) -> list[dict[int, Start]]:
     starts = sorted(filter(None, map(_read, files)), key=lambda x: x.began)
     if not starts:
         raise NoLedger(
-            f"{where} has no notes of processes. A run writes them with "
-            f"tpudist.record_goodput({str(folder)!r}), or the variable TPUDIST_GOODPUT={folder}."
+            f"{where} has no records of processes. To write them, call "
+            f"tpudist.record_goodput({str(folder)!r}) in the program, or set "
+            f"TPUDIST_GOODPUT={folder}."
         )
     run: list[dict[int, Start]] = [{}]
     for start in starts:

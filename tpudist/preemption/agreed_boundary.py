@@ -49,7 +49,7 @@ class Agreement:
             try:
                 self._post_count(_CLOSED)
                 if jax.process_index() == 0:
-                    self._decide(None, "process 0 has ended its loops")
+                    self._decide(None, "process 0 has finished its loops")
             except ConnectionError:
                 pass
 
@@ -75,7 +75,7 @@ class Agreement:
             return False
         self._act_at, why = json.loads(text)
         if why:
-            _log.warning("%s. Nothing is saved: %s.", self.notice.content, why)
+            _log.warning("%s. No checkpoint is saved: %s.", self.notice.content, why)
         return True
 
     def _gather(self, is_closing: threading.Event) -> None:
@@ -85,7 +85,8 @@ class Agreement:
             counts = self.notice.board.read_all("counts")
             ended = sorted(int(i) for i, count in counts.items() if count == _CLOSED)
             if ended:
-                return self._decide(None, f"process {_format_numbers(ended)} has ended its loops")
+                why = f"process {_format_numbers(ended)} has finished its loops"
+                return self._decide(None, why)
             if len(counts) == num_processes:
                 return self._decide(max(map(int, counts.values())) + 1)
             if time.monotonic() > deadline:

@@ -40,8 +40,8 @@ class MetadataWatcher:
             self._num_failures += 1
             if self._num_failures == _FAILURES_UNTIL_WARNING:
                 _log.warning(
-                    "%s has not answered %d times (%s): a preemption is noticed by SIGTERM only, "
-                    "as long as that lasts.",
+                    "%s did not answer %d times (%s). Until it does, only SIGTERM announces a "
+                    "preemption.",
                     self._url,
                     self._num_failures,
                     error,

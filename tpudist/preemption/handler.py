@@ -32,27 +32,28 @@ _numbers = generations.Numbers()
 
 
 class PreemptionCheckpointHandler:
-    """Saves the state and ends the program when this process, or another one, is to end soon.
+    """Saves the state and ends the program when this or another process must end soon.
 
-    From when it is made, SIGTERM does not end the process: at the next boundary between steps that
-    all processes can still reach, all of them save, and exit with code 143 through their `finally`
-    blocks. Boundaries are each `next` of a distributed iterator, before it takes an element,
-    whatever loop that is in; and the calls of `run` and `save_checkpoint_if_preempted`. Code
-    between `next` and the step belongs to the step, so what is saved continues exactly. Elements
-    that a program takes ahead, before the step that uses the ones before, are lost. A program that
-    comes to no boundary ends without saving: after 10 s if it has come to none before, else after
-    a minute or four times its longest step.
+    With a handler, SIGTERM does not end the process at once. At the next boundary between steps
+    that all processes can still reach, all of them save, and exit with code 143 through their
+    `finally` blocks. A boundary is each `next` of a distributed iterator, in any loop, before it
+    takes an element. The calls of `run` and `save_checkpoint_if_preempted` are also boundaries.
+
+    Code between `next` and the step belongs to the step, so a resumed run continues exactly.
+    Elements that a program takes ahead, before the step that uses the earlier ones, are lost. A
+    program that reaches no boundary ends without saving: after 10 s if it has never reached one,
+    otherwise after a minute or four times its longest step, whichever is later.
 
         handler = tpudist.experimental.PreemptionCheckpointHandler(None, manager)
         for batch in batches:  # restored with the rest
             strategy.run(step, (model, optimizer, batch))
 
-    Processes must make their handlers in the same order, and come to the same boundaries, which
-    iterators of strategies of one process only are not. Make it in the main thread, which alone can
-    catch signals and whose loops alone are watched.
+    All processes must create their handlers in the same order, and reach the same boundaries. An
+    iterator of a strategy with only one process is not a boundary. Create the handler in the main
+    thread: only this thread can handle signals, and only its loops are watched.
 
-    As `tf.distribute.experimental.PreemptionCheckpointHandler`, where only `run` is a boundary, and
-    which also tells other processes the errors of one.
+    Mirrors `tf.distribute.experimental.PreemptionCheckpointHandler`, in which only `run` is a
+    boundary, and which also reports errors of one process to the others.
     """
 
     def __init__(
@@ -62,26 +63,28 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ):
-        """Restores the newest good checkpoint if there is one, and begins to watch.
+        """Restores the newest intact checkpoint if one exists, and starts to watch for preemption.
 
         Args:
-            cluster_resolver: Tells the platform; all processes that JAX has connected take part.
-            checkpoint_or_checkpoint_manager: What is saved, or who saves.
-            checkpoint_dir: Where; for a Checkpoint.
-            termination_config: How the end is noticed, and what happens then.
+            cluster_resolver: Resolver that determines the platform. All processes that JAX has
+                connected take part.
+            checkpoint_or_checkpoint_manager: Checkpoint to save, or the manager that saves.
+            checkpoint_dir: Directory of the checkpoints; only for a Checkpoint.
+            termination_config: How to detect the end, and what to do then.
 
         Raises:
-            CheckpointError: There are checkpoints, and none is good or fits the objects.
-            NotImplementedError: The cluster has parameter servers.
-            TypeError: There is nothing that can be saved.
-            ValueError: A Checkpoint without a directory; or this is not the main thread, and there
-                is no `termination_watcher_fn`.
+            CheckpointError: If checkpoints exist, but all are damaged or do not match the objects.
+            NotImplementedError: If the cluster has parameter servers.
+            TypeError: If the second argument is neither a Checkpoint nor a manager.
+            ValueError: If a Checkpoint has no directory; or if this is not the main thread, and
+                there is no `termination_watcher_fn`.
         """
         spec = ClusterSpec(cluster_resolver.cluster_spec()) if cluster_resolver else None
         if spec is not None and "ps" in spec.jobs:
             raise NotImplementedError(
-                "PreemptionCheckpointHandler was given a cluster with parameter servers, which "
-                "train without common steps. Save from the coordinator, by time."
+                "PreemptionCheckpointHandler does not support a cluster with parameter servers, "
+                "because its workers have no common steps. Save from the coordinator, at regular "
+                "times."
             )
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = termination.fill_defaults(termination_config, cluster_resolver)
@@ -106,7 +109,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How often `run` was called, before the program was restarted included."""
+        """Number of calls of `run`, including those before a restart of the program."""
         return self._total_run_calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +162,7 @@ class PreemptionCheckpointHandler:
         self._listening.check()
         self._pace.reach_boundary()
         if self._in_grace_after is not None and self._grace_is_over():
-            self._agreement.notice.give("the period of grace is over")
+            self._agreement.notice.give("the grace period is over")
         if not self._agreement.reach_boundary():
             return
         self._is_handling = self._pace.is_saving = True  # saving may come to boundaries itself
@@ -190,7 +193,9 @@ class PreemptionCheckpointHandler:
             self._end_s = float("inf")
         self._agreement = Agreement(f"{self._name}/last")
         self._agreements.append(self._agreement)
-        _log.warning("Saved; training goes on in the %g s of grace.", notice.content.grace_s)
+        _log.warning(
+            "Saved. Training continues during the grace period of %g s.", notice.content.grace_s
+        )
 
     def _grace_is_over(self) -> bool:
         if self._in_grace_after not in URGENT and set(URGENT) & set(self._listening.heard):
@@ -253,7 +258,7 @@ def _manager(given: Any, directory: str | os.PathLike[str] | None) -> Checkpoint
         return given
     if not isinstance(given, Checkpoint):
         raise TypeError(
-            f"PreemptionCheckpointHandler was given {type(given).__name__} to save. Give a "
+            f"PreemptionCheckpointHandler cannot save {type(given).__name__}. Pass a "
             f"tpudist.checkpoint.CheckpointManager, or a Checkpoint and a checkpoint_dir."
         )
     if not directory:

@@ -88,9 +88,9 @@ class LastResort:
     def _end(self, waited_s: float) -> None:
         try:
             sys.stderr.write(
-                f"{self._notice.content}. For {waited_s:.0f} s the program has come to no boundary "
-                f"between steps, where it would save its state: it ends here, with exit code "
-                f"{EXIT_PREEMPTED}. Boundaries are each 'next' of a distributed iterator in "
+                f"{self._notice.content}. For {waited_s:.0f} s the program has not reached a "
+                f"boundary between steps, where it would save its state, so it ends now with exit "
+                f"code {EXIT_PREEMPTED}. A boundary is each 'next' of a distributed iterator in "
                 f"the main thread, and save_checkpoint_if_preempted().\n"
             )
             sys.stderr.flush()

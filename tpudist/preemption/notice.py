@@ -36,7 +36,7 @@ class Content:
     when: str
 
     def __str__(self) -> str:
-        return f"process {self.process} is to end: {self.why} ({self.when})"
+        return f"process {self.process} must end: {self.why} ({self.when})"
 
 
 class Notice:

@@ -54,8 +54,8 @@ class NoticeListener:
         if self._error is not None:
             error, self._error = self._error, None
             raise RuntimeError(
-                f"The function that says when the run is to end raised {error!r}, and is not asked "
-                f"any more. Let termination_watcher_fn return False where it cannot tell."
+                f"termination_watcher_fn raised {error!r} and is not called again. Let "
+                f"termination_watcher_fn return False if it does not know."
             ) from error
 
     def close(self, process_ends: bool = False) -> None:

@@ -41,9 +41,9 @@ class SigtermListener:
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "SIGTERM can be watched from the main thread only, as Python has it, but this is "
-                f"thread {threading.current_thread().name!r}. Make the object in the main thread, "
-                "or give TerminationConfig a termination_watcher_fn that says when to end."
+                f"Python handles SIGTERM only in the main thread, but this is thread "
+                f"{threading.current_thread().name!r}. Create the object in the main thread, or "
+                f"pass a termination_watcher_fn to TerminationConfig."
             )
         self._on_signal = on_signal
         self._is_open = True

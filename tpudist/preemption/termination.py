@@ -19,22 +19,22 @@ URGENT = (SIGTERM, gce.PREEMPTED)
 
 
 class TerminationConfig:
-    """What `PreemptionCheckpointHandler` does on a platform; None is the platform's default.
+    """Options of `PreemptionCheckpointHandler`; None is the default of the platform.
 
     Attributes:
-        termination_watcher_fn: Says whether the process is to end soon. By default the metadata
-            server is asked on Google's cloud, and nobody elsewhere. SIGTERM always counts.
-        exit_fn: Called with nothing after the last save; by default `sys.exit(143)`. If it returns,
-            the program goes on, and nothing is watched any more.
-        grace_period: Seconds from the notice to the actual end. If positive, state is saved at
-            once and training goes on; it is saved again, and the program ends, shortly before
-            the time is over. By default 3600 for maintenance of a machine with a GPU on Google's
-            cloud, else 0.
-        save_fn: Called in place of the manager's `save`, with the arguments of
+        termination_watcher_fn: Returns whether the process must end soon. The default asks the
+            metadata server on Google's cloud, and nothing elsewhere. SIGTERM always counts.
+        exit_fn: Called without arguments after the last save; by default `sys.exit(143)`. If it
+            returns, the program continues, and the handler no longer watches.
+        grace_period: Seconds from the notice to the shutdown. If positive, the state is saved at
+            once and training continues. It is saved again, and the program ends, shortly before
+            the shutdown. The default is 3600 for maintenance of a machine with a GPU on Google's
+            cloud, otherwise 0.
+        save_fn: Called instead of the manager's `save`, with the arguments of
             `save_checkpoint_if_preempted`, in all processes.
 
-    As `tf.distribute.experimental.TerminationConfig`, whose watcher function takes the place of
-    SIGTERM, and whose default exit code is 42 outside of Google's cloud.
+    Mirrors `tf.distribute.experimental.TerminationConfig`, in which the watcher function replaces
+    SIGTERM, and the default exit code is 42 outside of Google's cloud.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class TerminationConfig:
         grace_period: float | None = None,
         save_fn: Callable[..., Any] | None = None,
     ):
-        """Of several processes all must have the same.
+        """Creates the options. They must be the same in all processes.
 
         Args:
-            termination_watcher_fn: Called once a second in a thread; it should return soon. What it
-                raises, the next step does.
-            exit_fn: What ends the program.
-            grace_period: In seconds.
-            save_fn: What saves.
+            termination_watcher_fn: Called once per second in a thread; must return soon. If it
+                raises an error, the next step raises it.
+            exit_fn: Called without arguments after the last save.
+            grace_period: Seconds from the notice to the shutdown.
+            save_fn: Called to save the state.
 
         Raises:
-            TypeError: A function cannot be called.
-            ValueError: `grace_period` is no number of seconds.
+            TypeError: If a function is not callable.
+            ValueError: If `grace_period` is not a number of seconds of at least 0.
         """
         for name, fn in (
             ("termination_watcher_fn", termination_watcher_fn),
@@ -63,17 +63,15 @@ class TerminationConfig:
             ("save_fn", save_fn),
         ):
             if fn is not None and not callable(fn):
-                raise TypeError(
-                    f"TerminationConfig({name}={fn!r}) cannot be called. Give a function."
-                )
+                raise TypeError(f"TerminationConfig({name}={fn!r}): {name} must be a function.")
         if grace_period is not None and (
             isinstance(grace_period, bool)
             or not isinstance(grace_period, int | float)
             or not 0 <= grace_period < float("inf")
         ):
             raise ValueError(
-                f"TerminationConfig(grace_period={grace_period!r}) is no number of seconds. Give a "
-                f"number of at least 0."
+                f"TerminationConfig(grace_period={grace_period!r}): grace_period must be a number "
+                f"of seconds of at least 0."
             )
         self.termination_watcher_fn = termination_watcher_fn
         self.exit_fn = exit_fn

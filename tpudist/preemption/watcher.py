@@ -16,21 +16,21 @@ _numbers = generations.Numbers()
 
 
 class PreemptionWatcher:
-    """Knows when a process of the run is to end soon, in all processes; SIGTERM ends none of them.
+    """Reports in all processes when one process must end soon. SIGTERM no longer ends a process.
 
-    Also asks the metadata server on Google's cloud. All processes must make theirs in the same
-    order, in the main thread.
+    On Google's cloud, it also asks the metadata server. All processes must create their watchers in
+    the same order, in the main thread.
 
-    As `tf.distribute.experimental.PreemptionWatcher`, which does nothing outside of Google's own
-    data centers. There the watching process outlives its workers and connects to new ones; here all
-    processes are workers, and to train with others a run is started anew.
+    Mirrors `tf.distribute.experimental.PreemptionWatcher`, which does nothing outside of Google's
+    own data centers. There, the watching process outlives its workers and connects to new ones.
+    Here, all processes are workers; to train with other processes, start a new run.
     """
 
     def __init__(self):
-        """Begins to watch.
+        """Starts to watch.
 
         Raises:
-            ValueError: This is not the main thread, and not Google's cloud.
+            ValueError: If this is not the main thread, and not Google's cloud.
         """
         notice = Notice(f"preemption watcher/{next(_numbers)}")
         self._notice = notice
@@ -51,16 +51,16 @@ class PreemptionWatcher:
 
     @property
     def preemption_message(self) -> str | None:
-        """Which process is to end, why, and since when it is known; None as long as none is."""
+        """The process that must end, the reason and the time of the notice; None if none."""
         self._check()
         content = self._notice.content
         return None if content is None else str(content)
 
     def block_until_worker_exit(self) -> None:
-        """Waits until the process of the message is at its end.
+        """Waits until the process in the message ends.
 
-        That is when Python has left its program, or it has closed its watcher. Returns at once if
-        there is no message, or this is the process.
+        It ends when Python leaves its program, or when it closes its watcher. Returns at once if
+        there is no message, or if this process must end.
         """
         content = self._notice.content
         if content is None or content.process == jax.process_index():

@@ -39,8 +39,8 @@ def connect(
         return
     if emulation.has_backend():
         raise RuntimeError(
-            f"Process {process_id} of {num_processes} was to join {coordinator_address}, but JAX "
-            f"has already started its devices alone. Make the strategy before the first array."
+            f"Process {process_id} of {num_processes} cannot join {coordinator_address}, because "
+            f"JAX has already started its devices. Create the strategy before the first array."
         )
     arguments = _arguments_of(mutual_tls)
     # Who knows each other by certificates would have to be asked for them there as well.
@@ -64,9 +64,9 @@ def check_not_connected(mutual_tls: MutualTLS | None) -> None:
     """
     if mutual_tls is not None and jax.distributed.is_initialized():
         raise RuntimeError(
-            "MutualTLS was asked for, but the processes are connected already, and whether by "
-            "certificates cannot be said. Leave jax.distributed.initialize to the strategy, or "
-            "give it the certificates (mtls_cert_file, ...) and leave mutual_tls out."
+            "MutualTLS: the processes are already connected, and it is unknown whether they use "
+            "certificates. Let the strategy call jax.distributed.initialize. Or pass the "
+            "certificates (mtls_cert_file, ...) to it, and omit mutual_tls."
         )
 
 
@@ -85,9 +85,9 @@ def _arguments_of(mutual_tls: MutualTLS | None) -> dict[str, Any]:
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
         asked = "MutualTLS" if mutual_tls else ", ".join(variables)
         raise RuntimeError(
-            f"Processes were to connect with mutual TLS ({asked}), which jax {jax.__version__} "
-            f"does not have: they would trust whoever reaches their port. Use jax 0.12 or newer "
-            f"(Python 3.12 or newer), or connect without it."
+            f"Mutual TLS ({asked}) is not available in jax {jax.__version__}: the processes would "
+            f"trust every peer that reaches their port. Use jax 0.12 or newer (Python 3.12 or "
+            f"newer), or connect without it."
         )
     if mutual_tls is None:
         return {}  # JAX reads its variables itself
@@ -95,8 +95,8 @@ def _arguments_of(mutual_tls: MutualTLS | None) -> dict[str, Any]:
         file = getattr(mutual_tls, name)
         if not os.path.isfile(file):
             raise FileNotFoundError(
-                f"MutualTLS({name}={str(file)!r}) was asked for, and there is no such file on "
-                f"this host. Every process needs its own certificate, its key and the authority's."
+                f"MutualTLS({name}={str(file)!r}): this file does not exist on this host. Every "
+                f"process needs its own certificate, its key and the certificate of the authority."
             )
     return {
         "mtls_cert_file": os.fspath(mutual_tls.cert_file),

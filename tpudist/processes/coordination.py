@@ -88,15 +88,15 @@ class Channel:
                 # Only after a try: who has left may have come to this round first.
                 if gone := self._processes_that_left(client):
                     raise RuntimeError(
-                        f"Process {index} waits {place}, but process {gone} has left and comes to "
-                        f"no more rounds. All processes must do the same things in the same order: "
-                        f"see why it left, perhaps by an error."
+                        f"Process {index} waits {place}, but process {gone} has left and will not "
+                        f"answer. All processes must do the same things in the same order. Find "
+                        f"out why it left; it may have failed."
                     )
                 if waited_s >= timeout_s:
                     raise RuntimeError(
                         f"Process {index} waited {timeout_s:g} s {place}, for {missing()}. All "
-                        f"processes must do the same things in the same order: see what the others "
-                        f"are doing, or whether they ended."
+                        f"processes must do the same things in the same order. Check what the "
+                        f"other processes are doing, or whether they have ended."
                     )
                 if waited_s >= next_report_s:
                     next_report_s *= 2
@@ -133,8 +133,8 @@ class Channel:
         assert client is not None, "several processes without a coordination service"
         if self._client not in (None, client):
             raise RuntimeError(
-                f"'{self._name}' was used with processes that have gone on without it. Make what "
-                f"uses it (strategy, dataset, checkpoint manager) anew in each generation."
+                f"'{self._name}' belongs to an earlier generation of processes. Create the object "
+                f"that uses it (strategy, dataset, checkpoint manager) again in each generation."
             )
         self._client = client
         return client

@@ -31,7 +31,7 @@ _report: Callable[[int, str], None] | None = None
 
 
 class GenerationEnded(BaseException):
-    """The processes of the run are others now, so this thread of the program is not needed."""
+    """The processes of the run have changed, so this thread of the program is not needed."""
 
 
 class Numbers:

@@ -42,8 +42,8 @@ def _whole(array: jax.Array) -> Sharding:
         return sharding
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"An array {array.dtype}{list(array.shape)} is spread over processes by "
-            f"{type(sharding).__name__}, and each is to have all of it. Make it with a "
+            f"The array {array.dtype}{list(array.shape)} is spread over processes by "
+            f"{type(sharding).__name__}, so it cannot be copied to all of them. Create it with a "
             f"NamedSharding, as strategies do."
         )
     return NamedSharding(sharding.mesh, PartitionSpec())

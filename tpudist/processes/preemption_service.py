@@ -36,12 +36,12 @@ class SigtermHandler:
             return
         self._before = ctypes.create_string_buffer(_MAX_BYTES)
         if ctypes.CDLL(None).sigaction(int(signal.SIGTERM), None, self._before):
-            _log.info("SIGTERM is JAX's: its handler cannot be read.")
+            _log.info("JAX handles SIGTERM: its handler cannot be read.")
             return
         try:
             signal.signal(signal.SIGTERM, self)
         except ValueError:  # another thread than the main one
-            _log.info("SIGTERM is JAX's: the strategy was not made in the main thread.")
+            _log.info("JAX handles SIGTERM: the strategy was not created in the main thread.")
 
     def __call__(self, number: int, frame: Any) -> None:
         """The handler, as `signal.signal` calls it."""

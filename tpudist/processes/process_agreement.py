@@ -152,7 +152,7 @@ class _Agreement:
             raise ProcessesDifferError(
                 f"{self._describe_difference(intention, said)} Nothing of it has run. All "
                 f"processes of a run must do the same things with the same values in the same "
-                f"order; only what is per replica may differ, such as the batches of a "
+                f"order. Only values that are per replica may differ, such as the batches of a "
                 f"distributed dataset."
             )
         self._last = intention.what
@@ -171,7 +171,7 @@ class _Agreement:
             values = [x[1].get(name, "none") for x in said]
             if len(set(values)) > 1:
                 return f"{what}, in {name}. {self._list(values)}"
-        return f"{what}, in what it computes. {self._find_line(intention.program)}"
+        return f"{what}, in its computation. {self._find_line(intention.program)}"
 
     def _find_line(self, program: ProgramText | None) -> str:
         """The first operation that differs, about which the processes ask each other."""
@@ -188,7 +188,7 @@ class _Agreement:
             text = f"{place}: {lines[number]}" if place else lines[number]
         values = self._exchange(json.dumps(text), "the line that differs")
         return (
-            f"{self._list(list(map(json.loads, values)))} What differs may be a random seed, a "
+            f"{self._list(list(map(json.loads, values)))} The difference may be a random seed, a "
             f"captured number, a setting, or the code itself."
         )
 

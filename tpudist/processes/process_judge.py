@@ -44,10 +44,10 @@ HOLD_S = 2.0
 _COLLECTIVE_ERROR = "JaxRuntimeError"
 _BETWEEN_WARNINGS_S = 120.0
 _FIRST_REPORT_S = 10.0  # within which each process that makes a strategy has told something
-START_AGAIN = "Start all processes again, from the last checkpoint."
+START_AGAIN = "Restart all processes from the last checkpoint."
 _RULE = (
-    "They would wait for each other for ever, or compute with each other's numbers. All processes "
-    "of a run must do the same things in the same order."
+    "They would wait for each other forever, or compute with values of different calls. All "
+    "processes of a run must do the same things in the same order."
 )
 
 
@@ -92,7 +92,9 @@ class Judge:
             if waited_s > self._hang_s:
                 verdict = _peer_lost(index, f"{what}\n{START_AGAIN}")
                 return verdict | {"all_threads": True}
-            self._warn(waited_s, f"{what}\nAt {self._hang_s:g} s all end ({HANG_VARIABLE}).")
+            self._warn(
+                waited_s, f"{what}\nAfter {self._hang_s:g} s all processes end ({HANG_VARIABLE})."
+            )
         return None
 
     def _warn(self, waited_s: float, text: str) -> None:
@@ -121,7 +123,7 @@ class Judge:
             if time.monotonic() - self._failed_since < HOLD_S + 2 * INTERVAL_S:
                 return None
         return {
-            "message": f"Process {index} has failed, so that this one cannot go on:\n{why}",
+            "message": f"Process {index} failed, so this process cannot continue:\n{why}",
             "exit_code": reports[index].get("exit_code", EXIT_USER_ERROR),
             "failed": index,
         }
@@ -185,7 +187,9 @@ class Silence:
     def warning(self) -> str:
         """With what comes of it."""
         return (
-            f"{self.text} At {self.limit_s:g} s all end." if self.limit_s < math.inf else self.text
+            f"{self.text} After {self.limit_s:g} s all processes end."
+            if self.limit_s < math.inf
+            else self.text
         )
 
 
@@ -197,21 +201,24 @@ def describe_silence(index: int, seconds: float, place: str) -> Silence:
         seconds: For how long.
         place: Where it runs; see `process_state`.
     """
-    told = f"Process {index} ({process_state.describe(place)}) has told nothing for {seconds:.0f} s"
+    told = f"Process {index} ({process_state.describe(place)}) has not reported for {seconds:.0f} s"
     state = process_state.find(place)
     if state is None:
         why = (
-            "it is stopped, its host is busy or cannot be reached, or it computes in C and lets no "
-            "Python run."
+            "it is stopped, its host is busy or unreachable, or it runs C code that does not "
+            "release Python's lock."
         )
     elif state is process_state.State.STOPPED:
-        return Silence(f"{told}: it is stopped, by SIGSTOP or Ctrl-Z.", STOPPED_S)
+        return Silence(f"{told}: it was stopped by SIGSTOP or Ctrl-Z.", STOPPED_S)
     elif state is process_state.State.DEBUGGED:
-        return Silence(f"{told}: a debugger holds it.", math.inf)
+        return Silence(f"{told}: a debugger has stopped it.", math.inf)
     elif state is process_state.State.GONE:
-        return Silence(f"{told}: it is not there any more.", 0.0)
+        return Silence(f"{told}: it no longer exists.", 0.0)
     else:
-        why = "it computes in C and lets no Python run, its host is busy, or it cannot be reached."
+        why = (
+            "it runs C code that does not release Python's lock, or its host is busy or "
+            "unreachable."
+        )
     return Silence(f"{told}: {why}", SILENT_S)
 
 
@@ -230,8 +237,8 @@ def hang_timeout() -> float:
         seconds = -1.0
     if not seconds > 0:
         raise ValueError(
-            f"{HANG_VARIABLE} is {text!r}, which is no number of seconds above 0. Use such a "
-            f"number, or inf to wait for ever."
+            f"{HANG_VARIABLE}={text!r} must be a number of seconds above 0. Use such a number, or "
+            f"inf to wait forever."
         )
     return seconds
 
@@ -251,13 +258,13 @@ def _describe_lag(index: int, seconds: float, reports: Mapping[int, Mapping[str,
                 number = next(
                     (n for n, start, times in there["runs"] if mine < start + times), None
                 )
-                what = there["names"].get(str(number), "what they do together")
+                what = there["names"].get(str(number), "a shared call")
                 who = f"process {index} ({process_state.describe(report['place'])})"
                 return (
-                    f"Process {other} has waited {seconds:.0f} s for {who} to begin {what} (call "
+                    f"Process {other} has waited {seconds:.0f} s for {who} to start {what} (call "
                     f"{mine + 1})."
                 )
-    return f"Others have waited {seconds:.0f} s for process {index}."
+    return f"Other processes have waited {seconds:.0f} s for process {index}."
 
 
 def _where(report: Mapping[str, Any]) -> str:
@@ -274,9 +281,8 @@ def _compare(i: int, one: Mapping[str, Any], j: int, other: Mapping[str, Any]) -
         if found is not None:
             position, x, y = found
             return (
-                f"The processes do different things at call {position + 1} of what they do "
-                f"together. Process {i}: {names[0][str(x)]}; Process {j}: {names[1][str(y)]}. "
-                f"{_RULE}"
+                f"The processes differ at call {position + 1} of their shared calls. Process {i}: "
+                f"{names[0][str(x)]}; Process {j}: {names[1][str(y)]}. {_RULE}"
             )
         for (k, ended), (m, going) in (((i, one), (j, other)), ((j, other), (i, one))):
             if ended["state"] != "ended":
@@ -284,9 +290,9 @@ def _compare(i: int, one: Mapping[str, Any], j: int, other: Mapping[str, Any]) -
             few, many = (run_order.length(x["orders"][name]["runs"]) for x in (ended, going))
             if few < many:
                 return (
-                    f"Process {k} has ended after {few} call(s) of what the processes do together, "
-                    f"and process {m} has begun {many}. {_last_of(going)}{_RULE} Loops must be of "
-                    f"the same length: those over distributed datasets are."
+                    f"Process {k} ended after {few} shared call(s), but process {m} has started "
+                    f"{many}. {_last_of(going)}{_RULE} Loops must have the same length, as loops "
+                    f"over distributed datasets do."
                 )
     return ""
 
@@ -297,4 +303,4 @@ def _last_of(report: Mapping[str, Any]) -> str:
         for order in report["orders"].values()
         if order["runs"]
     ]
-    return f"Its last: {', '.join(told)}. " if told else ""
+    return f"Its last calls: {', '.join(told)}. " if told else ""

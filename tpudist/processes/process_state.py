@@ -18,7 +18,7 @@ class State(enum.Enum):
 
     GONE = "gone"
     STOPPED = "stopped"
-    DEBUGGED = "held by a debugger"
+    DEBUGGED = "stopped by a debugger"
     RUNNING = "running"
 
 

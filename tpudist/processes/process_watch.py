@@ -181,21 +181,20 @@ class Watch:
                 where = self._lines.listen(host)
                 self._client.key_value_set(key, json.dumps([where, self._place]), True)
         except Exception as error:  # of the network, or the service; the type varies
-            _log.info("Process %d has no line to the others: %s", self._index, error)
+            _log.info("Process %d has no connection to the others: %s", self._index, error)
 
     def _on_lost(self, index: int) -> None:
         """Another process was killed: all are told, unless they end already."""
         if self.message or self._closing.is_set() or self._has_left():
             return
         verdict = {
-            "message": f"Process {index} has ended without a word: it was killed (by SIGKILL, for "
-            f"want of memory), or has left by os._exit, or its host or network has failed. "
-            f"{START_AGAIN}",
+            "message": f"Process {index} ended without a message: it was killed (by SIGKILL, or "
+            f"out of memory), it called os._exit, or its host or network failed. {START_AGAIN}",
             "exit_code": EXIT_PEER_LOST,
             "failed": index,
         }
         if self._index:  # it was the first one: JAX is about to abort this one
-            _write(f"tpudist, process {self._index}: {verdict['message']}")
+            _write(f"[tpudist p{self._index}] {verdict['message']}")
             _exit(EXIT_PEER_LOST)
         try:
             self._pronounce(verdict)
@@ -219,9 +218,9 @@ class Watch:
                 if self._closing.wait(self._interval_s) or self._has_left():
                     return
                 verdict = {
-                    "message": f"Process 0, where the processes of this run meet, cannot be "
-                    f"reached any more ({str(error).splitlines()[0][:200]}). It was killed, or the "
-                    f"network has failed. {START_AGAIN}",
+                    "message": f"Cannot reach process 0, which coordinates this run "
+                    f"({str(error).splitlines()[0][:200]}). It was killed, or the network "
+                    f"failed. {START_AGAIN}",
                     "exit_code": EXIT_PEER_LOST,
                     "failed": 0,
                 }
@@ -251,7 +250,7 @@ class Watch:
         message = verdict["message"]
         # The traceback of an exception of this process has been shown.
         if verdict.get("failed") != self._index or self._state != "failed":
-            _write(f"tpudist, process {self._index}: {message}")
+            _write(f"[tpudist p{self._index}] {message}")
         self._exit_code, self.message = verdict["exit_code"], message
         goodput.flush()
         goodput.note("verdict", message=message)
@@ -308,10 +307,11 @@ class Watch:
         """This process ends now: by `SystemExit`, of which the others would know nothing."""
         if self._state == "running" and not self.message:
             _write(
-                f"tpudist, process {self._index}: SIGTERM. This program does not ask for it, so it "
-                f"ends here; with PreemptionCheckpointHandler it would save its state first."
+                f"[tpudist p{self._index}] SIGTERM. This program does not handle it, so "
+                f"the process ends now. With PreemptionCheckpointHandler it would first save its "
+                f"state."
             )
-            self._why = "SIGTERM: it was asked to end."
+            self._why = "SIGTERM: it received a request to end."
             self._failure_code = preemption_service.EXIT_PREEMPTED
             self._state = "failed"
 
@@ -340,7 +340,7 @@ class Watch:
             if waited_s > next_report_s:
                 next_report_s *= 2
                 _log.warning(
-                    "Process %d has ended and waits for the others to: %.0f s.",
+                    "Process %d has ended and waits for the others to end: %.0f s.",
                     self._index,
                     waited_s,
                 )

@@ -53,8 +53,8 @@ def meet(address: str, num_processes: int, index: int, timeout_s: float = TIMEOU
     host, port = parse_address(address)
     if not 0 <= index < num_processes:
         raise ValueError(
-            f"Process {index} of {num_processes} was to be started. Of {num_processes} processes "
-            f"the numbers are 0 to {num_processes - 1}."
+            f"The process number {index} is invalid: with {num_processes} processes, the numbers "
+            f"are 0 to {num_processes - 1}. Correct the number."
         )
     patience = _Patience(timeout_s)
     if index:
@@ -72,8 +72,8 @@ def parse_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ValueError(
-            f"The first process's address is {address!r}. It must be host:port with a port from 1 "
-            f"to 65535, such as '10.0.0.1:8476'."
+            f"The address of the first process is {address!r}. It must be host:port with a port "
+            f"from 1 to 65535, such as '10.0.0.1:8476'."
         )
     return host.strip("[]"), int(port)
 
@@ -139,9 +139,9 @@ def _receive(host: str, port: int, num_processes: int, patience: _Patience) -> N
                 patience.report(f"Process 0 at {host}:{port} waits for {who} of {num_processes}")
                 if patience.is_over:
                     raise StartupError(
-                        f"Of {num_processes} processes, {who} did not come to {host}:{port} within "
-                        f"{patience.timeout_s:g} s. See whether it was started, with this address, "
-                        f"and whether its host reaches this one."
+                        f"Of {num_processes} processes, {who} did not connect to {host}:{port} "
+                        f"within {patience.timeout_s:g} s. Check that it was started, that it "
+                        f"uses this address, and that its host can reach this one."
                     )
             server.close()  # so that from now on only JAX's service answers there
             guests.answer({"ok": True})
@@ -158,7 +158,9 @@ def _answer_late_ones(server: socket.socket, guests: "_Guests", problem: str) ->
     """Reports an error to the processes that have not come yet: they would wait for 300 s."""
     deadline = time.monotonic() + LATE_S
     if len(guests) < guests.num_expected:
-        _log.warning("The run cannot start. Other processes are told for %g s: %s", LATE_S, problem)
+        _log.warning(
+            "The run cannot start. Notifying the other processes for %g s: %s", LATE_S, problem
+        )
     server.settimeout(0.1)
     while len(guests) < guests.num_expected and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -235,17 +237,17 @@ class _Guests:
         ):
             if said.get(name) != host[name]:
                 raise StartupError(
-                    f"Process {index} ({said['who']}) has {said.get(name)} as its {what}, and "
-                    f"process 0 ({host['who']}) has {host[name]}. All processes of a run must have "
-                    f"the same."
+                    f"Process {index} ({said['who']}) has {what} {said.get(name)}, but process 0 "
+                    f"({host['who']}) has {host[name]}. All processes of a run must have the same "
+                    f"{what}."
                 )
         if known[0] is not line or index == 0:
             other = host if index == 0 else known[1]
             self.num_expected += 1  # all numbers may come besides
             raise StartupError(
-                f"Two processes say that they are number {index}: {other['who']}; {said['who']}. "
-                f"Give each its own, from 0 to {host['count'] - 1}: the index of its task in "
-                f"TF_CONFIG, for one."
+                f"Two processes have the number {index}: {other['who']}; {said['who']}. Give each "
+                f"process its own number, from 0 to {host['count'] - 1}, such as the index of its "
+                f"task in TF_CONFIG."
             )
 
     def answer(
@@ -276,11 +278,11 @@ def _listen(host: str, port: int) -> socket.socket:
             problem = error
     assert problem is not None, "a name has at least one address"
     remedy = {
-        errno.EADDRINUSE: "Another program has the port, perhaps an earlier run or a second "
-        "process with the number 0: end it, or choose another port.",
-        errno.EADDRNOTAVAIL: f"This host ({socket.gethostname()}) has no such address: process 0 "
-        f"must run on the host that the address names.",
-        errno.EACCES: "Ports below 1024 are the system's: choose another one.",
+        errno.EADDRINUSE: "Another program uses the port, perhaps an earlier run or a second "
+        "process with the number 0. End that program, or choose another port.",
+        errno.EADDRNOTAVAIL: f"This host ({socket.gethostname()}) does not have this address. "
+        f"Start process 0 on the host that the address names.",
+        errno.EACCES: "Ports below 1024 are reserved for the system. Choose another port.",
     }.get(problem.errno or 0, "Choose another address.")
     raise StartupError(
         f"Process 0 cannot listen at {host}:{port} ({os.strerror(problem.errno or 0)}). {remedy}"
@@ -297,8 +299,8 @@ def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
         except (OSError, UnicodeError) as error:
             if time.monotonic() - start > RESOLVE_S - _SLICE_S:
                 raise StartupError(
-                    f"The first process's host {host!r} is unknown on {socket.gethostname()} "
-                    f"({error}). Use a name that all hosts know, or an address."
+                    f"The host {host!r} of the first process is unknown on {socket.gethostname()} "
+                    f"({error}). Use a name that all hosts know, or an IP address."
                 ) from error
             time.sleep(_SLICE_S)
 
@@ -310,7 +312,7 @@ def _visit(host: str, port: int, num_processes: int, index: int, patience: _Pati
     said = meeting_lines.encode(meeting_lines.describe_self(num_processes, index))
     place = f"process 0 at {host}:{port}"
     _resolve(host, port)
-    problem = "nobody listens there"
+    problem = "no process listens there"
     stranger_since: float | None = None  # when something listened first that has not greeted
     while not patience.is_over:
         answer: bytes | None = b""
@@ -339,8 +341,8 @@ def _visit(host: str, port: int, num_processes: int, index: int, patience: _Pati
         time.sleep(0.2)
     raise StartupError(
         f"Process {index} of {num_processes} could not reach {place} within "
-        f"{patience.timeout_s:g} s ({problem}). See whether it was started, and whether this host "
-        f"({socket.gethostname()}) reaches it."
+        f"{patience.timeout_s:g} s ({problem}). Check that it was started, and that this host "
+        f"({socket.gethostname()}) can reach it."
     )
 
 
@@ -362,7 +364,7 @@ def _wait_for_answer(
         answer = reader.read(time.monotonic() + _SLICE_S)
         if answer is not None:
             return answer
-        patience.report(f"Process {index} has come to {place} and waits for the others")
+        patience.report(f"Process {index} has connected to {place} and waits for the others")
         # The first process gives up first, and says why.
         if patience.waited_s > patience.timeout_s + 10 * _SLICE_S:
             return None
@@ -378,9 +380,9 @@ def _read_answer(answer: bytes, host: str, port: int) -> None:
 
 def _not_of_this_run(host: str, port: int) -> StartupError:
     return StartupError(
-        f"What listens at {host}:{port} does not wait for processes of a tpudist run: the run has "
-        f"begun without this one (is its number given twice?), or another program has the port. "
-        f"Give each process its own number, or end that program, or choose another port."
+        f"The program at {host}:{port} does not accept processes of a tpudist run: the run has "
+        f"begun without this process (is its number used twice?), or another program uses the "
+        f"port. Give each process its own number, end that program, or choose another port."
     )
 
 

@@ -131,9 +131,9 @@ class ClosureState:
         home = variable.home
         if home.number in self._by_optimizer:
             raise RuntimeError(
-                f"Variable '{variable.name}' was read after an optimizer has updated it in the "
-                f"same closure. Servers apply what a closure changes when it has ended, so what it "
-                f"becomes is not known here. Read it before, or in another closure."
+                f"Variable '{variable.name}' was read after an optimizer updated it in the same "
+                f"closure. Servers apply the changes of a closure after it ends, so its new value "
+                f"is unknown here. Read it before the update, or in another closure."
             )
         if home.number not in self._values:
             self._homes[home.number] = home
@@ -155,8 +155,8 @@ class ClosureState:
         home = variable.home
         if home.number in self._by_optimizer or self._pending.get(home.number):
             raise RuntimeError(
-                f"Rows of variable '{variable.name}' were read after the same closure has changed "
-                f"it. Servers apply what a closure changes when it has ended: read the rows before."
+                f"Rows of variable '{variable.name}' were read after the same closure changed it. "
+                f"Servers apply the changes of a closure after it ends. Read the rows first."
             )
         call = self._engine.call(self._servers[home.server], "pull_rows", home.number, indices)
         return self._engine.result(call)
@@ -215,8 +215,8 @@ class ClosureState:
         """
         if number in self._tables_changed:
             raise RuntimeError(
-                f"Rows of table '{name}' were looked up after the same closure has changed it. "
-                f"Servers apply what a closure changes when it has ended: look them up before."
+                f"Rows of table '{name}' were looked up after the same closure changed it. "
+                f"Servers apply the changes of a closure after it ends. Look up the rows first."
             )
 
     def change_table(self, server: int, change: TableChange) -> None:

@@ -27,19 +27,19 @@ from tpudist.xla import traces
 class Table:
     """An embedding table whose rows come into being when their ids are first asked for.
 
-    Ids are any integers of 64 bits. Each is on one server, by a hash; a row begins as its id and
-    the seed say, whatever the order and the number of servers. Rows are looked up and updated in
-    scheduled functions, before and after `strategy.run`, which takes the rows as an argument:
+    Ids are any 64-bit integers. A hash assigns each id to one server. The initial value of a row
+    depends only on its id and the seed, not on the order or the number of servers. Look up and
+    update rows in scheduled functions, before and after `strategy.run`, and pass it the rows:
 
         rows = table.lookup(ids)
         gradient = strategy.run(step, args=(rows, ...))
         table.apply_gradients(ids, gradient)
 
-    What a function changes has effect when it has ended, once. tf.distribute has no such table.
+    Changes of a function take effect once, after it ends. tf.distribute has no such table.
 
     Attributes:
-        name: For messages.
-        options: What the table is.
+        name: Name in messages.
+        options: Options of the table.
     """
 
     def __init__(
@@ -56,34 +56,34 @@ class Table:
         capacity: int = 1024,
         name: str | None = None,
     ):
-        """Makes a table in the scope of a `ParameterServerStrategy`.
+        """Creates a table in the scope of a `ParameterServerStrategy`.
 
         Args:
-            dim: The length of a row.
-            optimizer: What a gradient does to its row, each row by itself: Optax's, or
-                `rowwise_adagrad`. A row that has no gradient stays as it is.
-            initializer: Draws a new row, as those of `jax.nn.initializers`.
-            dtype: Of rows: float32, bfloat16 or float16.
-            seed: Of new rows.
-            max_rows: How many rows a server may have of it; by default any number.
-            max_bytes: How much memory a server may give to it; by default any. Room doubles from
-                `capacity`, and a function that asks for a row without room is refused with
-                `MemoryError`, by a server that has changed nothing.
-            eviction: Which rows go when there would be more than `max_rows`: `oldest` or
+            dim: Length of a row.
+            optimizer: Optimizer that updates each row separately: an Optax transformation, or
+                `rowwise_adagrad`. Rows without a gradient do not change.
+            initializer: Initializer of new rows, such as one of `jax.nn.initializers`.
+            dtype: Dtype of the rows: float32, bfloat16 or float16.
+            seed: Seed of the initializer.
+            max_rows: Maximum number of rows per server; by default unlimited.
+            max_bytes: Maximum memory of the table per server; by default unlimited. Room doubles
+                from `capacity`. If there is no room for a row, the function raises `MemoryError`,
+                and the server changes nothing.
+            eviction: Rows to remove when there would be more than `max_rows`: `oldest` or
                 `least frequent`.
-            capacity: For how many rows each server has room at first.
-            name: For messages.
+            capacity: Number of rows for which each server reserves room initially.
+            name: Name in messages.
 
         Raises:
-            RuntimeError: In another scope, or in a scheduled function.
-            ValueError: A number below 1, another dtype, or an optimizer that draws random numbers;
-                or the room at first takes more than `max_bytes`.
+            RuntimeError: If the table is created in another scope, or in a scheduled function.
+            ValueError: If a number is below 1, the dtype is not supported, the optimizer draws
+                random numbers, or the initial room exceeds `max_bytes`.
         """
         strategy = context.get_strategy()
         if strategy.servers is None or current_place() is not None:
             raise RuntimeError(
-                "A Table was made where there are no parameter servers, or in a scheduled "
-                "function. Make it in the scope of a tpudist.ParameterServerStrategy."
+                "A Table needs parameter servers, and cannot be created in a scheduled function. "
+                "Create it in the scope of a tpudist.ParameterServerStrategy."
             )
         self.options = TableOptions(
             dim=dim,
@@ -102,32 +102,33 @@ class Table:
         self.name = f"Table_{self._number}" if name is None else name
 
     def lookup(self, ids: Any, *, create: bool = True) -> jax.Array:
-        """The rows of ids: `[*ids.shape, dim]`.
+        """Returns the rows of ids: `[*ids.shape, dim]`.
 
         Args:
-            ids: Integers of any shape; the same one may be there more than once.
-            create: Whether ids that are not there get rows. If not, what those would be is given:
-                for evaluation.
+            ids: Integers of any shape; an id may occur more than once.
+            create: Whether to create rows for new ids. With False, their initial values are
+                returned without creating rows: for evaluation.
 
         Raises:
-            RuntimeError: In a function that is traced; or the same function has changed the table.
-            TypeError: The ids are no integers.
+            RuntimeError: If called in a traced function, or after the same function has changed the
+                table.
+            TypeError: If the ids are not integers.
         """
         self._refuse_traced("looked up", ids)
         with traces.run_eagerly():
             return jnp.asarray(self._begin(np.asarray(ids), create).get())
 
     def prefetch(self, ids: Any) -> PendingRows:
-        """Begins to look rows up, and does not wait for them: see `PendingRows.get`."""
+        """Starts to look up rows, without waiting for them: see `PendingRows.get`."""
         self._refuse_traced("looked up", ids)
         return self._begin(np.asarray(ids), True)
 
     def prefetch_of(
         self, elements: Iterable[Any], ids_of: Callable[[Any], Any], ahead: int = 1
     ) -> Iterator[tuple[Any, PendingRows]]:
-        """Elements with the rows of their ids, which are looked up `ahead` elements before.
+        """Yields elements with the rows of their ids, which are looked up `ahead` elements earlier.
 
-        They are as old as that: updates of the functions between are not in them. For the function
+        So the rows do not contain the updates of the functions in between. Use it in the function
         of `create_per_worker_dataset`.
         """
         source = iter(elements)
@@ -142,49 +143,49 @@ class Table:
         """Updates the rows of ids; the gradients of one id are summed first.
 
         Args:
-            ids: As for `lookup`.
+            ids: Same as in `lookup`.
             gradients: `[*ids.shape, dim]` floats.
 
         Raises:
-            TypeError: The ids are no integers, or the gradients no floats.
-            ValueError: Their shapes do not fit.
+            TypeError: If the ids are not integers, or the gradients are not floats.
+            ValueError: If the shapes do not match.
         """
         self._change("gradients", ids, gradients)
 
     def assign(self, ids: Any, rows: Any) -> None:
-        """Replaces the rows of ids, and leaves what the optimizer keeps of them.
+        """Replaces the rows of ids, but not their optimizer state.
 
         Args:
-            ids: As for `lookup`; of one that is there more than once the last row counts.
+            ids: Same as in `lookup`. If an id occurs more than once, its last row counts.
             rows: `[*ids.shape, dim]` floats.
         """
         self._change("rows", ids, rows)
 
     def evict(self, *, max_age: int | None = None, min_touches: int = 0) -> int:
-        """Forgets rows that were not used for long, or not often; how many.
+        """Removes rows that were not used recently or often; returns their number.
 
         Args:
-            max_age: How many calls of its server may have come since a row was used; None for any.
-            min_touches: By how many calls a row must have been used.
+            max_age: Maximum number of calls of its server since a row was last used; None for any.
+            min_touches: Minimum number of calls that used a row.
         """
         return sum(self._ask_all("evict_table", max_age, min_touches))
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Returns the number of rows."""
         return sum(self._ask_all("size_of_table"))
 
     def state(self) -> dict[str, np.ndarray]:
-        """All rows, and what the optimizer keeps of them, as NumPy arrays by name."""
+        """Returns all rows and their optimizer state, as NumPy arrays by name."""
         parts = self._ask_all("state_of_table")
         clock = max(part["clock"] for part in parts)
         names = [name for name in parts[0] if name != "clock"]
         return {n: np.concatenate([part[n] for part in parts]) for n in names} | {"clock": clock}
 
     def restore(self, state: State) -> None:
-        """Puts rows in as `state` gave them, be it of another number of servers.
+        """Adds the rows of a `state`, also of a table on another number of servers.
 
         Raises:
-            ValueError: They are of another dim, dtype or optimizer.
+            ValueError: If the rows have another dim, dtype or optimizer.
         """
         self._restore(state, replace=False)
 
@@ -194,20 +195,20 @@ class Table:
             self._servers.restore_table(server, self._number, part, replace=replace)
 
     def checkpoint_objects(self) -> dict[str, Any]:
-        """What checkpoints save: all arrays of `state`, which take the place of what there is.
+        """Returns the arrays that checkpoints save and restore: all arrays of `state`.
 
         Raises:
-            RuntimeError: Scheduled functions are under way.
+            RuntimeError: If scheduled functions are running.
         """
         strategy: Any = self._strategy
         strategy.check_quiet(f"Table '{self.name}'")
         return table_checkpoint.arrays_of_table(self, self.options)
 
     def replace(self, state: State) -> None:
-        """Has the rows of `state`, and no others: as `restore` into a table that is empty.
+        """Replaces all rows by the rows of `state`, like `restore` into an empty table.
 
         Raises:
-            ValueError: They are of another dim, dtype or optimizer.
+            ValueError: If the rows have another dim, dtype or optimizer.
         """
         self._restore(state, replace=True)
 
@@ -220,8 +221,8 @@ class Table:
     def _servers(self) -> Servers:
         if self._strategy.servers is None:
             raise RuntimeError(
-                f"Table '{self.name}' was used on a worker where no closure runs. Use it in a "
-                f"function that was given to schedule."
+                f"Table '{self.name}' was used on a worker outside of a closure. Use it in a "
+                f"function that you pass to schedule."
             )
         return self._strategy.servers
 
@@ -231,9 +232,9 @@ class Table:
     def _refuse_traced(self, what: str, *values: Any) -> None:
         if context.current().frame is not None or any(map(traces.is_traced, values)):
             raise RuntimeError(
-                f"Rows of table '{self.name}' were {what} in a function that is traced, where ids "
-                f"are not known. Do it in the scheduled function, before or after strategy.run, "
-                f"and pass the rows."
+                f"Rows of table '{self.name}' were {what} in a traced function, where ids are "
+                f"unknown. Do this in the scheduled function, before or after strategy.run, and "
+                f"pass the rows."
             )
 
     def _begin(self, ids: np.ndarray, create: bool) -> PendingRows:
@@ -248,8 +249,8 @@ class Table:
         flat, values = as_ids(ids.reshape(-1)), np.asarray(values)
         if values.shape != (*ids.shape, self.options.dim):
             raise ValueError(
-                f"{what} of shape {list(values.shape)} were given for ids {list(ids.shape)} of "
-                f"table '{self.name}' with dim {self.options.dim}. They have the shape "
+                f"{what} of shape {list(values.shape)} do not match ids {list(ids.shape)} of "
+                f"table '{self.name}' with dim {self.options.dim}. Use the shape "
                 f"{[*ids.shape, self.options.dim]}."
             )
         values = values.reshape(flat.size, self.options.dim)

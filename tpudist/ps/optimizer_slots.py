@@ -101,9 +101,9 @@ class OptimizerSlots:
         for (server, _), x in zip(slot.places, parts, strict=True):
             if not np.array_equal(x, parts[0], equal_nan=x.dtype.kind in "fc"):
                 raise ValueError(
-                    f"The state of an optimizer cannot be saved: of {key} server "
-                    f"{slot.places[0][0]} has {parts[0]}, and server {server} has {x}. All have "
-                    f"seen the same updates once all functions have finished: join first."
+                    f"The state of an optimizer cannot be saved: for {key}, server "
+                    f"{slot.places[0][0]} has {parts[0]}, but server {server} has {x}. Servers "
+                    f"agree only after all functions have finished: call join first."
                 )
         return parts[0]
 
@@ -130,10 +130,10 @@ class OptimizerSlots:
             others = [numbers for numbers in known if numbers != here]
             if others:
                 raise ValueError(
-                    f"The state of an optimizer was to be in a checkpoint for the Variables "
-                    f"{list(self._parts)}, which on server {server} are {here}, and it has been "
-                    f"updating {others} there. Give optimizer.build the Variables that "
-                    f"apply_gradients is given, all of them, in that order."
+                    f"The state of an optimizer cannot be saved for the Variables "
+                    f"{list(self._parts)}, which on server {server} are {here}: it has updated "
+                    f"{others} there. Pass optimizer.build all the Variables that apply_gradients "
+                    f"receives, in the same order."
                 )
 
     def _find_slots(
@@ -144,9 +144,9 @@ class OptimizerSlots:
         for name, slot in slots.items():
             if jax.numpy.issubdtype(slot.dtype, jax.dtypes.prng_key):
                 raise ValueError(
-                    f"The state of an optimizer was to be in a checkpoint, and {name} in it is a "
-                    f"random key, by which each server draws numbers of its own. Leave what adds "
-                    f"noise out of the transformation."
+                    f"The state of an optimizer cannot be saved: {name} in it is a random key, "
+                    f"with which each server draws its own numbers. Remove the noise from the "
+                    f"transformation."
                 )
         found: dict[str, list[tuple[int, Place, tuple[int, ...]]]] = {name: [] for name in slots}
         ranks = {
@@ -167,10 +167,10 @@ class OptimizerSlots:
         counts = [len(self._parts[x]) if x else len(self._of_server) for x in owners]
         if [len(x) for x in found.values()] != counts:
             raise ValueError(
-                f"The state of an optimizer was to be in a checkpoint, and has {list(slots)} in "
-                f"one place, and on servers other arrays, or not those on each: "
-                f"{ {name: len(x) for name, x in found.items()} }. Its transformation looks at the "
-                f"names of Variables, which are numbers on servers. Save the Variables alone."
+                f"The state of an optimizer cannot be saved: it has {list(slots)} in one place, "
+                f"but other arrays on servers: { {name: len(x) for name, x in found.items()} }. "
+                f"Its transformation reads the names of Variables, which are numbers on servers. "
+                f"Save only the Variables."
             )
         for owner, (name, slot) in zip(owners, slots.items(), strict=True):
             found[name].sort(key=lambda x: x[0])
@@ -189,10 +189,10 @@ class OptimizerSlots:
         num_rows = [part.shape[0] for part in parts]
         if shapes != [part.shape for part in parts] or slot.shape[:1] != (sum(num_rows),):
             raise ValueError(
-                f"The state of an optimizer was to be in a checkpoint, and {name} in it has the "
-                f"shapes {shapes} for parts of a Variable, and {slot.shape} for all of it. It has "
-                f"an element for each of the Variable's, or is the same for all parts. Make the "
-                f"Variable without a partitioner."
+                f"The state of an optimizer cannot be saved: {name} in it has the shapes {shapes} "
+                f"for parts of a Variable, but {slot.shape} for the complete Variable. It must "
+                f"have one element per element of the Variable, or be the same for all parts. "
+                f"Create the Variable without a partitioner."
             )
         return np.cumsum(num_rows[:-1]).tolist()
 

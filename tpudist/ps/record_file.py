@@ -24,9 +24,9 @@ _MAX_TEXT = 1 << 28
 
 
 class RecordError(OSError):
-    """A file of records is damaged before its end, so that what comes after it would be lost.
+    """A file of records is damaged before its end, so later records would be lost.
 
-    Remedy: restore the file, or an older snapshot of the folder; without either, begin with an
+    Remedy: Restore the file, or an older snapshot of the folder. If you have neither, start with an
     empty folder and a checkpoint.
     """
 
@@ -96,7 +96,7 @@ def decode(record: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """
     found = _read_record(io.BytesIO(record), len(record))
     if found is None:
-        raise ValueError("no whole record")
+        raise ValueError("no complete record")
     return found
 
 
@@ -119,8 +119,8 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any], dict[str, np.ndarra
             if record is None:
                 if _has_record_after(path, start + 1):
                     raise RecordError(
-                        f"{path} is damaged at byte {start} of {size}, and there are records after "
-                        f"it: they follow on what is lost. Restore the file, or an older snapshot."
+                        f"{path} is damaged at byte {start} of {size}, and later records depend "
+                        f"on the lost ones. Restore the file, or an older snapshot."
                     )
                 return
             yield file.tell(), *record

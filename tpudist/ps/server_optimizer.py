@@ -44,9 +44,9 @@ class ServerOptimizer:
             for others in self.states:
                 if set(others) & set(numbers):
                     raise ValueError(
-                        f"apply_gradients was first called for variables {others} of a server, and "
-                        f"now for {numbers}. Give all trained Variables at each call, in the same "
-                        f"order."
+                        f"apply_gradients was first called for variables {others} of a server, "
+                        f"but now for {numbers}. Pass all trained Variables in each call, in the "
+                        f"same order."
                     )
             found = self._tx.init(_by_name(numbers, values))
             # What is donated must not be shared, as zeros of one shape may be.
@@ -166,19 +166,19 @@ def check_transformation(
     if found.mixed:
         several = ", ".join(f"'{names[x]}'" for x in found.mixed[:3])
         raise ValueError(
-            f"Optimizer was given a transformation in which the update of one variable depends on "
-            f"others (those of {several}), as with optax.clip_by_global_norm. The variables are on "
-            f"servers that do not see each other's gradients. Clip each gradient by itself "
-            f"(optax.clip), or all of them before apply_gradients: "
-            f"grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())."
+            f"Optimizer: in this transformation, the update of one variable depends on others "
+            f"({several}), as with optax.clip_by_global_norm. Servers do not see each other's "
+            f"gradients. Clip each gradient separately (optax.clip), or all of them before "
+            f"apply_gradients: grads, _ = optax.clip_by_global_norm(1.0).update(grads, "
+            f"optax.EmptyState())."
         )
     for key in found.whole:
         if key in parts:
             raise ValueError(
-                f"Optimizer was given a transformation in which the update of an element of "
-                f"variable '{names[key]}' depends on its other elements, and the variable is in "
-                f"{parts[key]} parts on servers. Use one that works element by element, such as "
-                f"optax.adam, or make the variable without a partitioner."
+                f"Optimizer: in this transformation, the update of an element of variable "
+                f"'{names[key]}' depends on its other elements, but the variable is in "
+                f"{parts[key]} parts on servers. Use an elementwise transformation, such as "
+                f"optax.adam, or create the variable without a partitioner."
             )
 
 

@@ -46,8 +46,8 @@ class ServerVariable(Variable):
         """Has the next server hold it."""
         if current_place() is not None:
             raise RuntimeError(
-                f"Variable '{self.name}' was made in a closure, which may be run again: there "
-                f"would be another one each time. Make it before, with strategy.scope(): ..."
+                f"Variable '{self.name}' was created in a closure. A closure may run again, and "
+                f"would create another Variable each time. Create it outside, in strategy.scope()."
             )
         beside = colocation.neighbor()
         server = beside.home.server if isinstance(beside, ServerVariable) else None
@@ -60,8 +60,8 @@ class ServerVariable(Variable):
         servers = self.strategy.servers
         if servers is None:
             raise RuntimeError(
-                f"Variable '{self.name}' was used on a worker where no closure runs. Use it in a "
-                f"function that was given to schedule."
+                f"Variable '{self.name}' was used on a worker outside of a closure. Use it in a "
+                f"function that you pass to schedule."
             )
         return servers
 
@@ -160,8 +160,8 @@ class ServerVariable(Variable):
         values, indices = sparse_delta.values, sparse_delta.indices
         if mode.frame is None and any(isinstance(x, PerReplica) for x in (values, indices)):
             raise ValueError(
-                f"scatter_{what} of variable '{self.name}' was given slices that differ between "
-                f"replicas, in cross-replica context. Reduce them first, with strategy.reduce(op, "
+                f"scatter_{what} of variable '{self.name}' received slices that differ between "
+                f"replicas, in cross-replica context. Reduce them first with strategy.reduce(op, "
                 f"slices, axis=None), or call it in the replica function."
             )
         values, indices = local_part(values), local_part(indices)
@@ -239,8 +239,9 @@ class ServerVariable(Variable):
         if not traces.is_eager():
             raise RuntimeError(
                 f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
-                f"transformation) traces, outside of strategy.run: its value would be frozen into "
-                f"the program. Pass variable.read_value() as an argument, or use strategy.run."
+                f"transformation) traces, outside of strategy.run: its value would become a "
+                f"constant of the program. Pass variable.read_value() as an argument, or use "
+                f"strategy.run."
             )
 
     def checkpoint_spec(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding]:
@@ -272,8 +273,8 @@ class ServerVariable(Variable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         raise RuntimeError(
-            f"Variable '{self.name}' is on a parameter server and cannot be copied. Make another "
-            f"one of its value: Variable(variable.read_value())."
+            f"Variable '{self.name}' is on a parameter server and cannot be copied. Create "
+            f"another one with its value: Variable(variable.read_value())."
         )
 
 

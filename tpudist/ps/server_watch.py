@@ -84,6 +84,6 @@ class ServerWatch:
         if self._num_silent[actor] > NUM_LOOKS:
             self._started.discard(actor)
             del self._num_silent[actor]
-            why = f"it has not answered for {self._timeout_s:g} s, and was given up."
+            why = f"it did not answer for {self._timeout_s:g} s, so it was given up."
             _log.warning("%s hangs: %s", actor, why)
             self._engine.kill(actor, why)

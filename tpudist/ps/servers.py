@@ -210,8 +210,8 @@ class Servers:
                 return  # somebody has done so
             if self.folder is None:
                 raise UnavailableError(
-                    f"{died} What it held is lost, since the strategy keeps no log: restore a "
-                    f"checkpoint in a new run, or have servers go on where they were with "
+                    f"{died} Its state is lost, because the strategy keeps no log. Restore a "
+                    f"checkpoint in a new run. To continue without loss, use "
                     f"ParameterServerStrategy(..., log=FOLDER)."
                 ) from died
             self.engine.kill(died.actor)
@@ -220,7 +220,7 @@ class Servers:
     def _revive(self, index: int, died: ActorDied) -> Actor:
         """A server that goes on where a log ends; nobody sees it before it knows all."""
         while True:
-            _log.warning("%s Another one goes on where its log ends.", died)
+            _log.warning("%s Another server continues where its log ends.", died)
             self._incarnations[index] += 1
             actor = self._spawn(index)
             try:
@@ -244,7 +244,7 @@ class Servers:
             try:
                 self.engine.result(self.engine.call(actor, "close"), 10.0)
             except Exception as error:
-                _log.warning("%s did not end its log: %s", actor, error)
+                _log.warning("%s did not finish its log: %s", actor, error)
         if self.folder is not None:
             close_logs(self.folder)
 

@@ -271,8 +271,8 @@ class Shard:
         if wanted.name != name or given not in ("", f"{dtype}{shape}"):
             raise ValueError(
                 f"Variable {wanted.number} is '{wanted.name}' {given}, but the log of server "
-                f"{self._index} has '{name}' {dtype}{shape} under this number. The log was written "
-                f"by another program, or by one that makes its variables in another order: give "
+                f"{self._index} has '{name}' {dtype}{shape} under this number. Another program "
+                f"wrote the log, or the program creates its variables in another order. Use "
                 f"another folder."
             )
 

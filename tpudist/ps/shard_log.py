@@ -64,9 +64,9 @@ class ShardLog:
             return
         if earlier._incarnation > self._incarnation:
             raise RecordError(
-                f"The log in {folder} was to be opened by incarnation {self._incarnation} of a "
-                f"server, after incarnation {earlier._incarnation} has opened it. The earlier "
-                f"one was replaced: there is nothing to do for it."
+                f"Incarnation {self._incarnation} of a server cannot open the log in {folder}, "
+                f"because incarnation {earlier._incarnation} has opened it. This server was "
+                f"replaced, so you need not do anything."
             )
         earlier.close()
 
@@ -129,7 +129,9 @@ class ShardLog:
         """Goes on in a new file that begins with `records`."""
         with self._lock:
             if self._ended.is_set():
-                raise ValueError(f"The log in {self._folder} is closed: it has another writer now.")
+                raise ValueError(
+                    f"The log in {self._folder} is closed: another server writes it now."
+                )
             path = self._path(self._number + 1)
             unfinished = path.with_suffix(".unfinished")
             file = RecordFile(unfinished)

@@ -180,9 +180,9 @@ class ShardVariables:
     def _optimizer(self, number: int) -> ServerOptimizer:
         if number not in self._optimizers:
             raise ValueError(
-                f"Server {self._server} is to apply gradients by optimizer {number}, which the "
-                f"program has not made (yet). Make all optimizers in the strategy's scope, in the "
-                f"same order in each run, before anything is read or scheduled."
+                f"Server {self._server} cannot apply gradients of optimizer {number}, which the "
+                f"program has not created (yet). Create all optimizers in the strategy's scope, "
+                f"in the same order in each run, before you read or schedule."
             )
         return self._optimizers[number]
 

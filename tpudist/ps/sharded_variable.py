@@ -39,9 +39,9 @@ class ShardedVariable(ServerVariable):
         """Has `count` servers hold the rows of `value`."""
         if self.constraint is not None:
             raise ValueError(
-                f"Variable '{self.name}' was given a constraint, and would be in {count} parts, "
-                f"none of which sees the others. Leave the constraint out, or make the variable "
-                f"in a strategy without a partitioner."
+                f"Variable '{self.name}' has a constraint, but would be split into {count} parts "
+                f"that do not see each other. Omit the constraint, or use a strategy without a "
+                f"partitioner."
             )
         self._starts = _starts(value.shape[0], count)
         ends = [*self._starts[1:], value.shape[0]]
@@ -130,7 +130,7 @@ class ShardedVariable(ServerVariable):
 
     def _read_after(self, counts: Sequence[int]) -> jax.Array:
         state = current_state()
-        assert state is not None, "it is of a closure"
+        assert state is not None, "it belongs to a closure"
         pairs = zip(self.variables, counts, strict=True)
         return self._join([state.read_after(part, count) for part, count in pairs])
 
@@ -162,8 +162,8 @@ class UnplacedVariable(ServerVariable):
         """Becomes what it is, and has servers hold it."""
         if current_place() is not None:
             raise RuntimeError(
-                f"Variable '{self.name}' was made in a closure, which may be run again: there "
-                f"would be another one each time. Make it before, with strategy.scope(): ..."
+                f"Variable '{self.name}' was created in a closure. A closure may run again, and "
+                f"would create another Variable each time. Create it outside, in strategy.scope()."
             )
         partitioner: Any = self.strategy.variable_partitioner
         count = 1
@@ -203,8 +203,8 @@ def embedding_lookup(params: Any, ids: Any) -> jax.Array:
         if whole is not None and list(map(id, whole.variables)) == list(map(id, parts)):
             return _look_up(whole, ids)
     raise TypeError(
-        f"embedding_lookup was given {type(params).__name__}. It looks rows up in a Variable, or "
-        f"in all parts of one, in their order."
+        f"embedding_lookup(params={type(params).__name__}): params must be a Variable, or a list "
+        f"of all parts of one, in order."
     )
 
 
@@ -212,8 +212,8 @@ def _look_up(variable: Variable, ids: Any) -> jax.Array:
     in_trace = context.current().frame is not None or traces.is_traced(ids)
     if variable.is_on_servers and in_trace:
         raise RuntimeError(
-            f"Rows of variable '{variable.name}' were looked up in a function that is traced, "
-            f"where ids are not known: the whole variable would be fetched. Do it in the scheduled "
+            f"Rows of variable '{variable.name}' were looked up in a traced function, where ids "
+            f"are unknown, so it would fetch the complete variable. Look them up in the scheduled "
             f"function, before strategy.run, and pass the rows."
         )
     return variable.sparse_read(ids)
@@ -236,12 +236,12 @@ def num_parts(partitioner: Any, shape: tuple[int, ...], dtype: Any, name: str) -
     counts = list(partitioner(shape, dtype))
     if len(counts) != len(shape) or any(x < 1 for x in counts):
         raise ValueError(
-            f"The partitioner gave {counts} for variable '{name}' of shape {shape}. It must give a "
-            f"positive count for each of the {len(shape)} dims."
+            f"The partitioner returned {counts} for variable '{name}' of shape {shape}. It must "
+            f"return a positive count for each of the {len(shape)} dims."
         )
     if math.prod(counts) != counts[0]:
         raise ValueError(
-            f"The partitioner gave {counts} for variable '{name}' of shape {shape}. Variables are "
-            f"cut along their first dim only: the other counts must be 1."
+            f"The partitioner returned {counts} for variable '{name}' of shape {shape}. Variables "
+            f"are split only along their first dim: the other counts must be 1."
         )
     return min(counts[0], shape[0])

@@ -53,10 +53,9 @@ class _Note:
     def apply(self, arrays: Sequence[Any]) -> None:
         if any(isinstance(x, PerReplica) for x in arrays):
             raise ValueError(
-                f"What replicas assign to variable '{self.variable.name}' differs between them, "
-                f"and the variable has one value. Reduce it, with "
-                f"get_replica_context().all_reduce(op, value), or make the variable with an "
-                f"aggregation."
+                f"Replicas assign different values to variable '{self.variable.name}', which has "
+                f"one value. Reduce them with get_replica_context().all_reduce(op, value), or "
+                f"create the variable with an aggregation."
             )
         if isinstance(self.what, str):
             self.variable.apply_noted(self.what, arrays)
@@ -74,8 +73,8 @@ def note(variable: ChangeableVariable, what: Any, arrays: Sequence[Any]) -> None
     noted = _noted.get()
     if noted is None:
         raise RuntimeError(
-            f"Variable '{variable.name}' is on a parameter server, and was changed in a function "
-            f"that no closure runs. Schedule the function: coordinator.schedule(fn)."
+            f"Variable '{variable.name}' is on a parameter server, but was changed outside of a "
+            f"closure. Schedule the function: coordinator.schedule(fn)."
         )
     noted.append((_Note(variable, what), tuple(arrays)))
 

@@ -52,9 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("tpudist").addoption(
         UPDATE_OPTION,
         action="store_true",
-        help="let tpudist.testing write its ledgers anew, rather than compare with them",
+        help="write the ledgers of tpudist.testing instead of comparing with them",
     )
-    parser.addini(SETTING, "number of devices to emulate; without it, the real ones are used")
+    parser.addini(SETTING, "number of devices to emulate (default: use the real devices)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,8 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{OPTION} or {SETTING}: {error}") from error
     except RuntimeError as error:
         raise pytest.UsageError(
-            f"{error} Under pytest it is a conftest.py or a plugin that does so when it is "
-            f"imported: let it do that in a fixture."
+            f"{error} Under pytest, a conftest.py or a plugin does this when it is imported. Do "
+            f"it in a fixture instead."
         ) from error
 
 
@@ -90,8 +90,8 @@ def emulated_devices(request: pytest.FixtureRequest) -> list[jax.Device]:
     """
     if _num_devices(request.config) is None:
         raise pytest.UsageError(
-            f"The fixture emulated_devices was asked for, but not how many devices: set "
-            f"{SETTING} = 8 under [tool.pytest.ini_options], or call pytest {OPTION} 8."
+            f"The fixture emulated_devices needs a number of devices: set {SETTING} = 8 under "
+            f"[tool.pytest.ini_options], or call pytest {OPTION} 8."
         )
     import jax
 
@@ -136,5 +136,5 @@ def _num_devices(config: pytest.Config) -> int | None:
         return int(setting)
     except ValueError:
         raise pytest.UsageError(
-            f"{SETTING} = {setting}: not a number of devices. Give a whole one, such as 8."
+            f"{SETTING} = {setting}: not a number of devices. Use a whole number, such as 8."
         ) from None

@@ -35,7 +35,7 @@ class Fault:
         """
         if self.kind not in KINDS or min(self.process, self.at_call, self.seconds) < 0:
             raise ValueError(
-                f"{self}: a fault is one of {', '.join(KINDS)}, with numbers of at least 0."
+                f"{self}: a fault must be one of {', '.join(KINDS)}, with numbers of at least 0."
             )
 
     def strike(self, call: int) -> None:
@@ -45,7 +45,9 @@ class Fault:
         elif call != self.at_call:
             return
         elif self.kind == "raise":
-            raise RuntimeError(f"A fault was asked for at call {call} of process {self.process}.")
+            raise RuntimeError(
+                f"The test injected a fault at call {call} of process {self.process}."
+            )
         elif self.kind == "leave":
             sys.exit(0)
         elif self.kind != "slow":

@@ -90,14 +90,14 @@ def make_isolated_hosts() -> Iterator[IsolatedHosts]:
 def why_not() -> str:
     """Why there cannot be two hosts here; empty if there can."""
     if not shutil.which("ip"):
-        return "there is no command ip"
+        return "the command ip is missing"
     if os.geteuid():
-        return "only root can make network namespaces"
+        return "only root can create network namespaces"
     try:
         with make_isolated_hosts():
             return ""
     except subprocess.CalledProcessError as error:
-        return f"no network namespaces here: {error.stderr.strip()}"
+        return f"cannot create network namespaces: {error.stderr.strip()}"
 
 
 def _ip(*words: str) -> None:

@@ -26,10 +26,9 @@ _POLL_S = 0.02
 
 
 class PodError(AssertionError):
-    """What was waited for has not come; shows what each process printed last.
+    """A process of a pod did not do what the test waited for; shows the last output of each.
 
-    Remedy: read what the processes printed; if they are only slow, wait for longer
-    (`timeout_s`).
+    Remedy: Read the output of the processes. If they are only slow, use a larger `timeout_s`.
     """
 
 
@@ -89,12 +88,12 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         )
         if len(devices) != num_processes or num_processes < 1:
             raise ValueError(
-                f"devices_per_process={devices_per_process} was given for {num_processes} "
-                f"process(es). It must be one number, or one for each of them."
+                f"devices_per_process={devices_per_process} does not match {num_processes} "
+                f"process(es). Pass one number, or one number per process."
             )
         if launch is not None and (programs or absent or hosts or len(set(devices)) > 1):
             raise ValueError(
-                "launch=... starts the same program in all processes of this host. Leave out "
+                "launch=... starts the same program in all processes of this host. Omit "
                 "programs, absent and different numbers of devices."
             )
         self._folder = tempfile.TemporaryDirectory(prefix="tpudist-pod-")
@@ -187,7 +186,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             if popen is None or popen.poll() is not None and text not in self.output(process):
                 raise PodError(self._describe(f"Process {process} did not print {text!r}."))
             if time.monotonic() > deadline:
-                raise PodError(self._describe(f"No {text!r} of process {process} in time."))
+                raise PodError(self._describe(f"Process {process} did not print {text!r} in time."))
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float = 300) -> list[Ended]:
@@ -202,7 +201,9 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
                 raise PodError(self._describe(f"{running} did not end within {timeout_s:g} s."))
             time.sleep(_POLL_S)
         if self._is_over:
-            raise PodError(self._describe(f"All were killed after {self._timeout_s:g} s."))
+            raise PodError(
+                self._describe(f"All processes were killed after {self._timeout_s:g} s.")
+            )
         count = 1 if self._is_launched else self._count
         return [self._end_of(i) for i in range(count)]
 
@@ -267,7 +268,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
 
     def _require_hosts(self) -> IsolatedHosts:
         if self._hosts is None:
-            raise ValueError("The processes are on one host. Ask for separate_hosts=True.")
+            raise ValueError("The processes are on one host. Pass separate_hosts=True.")
         return self._hosts
 
     def _end(self) -> None:

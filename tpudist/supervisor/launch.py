@@ -74,17 +74,20 @@ class Launch:
                 if not any(codes.values()):
                     return 0
                 first, code = next((i, x) for i, x in codes.items() if x)
-                told = f"process {first} has ended with exit code {code}"
+                told = f"process {first} exited with code {code}"
                 if attempt.has_survived:
                     self.write(None, f"{told}, after tpudist.experimental.survive.")
                     return code if code > 0 else 128 - code
                 if not may_restart(code):
-                    self.write(None, f"{told}: an error of the program, which would come again.")
+                    self.write(
+                        None,
+                        f"{told}: this is an error of the program, so a restart would fail again.",
+                    )
                     return code if code > 0 else 1
                 if not left:
-                    self.write(None, f"{told}: given up.")
+                    self.write(None, f"{told}: giving up.")
                     return EXIT_GAVE_UP if self.restarts else code if code > 0 else 128 - code
-                self.write(None, f"{told}: all start again ({left} restart(s) left).")
+                self.write(None, f"{told}: restarting all processes ({left} restart(s) left).")
                 left -= 1
 
 
@@ -181,7 +184,7 @@ class _Attempt:
                 for worker in self._workers:
                     if worker.exit_code is None:
                         self._launch.write(
-                            None, f"process {worker.index} does not end, and is killed."
+                            None, f"process {worker.index} does not end: killing it."
                         )
                         worker.kill()
             time.sleep(_POLL_S)
@@ -197,7 +200,7 @@ class _Attempt:
         if not may_restart(code):
             if membership.is_member(index) or not self._is_spare(index):
                 return False
-            self._launch.write(None, f"{told} before it had joined the others, who go on.")
+            self._launch.write(None, f"{told} before it joined the others, which continue.")
             return True
         others_are_elsewhere = len(self._launch.hosts.names) > 1 and self.restarts_left > 0
         if all(x.exit_code is not None for x in self._workers) and not others_are_elsewhere:
@@ -206,12 +209,12 @@ class _Attempt:
             self._start()
             self._launch.write(
                 None,
-                f"{told}: the others go on, and process {self._workers[-1].index} is started "
+                f"{told}: the others continue, and process {self._workers[-1].index} starts "
                 f"({self.restarts_left} restart(s) left).",
             )
             self.restarts_left -= 1
         else:
-            self._launch.write(None, f"{told}: the others go on.")
+            self._launch.write(None, f"{told}: the others continue.")
         return True
 
     def _is_spare(self, index: int) -> bool:
@@ -226,8 +229,8 @@ class _Attempt:
             elif now - self._stopped_since_s.setdefault(worker.index, now) > STOPPED_S:
                 self._launch.write(
                     None,
-                    f"process {worker.index} is stopped, by SIGSTOP or Ctrl-Z, for {STOPPED_S:g} "
-                    f"s, and is killed: the others do not wait for it.",
+                    f"process {worker.index} has been stopped by SIGSTOP or Ctrl-Z for "
+                    f"{STOPPED_S:g} s: killing it. The others do not wait for it.",
                 )
                 worker.kill()
 
@@ -245,14 +248,14 @@ class _Attempt:
         self._waits_since_s = min(self._waits_since_s, time.monotonic())
         if time.monotonic() - self._waits_since_s > _PATIENCE_S:
             self.gave_up = (
-                f"{count} process(es) are left, which is not a number with which the program goes "
-                f"on (survive(processes=...)), and no restart is left: given up."
+                f"{count} process(es) are left, but the program cannot continue with this number "
+                f"(survive(processes=...)), and no restart is left: giving up."
             )
 
 
 def _describe(code: int) -> str:
     if code >= 0:
-        return f"has ended with exit code {code}"
+        return f"exited with code {code}"
     with contextlib.suppress(ValueError):
         return f"was killed ({signal.Signals(-code).name})"
     return f"was killed (signal {-code})"

@@ -228,7 +228,9 @@ class Membership:
                 self._stop_if_paused()
                 self._begin_if_stopped()
         elif "leaving" in message:
-            self._print(f"process {member.index} was asked to end, and leaves after this step.")
+            self._print(
+                f"process {member.index} received a request to end. It leaves after this step."
+            )
             member.is_leaving = True
             self._change_when_possible()
         elif "lost" in message:
@@ -257,7 +259,7 @@ class Membership:
         elif self._phase == "gathering":
             self._begin_if_all_came()
         elif self._phase == "waiting":
-            self._begin_generation(f"process {member.index} has come")
+            self._begin_generation(f"process {member.index} joined")
         else:
             self._change_when_possible()
 
@@ -287,7 +289,7 @@ class Membership:
 
     def _end(self, member: Member, why: str) -> None:
         """Ends a process that does nothing, so that the others go on."""
-        self._print(f"process {member.index} is ended. {why}")
+        self._print(f"ending process {member.index}. {why}")
         pid = process_state.pid_here(member.place)
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -335,7 +337,7 @@ class Membership:
     def _begin_if_stopped(self) -> None:
         if self._phase == "stopping" and all(x.has_stopped for x in self._present):
             self._cause_s = time.monotonic()
-            self._begin_generation("processes have come, or were asked to end")
+            self._begin_generation("processes joined, or received a request to end")
 
     # Generations.
 
@@ -366,8 +368,8 @@ class Membership:
             self._without_progress += 1
             if self._without_progress > MAX_WITHOUT_PROGRESS:
                 self.gave_up = (
-                    f"given up: processes were lost {self._without_progress} times without a "
-                    f"commit between."
+                    f"giving up: processes were lost {self._without_progress} times without a "
+                    f"commit in between."
                 )
                 return
         self._phase = "joining"
@@ -401,9 +403,9 @@ class Membership:
             numbers = ", ".join(str(x.index) for x in self._present)
             commit = max(x.commit for x in self._present)
             what = (
-                f"go on from commit {commit}{took}"
+                f"continue from commit {commit}{took}"
                 if commit >= 0
-                else f"begin{took}: no process is left that has state in memory"
+                else f"start from scratch{took}: no remaining process has state in memory"
             )
             self._print(f"generation {self._generation}: processes {numbers} {what}.")
         self._tidy()
@@ -441,15 +443,15 @@ class Membership:
         if waited_s < limit_s:
             self._next_report_s *= 2
             self._print(
-                f"waits for process(es) {numbers} to come to generation "
+                f"waiting for process(es) {numbers} to join generation "
                 f"{max(self._generation, 1)}: {waited_s:.0f} s of {limit_s:g}."
             )
         for member in late if waited_s > limit_s else ():
-            self._end(member, f"It has not come to the others within {limit_s:g} s.")
+            self._end(member, f"It did not join the others within {limit_s:g} s.")
         if waited_s > limit_s and not late:
             self.gave_up = (
                 f"process(es) {numbers} did not call tpudist.experimental.survive within "
-                f"{limit_s:g} s ({HANG_VARIABLE}), for which the others waited: given up."
+                f"{limit_s:g} s ({HANG_VARIABLE}), while the others waited: giving up."
             )
 
 

@@ -91,8 +91,8 @@ class RemoteMembership:
             if not is_there:
                 if self.is_used and not self.is_done:
                     self._lost = (
-                        f"The supervisor on {host}, where the processes of this run meet, cannot "
-                        f"be reached any more: given up. Start again from the last checkpoint."
+                        f"Cannot reach the supervisor on {host}, which coordinates this run: "
+                        f"giving up. Start again from the last checkpoint."
                     )
                 return
 
@@ -108,11 +108,11 @@ def _connect(
             waited_s = time.monotonic() - start
             if waited_s > CONNECT_S:
                 raise TimeoutError(
-                    f"No supervisor has answered at {host}:{port} for {CONNECT_S:g} s ({error}). "
-                    f"Start the same command on {host}, the first host, and let its port be "
-                    f"reached."
+                    f"No supervisor answered at {host}:{port} for {CONNECT_S:g} s ({error}). "
+                    f"Start the same command on {host}, the first host, and make sure that this "
+                    f"host can reach its port."
                 ) from error
             if waited_s > next_report_s:
                 next_report_s *= 2
-                write(f"waits for the first host, {host}:{port}: {waited_s:.0f} s of 300.")
+                write(f"waiting for the first host, {host}:{port}: {waited_s:.0f} s of 300.")
             time.sleep(0.2)

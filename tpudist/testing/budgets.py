@@ -109,8 +109,8 @@ def _kinds(allow: Collection[str]) -> frozenset[str]:
     kinds = frozenset([allow]) if isinstance(allow, str) else frozenset(allow)
     if unknown := kinds - _KINDS:
         raise ValueError(
-            f"allow has {', '.join(map(repr, sorted(unknown)))}, which is no kind of collective. "
-            f"The kinds are {', '.join(sorted(_KINDS))}."
+            f"allow has {', '.join(map(repr, sorted(unknown)))}, which is not a kind of "
+            f"collective. The kinds are {', '.join(sorted(_KINDS))}."
         )
     return kinds
 
@@ -125,11 +125,11 @@ def _check_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
         return []
     kinds = sorted({use.kind.removeprefix("dcn-") for use in found})
     return [
-        f"{', '.join(kinds)} may not occur: allow is {{{', '.join(map(repr, sorted(allow)))}}}.\n"
-        f"{_table(found)}\n"
-        f"If that is meant, add it to allow. If not, look at the lines: there, an array has other "
-        f"axes than what is done with it needs. A rule in logical_axis_rules or "
-        f"jax.lax.with_sharding_constraint says how it is to be split."
+        f"{', '.join(kinds)} must not occur: allow is "
+        f"{{{', '.join(map(repr, sorted(allow)))}}}.\n{_table(found)}\nIf you expect this, add it "
+        f"to allow. Otherwise read the lines: there, an array is split over other axes than the "
+        f"operation needs. Split it with a rule in logical_axis_rules or with "
+        f"jax.lax.with_sharding_constraint."
     ]
 
 
@@ -140,9 +140,9 @@ def _check_budget(plan: Plan, network: str, most: float | None) -> list[str]:
         return []
     return [
         f"A device sends {sent:,.0f} bytes ({format_bytes(sent)}) per step over "
-        f"{_NETWORKS[network]}, and max_{network}_bytes is {most:,.0f} ({format_bytes(most)}).\n"
-        f"{_table(found)}\n"
-        f"If that is meant, raise max_{network}_bytes. If not, begin with the first line."
+        f"{_NETWORKS[network]}, but max_{network}_bytes is {most:,.0f} "
+        f"({format_bytes(most)}).\n{_table(found)}\nIf you expect this, use a larger "
+        f"max_{network}_bytes. Otherwise start with the first line."
     ]
 
 
@@ -158,21 +158,21 @@ def _compare_with_ledger(plan: Plan, name: str, path: Path) -> list[str]:
         return []
     if known is None:
         return [
-            f'{path} has no "{name}", and what a test writes in CI is lost. Run the test where you '
-            f"work, and commit the file."
+            f'{path} has no "{name}", and files that a test writes in CI are lost. Run the test '
+            f"on your machine, and commit the file."
         ]
-    said = [f"It does not communicate as {path} says (-), but so (+):"]
+    said = [f"The communication differs from {path} (-): it is now (+):"]
     if known.mesh != plan.mesh:
         said.append(
-            f"The ledger was written for the mesh {format_axes(known.mesh)}. To keep a record of "
-            f"each, give each a name."
+            f"The ledger was written for the mesh {format_axes(known.mesh)}. To keep one record "
+            f"per mesh, use a different name for each."
         )
     said.append(_difference(known.counts, counts, plan.collectives, path.parent))
     if known.versions != versions:
-        said.append(f"It was written with {known.versions}; these are {versions}.")
+        said.append(f"The ledger was written with {known.versions}; this run uses {versions}.")
     said.append(
-        f"If that is meant, run the test with {UPDATE}=1 in the environment and commit the file. "
-        f"If not, look at the lines."
+        f"If you expect this, run the test with {UPDATE}=1 in the environment and commit the "
+        f"file. Otherwise read the lines."
     )
     return ["\n".join(said)]
 

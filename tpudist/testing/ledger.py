@@ -104,8 +104,8 @@ def read(path: Path) -> dict[str, Record]:
         return {name: _record(step) for name, step in found["steps"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a ledger that this version of tpudist wrote ({error}). It reads the "
-            f"format {FORMAT}. Delete the file, and run the tests with {UPDATE}=1 to write it anew."
+            f"{path} is not a ledger of this version of tpudist ({error}), which reads the format "
+            f"{FORMAT}. Delete the file, and run the tests with {UPDATE}=1 to write it again."
         ) from error
 
 

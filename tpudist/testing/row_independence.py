@@ -47,8 +47,8 @@ def assert_rowwise(
     num_rows = next((x.shape[d] for x, d in zip(leaves, ins, strict=True) if d is not None), 0)
     if num_rows < 2:
         raise ValueError(
-            f"assert_rowwise was given {num_rows} rows, and tries whether they depend on each "
-            f"other. Give it two or more, that differ."
+            f"assert_rowwise needs at least two different rows, to test whether they depend on "
+            f"each other, but received {num_rows}."
         )
     trial = _Trial(function, tree, ins, out_dims, gradient)
     places = np.arange(num_rows)
@@ -61,8 +61,8 @@ def assert_rowwise(
             for name, value in found.items():
                 if not np.array_equal(value, other[name], equal_nan=value.dtype.kind in "fc"):
                     raise AssertionError(
-                        f"{name} for {first} depends on the other rows: no function for "
-                        f"tpudist.rowwise."
+                        f"{name} for {first} depends on the other rows, so the function is not "
+                        f"suitable for tpudist.rowwise."
                     )
         alone = trial.compute(_take(leaves, ins, places[:real]), real)
         for name, value in found.items():
@@ -71,8 +71,8 @@ def assert_rowwise(
                 _widen(alone[name]),
                 rtol,
                 atol,
-                err_msg=f"{name} for {first} is another one than for these rows alone: no "
-                f"function for tpudist.rowwise.",
+                err_msg=f"{name} for {first} differs from the result for only these rows, so the "
+                f"function is not suitable for tpudist.rowwise.",
             )
 
 

@@ -40,9 +40,9 @@ def assert_same_as_one_device(
     strategy = current_strategy.get_strategy() if strategy is None else strategy
     if strategy.num_replicas_in_sync == 1:
         raise ValueError(
-            f"assert_same_as_one_device ran on {strategy}, which has one replica: there is nothing "
-            f"to compare. Pass strategy=, or call it in strategy.scope(). "
-            f"tpudist.emulate(num_devices=8) makes replicas on a machine with one device."
+            f"assert_same_as_one_device: {strategy} has one replica, so there is nothing to "
+            f"compare. Pass strategy=, or call it in strategy.scope(). On a machine with one "
+            f"device, tpudist.emulate(num_devices=8) creates replicas."
         )
     report = strategy.verify(step, args, kwargs, options, rows=rows)
     if not report.ok:

@@ -57,70 +57,77 @@ def train(
     goodput: bool = False,
     options: RunOptions | None = None,
 ) -> History:
-    """Runs `step(*state, batch)` on each batch of `data`, and returns what happened.
+    """Runs `step(*state, batch)` on each batch of `data`, and returns the history of the run.
 
         history = tpudist.training.train(
             strategy, step, (model, optimizer), data, num_steps=1000, folder="runs/first"
         )
 
-    The step is called by `strategy.run`, as it is: the compiled program is that of a loop by hand.
-    Its metrics are fetched when two later steps are under way, so that devices do not wait for the
-    host. With a `folder` the run is kept in it: checkpoints of the state and of the position in the
-    data, `metrics.jsonl`, and with tensorboardX `tensorboard/`. The same call in another process
-    then goes on from the newest checkpoint, exactly, whatever ended the last one; on another mesh
-    too. Ctrl-C ends the run after the step under way, with a checkpoint; so does SIGTERM of any
-    process, in all processes. All processes call this alike.
+    `strategy.run` calls the step unchanged, so the compiled program equals that of a hand-written
+    loop. Metrics are fetched while two later steps run, so devices do not wait for the host.
 
-    `tf.distribute` has no such function; `tf.keras.Model.fit` is what is called so, and has a model
-    where this has a step.
+    With a `folder`, the run is stored in it: checkpoints of the state and of the position in the
+    data, `metrics.jsonl`, and with tensorboardX `tensorboard/`. The same call in another process
+    then resumes exactly from the newest checkpoint, however the last process ended, and also on
+    another mesh. Ctrl-C ends the run after the current step, with a checkpoint. SIGTERM of any
+    process does the same in all processes. All processes must make the same call.
+
+    `tf.distribute` has no such function. `tf.keras.Model.fit` is similar, but has a model instead
+    of a step.
 
     Args:
-        strategy: Runs the steps.
-        step: `step(*state, batch)` for one replica. It returns its metrics, a mapping of names to
-            scalars `[]` that are equal on all replicas; or `(state, metrics)`, where the state is
-            plain pytrees, which are not changed in place. A `loss` that is no number ends the run.
-        state: What the step is given before the batch: a tuple of objects, one object that is no
-            tuple, or a `TrainState` or `Checkpoint`, whose objects but `step` and `batches` are
-            meant, and which names them in checkpoints. Without names the first two of a tuple are
-            `model` and `optimizer` there. NNX objects and Variables are changed in place.
-        data: Global batches: what `experimental_distribute_dataset` takes or gives, or an iterator
-            of the latter. A dataset is gone through again as often as need be.
-        num_steps: How many steps to do, those before a restart among them.
-        num_epochs: How often to go through `data`, instead.
-        evaluate: `evaluate(*state)` measures, and returns a mapping of names to numbers, the first
-            of which is the one that is shown first. See `tpudist.training.evaluate`.
-        evaluate_every: Steps between two evaluations; there is one after the last step in any case.
-        folder: Of the run. Another run needs another one: checkpoints of another state, or of other
-            data, are refused.
-        checkpoint_every: Steps between two checkpoints; by default there is one at the end only.
-        max_to_keep: How many checkpoints to keep; None keeps all.
-        saved: What of a state that changes in place is in checkpoints, if not all: the adapters of
-            a pretrained model, say, whose other weights are loaded anew.
-        writers: Where metrics go, instead of into the `folder`; they are not closed at the end.
-        progress: Whether to show it: a bar on a terminal, lines elsewhere, of the first process.
-        items: What a global batch holds, and how many of it, as `("tokens", 4096)`: throughput is
-            told in it. By default in steps.
-        format_metrics: `format_metrics(split, metrics)` tells metrics in a line, of the split
-            `train` or `held_out`.
-        should_stop: Asked before each step; once it is true in any process, the run ends in all.
+        strategy: Strategy that runs the steps.
+        step: Function `step(*state, batch)` of one replica. It returns its metrics, a mapping of
+            names to scalars `[]` that are equal on all replicas. If the state is plain pytrees,
+            which cannot change in place, it returns `(state, metrics)`. The run ends if the metric
+            `loss` is NaN or infinite.
+        state: Arguments of the step before the batch: a tuple of objects, one object that is not a
+            tuple, or a `TrainState` or `Checkpoint`. The latter two pass their objects, except
+            `step` and `batches`, and name them in checkpoints. Otherwise the first two objects of a
+            tuple are named `model` and `optimizer` there. NNX objects and Variables change in
+            place.
+        data: Global batches: an argument or a result of `experimental_distribute_dataset`, or an
+            iterator of the result. A dataset is iterated as many times as necessary.
+        num_steps: Total number of steps, including the steps before a restart.
+        num_epochs: Number of passes through `data`, instead of `num_steps`.
+        evaluate: Called as `evaluate(*state)`; returns a mapping of names to numbers. The first
+            number is displayed first. See `tpudist.training.evaluate`.
+        evaluate_every: Steps between two evaluations. The last step is always evaluated.
+        folder: Directory of this run. Use one directory per run: checkpoints of a different state
+            or of different data raise an error.
+        checkpoint_every: Steps between two checkpoints; by default only one at the end.
+        max_to_keep: Number of recent checkpoints to keep; None keeps all.
+        saved: Part of the state to save, if not all of it; only for a state that changes in place.
+            An example is the adapters of a pretrained model whose other weights are loaded again.
+        writers: Writers of the metrics, instead of the files in `folder`. They are not closed.
+        progress: Whether the first process shows the progress: a bar on a terminal, lines
+            elsewhere.
+        items: Unit and number of items in a global batch, such as `("tokens", 4096)`, in which
+            throughput is shown; by default steps.
+        format_metrics: Called as `format_metrics(split, metrics)`, where the split is `train` or
+            `held_out`; returns one line.
+        should_stop: Called before each step. If it returns True in any process, the run ends in all
+            processes.
         on_start: Called when the state has been restored, before the first step.
         exit_when_preempted: Whether to exit with code 143 after SIGTERM, as a supervisor expects,
-            once all is saved. Else this returns, with `ended == "preempted"`.
-        goodput: Whether to note in the `folder` what time goes to, for `tpudist doctor folder`.
-        options: How to compile and call the step; `RunOptions(donate_argnums=...)` has a pytree
-            state overwritten in place.
+            when everything is saved. Otherwise `train` returns with `ended == "preempted"`.
+        goodput: Whether to record the use of time in `folder`, for `tpudist doctor folder`.
+        options: Options for compiling and calling the step. `RunOptions(donate_argnums=...)` lets a
+            pytree state be overwritten in place.
 
     Returns:
-        How it ended, losses, evaluations, times; its `state` is the state after the last step.
+        The history: how the run ended, losses, evaluations and times. Its `state` is the state
+        after the last step.
 
     Raises:
-        TypeError: The step returns no mapping of metrics, or plain pytrees are its state and it
-            returns none; a metric is no scalar; `evaluate` returns no mapping; the `state` holds
-            what no checkpoint can; or `data` is no dataset.
-        ValueError: A metric differs between replicas; neither or both of `num_steps` and
-            `num_epochs` are given; `data` has no length to count epochs by, or ends too early; an
-            option contradicts another.
-        CheckpointError: The checkpoints in `folder` are of another state, or none is whole.
+        TypeError: If the step does not return a mapping of metrics, or no state although its state
+            is plain pytrees; if a metric is not a scalar; if `evaluate` does not return a mapping;
+            if `state` contains an object that cannot be saved; or if `data` is not a dataset.
+        ValueError: If a metric differs between replicas; if neither or both of `num_steps` and
+            `num_epochs` are given; if `data` has no length for `num_epochs` or ends too early; or
+            if two options contradict each other.
+        CheckpointError: If the checkpoints in `folder` belong to a different state, or all of them
+            are damaged.
         SystemExit: See `exit_when_preempted`.
     """
     begun_s = time.perf_counter()

@@ -418,7 +418,7 @@ def test_tensorboard_without_its_library_is_refused(start, monkeypatch):
 
 @pytest.mark.parametrize("every_s", [0, -1.0])
 def test_the_time_between_samples_is_more_than_none(start, every_s):
-    with pytest.raises(ValueError, match="every_s=.* more than 0 seconds"):
+    with pytest.raises(ValueError, match="every_s=.* seconds above 0"):
         start().coordinator.progress(every_s=every_s)
 
 
@@ -426,7 +426,7 @@ def test_one_is_entered_once(start):
     progress = start().coordinator.progress(show=False)
     with progress:
         pass
-    with pytest.raises(RuntimeError, match="was entered before"):
+    with pytest.raises(RuntimeError, match="was already used"):
         progress.__enter__()
 
 
@@ -446,7 +446,7 @@ def test_what_cannot_be_written_or_shown_is_a_warning_once_and_the_run_goes_on(
     failures = [x.getMessage() for x in caplog.records]
     assert len(failures) == 3, failures
     assert any(re.search("could not show the run.*closed file", x) for x in failures)
-    assert any(f"could not write {tmp_path}, " in x and "IsADirectoryError" in x for x in failures)
+    assert any(f"could not write {tmp_path}. " in x and "IsADirectoryError" in x for x in failures)
     assert any(f"could not write events to {file / 'below'}" in x for x in failures)
 
 
@@ -457,8 +457,8 @@ def test_a_sample_that_fails_is_a_warning_once(start, caplog, monkeypatch):
     with progress:
         time.sleep(0.05)
     assert [x.getMessage() for x in caplog.records] == [
-        "progress could not look at the run, and the run goes on without: ZeroDivisionError: "
-        "division by zero"
+        "The progress display could not look at the run. The run continues without it: "
+        "ZeroDivisionError: division by zero"
     ]
 
 
@@ -476,7 +476,7 @@ def test_a_terminal_that_fails_is_given_back(start, caplog, monkeypatch):
         time.sleep(0.05)
     assert sys.stdout is out
     assert [x.getMessage() for x in caplog.records] == [
-        "progress could not show the run, and the run goes on without: OSError: gone"
+        "The progress display could not show the run. The run continues without it: OSError: gone"
     ]
 
 
@@ -492,8 +492,8 @@ def test_what_does_not_end_is_left_behind(start, caplog, monkeypatch):
     is_open.set()
     assert progress._thread.join(60)
     assert [x.getMessage() for x in caplog.records] == [
-        "progress could not end, and the run goes on without: its last sample takes longer than "
-        "0.05 s"
+        "The progress display could not end. The run continues without it: its last sample takes "
+        "longer than 0.05 s"
     ]
 
 

@@ -54,6 +54,6 @@ def test_the_same_process_runs_the_program_again(tmp_path):
 
 def test_where_it_cannot_be_it_is_refused(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ValueError, match="in_process=False, but .* has no files in memory"):
+    with pytest.raises(ValueError, match="in_process=False. is not .* has no in-memory files"):
         tpudist.experimental.survive(lambda survivor: None, in_process=False)
     assert tpudist.experimental.survive(lambda survivor: 5) == 5

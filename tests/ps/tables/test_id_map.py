@@ -90,12 +90,16 @@ def test_an_unsigned_id_is_the_signed_one_of_the_same_bits():
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        (np.ones(3), TypeError, "by ids of dtype float64. Ids are integers"),
-        (["a"], TypeError, "by ids of dtype <U1"),
-        ([True], TypeError, "by ids of dtype bool"),
-        ([1 << 70], TypeError, "by ids of dtype object"),
-        (np.ones((2, 3), int), ValueError, r"by ids of shape \[2, 3\]. Ids have one dim"),
-        (3, ValueError, r"by ids of shape \[\]"),
+        (np.ones(3), TypeError, "ids of table rows have dtype float64, but must be integers"),
+        (["a"], TypeError, "ids of table rows have dtype <U1"),
+        ([True], TypeError, "ids of table rows have dtype bool"),
+        ([1 << 70], TypeError, "ids of table rows have dtype object"),
+        (
+            np.ones((2, 3), int),
+            ValueError,
+            r"ids of table rows have shape \[2, 3\], but must have one dim",
+        ),
+        (3, ValueError, r"ids of table rows have shape \[\]"),
     ],
 )
 def test_what_are_no_ids_is_refused(ids, error, message):

@@ -144,7 +144,7 @@ def test_a_wrong_sum_is_a_failure(tmp_path):
     devices, total = device_check.look_at_devices(None, timeout_s=20, python=python)
     assert devices.verdict is Verdict.OK
     assert total.verdict is Verdict.FAIL
-    assert total.found == "element 5 of the sum is 17, and must be 18"
+    assert total.found == "element 5 of the sum is 17, but must be 18"
 
 
 @processes
@@ -153,7 +153,7 @@ def test_devices_that_start_and_die_in_the_sum_are_told_apart(tmp_path):
     devices, total = device_check.look_at_devices(None, timeout_s=20, python=python)
     assert devices.verdict is Verdict.OK
     assert total.verdict is Verdict.FAIL
-    assert "its process has ended with -9" in total.found
+    assert "its process exited with code -9" in total.found
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_a_tpu_is_expected_where_files_or_variables_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("version", "has_tpu", "verdict", "told"),
     [
-        ("", True, Verdict.FAIL, "not installed; a TPU is expected"),
-        ("", False, Verdict.OK, "not installed; no sign of a TPU here"),
-        ("0.0.1", True, Verdict.WARNING, "0.0.1, and this jax was built for libtpu==0.0."),
+        ("", True, Verdict.FAIL, "not installed; this host seems to have a TPU"),
+        ("", False, Verdict.OK, "not installed; this host does not seem to have"),
+        ("0.0.1", True, Verdict.WARNING, "0.0.1, but this jax was built for libtpu==0.0."),
     ],
 )
 def test_libtpu_must_be_there_where_a_tpu_is(
@@ -283,12 +283,12 @@ def test_the_process_that_has_the_device_open_is_named(tmp_path, hold):
     dev = make_dev(tmp_path / "dev", "accel0", "accel1")
     lock = tmp_path / "lock"
     (answer,) = tpu_check.look_for_holders(dev, lock)
-    assert (answer.verdict, answer.found) == (Verdict.OK, "nobody, as far as can be seen")
+    assert (answer.verdict, answer.found) == (Verdict.OK, "no, as far as this user can see")
     pid = hold(dev / "accel1", "open")
     (answer,) = tpu_check.look_for_holders(dev, lock)
     assert answer.verdict is Verdict.FAIL
     assert f"process {pid} (" in answer.found
-    assert answer.found.endswith("has the device open")
+    assert answer.found.endswith("uses the device")
 
 
 @processes
@@ -347,7 +347,7 @@ def test_a_fault_is_a_row_a_remedy_and_the_exit_code_1(capsys, monkeypatch):
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "fail     cluster" in out
-    assert "TF_CONFIG cannot be read" in out
+    assert "cannot read TF_CONFIG" in out
     assert "What to do:\ncluster" in out
     assert "1 x cpu (cpu), emulated" in out
     assert "1 failed, " in out

@@ -63,11 +63,11 @@ while state.step < 50:
 manager.wait()
 """
 NAMED = {
-    "stall": "process 1 began its steps later than others",
-    "slow": "process 1 began its steps later than others",
+    "stall": "process 1 started its steps later than the others",
+    "slow": "process 1 started its steps later than the others",
     "reader": "waited for its input",
     "recompile": "'step' was compiled again",
-    "death": "all were started again: Process 1 has ended without a word",
+    "death": "all processes were restarted: Process 1 ended without a message",
 }
 
 

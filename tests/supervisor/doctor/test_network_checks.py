@@ -98,15 +98,15 @@ def test_the_cluster_is_read_from_the_environment(environ, addresses, index, env
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        ({"TF_CONFIG": "{"}, "TF_CONFIG cannot be read: "),
-        ({"TF_CONFIG": "[]"}, "TF_CONFIG cannot be read: "),
-        (config("a:1", index=3), "this is task 3 of job 'worker', which has 1"),
+        ({"TF_CONFIG": "{"}, "cannot read TF_CONFIG: "),
+        ({"TF_CONFIG": "[]"}, "cannot read TF_CONFIG: "),
+        (config("a:1", index=3), "has task 3 of job 'worker', which has 1 task"),
         (config("a"), "It must be host:port"),
-        (config("a:1", "b:1", kind="other"), "a task of job 'other', and its jobs are ['worker']"),
-        (config("a:1", "b:1", kind=None), "task type None, task id 0, which is not among"),
-        (config("a:1", ps=["b:1"], kind="ps"), "task type 'ps', task id 0, which is not among"),
+        (config("a:1", "b:1", kind="other"), "a task of job 'other', but its jobs are ['worker']"),
+        (config("a:1", "b:1", kind=None), "task type None, task id 0, which is not one of"),
+        (config("a:1", ps=["b:1"], kind="ps"), "task type 'ps', task id 0, which is not one of"),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, "TPU_WORKER_ID"),
-        ({"SLURM_JOB_NODELIST": "n[a-b]"}, "'a-b' is no range"),
+        ({"SLURM_JOB_NODELIST": "n[a-b]"}, "'a-b' is not a range"),
     ],
 )
 def test_a_cluster_that_is_wrong_fails(environ, told, environment):
@@ -144,7 +144,7 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
     ("name", "verdict", "told"),
     [
         ("nowhere.invalid", Verdict.FAIL, "nowhere.invalid is unknown"),
-        ("192.0.2.1", Verdict.FAIL, "which is no address of this host"),
+        ("192.0.2.1", Verdict.FAIL, "which is not an address of this host"),
         ("localhost", Verdict.OK, "localhost is "),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_port_that_is_taken_fails_and_its_holder_is_named(listener):
     addresses = (f"127.0.0.1:{port_of(listener)}", "127.0.0.1:1")
     (answer,) = network_checks.try_port(Cluster("TF_CONFIG", addresses, 0))
     assert answer.verdict is Verdict.FAIL
-    assert "Another program has the port" in answer.found
+    assert "Another program uses the port" in answer.found
     assert f"process {os.getpid()} (" in answer.remedy
 
 
@@ -189,8 +189,8 @@ def test_a_port_that_is_free_is_free_afterwards(free_port):
 @pytest.mark.parametrize(
     ("addresses", "index", "verdict", "told"),
     [
-        (("192.0.2.1:8476", "a:1"), 0, Verdict.FAIL, "has no such address"),
-        (("192.0.2.1:8476", "a:1"), 1, Verdict.OK, "not of this process"),
+        (("192.0.2.1:8476", "a:1"), 0, Verdict.FAIL, "does not have this address"),
+        (("192.0.2.1:8476", "a:1"), 1, Verdict.OK, "belongs to another process"),
         (("127.0.0.1:{port}", "10.0.0.2:1"), 0, Verdict.FAIL, "on other hosts cannot reach it"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_host_that_refuses_is_reached(listener, free_port):
     addresses = ("10.0.0.1:1", f"127.0.0.1:{port_of(listener)}", f"127.0.0.1:{free_port}")
     (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0))
     assert answer.verdict is Verdict.OK
-    assert answer.found == "2 reached; something listens at 1 of them"
+    assert answer.found == "2 reached; a program listens at 1 of them"
 
 
 def test_a_host_that_is_silent_is_not_reached(silent_address, free_port):
@@ -217,7 +217,7 @@ def test_a_host_that_is_silent_is_not_reached(silent_address, free_port):
     (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0), timeout_s=0.5)
     assert time.monotonic() - start < 25
     assert answer.verdict is Verdict.FAIL
-    assert answer.found.startswith(f"1 of 2 not reached: {silent_address}: ")
+    assert answer.found.startswith(f"1 of 2 unreachable: {silent_address}: ")
     assert "timed out" in answer.found
 
 
@@ -225,7 +225,9 @@ def test_a_host_of_an_unknown_name_is_one_failure_and_not_two(free_port):
     addresses = ("10.0.0.1:1", "nowhere.invalid:1", f"127.0.0.1:{free_port}")
     (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0))
     assert answer.verdict is Verdict.OK
-    assert answer.found.startswith("1 reached; something listens at 0 of them; 1 of unknown names")
+    assert answer.found.startswith(
+        "1 reached; a program listens at 0 of them; 1 with an unknown name"
+    )
 
 
 def test_a_host_without_a_way_to_it_is_not_reached():

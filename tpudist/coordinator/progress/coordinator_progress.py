@@ -51,7 +51,7 @@ class CoordinatorProgress:
         """See `ClusterCoordinator.progress`."""
         if not every_s > 0:
             raise ValueError(
-                f"progress was given every_s={every_s!r}. It must be more than 0 seconds."
+                f"progress(every_s={every_s!r}): every_s must be a number of seconds above 0."
             )
         if tensorboard is not None:
             require_tensorboard(tensorboard)
@@ -86,7 +86,7 @@ class CoordinatorProgress:
         """
         if self._thread is not None:
             raise RuntimeError(
-                "This progress was entered before. Each `with` needs one of its own: with "
+                "This progress display was already used. Create one for each `with`: with "
                 "coordinator.progress(): ..."
             )
         self._running.add(self)
@@ -167,4 +167,6 @@ class CoordinatorProgress:
     def _warn(self, what: str, why: str) -> None:
         if what not in self._failures:
             self._failures.add(what)
-            _log.warning("progress could not %s, and the run goes on without: %s", what, why)
+            _log.warning(
+                "The progress display could not %s. The run continues without it: %s", what, why
+            )

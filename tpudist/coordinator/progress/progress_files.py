@@ -82,9 +82,8 @@ def require_tensorboard(folder: str | os.PathLike) -> None:
     """
     if importlib.util.find_spec("tensorboardX") is None:
         raise ModuleNotFoundError(
-            f"progress was given tensorboard={str(folder)!r}, and tensorboardX, which writes "
-            f"events, is not installed. Install it, pip install tensorboardX, or give "
-            f"json_lines=FILE."
+            f"progress(tensorboard={str(folder)!r}) requires tensorboardX, which is not "
+            f"installed. Install it: pip install tensorboardX. Or use json_lines=FILE."
         )
 
 

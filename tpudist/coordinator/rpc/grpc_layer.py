@@ -47,7 +47,7 @@ def import_grpc() -> ModuleType:
 
 
 class CallError(Exception):
-    """What a method raises so that who has called it sees a code and a text."""
+    """An error of a method, which its caller receives as a code and a text."""
 
     def __init__(self, code: int, text: str):
         """Of a code of gRPC."""
@@ -83,8 +83,8 @@ class Listener:
             self.port: int = server.add_insecure_port(address)
         except RuntimeError as error:
             raise RuntimeError(
-                f"A server cannot listen at {address}: something else does, or it is no address of "
-                f"this machine. {error}"
+                f"A server cannot listen at {address}: another program uses this address, or this "
+                f"machine does not have it. {error}"
             ) from None
         server.start()
         weakref.finalize(self, server.stop, None)
@@ -139,6 +139,6 @@ def _wait(connection: Connection, future: Any) -> Answer:
     try:
         return Answer(OK, "", future.result())
     except import_grpc().FutureCancelledError:
-        return Answer(CANCELLED, "The call was cancelled, since its client is gone.", b"")
+        return Answer(CANCELLED, "The call was canceled, because its client has gone.", b"")
     except import_grpc().RpcError:
         return Answer(future.code().value[0], future.details() or "", b"")

@@ -52,7 +52,7 @@ class StatusOrResult:
         answer = self._result()
         if answer.code != grpc_layer.OK:
             error = _ERRORS.get(answer.code, RuntimeError)
-            raise error(f"{self._what} has failed, with code {answer.code}: {answer.text}")
+            raise error(f"{self._what} failed with code {answer.code}: {answer.text}")
         _, value = rpc_messages.decode(answer.data)
         return value if self._output_specs is None else self._pack(value)
 
@@ -69,9 +69,9 @@ class StatusOrResult:
             wanted is not None and wanted != got for wanted, got in zip(asked, found, strict=True)
         ):
             raise ValueError(
-                f"{self._what} gave values of the types {list(map(str, found))}, and output_specs="
-                f"{self._output_specs!r} has {len(specs)}. Give specs of the same number and "
-                f"types, or none, to have what the function gave."
+                f"{self._what} returned values of the types {list(map(str, found))}, but "
+                f"output_specs={self._output_specs!r} has {len(specs)}. Pass specs of the same "
+                f"number and types, or omit output_specs to get the values as they are."
             )
         return rpc_messages.pack(self._output_specs, leaves)
 
@@ -141,7 +141,9 @@ class GrpcClient(Client):
         self._address, self._name, self._timeout_in_ms = address, name, timeout_in_ms
         self._connection = grpc_layer.Connection(address)
         if list_registered_methods:
-            listing = self._send("List", b"", 0, f"To ask {address} for its functions", None)
+            listing = self._send(
+                "List", b"", 0, f"The request for the functions of {address}", None
+            )
             listing.get_value()  # raises
             facts, _ = rpc_messages.decode(listing._result().data)
             for method_name in facts["methods"]:

@@ -36,8 +36,8 @@ def decode(message: bytes) -> tuple[dict[str, Any], Nest]:
         return facts, _rebuild(facts.pop("structure"), arrays)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{len(message)} bytes are no message of tpudist.experimental.rpc: {error!r}. Its "
-            f"clients talk to its servers only, of the same version."
+            f"{len(message)} bytes are not a message of tpudist.experimental.rpc: {error!r}. Use "
+            f"its clients and servers only with each other, in the same version."
         ) from None
 
 
@@ -70,17 +70,19 @@ def _describe(value: Nest, arrays: dict[str, np.ndarray]) -> Any:
         return [type(value).__name__, [_describe(x, arrays) for x in value]]
     if type(value) is dict:
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"A dict has the key {wrong[0]!r}. Only texts are sent for keys.")
+            raise TypeError(f"A dict has the key {wrong[0]!r}. Use only strings as keys.")
         return ["dict", [[key, _describe(x, arrays)] for key, x in value.items()]]
     try:
         array = np.asarray(value)
     except Exception as error:
-        raise TypeError(f"{_name(value)} cannot be sent, as it is no array: {error}") from None
+        raise TypeError(
+            f"{_name(value)} cannot be sent, because it is not an array: {error}"
+        ) from None
     # Types that JAX brings (bfloat16) are of kind V, as raw bytes and records are.
     if array.dtype.kind not in "biufcV" or array.dtype.type is np.void:
         raise TypeError(
-            f"{_name(value)} cannot be sent. Send lists, tuples and dicts of arrays of numbers, of "
-            f"numbers, of texts and of None."
+            f"{_name(value)} cannot be sent. Send lists, tuples and dicts of arrays of numbers, "
+            f"numbers, strings and None."
         )
     arrays[str(len(arrays))] = array
     return len(arrays) - 1

@@ -95,13 +95,12 @@ class GrpcServer(Server):
         """As `Server.register`."""
         if not isinstance(method_name, str) or not callable(func):
             raise TypeError(
-                f"register was given {method_name!r} and {func!r}. Give a name, which is a string, "
-                f"and a function."
+                f"register({method_name!r}, {func!r}): pass a name (a string) and a function."
             )
         if self._listener is not None:
             raise RuntimeError(
-                f"{method_name!r} was registered at a server that has started. All methods must be "
-                f"registered before starting the server: clients ask for them once."
+                f"register({method_name!r}): the server has already started. All methods must be "
+                f"registered before starting the server, because clients request the list once."
             )
         self._registry.add(method_name, func)
 
@@ -123,8 +122,8 @@ class _Registry:
         taken = {*self._functions, *(f"{x}_blocking" for x in self._functions), *RESERVED}
         if name in taken or f"{name}_blocking" in self._functions:
             raise ValueError(
-                f"{name} is already registered, or is what clients call something else: they have "
-                f"{', '.join(sorted(taken))}. Choose another name."
+                f"{name} is already registered, or is the name of another member of clients: "
+                f"{', '.join(sorted(taken))}. Use another name."
             )
         self._functions[name] = func
 
@@ -137,21 +136,21 @@ class _Registry:
         if func is None:
             raise CallError(
                 grpc_layer.INVALID_ARGUMENT,
-                f"{facts.get('method')} is not registered. These are: "
+                f"{facts.get('method')} is not registered. Registered functions: "
                 f"{', '.join(self._functions) or 'none'}.",
             )
         try:
             with self._lock:
                 value = func(*args)
         except Exception as error:
-            _log.warning("%s has failed for a client.", facts["method"], exc_info=True)
+            _log.warning("%s failed for a client.", facts["method"], exc_info=True)
             is_input = isinstance(error, ValueError | TypeError)
             code = grpc_layer.INVALID_ARGUMENT if is_input else grpc_layer.UNKNOWN
             raise CallError(code, f"{type(error).__name__}: {error}") from None
         try:
             return rpc_messages.encode({}, value)
         except TypeError as error:
-            text = f"What {facts['method']} gives cannot be sent: {error}"
+            text = f"The result of {facts['method']} cannot be sent: {error}"
             raise CallError(grpc_layer.UNKNOWN, text) from None
 
     def describe(self, request: bytes) -> bytes:
@@ -165,6 +164,4 @@ def check_layer(rpc_layer: str) -> None:
         ValueError: It is another.
     """
     if rpc_layer != "grpc":
-        raise ValueError(
-            f"rpc_layer is {rpc_layer!r}. Only GRPC is supported, as in TensorFlow: pass 'grpc'."
-        )
+        raise ValueError(f"rpc_layer={rpc_layer!r} is not supported. As in TensorFlow, use 'grpc'.")

@@ -12,7 +12,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(
-            f"{address!r} names no host and port. Give the cluster addresses such as "
+            f"{address!r} is not a host and a port. Use cluster addresses such as "
             f"'10.0.0.1:6379', with a port from 1 to 65535."
         )
     return host.strip("[]"), int(port)

@@ -46,7 +46,9 @@ class RayFuture:
 
 
 def _warn(actor: Actor, why: str) -> None:
-    _log.warning("%s is called by Ray, which is slower than a connection: %s", actor, why)
+    _log.warning(
+        "%s is called through Ray, which is slower than a direct connection: %s", actor, why
+    )
 
 
 class _Peer:
@@ -102,7 +104,7 @@ class _Peer:
         try:
             self._found.put(CallLine(address, secret, import_ray().cloudpickle.CloudPickler))
         except OSError as error:
-            _warn(actor, f"nothing is reached at {address[0]}:{address[1]}: {error}")
+            _warn(actor, f"no process answers at {address[0]}:{address[1]}: {error}")
             self._found.put(None)
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ class Calls:
         """As `RayEngine.result`."""
         with self._changed:
             if (future.reference is None and future.reply is None) or self._is_over:
-                raise self._death(future.actor, "Ray has no actor of its name any more")
+                raise self._death(future.actor, "Ray no longer has an actor with this name")
             self._num_waiting += 1
         try:
             by_ray = future.reply is None
@@ -205,11 +207,11 @@ class Calls:
             # Not raised by the method: an argument, or what it gives, cannot be read or sent.
             raise error.cause from error
         except ray.exceptions.ActorUnavailableError as error:
-            why = f"it cannot be reached, and was killed.\n{error}"
+            why = f"it was unreachable, so it was killed.\n{error}"
             self.kill(actor, why)
             raise self._death(actor, why) from None
         except ray.exceptions.RayActorError as error:
-            how = "it could not be made.\n" if error.actor_init_failed else ""
+            how = "it could not be created.\n" if error.actor_init_failed else ""
             was_made = not error.actor_init_failed
             raise self._death(actor, f"{how}{error}", was_made) from None
         except ray.exceptions.RayError as error:
@@ -253,13 +255,13 @@ class Calls:
             return died
         except ResultTimeout:
             seen = "it does not answer"
-        why = f"the connection to it has ended, {seen}, and it was killed.\n{broken}"
+        why = f"the connection to it ended, {seen}, and it was killed.\n{broken}"
         self.kill(actor, why)
         return self._death(actor, why)
 
     def _ask(self, ping: RayFuture, timeout_s: float) -> None:
         if ping.reference is None:
-            raise self._death(ping.actor, "Ray has no actor of its name any more")
+            raise self._death(ping.actor, "Ray no longer has an actor with this name")
         self._get(ping, timeout_s)
 
     def _find(self, actor: Actor) -> _Peer | None:

@@ -69,9 +69,9 @@ class RayCluster:
             if now - began > self.wait_s:
                 raise TimeoutError(
                     f"{', '.join(sorted(missing))} of {len(rooms)} servers did not join the "
-                    f"program at {self.head} within {self.wait_s:g} s. On each of them runs "
-                    f"tpudist.Server(cluster_spec, job_name, task_index).join(), which must have "
-                    f"the same RAY_AUTH_TOKEN, and must reach that address."
+                    f"program at {self.head} within {self.wait_s:g} s. Run "
+                    f"tpudist.Server(cluster_spec, job_name, task_index).join() on each of them, "
+                    f"with the same RAY_AUTH_TOKEN, and check that they can reach that address."
                 )
             if now - reported > _REPORT_S:
                 _log.warning("Waiting for servers to join: %s.", ", ".join(sorted(missing)))

@@ -91,14 +91,15 @@ class RayEngine:
         """
         if address and cluster:
             raise ValueError(
-                f"RayEngine was given address={address!r} and cluster={cluster!r}. Give the "
-                f"address of Ray that runs, or the cluster whose head is to be started here."
+                f"RayEngine(address={address!r}, cluster={cluster!r}): pass exactly one of them. "
+                f"address is the address of a running Ray; cluster is a cluster whose head starts "
+                f"here."
             )
         for role, options in (resources or {}).items():
             if strange := sorted(set(options) - RESOURCES):
                 raise ValueError(
-                    f"The resources of {role!r} name {', '.join(strange)}. Only these say where an "
-                    f"actor runs: {', '.join(sorted(RESOURCES))}."
+                    f"The resources of {role!r} have unknown names: {', '.join(strange)}. Only "
+                    f"these determine where an actor runs: {', '.join(sorted(RESOURCES))}."
                 )
         self.concurrency: Concurrency = SystemConcurrency()
         self._resources = {role: dict(x) for role, x in (resources or {}).items()}
@@ -128,7 +129,7 @@ class RayEngine:
         """
         with self._lock:
             if self._is_over:
-                raise RuntimeError("The engine was shut down. Make a new one.")
+                raise RuntimeError("The engine was shut down. Create another engine.")
             if not self._is_ready:
                 self._session.connect()
                 if self._cluster is not None:
@@ -231,7 +232,7 @@ class RayEngine:
         if process.node != ray.get_runtime_context().get_node_id():
             return
         if not process.end(end_s - time.monotonic()):
-            _log.warning("The process %d of %s was killed, and is not gone.", process.pid, actor)
+            _log.warning("The process %d of %s was killed, but still exists.", process.pid, actor)
 
 
 class RayMember:
@@ -289,7 +290,7 @@ class RayMember:
 
 def _refuse(what: str) -> RuntimeError:
     return RuntimeError(
-        f"An engine that was sent to an actor cannot {what}: who has started the engine can."
+        f"An engine in an actor cannot {what}. Do this in the process that started the engine."
     )
 
 

@@ -67,8 +67,8 @@ class RayNode:
             self._guard = ProcessGuard(command, folder, env, timeout_s=START_S)
         except RuntimeError as error:
             raise ConnectionError(
-                f"{self._name} cannot join Ray at {head}: it is no Ray, or has another token than "
-                f"this program, or something else is at {address}."
+                f"{self._name} cannot join Ray at {head}: it is not Ray, it has a different token "
+                f"than this program, or another program uses {address}."
             ) from error
 
     def join(self) -> None:
@@ -89,8 +89,8 @@ class RayNode:
                 num_refused_here = num_refused_here + 1 if here is False else 0
                 if num_refused_here > 2 * _NUM_REFUSED and answer:
                     raise RuntimeError(
-                        f"Ray of {self._name} has ended on this machine, and the program has not. "
-                        f"Start the server again, and what it held or ran goes on there."
+                        f"Ray of {self._name} ended on this machine, but the program did not. "
+                        f"Start the server again. Its state and its work continue there."
                     )
         finally:
             self.close()
@@ -106,9 +106,9 @@ class RayNode:
             if now - began > timeout_s:
                 raise TimeoutError(
                     f"{self._name} has waited {timeout_s:g} s for the program of the chief, which "
-                    f"does not answer at {':'.join(map(str, self._head))}. That program makes a "
-                    f"tpudist.ParameterServerStrategy(cluster_resolver), as task 'chief'; the "
-                    f"address must be reached from here."
+                    f"does not answer at {':'.join(map(str, self._head))}. That program creates a "
+                    f"tpudist.ParameterServerStrategy(cluster_resolver), as task 'chief'. Check "
+                    f"that this machine can reach the address."
                 )
             if now - reported > _REPORT_S:
                 _log.warning("%s is waiting for the program of the chief.", self._name)

@@ -116,8 +116,8 @@ def import_ray() -> ModuleType:
         if error.name != "ray":
             raise
         raise ModuleNotFoundError(
-            "Ray is not installed, which engine='ray' and servers on several machines need: "
-            "pip install 'tpudist[ray]'.",
+            "Ray is not installed. engine='ray' and servers on several machines require it: pip "
+            "install 'tpudist[ray]'.",
             name="ray",
         ) from None
     return ray
@@ -132,8 +132,8 @@ def require_token(needs_token: bool) -> None:
     mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
     if needs_token and mode != "token":
         raise RuntimeError(
-            f"RAY_AUTH_MODE is {mode!r}: whoever can reach the ports of Ray could run code in your "
-            f"name. Unset it, or pass needs_token=False where nobody else is in the network."
+            f"RAY_AUTH_MODE={mode!r}: everyone who can reach the ports of Ray could run code in "
+            f"your name. Unset it, or pass needs_token=False if nobody else uses the network."
         )
 
 
@@ -147,19 +147,20 @@ def choose_token(address: str | None, *, was_imported: bool) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
     elif address and "RAY_AUTH_MODE" not in os.environ:
         raise RuntimeError(
-            f"Ray was imported before it could know that a token is needed, so that it has none "
-            f"for {address}. Set RAY_AUTH_MODE=token, or import it later than the engine starts."
+            f"Ray was imported before the engine required a token, so it has none for {address}. "
+            f"Set RAY_AUTH_MODE=token, or import Ray after the engine starts."
         )
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
     file = _TOKEN_FILE.expanduser()
     if not file.exists():
         if address:
-            raise RuntimeError(f"There is no token for Ray at {address}: {_TOKEN_PLACES}.")
+            raise RuntimeError(f"No token for Ray at {address} was found: {_TOKEN_PLACES}.")
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     elif file.stat().st_mode & 0o077:
         _log.warning(
-            "Others can read %s, and with it run code in your name where Ray runs: chmod 600 it.",
+            "Other users can read %s, and with it run code in your name where Ray runs. Run "
+            "chmod 600 on this file.",
             file,
         )
 
@@ -169,7 +170,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
         import_ray().init(address, **options)
     except ConnectionError as error:
         raise ConnectionError(
-            f"Ray at {address} cannot be joined: it does not answer, or has another token than "
+            f"Cannot join Ray at {address}: it does not answer, or it has a different token than "
             f"this program ({_TOKEN_PLACES})."
         ) from error
 

@@ -38,7 +38,7 @@ def why_not() -> str:
     """Why a program cannot be replaced so on this system; empty where it can."""
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
         return ""
-    return f"{sys.platform} has no files in memory that outlive a program (Linux has: memfd_create)"
+    return f"{sys.platform} has no in-memory files that outlive a program (Linux has memfd_create)"
 
 
 def take() -> Kept | None:

@@ -47,7 +47,7 @@ def survive(
     processes: Collection[int] | None = None,
     in_process: bool | None = None,
 ) -> T:
-    """Calls `train`, and calls it again with other processes when one of them is lost or has come.
+    """Calls `train`, and calls it again with other processes when a process fails or joins.
 
         def train(survivor):
             strategy = tpudist.MultiWorkerMirroredStrategy(deterministic=8)
@@ -60,48 +60,50 @@ def survive(
 
         tpudist.experimental.survive(train)
 
-    Under `tpudist launch` the processes go on, without a restart, from the newest state that one of
-    them has in memory. Everywhere else `train` is called once.
+    Under `tpudist launch`, the remaining processes continue without a restart, from the newest
+    state that one of them has in memory. Everywhere else, `train` is called once.
 
-    All that belongs to devices (strategies, Variables, models, arrays, datasets that are
-    distributed) is to be made in `train`, which begins anew each time. It runs in a thread of its
-    own. One that waits for a lost process is left behind; what it would do is given up.
+    Create all objects that use devices (strategies, Variables, models, arrays, distributed
+    datasets) in `train`, because each call starts from scratch. `train` runs in its own thread. If
+    the thread waits for a lost process, it is abandoned, and its work is discarded.
 
     Args:
-        train: Given a `Survivor`, to which it says what its state is.
-        every: Of how many commits one is kept in memory of the host; so many steps may be repeated.
-        processes: With how many it can go on, such as (1, 2, 4); by default with any number. Those
-            that are too many wait.
-        in_process: Whether JAX starts anew in the same process when others are lost. False has the
-            whole program start again in its place instead, from its first line on, with the state
-            that it had in memory: for devices that only the end of a program gives back. By default
-            the first on CPUs, where it was tried, and the second elsewhere.
+        train: Called with a `Survivor`, to which it reports its state.
+        every: Number of commits per copy of the state in host memory. At most this many steps are
+            repeated.
+        processes: Numbers of processes with which the program can continue, such as (1, 2, 4); by
+            default any number. Extra processes wait.
+        in_process: Whether JAX restarts in the same process when other processes fail. With False,
+            the complete program restarts instead, from its first line, with the state that it had
+            in memory: for devices that are released only when a program ends. The default is True
+            on CPUs, where it was tested, and False elsewhere.
 
     Returns:
-        What `train` returns, once it has in all processes.
+        The result of `train`, once it has returned in all processes.
 
     Raises:
-        RuntimeError: JAX has its devices already.
-        ValueError: `every` or `processes` is not of positive numbers; or this system has no
-            `in_process=False`.
-        SystemExit: This process was asked to end (SIGTERM), with 143; or was not needed at the end
-            of the run, with 0.
+        RuntimeError: If JAX has already started its devices.
+        ValueError: If `every` or `processes` contains a number below 1, or if this system does not
+            support `in_process=False`.
+        SystemExit: With code 143 if this process received a request to end (SIGTERM); with code 0
+            if it was not needed at the end of the run.
     """
     allowed = None if processes is None else sorted(set(processes))
     if every < 1 or allowed is not None and (not allowed or allowed[0] < 1):
         raise ValueError(
-            f"survive was given every={every!r}, processes={processes!r}. Both are of "
+            f"survive(every={every!r}, processes={processes!r}): every and processes must be "
             f"whole numbers of at least 1."
         )
     if in_process is False and (why := restart_in_place.why_not()):
-        raise ValueError(f"survive was given in_process=False, but {why}. Leave it out.")
+        raise ValueError(f"survive(in_process=False) is not supported: {why}. Omit in_process.")
     supervisor = os.environ.get(generations.SUPERVISOR)
     if supervisor is None:
         return train(Survivor(0, Copies(None), every, Link()))
     if emulation.has_backend():
         raise RuntimeError(
-            "survive was called in a process whose JAX has its devices already, which would not be "
-            "those of the run. Make arrays and strategies in the function that it calls."
+            "survive() was called after JAX started the devices of this process, which would not "
+            "be the devices of the run. Create arrays and strategies only inside the function "
+            "that survive() calls."
         )
     return _Process(train, every, allowed, in_process, supervisor).run()
 
@@ -276,8 +278,8 @@ class _Process:
 
     def _leave_alone(self) -> None:
         print(
-            "tpudist: the supervisor of this run has gone, or cannot be reached, so this process "
-            "ends. Start all again, from the last checkpoint.",
+            "tpudist: the supervisor of this run ended or is unreachable, so this process ends. "
+            "Restart all processes from the last checkpoint.",
             flush=True,
         )
         goodput.flush()
@@ -285,7 +287,7 @@ class _Process:
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         if "leave" in order:
-            self._end_generation("it was asked to end")  # nobody waits for the others then
+            self._end_generation("it received a request to end")  # nobody waits for the others then
             raise SystemExit(EXIT_PREEMPTED)
         if "stop" in order:
             self._order = order["stop"]

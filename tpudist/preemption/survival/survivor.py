@@ -94,11 +94,11 @@ class Survivor:
     """What a program that survives is given: where its state comes from, and goes to.
 
     Attributes:
-        generation: How many sets of processes there were before this one.
+        generation: Number of sets of processes before this one.
     """
 
     def __init__(self, generation: int, copies: Copies, every: int, link: "Link"):
-        """Made by `survive`."""
+        """Created by `survive`."""
         self.generation = generation
         self._copies, self._every, self._link = copies, every, link
         self._commits = copies.newest.commit if copies.newest else 0
@@ -106,25 +106,25 @@ class Survivor:
 
     @property
     def num_commits(self) -> int:
-        """How often the run has committed its state, in all generations."""
+        """Number of commits of the run, in all generations."""
         return self._commits
 
     def restore(self, state: Checkpoint, manager: CheckpointManager | None = None) -> bool:
-        """Puts the newest state that a living process has into the objects of `state`.
+        """Restores the newest state that a running process has in memory into `state`.
 
-        Where no process has one, as at the start, it is restored from disk by the manager, if one
-        is given: `manager.restore_or_initialize()`.
+        If no process has a state, as at the start, the manager restores it from disk if you pass
+        one: `manager.restore_or_initialize()`.
 
         Args:
-            state: Objects like those that are committed, on this generation's devices.
-            manager: Of checkpoints on disk of the same state. It also saves the state when all
-                processes are asked to end, by SIGTERM.
+            state: Objects like the committed ones, on the devices of this generation.
+            manager: Manager of checkpoints of the same state on disk. It also saves the state when
+                all processes receive a request to end (SIGTERM).
 
         Returns:
-            Whether the state is a former one; else it is as the program has made it.
+            Whether a state was restored. Otherwise the objects are unchanged.
 
         Raises:
-            CheckpointError: The objects are not like those that were committed; lists all of it.
+            CheckpointError: If the objects do not match the committed ones; lists all differences.
         """
         self._manager = manager
         self._link.platform = jax.default_backend()
@@ -148,12 +148,12 @@ class Survivor:
 
     @goodput.count_as(goodput.Phase.CHECKPOINT)
     def commit(self, state: Checkpoint) -> None:
-        """Says that a step is done and what the state is; every `every`-th time it is kept.
+        """Reports the state after a step. Every `every`-th commit keeps a copy of it.
 
-        All processes call this at the same place, with all that the next step depends on: model,
-        optimizer, iterator, random streams. Returns when copies were asked of the devices, which
-        takes no more time than a step on them. At this place a generation ends whose processes are
-        to be more, or fewer because one was asked to end.
+        All processes call this at the same place, with all objects that the next step needs: model,
+        optimizer, iterator, random streams. Returns when the devices have been asked for copies,
+        which takes no more time than a step on them. A generation ends here if processes join, or
+        if one received a request to end.
         """
         self._commits += 1
         if self._link.is_over:

@@ -23,13 +23,13 @@ def as_ids(ids: Any) -> np.ndarray:
         array = array.astype(np.int64)  # NumPy takes an empty list for floats
     if array.dtype.kind not in "iu":
         raise TypeError(
-            f"Rows of a table were asked for by ids of dtype {array.dtype}. Ids are integers of at "
-            f"most 64 bits. Hash or cast them, such as with ids.astype(np.int64)."
+            f"The ids of table rows have dtype {array.dtype}, but must be integers of at most 64 "
+            f"bits. Hash or cast them, such as with ids.astype(np.int64)."
         )
     if array.ndim != 1:
         raise ValueError(
-            f"Rows of a table were asked for by ids of shape {list(array.shape)}. Ids have one "
-            f"dim. Flatten them with ids.reshape(-1), and reshape what comes back."
+            f"The ids of table rows have shape {list(array.shape)}, but must have one dim. "
+            f"Flatten them with ids.reshape(-1), and reshape the result."
         )
     if array.dtype.itemsize == 8:
         return np.ascontiguousarray(array).view(np.int64)
@@ -45,7 +45,7 @@ def shard_of(ids: Any, num_shards: int) -> np.ndarray:
     """
     if not 1 <= num_shards <= _MOST_SHARDS:
         raise ValueError(
-            f"A table was to be split over {num_shards} shards. It has at least 1, and at most "
+            f"A table cannot be split over {num_shards} shards: the number must be from 1 to "
             f"2^31. Use the number of parameter servers."
         )
     upper = _mix(as_ids(ids)) >> np.uint64(32)

@@ -48,16 +48,16 @@ class RowOptimizer:
         if not isinstance(self.transformation, optax.GradientTransformation):
             raise TypeError(
                 f"The optimizer of a table is {self.transformation!r} of type "
-                f"{type(self.transformation).__name__}. It takes a transformation of Optax's. Pass "
+                f"{type(self.transformation).__name__}, but must be an Optax transformation. Pass "
                 f"one, such as optax.adagrad(0.1)."
             )
         row = jax.ShapeDtypeStruct((2,), jnp.float32)
         closed = jax.make_jaxpr(self._change)(row, jax.eval_shape(self.init, row), row)
         if any(eqn.primitive.name in _DRAW for eqn in jaxprs.walk(closed)):
             raise ValueError(
-                "The optimizer of a table draws random numbers. Each row keeps its own state, and "
-                "all of them begin with the same key, so that each would draw the same numbers. "
-                "Leave out what adds noise, and add it to the gradients before they are pushed."
+                "The optimizer of a table draws random numbers. Each row has its own state with "
+                "the same initial key, so all rows would draw the same numbers. Remove the noise "
+                "from the optimizer, and add it to the gradients before you push them."
             )
 
     def init(self, value: jax.Array) -> PyTree:

@@ -46,7 +46,7 @@ class ShardTables:
             if most is not None and len(np.unique(change.ids)) > most:
                 raise ValueError(
                     f"A closure changes more than max_rows={most} rows of a table on one server. "
-                    f"All rows of a closure are there at once: raise max_rows."
+                    f"All rows of a closure must fit at once. Use a larger max_rows."
                 )
             ids_of.setdefault(change.table, []).append(change.ids)
         for number, ids in ids_of.items():
@@ -97,9 +97,9 @@ class ShardTables:
     def _find(self, number: int) -> TableShard:
         if number not in self._tables:
             raise ValueError(
-                f"A server was asked for table {number}, which the program has not made (yet). "
-                f"Make all tables in the strategy's scope, in the same order in each run, before "
-                f"anything is read or scheduled."
+                f"A server received a request for table {number}, which the program has not "
+                f"created (yet). Create all tables in the strategy's scope, in the same order in "
+                f"each run, before you read or schedule."
             )
         return self._tables[number]
 

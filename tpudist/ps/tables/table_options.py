@@ -52,20 +52,17 @@ class TableOptions:
         for name in ("dim", "max_rows", "max_bytes", "capacity"):
             number = getattr(self, name)
             if number is not None and number < 1:
-                raise ValueError(
-                    f"A table was asked for with {name}={number}. It is at least 1. Use a larger "
-                    f"number."
-                )
+                raise ValueError(f"Table({name}={number}): {name} must be at least 1.")
         if self.dtype.name not in _DTYPES:
             raise ValueError(
-                f"A table was asked for with rows of {self.dtype}. They are one of "
-                f"{', '.join(_DTYPES)}. Use float32, or bfloat16 for half the memory."
+                f"Table(dtype={self.dtype}): dtype must be one of {', '.join(_DTYPES)}. Use "
+                f"float32, or bfloat16 for half the memory."
             )
         if self.max_bytes is not None and self.bytes_for(self.capacity) > self.max_bytes:
             raise ValueError(
-                f"A table was asked for with capacity={self.capacity} and max_bytes="
-                f"{self.max_bytes}. The room that a server has at first takes "
-                f"{self.bytes_for(self.capacity)} bytes. Use a lower capacity, or raise max_bytes."
+                f"Table(capacity={self.capacity}, max_bytes={self.max_bytes}): the initial "
+                f"capacity of a server needs {self.bytes_for(self.capacity)} bytes. Use a smaller "
+                f"capacity, or a larger max_bytes."
             )
 
     @functools.cached_property
@@ -100,14 +97,13 @@ class TableOptions:
         """
         if rows.shape != (num_ids, self.dim):
             raise ValueError(
-                f"For {num_ids} ids of a table with dim={self.dim}, {what} of shape "
-                f"{list(rows.shape)} came. There is one row per id. Use shape "
-                f"[{num_ids}, {self.dim}]."
+                f"{num_ids} ids of a table with dim={self.dim} need one row per id, but {what} "
+                f"has shape {list(rows.shape)}. Use the shape [{num_ids}, {self.dim}]."
             )
         if not jnp.issubdtype(rows.dtype, jnp.floating):
             raise TypeError(
-                f"For a table of {self.dtype}, {what} of dtype {rows.dtype} came. Rows are floats. "
-                f"Cast them, such as with {what}.astype(np.float32)."
+                f"A table of {self.dtype} needs rows of floats, but {what} has dtype "
+                f"{rows.dtype}. Cast them, such as with {what}.astype(np.float32)."
             )
 
     def check_out(self, out: np.ndarray, num_ids: int) -> None:
@@ -120,7 +116,7 @@ class TableOptions:
         self.check_rows("out", out, num_ids)
         if out.dtype != self.dtype or not out.flags.c_contiguous:
             raise ValueError(
-                f"Rows of {self.dtype} were to be written to out of {out.dtype} with strides "
-                f"{out.strides}. It has the table's dtype and is contiguous. Use "
-                f"np.empty({out.shape}, {self.dtype})."
+                f"Rows of {self.dtype} cannot be written to out with dtype {out.dtype} and "
+                f"strides {out.strides}. It must have the dtype of the table and be contiguous. "
+                f"Use np.empty({out.shape}, {self.dtype})."
             )

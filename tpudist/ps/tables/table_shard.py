@@ -190,8 +190,7 @@ class TableShard:
         """
         if not self._keep_changes:
             raise ValueError(
-                "What has changed in a table was asked for, and it was not noted. Make the shard "
-                "with keep_changes=True."
+                "This table does not record changes. Create the shard with keep_changes=True."
             )
         none = np.zeros(0, np.int64)
         changed, evicted = np.concatenate([none, *self._changed]), [none, *self._evicted]
@@ -211,8 +210,8 @@ class TableShard:
         rows, ids = table_state.rows_of_state(state, self.options.row), state["ids"]
         if len(np.unique(ids)) < len(ids):
             raise ValueError(
-                f"A table was to be restored from {len(ids)} rows, of which some have the same id. "
-                f"Each id has one row. Restore states one after the other."
+                f"A table cannot be restored from {len(ids)} rows, because some have the same id. "
+                f"Each id has one row. Restore the states one after the other."
             )
         self.require_room(ids, may_evict=False)
         self._map.remove(state.get("evicted", ids[:0]))
@@ -244,11 +243,11 @@ class TableShard:
             num_rows = min(num_rows, self.options.max_rows)
         if num_rows > room:
             raise MemoryError(
-                f"A server was to hold {num_rows} rows of a table of dim {self.options.dim}. With "
-                f"max_bytes={self.options.max_bytes} it has room for {room}: room doubles from "
-                f"capacity={self.options.capacity}, and for {2 * room} rows it would take "
-                f"{self.options.bytes_for(2 * room)} bytes. Use more servers, have rows go with "
-                f"max_rows, or raise max_bytes."
+                f"A server cannot store {num_rows} rows of a table of dim {self.options.dim}: "
+                f"with max_bytes={self.options.max_bytes} it has room for {room}. Room doubles "
+                f"from capacity={self.options.capacity}, and {2 * room} rows would need "
+                f"{self.options.bytes_for(2 * room)} bytes. Use more servers, evict rows with "
+                f"max_rows, or use a larger max_bytes."
             )
 
     def _find_or_create(self, ids: np.ndarray) -> np.ndarray:
@@ -270,9 +269,9 @@ class TableShard:
             in_call = len(ids) + len(np.unique(rows_in_use))
             if in_call > self.options.max_rows:
                 raise ValueError(
-                    f"A call asks a shard for {in_call} different ids, and it has max_rows="
-                    f"{self.options.max_rows}. All rows of a call are there at once. Raise "
-                    f"max_rows, or ask for fewer ids."
+                    f"A call requests {in_call} different ids from a shard with "
+                    f"max_rows={self.options.max_rows}. All rows of a call must fit at once. Use "
+                    f"a larger max_rows, or request fewer ids."
                 )
             self._evict_first(len(self) + len(ids) - self.options.max_rows, rows_in_use)
         rows = self._map.find_or_add(ids)

@@ -44,16 +44,16 @@ def rows_of_state(state: State, row: Rows) -> Rows:
     needed, found = {*shapes, "clock"}, set(state) - {"evicted"}
     if needed != found:
         raise ValueError(
-            f"A table was to be restored from arrays {sorted(found)}. With its optimizer it has "
-            f"{sorted(needed)}. Restore it with the optimizer that it was saved with."
+            f"A table cannot be restored from the arrays {sorted(found)}: with its optimizer it "
+            f"needs {sorted(needed)}. Restore it with the optimizer with which it was saved."
         )
     for name, x in shapes.items():
         shape, array = (len(state["ids"]), *x.shape), state[name]
         if array.shape != shape or array.dtype != x.dtype:
             raise ValueError(
-                f"A table was to be restored from {name} of {array.dtype} {list(array.shape)}. "
-                f"With {shape[0]} ids, its dim and its dtype it is {x.dtype} {list(shape)}. "
-                f"Restore it with the dim and dtype that it was saved with."
+                f"A table cannot be restored from {name} of {array.dtype} {list(array.shape)}: "
+                f"with {shape[0]} ids, its dim and its dtype it must be {x.dtype} {list(shape)}. "
+                f"Restore it with the dim and dtype with which it was saved."
             )
     return Rows(state["rows"], structure.unflatten([state[slot_name(path)] for path, _ in paths]))
 

@@ -68,11 +68,11 @@ def run_checks(checks: Sequence[Check]) -> list[Answer]:
             answers += _wait(said, start + check.timeout_s)
         except queue.Empty:
             found = f"no answer within {check.timeout_s:g} s"
-            remedy = "Something that it asks hangs: a file system, a device or a name server."
+            remedy = "A file system, a device or a name server does not answer."
             answers.append(Answer(check.asked, found, Verdict.FAIL, remedy))
         except Exception as error:
-            found = f"the check has failed: {type(error).__name__}: {error}"
-            remedy = "A mistake of tpudist's; the other rows hold all the same."
+            found = f"the check failed: {type(error).__name__}: {error}"
+            remedy = "This is a bug in tpudist. The other rows are still valid."
             text = "".join(traceback.format_exception(error))
             answers.append(Answer(check.asked, found, Verdict.FAIL, remedy, text))
     return answers

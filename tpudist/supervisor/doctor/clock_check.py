@@ -92,19 +92,19 @@ def look_at_clock(
     asked = "clock"
     kernel = ask_kernel()
     if kernel is not None and kernel.is_synchronised:
-        error = f"at most {kernel.most_error_s:.3g} s wrong, as the kernel was told"
+        error = f"at most {kernel.most_error_s:.3g} s wrong, as the kernel reports"
         return [Answer(asked, f"synchronised; {error}")]
     if timesync.exists():
-        return [Answer(asked, f"synchronised, by {timesync}")]
+        return [Answer(asked, f"synchronized by {timesync}")]
     chrony = ask_chrony()
     if chrony:
-        return [Answer(asked, "synchronised, as chrony says")]
-    remedy = "Run chrony or systemd-timesyncd on the host; in a container, ask whoever runs it."
+        return [Answer(asked, "synchronized by chrony")]
+    remedy = "Run chrony or systemd-timesyncd on the host. In a container, ask its operator."
     if chrony is False:
-        found = "chrony runs and follows no source"
+        found = "chrony runs, but has no time source"
     elif kernel is None:
-        found = "unknown: the kernel may not be asked here"
+        found = "unknown: no permission to ask the kernel"
     else:
         # A virtual machine may have its host's clock, of which its kernel knows nothing.
-        found = "unknown: the kernel was not told that anything keeps it right"
+        found = "unknown: no time service (chrony, ntpd) has reported to the kernel"
     return [Answer(asked, found, Verdict.WARNING, remedy)]

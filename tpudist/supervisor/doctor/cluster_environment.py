@@ -55,7 +55,7 @@ def read_cluster() -> Cluster:
         for address in cluster.addresses:
             rendezvous.parse_address(address)
     except (ValueError, TypeError, AttributeError) as error:
-        return Cluster(source, problem=f"{source or 'the TPU slice'} cannot be read: {error}")
+        return Cluster(source, problem=f"cannot read {source or 'the TPU slice'}: {error}")
     return cluster
 
 
@@ -100,10 +100,10 @@ def look_at_cluster() -> list[Answer]:
     """Whether the environment names a cluster, and this process's place in it."""
     asked, cluster = "cluster", read_cluster()
     if cluster.problem:
-        remedy = "Correct it, or unset it for a run of one process."
+        remedy = "Correct it, or unset it to run a single process."
         return [Answer(asked, cluster.problem, Verdict.FAIL, remedy)]
     if not cluster.source:
-        return [Answer(asked, "none in the environment: a run of one process")]
+        return [Answer(asked, "none in the environment: a run with one process")]
     if not cluster.addresses:
         return [Answer(asked, f"{cluster.source}: this process runs alone")]
     place = "" if cluster.index is None else f", this is process {cluster.index}"

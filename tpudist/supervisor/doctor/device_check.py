@@ -21,10 +21,11 @@ END_S = 8.0
 """How much longer than its timeout a check may take, to end what hangs."""
 _DEVICES, _SUM = "devices", "all-reduce"
 _DEVICES_HANG = (
-    "Where several hosts make one TPU slice, each waits for the others: run tpudist doctor on all "
-    "of them at once. Otherwise end what holds the device, or see in the stack what it waits for."
+    "On a TPU slice with several hosts, the devices of each host wait for the others: run "
+    "tpudist doctor on all hosts at once. Otherwise end the program that uses the device, or "
+    "read the stack."
 )
-_PROCESSES_HANG = "See in the stacks what they wait for, or give them longer with --timeout-s."
+_PROCESSES_HANG = "Read in the stacks what the processes wait for, or use a larger --timeout-s."
 
 
 def look_at_devices(
@@ -73,9 +74,9 @@ def _devices(said: dict[str, Any], num_emulated: int | None) -> Answer:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if said["platform"] == "tpu" or not signs:
         return Answer(_DEVICES, found)
-    found += f", though there are signs of a TPU: {', '.join(signs)}"
+    found += f", but this host seems to have a TPU: {', '.join(signs)}"
     if platforms:
-        remedy = f"JAX_PLATFORMS={platforms} asks for it: unset it to use the TPU."
+        remedy = f"JAX_PLATFORMS={platforms} selects these devices: unset it to use the TPU."
         return Answer(_DEVICES, found, Verdict.WARNING, remedy)
     remedy = 'Install libtpu: python -m pip install "tpudist[tpu]".'
     return Answer(_DEVICES, found, Verdict.FAIL, remedy)
@@ -92,8 +93,8 @@ def _sum(
     for one in sums:
         if not one["is_exact"]:
             i, total, expected = one["wrong"][0], one["total"][0], one["expected"][0]
-            found = f"element {i} of the sum is {total}, and must be {expected}"
-            remedy = "Do not train on these devices: one of them, or a link, computes wrongly."
+            found = f"element {i} of the sum is {total}, but must be {expected}"
+            remedy = "Do not train on these devices: one device or link computes wrong results."
             return [Answer(asked, found, Verdict.FAIL, remedy, outcome.last_lines())]
     if len(sums) < num_processes:
         return [_problem(asked, outcome, timeout_s)]
@@ -110,6 +111,6 @@ def _problem(asked: str, outcome: ChildOutcome, timeout_s: float) -> Answer:
         remedy = _DEVICES_HANG if asked in (_DEVICES, _SUM) else _PROCESSES_HANG
         return Answer(asked, found, Verdict.FAIL, remedy, text)
     errors = [x for x in outcome.lines if "Error: " in x and not x.startswith(" ")]
-    found = errors[-1] if errors else f"its process has ended with {outcome.exit_code}"
-    remedy = "See below what it has printed."
+    found = errors[-1] if errors else f"its process exited with code {outcome.exit_code}"
+    remedy = "Read its output below."
     return Answer(asked, found, Verdict.FAIL, remedy, text)

@@ -16,24 +16,26 @@ _TRY_BYTES = 2**16
 
 def look_at_folder(asked: str, folder: Path) -> list[Answer]:
     """Whether a file can be written to a folder, synced and renamed, and what is free there."""
-    remedy = "Choose another folder, or make it writable."
+    remedy = "Use another folder, or make it writable."
     try:
         _write_file(folder)
     except OSError as error:
-        found = f"{folder} cannot be written to: {error.strerror or error}"
+        found = f"cannot write to {folder}: {error.strerror or error}"
         return [Answer(asked, found, Verdict.FAIL, remedy)]
     stats = os.statvfs(folder)
     free_bytes, free_files = stats.f_bavail * stats.f_frsize, stats.f_favail
     counts_files = stats.f_files > 0  # btrfs and others make them as needed
     found = f"{folder}: {format_bytes(free_bytes)} free"
     if counts_files:
-        found += f", {free_files} files more"
+        found += f", room for {free_files} more files"
     verdict = Verdict.OK
     if free_bytes < WARNING_BYTES or (counts_files and free_files < _WARNING_FILES):
         verdict = Verdict.WARNING
     if free_bytes < FAIL_BYTES or (counts_files and free_files < _FAIL_FILES):
         verdict = Verdict.FAIL
-    return [Answer(asked, found, verdict, "Make room there." if verdict != Verdict.OK else "")]
+    return [
+        Answer(asked, found, verdict, "Free disk space there." if verdict != Verdict.OK else "")
+    ]
 
 
 def look_at_cache() -> list[Answer]:
@@ -43,12 +45,12 @@ def look_at_cache() -> list[Answer]:
     if not name:
         return [Answer(asked, "none: JAX_COMPILATION_CACHE_DIR is not set")]
     if "://" in name:
-        return [Answer(asked, f"{name}: not of this machine, and not looked at")]
+        return [Answer(asked, f"{name}: on another machine, not checked")]
     folder = Path(name).absolute()
     if folder.exists():
         return look_at_folder(asked, folder)
     there = next(x for x in folder.parents if x.exists())  # JAX makes the rest
-    return look_at_folder(f"{asked} (to be made)", there)
+    return look_at_folder(f"{asked} (does not exist yet)", there)
 
 
 def look_at_temporary_folder() -> list[Answer]:
@@ -57,7 +59,7 @@ def look_at_temporary_folder() -> list[Answer]:
     try:
         folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     except FileNotFoundError as error:
-        return [Answer(asked, str(error), Verdict.FAIL, "Set TMPDIR to a folder for them.")]
+        return [Answer(asked, str(error), Verdict.FAIL, "Set TMPDIR to a writable folder.")]
     return look_at_folder(asked, folder)
 
 

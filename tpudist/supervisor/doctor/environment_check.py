@@ -22,9 +22,9 @@ def look_at_proxies(cluster: Cluster, environ: Mapping[str, str] = os.environ) -
     excepted = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     others = [x for x in cluster.hosts if not _is_excepted(x, excepted)]
     if not others:
-        return [Answer(asked, f"{', '.join(names)}, for no host of the cluster")]
+        return [Answer(asked, f"{', '.join(names)}, but for no host of the cluster")]
     remedy = f"Unset them for the run, or export no_proxy={','.join(others[:4])}."
-    found = f"{', '.join(names)} may send what is for {others[0]} to a proxy"
+    found = f"{', '.join(names)} may send traffic for {others[0]} to a proxy"
     return [Answer(asked, found, Verdict.WARNING, remedy)]
 
 
@@ -34,27 +34,30 @@ def look_at_variables(cluster: Cluster, environ: Mapping[str, str] = os.environ)
     failures, warnings = _slice_faults(environ), _jax_faults(cluster, environ)
     if failures:
         found = "; ".join(failures + warnings)
-        remedy = "Set them as the scheduler does, or unset all MEGASCALE_ variables."
+        remedy = "Set them like the scheduler does, or unset all MEGASCALE_ variables."
         return [Answer(asked, found, Verdict.FAIL, remedy)]
     left = sorted(x for x in environ if x.startswith("MEGASCALE_"))
     if left and not signs_of_tpu(environ=environ):
-        warnings.append(f"{', '.join(left)}, and no sign of a TPU here")
+        warnings.append(f"{', '.join(left)}, but this host does not seem to have a TPU")
     if warnings:
-        remedy = "Unset what is left over from another run."
+        remedy = "Unset variables that are left from another run."
         return [Answer(asked, "; ".join(warnings), Verdict.WARNING, remedy)]
     names = [x for x in environ if x.startswith(("JAX_", "MEGASCALE_"))]
-    return [Answer(asked, ", ".join(sorted(names)) or "none of JAX's or of several slices'")]
+    return [Answer(asked, ", ".join(sorted(names)) or "none for JAX or for several slices")]
 
 
 def _slice_faults(environ: Mapping[str, str]) -> list[str]:
     number, count = (environ.get(f"MEGASCALE_{x}", "") for x in ("SLICE_ID", "NUM_SLICES"))
     found = [
-        f"MEGASCALE_{name}={value} is no number"
+        f"MEGASCALE_{name}={value} is not a number"
         for name, value in (("SLICE_ID", number), ("NUM_SLICES", count))
         if value and not value.isdigit()
     ]
     if number.isdigit() and count.isdigit() and int(number) >= int(count):
-        found.append(f"MEGASCALE_SLICE_ID={number} of MEGASCALE_NUM_SLICES={count}, from 0")
+        found.append(
+            f"MEGASCALE_SLICE_ID={number} must be from 0 to {int(count) - 1}: "
+            f"MEGASCALE_NUM_SLICES={count}"
+        )
     if count.isdigit() and int(count) > 1 and not environ.get("MEGASCALE_COORDINATOR_ADDRESS"):
         found.append(f"MEGASCALE_NUM_SLICES={count} without MEGASCALE_COORDINATOR_ADDRESS")
     return found
@@ -65,17 +68,19 @@ def _jax_faults(cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
     said = environ.get("JAX_COORDINATOR_ADDRESS", "")
     if said and cluster.addresses and said != cluster.addresses[0]:
         found.append(
-            f"JAX_COORDINATOR_ADDRESS={said}, and {cluster.source} begins with "
+            f"JAX_COORDINATOR_ADDRESS={said}, but {cluster.source} begins with "
             f"{cluster.addresses[0]}"
         )
     elif said and not cluster.source:
         found.append(f"JAX_COORDINATOR_ADDRESS={said} without a cluster")
     if environ.get("JAX_LOCAL_DEVICE_IDS"):
         ids = environ["JAX_LOCAL_DEVICE_IDS"]
-        found.append(f"JAX_LOCAL_DEVICE_IDS={ids} hides all other devices from processes that join")
+        found.append(
+            f"JAX_LOCAL_DEVICE_IDS={ids} hides all other devices from the processes of a cluster"
+        )
     for name in sorted(x for x in environ if x.startswith("JAX_")):
         if not is_variable_of_jax(name):
-            found.append(f"{name} is nothing that jax {jax.__version__} reads")
+            found.append(f"jax {jax.__version__} does not read {name}")
     return found
 
 

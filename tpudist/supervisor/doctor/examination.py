@@ -61,9 +61,9 @@ def _quick_checks() -> list[Check]:
     looks: dict[str, Callable[[], Sequence[Answer]]] = {
         "versions": version_check.look_at_versions,
         "libtpu": tpu_check.look_for_libtpu,
-        "who holds the TPU": tpu_check.look_for_holders,
+        "TPU in use": tpu_check.look_for_holders,
         "cluster": look_at_cluster,
-        "names of hosts": lambda: network_checks.look_up_hosts(cluster),
+        "host names": lambda: network_checks.look_up_hosts(cluster),
         "this host's name": lambda: network_checks.look_up_this_host(cluster),
         "coordinator's port": lambda: network_checks.try_port(cluster),
         "other processes": lambda: network_checks.reach_others(cluster),

@@ -35,7 +35,7 @@ def look_at_memory(
         free = min(free, left)
     if free >= WARNING_BYTES:
         return [Answer(asked, found)]
-    remedy = "End other programs, or raise the limit of the container or job."
+    remedy = "End other programs, or raise the memory limit of the container or job."
     return [Answer(asked, found, Verdict.FAIL if free < FAIL_BYTES else Verdict.WARNING, remedy)]
 
 
@@ -59,10 +59,10 @@ def look_at_open_files() -> list[Answer]:
     """How many files and connections this process may have open."""
     asked = "open files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_count(soft)} at most, {_count(hard)} if asked for"
+    found = f"limit {_count(soft)}, can be raised to {_count(hard)}"
     if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES:
         return [Answer(asked, found)]
-    remedy = "Start the program after: ulimit -n 65536."
+    remedy = "Run this before the program: ulimit -n 65536"
     return [Answer(asked, found, Verdict.WARNING, remedy)]
 
 
@@ -75,10 +75,12 @@ def look_at_cores(
     found = f"{allowed} of {os.cpu_count()}"
     shares = [x for f in cgroup_folders("cpu", proc, cgroups) if (x := _quota(f)) is not None]
     if shares and min(shares) < allowed:
-        found += f", for the time of {min(shares):.3g}, by the cgroup's quota"
+        found += f", limited to the time of {min(shares):.3g} by the cgroup's quota"
     if min([allowed, *shares]) < 2:
         # One is enough to train, and not to read input beside it.
-        remedy = "Give the container or job two cores at least: input is read beside the steps."
+        remedy = (
+            "Give the container or job at least two cores, because input is read while steps run."
+        )
         return [Answer(asked, found, Verdict.WARNING, remedy)]
     return [Answer(asked, found)]
 
@@ -146,4 +148,4 @@ def _read(file: Path) -> str:
 
 
 def _count(limit: int) -> str:
-    return "as many as wanted" if limit == resource.RLIM_INFINITY else str(limit)
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)

@@ -14,13 +14,13 @@ _SHOWN = 4
 
 def look_up_hosts(cluster: Cluster, timeout_s: float = NAMES_S) -> list[Answer]:
     """Whether the name of each host of the cluster is known here."""
-    asked = "names of hosts"
+    asked = "host names"
     if not cluster.addresses:
-        return [Answer(asked, "none to look up")]
+        return [Answer(asked, "no name to look up")]
     found = ask_each(_addresses, cluster.hosts, timeout_s)
     unknown = [f"{x}: {error}" for x, error in found.items() if isinstance(error, Exception)]
     if unknown:
-        remedy = "Use names that this host knows, put them into /etc/hosts, or give addresses."
+        remedy = "Use names that this host knows, add them to /etc/hosts, or use IP addresses."
         text = f"{len(unknown)} of {len(found)} unknown: {_list(unknown)}"
         return [Answer(asked, text, Verdict.FAIL, remedy)]
     return [Answer(asked, f"{len(found)} known: {_list(list(found))}")]
@@ -34,16 +34,21 @@ def look_up_this_host(
     name = socket.gethostname() if name is None else name
     found = ask_each(_addresses, [name], timeout_s)[name]
     if isinstance(found, Exception):
-        remedy = f"Put it into /etc/hosts with an address of this host, as in '10.0.0.1 {name}'."
+        remedy = f"Add it to /etc/hosts with an address of this host, such as '10.0.0.1 {name}'."
         return [Answer(asked, f"{name} is unknown: {found}", Verdict.FAIL, remedy)]
     ours = [x for x in found if is_of_this_host(x)]
     if not ours:
         remedy = f"Correct {name} in /etc/hosts or in the DNS."
-        text = f"{name} is {_list(found)}, which is no address of this host"
+        text = f"{name} is {_list(found)}, which is not an address of this host"
         return [Answer(asked, text, Verdict.FAIL, remedy)]
     if len(cluster.hosts) > 1 and all(x.startswith("127.") or x == "::1" for x in ours):
-        remedy = f"Have {name} lead to the address that others know: CPUs connect to it (gloo)."
-        return [Answer(asked, f"{name} is {_list(ours)}, here alone", Verdict.WARNING, remedy)]
+        remedy = (
+            f"Let {name} resolve to the address that other hosts use, because CPUs connect to it "
+            f"(gloo)."
+        )
+        return [
+            Answer(asked, f"{name} is {_list(ours)}, only on this host", Verdict.WARNING, remedy)
+        ]
     return [Answer(asked, f"{name} is {_list(ours)}")]
 
 
@@ -51,19 +56,19 @@ def try_port(cluster: Cluster, default_port: int = TPU_PORT) -> list[Answer]:
     """Whether the first process could listen for the others, if this is the first one."""
     asked = "coordinator's port"
     if cluster.addresses and cluster.index != 0:
-        return [Answer(asked, f"{cluster.addresses[0]}: not of this process")]
+        return [Answer(asked, f"{cluster.addresses[0]}: belongs to another process")]
     address = cluster.addresses[0] if cluster.addresses else f"0.0.0.0:{default_port}"
     host, port = rendezvous.parse_address(address)
     problem = rendezvous.problem_of_address(host, port)
     if problem:
         who = process_files.listeners(port)
         remedy = f"{', '.join(who)} listens there: end it, or choose another port."
-        remedy = remedy if who else "See what listens, as root: ss -ltnp."
+        remedy = remedy if who else "As root, find the program that listens: ss -ltnp"
         verdict = Verdict.FAIL if len(cluster.addresses) > 1 else Verdict.WARNING
         return [Answer(asked, problem, verdict, remedy)]
     if host.startswith(("127.", "localhost")) and len(cluster.hosts) > 1:
-        remedy = "Name this host as the others know it."
-        text = f"{address} is free, and processes on other hosts cannot reach it"
+        remedy = "Use a name or address by which other hosts reach this one."
+        text = f"{address} is free, but processes on other hosts cannot reach it"
         return [Answer(asked, text, Verdict.FAIL, remedy)]
     default = "" if cluster.addresses else ", JAX's default,"
     return [Answer(asked, f"{address}{default} is free")]
@@ -83,13 +88,13 @@ def reach_others(cluster: Cluster, timeout_s: float = CONNECT_S) -> list[Answer]
     problems = {x: said for x, said in found.items() if isinstance(said, Exception)}
     silent = [f"{x}: {said}" for x, said in problems.items() if x not in unknown]
     if silent:
-        remedy = "See whether the host is up, and whether a firewall lets this port through."
-        text = f"{len(silent)} of {len(found)} not reached: {_list(silent)}"
+        remedy = "Check that the host is up, and that no firewall closes this port."
+        text = f"{len(silent)} of {len(found)} unreachable: {_list(silent)}"
         return [Answer(asked, text, Verdict.FAIL, remedy)]
     num_listen = sum(found[x] == "listens" for x in found)
-    text = f"{len(found) - len(unknown)} reached; something listens at {num_listen} of them"
+    text = f"{len(found) - len(unknown)} reached; a program listens at {num_listen} of them"
     if unknown:  # a failure of the names already
-        text += f"; {len(unknown)} of unknown names not asked"
+        text += f"; {len(unknown)} with an unknown name not tried"
     return [Answer(asked, text)]
 
 

@@ -34,13 +34,17 @@ def look_for_libtpu(dev: Path = Path("/dev")) -> list[Answer]:
     """Whether libtpu is installed, as this jax wants it, and whether a TPU is expected at all."""
     asked = "libtpu"
     signs = signs_of_tpu(dev)
-    why = f"; a TPU is expected: {', '.join(signs)}" if signs else "; no sign of a TPU here"
+    why = (
+        f"; this host seems to have a TPU: {', '.join(signs)}"
+        if signs
+        else "; this host does not seem to have a TPU"
+    )
     other = versions.users_libtpu()
     if other:
         if not other.is_file():
-            remedy = "Unset TPU_LIBRARY_PATH, or have it name a libtpu.so."
-            return [Answer(asked, f"there is no {other}{why}", Verdict.FAIL, remedy)]
-        return [Answer(asked, f"{other}, as TPU_LIBRARY_PATH says{why}")]
+            remedy = "Unset TPU_LIBRARY_PATH, or set it to the path of a libtpu.so."
+            return [Answer(asked, f"{other} does not exist{why}", Verdict.FAIL, remedy)]
+        return [Answer(asked, f"{other}, from TPU_LIBRARY_PATH{why}")]
     version = versions.version_of("libtpu")
     if not version:
         verdict = Verdict.FAIL if signs else Verdict.OK
@@ -48,33 +52,33 @@ def look_for_libtpu(dev: Path = Path("/dev")) -> list[Answer]:
         return [Answer(asked, f"not installed{why}", verdict, remedy)]
     wanted = requirements_of("jax", extra="tpu").get("libtpu", "")
     if not is_met(version, wanted):
-        found = f"{version}, and this jax was built for libtpu{wanted}{why}"
+        found = f"{version}, but this jax was built for libtpu{wanted}{why}"
         return [Answer(asked, found, Verdict.WARNING, f'python -m pip install "libtpu{wanted}"')]
     return [Answer(asked, f"{version}{why}")]
 
 
 def look_for_holders(dev: Path = Path("/dev"), lock: Path = LOCK) -> list[Answer]:
     """Whether another process holds the TPU, or a lock file keeps this one from it."""
-    asked = "who holds the TPU"
+    asked = "TPU in use"
     files = device_files(dev)
     closed = [str(x) for x in files if not os.access(x, os.R_OK | os.W_OK)]
     if closed:
-        remedy = f"Let this user read and write it: sudo chmod a+rw {' '.join(closed)}."
-        return [Answer(asked, f"{closed[0]} may not be opened", Verdict.FAIL, remedy)]
+        remedy = f"Give this user access: sudo chmod a+rw {' '.join(closed)}"
+        return [Answer(asked, f"no permission to open {closed[0]}", Verdict.FAIL, remedy)]
     who = process_files.holders({str(x) for x in files}.__contains__)
-    found = f"{', '.join(who)} has the device open" if who else ""
-    remedy = "End it, or wait: a chip serves one process at a time."
+    found = f"{', '.join(who)} uses the device" if who else ""
+    remedy = "End it, or wait: only one process at a time can use a chip."
     if not who:
         try:
             pid = lock_holder(lock)
         except PermissionError:
-            found = f"{lock} is another user's, and libtpu cannot open it"
-            remedy = f"If nobody uses the TPU: sudo rm {lock}."
+            found = f"{lock} belongs to another user, so libtpu cannot open it"
+            remedy = f"If no program uses the TPU: sudo rm {lock}"
             pid = None
         if pid:
             found = f"{process_files.describe(pid)} holds {lock}"
     if not found:
-        return [Answer(asked, "nobody, as far as can be seen" if files else "no device files")]
+        return [Answer(asked, "no, as far as this user can see" if files else "no device files")]
     return [Answer(asked, found, Verdict.FAIL if signs_of_tpu(dev) else Verdict.WARNING, remedy)]
 
 

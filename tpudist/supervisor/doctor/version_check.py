@@ -23,24 +23,29 @@ def look_at_versions() -> list[Answer]:
     shown = ", ".join(found)
     wanted = _needs()
     if wanted is None:
-        remedy = "python -m pip install tpudist, or -e . in its folder, says what it needs."
-        shown += "; tpudist is not installed, so what it needs is not known"
+        remedy = (
+            "Install it: python -m pip install tpudist, or in its folder: python -m pip install "
+            "-e ."
+        )
+        shown += "; tpudist is not installed as a package, so its requirements are unknown"
         return [Answer(asked, shown, Verdict.WARNING, remedy)]
     wrong = [
-        f"{name} {versions.version_of(name) or 'is missing'}, and {who} needs {name}{bounds}"
+        f"{name} {versions.version_of(name) or 'is missing'}, but {who} needs {name}{bounds}"
         for who, name, bounds in wanted
         if name != "python" and not is_met(versions.version_of(name), bounds)
     ]
     wrong += [
-        f"Python {platform.python_version()}, and {who} needs Python{bounds}"
+        f"Python {platform.python_version()}, but {who} needs Python{bounds}"
         for who, name, bounds in wanted
         if name == "python" and not is_met(platform.python_version(), bounds)
     ]
     if jax.__version__ != versions.version_of("jax"):
         # Two of them lie on sys.path: the module of one is found, and the metadata of the other.
-        wrong.append(f"jax {jax.__version__} is imported from {jax.__file__}, and not that one")
+        wrong.append(
+            f"jax {jax.__version__} is imported from {jax.__file__}, which is another installation"
+        )
     if wrong:
-        remedy = 'python -m pip install --upgrade "tpudist", in an environment of its own'
+        remedy = 'python -m pip install --upgrade "tpudist", in a new virtual environment'
         return [Answer(asked, f"{shown}: {'; '.join(wrong)}", Verdict.FAIL, remedy)]
     return [Answer(asked, shown)]
 
