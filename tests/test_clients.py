@@ -121,7 +121,7 @@ def test_a_table_of_ten_times_the_memory_of_a_server_is_learned_through_deaths(l
     assert outcome.num_kills == 4
     np.testing.assert_array_equal(outcome.was_counted, 1)
     assert outcome.table_bytes >= 10 * 80_000
-    assert "with max_bytes=80000 it has room for 1024" in capsys.readouterr().out
+    assert "With max_bytes=80000 it has room for 1024" in capsys.readouterr().out
 
 
 def test_no_float_could_hold_the_ids_of_the_recommender(load):

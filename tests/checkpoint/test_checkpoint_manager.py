@@ -263,7 +263,7 @@ def test_a_state_with_nan_is_not_saved_unless_asked(tmp_path, bad):
     with pytest.raises(
         CheckpointError,
         match=r"Step 2 was not saved: 5 arrays contain NaN or infinities: model.bias, split, "
-        r"tree.0, tree.1, tree.2. The newest checkpoint is that of step 1",
+        r"tree.0, tree.1, tree.2. The newest checkpoint has step 1",
     ):
         manager.save(2)
     assert manager.steps == [1]

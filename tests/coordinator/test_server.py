@@ -118,7 +118,7 @@ WRONG = {
     "no task": (
         lambda: tpudist.Server(LOCAL, "worker"),
         ValueError,
-        r"has the tasks \[0, 1\]. Say",
+        r"has the tasks \[0, 1\]. Pass",
     ),
     "a job": (lambda: tpudist.Server(LOCAL, "gpu", 0), ValueError, "No such job in cluster: 'gpu'"),
     "a task": (lambda: tpudist.Server(LOCAL, "ps", 1), ValueError, "No task with index 1 in job"),

@@ -160,7 +160,7 @@ def test_a_server_without_room_refuses_a_closure_and_changes_nothing(start, tmp_
     coordinator.join()
     before = table.state(), other.state()
     for act, args in ((work, (20, 45)), (table.lookup, (np.arange(100, 150),))):
-        with pytest.raises(MemoryError, match=r"with max_bytes=4000 it has room for 64"):
+        with pytest.raises(MemoryError, match=r"With max_bytes=4000 it has room for 64"):
             coordinator.schedule(act, args).get()
         with pytest.raises(MemoryError):
             coordinator.join()

@@ -22,22 +22,22 @@ _PATTERN = re.compile(r'^model_checkpoint_path: (".*")$', re.MULTILINE)
 
 
 def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -> str | None:
-    """Returns the path of the checkpoint that was saved last in a directory, or None.
+    """Returns the path of the last saved checkpoint in a directory, or None.
 
         checkpoint.restore(tpudist.checkpoint.latest_checkpoint("runs/a"))
 
-    `Checkpoint.save` records it in the file `checkpoint`, in TensorFlow's format. Without that file
-    it is the newest by its time. Of the steps of a `CheckpointManager` the highest counts. Files
-    are not verified here; `restore` does so.
+    `Checkpoint.save` records it in the file `checkpoint`, in TensorFlow's format. Without that
+    file, the newest checkpoint by time counts; in a directory of a `CheckpointManager`, the highest
+    step. This function does not verify files; `restore` does.
 
     Args:
         checkpoint_dir: Directory of the checkpoints; it may be missing.
-        latest_filename: Name of another file than `checkpoint`.
+        latest_filename: Name of the file to read instead of `checkpoint`.
 
     Raises:
-        CheckpointError: If the file names a missing checkpoint, and there is no other one.
+        CheckpointError: If the file names a missing checkpoint, and no other checkpoint exists.
 
-    As `tf.train.latest_checkpoint`, which returns None if the file is damaged.
+    Mirrors `tf.train.latest_checkpoint`, which returns None if the file is damaged.
     """
     folder = Directory(checkpoint_dir)
     state = folder.path / (latest_filename or _STATE)

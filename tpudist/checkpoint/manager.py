@@ -228,9 +228,7 @@ class CheckpointManager:
             contents["notes"] = dict(self.notes)
             if not allow_nan:
                 latest = self.latest_step
-                newest = (
-                    f"The newest checkpoint is that of step {latest}." if latest is not None else ""
-                )
+                newest = f"The newest checkpoint has step {latest}." if latest is not None else ""
                 refuse_not_finite(found, arrays, step, newest or "No checkpoint exists yet.")
             self._prepare(step)
             self._is_clean = False  # until it has begun, or if that is broken off

@@ -13,16 +13,16 @@ from tpudist.checkpoint.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did.
+    """The result of a restore.
 
     Attributes:
-        step: Of the checkpoint.
-        path: Of the checkpoint.
-        restored: Names, in the objects, of what was restored.
-        not_restored: Names of what is in the objects and was left as it was.
-        left_in_checkpoint: Names of what is in the checkpoint and was not used.
-        cast: Which of the restored ones have another dtype than in the checkpoint, and both.
-        skipped: The steps that are newer but damaged, with what is wrong with them.
+        step: Number of the checkpoint.
+        path: Path of the checkpoint.
+        restored: Names of the restored values, as in the objects.
+        not_restored: Names of values of the objects that were left unchanged.
+        left_in_checkpoint: Names of values of the checkpoint that were not used.
+        cast: Names of restored values that were converted to another dtype, with both dtypes.
+        skipped: Newer but damaged checkpoints, with their problems.
     """
 
     step: int

@@ -6,22 +6,22 @@ from tpudist.checkpoint.restore_match import RestoreReport
 
 
 class RestoreStatus:
-    """The result of `Checkpoint.restore` or `Checkpoint.read`, and assertions about it.
+    """Result of `Checkpoint.restore` or `Checkpoint.read`, with assertions about it.
 
         checkpoint.restore(path).assert_consumed()
 
-    Values that only the checkpoint has, or only the objects, are left as they are. Without an
+    Values that only the checkpoint or only the objects have are left unchanged. Without an
     assertion or `expect_partial()` a warning names them when the status is released, as in
     TensorFlow. Objects that are attached later are not restored: attach them first.
 
     Attributes:
         report: Names of all values, restored or not; None if no checkpoint was given.
 
-    As the status objects of `tf.train.Checkpoint`.
+    Mirrors the status objects of `tf.train.Checkpoint`.
     """
 
     def __init__(self, report: RestoreReport | None):
-        """Holds a report, or None if no checkpoint was given."""
+        """Stores a report, or None if no checkpoint was given."""
         self.report = report
         self._is_expected = report is None
 
@@ -58,7 +58,7 @@ class RestoreStatus:
         return self
 
     def expect_partial(self) -> "RestoreStatus":
-        """Returns the status, which warns of nothing any more."""
+        """Returns the status, which no longer warns."""
         self._is_expected = True
         return self
 

@@ -1,4 +1,4 @@
-"""What happened in a run so far: what a run that goes on must know of the steps before it."""
+"""History: the losses, evaluations and times of a run, over all its starts."""
 
 from __future__ import annotations
 
@@ -11,77 +11,76 @@ from typing import Any, Literal
 
 @dataclass
 class History:
-    """What happened in a run, over all its starts; `train` returns it.
+    """Losses, evaluations and times of a run, over all its starts; `train` returns it.
 
     Evaluations are part of a checkpoint (`get_state`). Metrics and times are not: they would make
     each checkpoint larger than the one before, and `metrics.jsonl` has them (`continue_from`).
     """
 
     ended: Literal["finished", "interrupted", "preempted", "diverged"] = "finished"
-    """Why it ended: all steps done, asked to stop, SIGTERM, or a `loss` that is no number."""
+    """Why the run ended: all steps done, a stop request, SIGTERM, or a non-finite `loss`."""
     num_steps: int = 0
-    """How many steps were done, whoever did them."""
+    """Number of finished steps, over all starts."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the last step returned."""
+    """Metrics of the last step."""
     losses: list[float] = field(default_factory=list)
-    """What the last so many steps returned as `loss`: of all, where `metrics.jsonl` was kept."""
+    """Losses of the last steps; of all steps if the run has a `metrics.jsonl`."""
     seconds: list[float] = field(default_factory=list)
-    """Time of each step but the first of each start, which waits for compilation.
+    """Seconds of each step, except the first of each start, which waits for compilation.
 
-    From when the step before was noted as done, or from the start of the step after an evaluation
+    A step is measured from the end of the previous step, or from its own start after an evaluation
     or a save.
     """
     held_out: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """(steps done, what was measured) of each evaluation."""
+    """Pairs (finished steps, measured values), one per evaluation."""
     resumed_at: list[int] = field(default_factory=list)
-    """How many steps were done each time that the run went on from a checkpoint."""
+    """Number of finished steps at each resume from a checkpoint."""
     num_earlier_seconds: int = 0
-    """How many of `seconds` were measured before the last start, perhaps on other devices."""
+    """Number of entries of `seconds` from before the last start, perhaps on other devices."""
     waited_s: float = 0.0
-    """Of the `seconds` since the last start, those in which the loop waited for data."""
+    """Seconds in which the loop waited for data, as part of `seconds` since the last start."""
     num_saves: int = 0
-    """Checkpoints saved since the last start."""
+    """Number of checkpoints saved since the last start."""
     blocked_s: float = 0.0
-    """Time in which these held the loop up, in seconds."""
+    """Seconds in which these saves blocked the loop."""
     evaluations_s: float = 0.0
-    """Time of the evaluations since the last start, in seconds."""
+    """Seconds of the evaluations since the last start."""
     total_s: float = 0.0
-    """Time of all that `train` did since the last start, in seconds."""
+    """Seconds of the complete call of `train`."""
     state: Any = None
-    """The state after the last step, in the form in which `train` was given it."""
+    """State after the last step, in the same form as the argument of `train`."""
     restored: str | None = None
-    """The path of the checkpoint that the run went on from."""
+    """Path of the checkpoint from which the run resumed; None for a new run."""
 
     @property
     def goodput(self) -> float:
-        """Share of the time since the last start that was spent in steps that had been compiled.
+        """Share of the time since the last start that was spent in compiled steps.
 
-        `tpudist.record_goodput` tells more, of all processes and all starts. NaN before the end.
+        `tpudist.record_goodput` records more, for all processes and all starts. NaN before the end.
         """
         steps_s = sum(self.seconds[self.num_earlier_seconds :]) - self.waited_s
         return steps_s / self.total_s if self.total_s else math.nan
 
     @property
     def first_step(self) -> int:
-        """The step of the first of `losses`."""
+        """Number of the step of the first entry of `losses`."""
         return self.num_steps - len(self.losses) + 1
 
     @property
     def mean_step_s(self) -> float:
-        """Mean time of a step since the last start (before it, if there is none to time), or NaN.
+        """Mean seconds of a step since the last start, or before it if no step was timed since.
 
-        In seconds: the time of all timed steps, by their number. What a step processes, divided by
-        this, is the throughput.
+        NaN if no step was timed. The throughput is the size of a step divided by this.
         """
         seconds = self._recent_seconds
         return statistics.fmean(seconds) if seconds else math.nan
 
     @property
     def median_step_s(self) -> float:
-        """Median time of a step since the last start (before it, if there is none to time), or NaN.
+        """Median seconds of a step since the last start, or before it if no step was timed since.
 
-        In seconds. Steps run while the loop goes on, and several may be noted as done at once: the
-        median may then be far from `mean_step_s`, which says how fast a run is.
+        NaN if no step was timed. Steps run in the background, and several may be recorded as done
+        at once. Then the median may differ much from `mean_step_s`, which is the speed of the run.
         """
         seconds = self._recent_seconds
         return statistics.median(seconds) if seconds else math.nan
@@ -97,7 +96,7 @@ class History:
         return self.waited_s / total_s if total_s else math.nan
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Notes what one more step returned."""
+        """Records the metrics of one more step."""
         self.num_steps += 1
         self.metrics = dict(metrics)
         if "loss" in metrics:
@@ -106,26 +105,26 @@ class History:
                 self.ended = "diverged"
 
     def was_measured(self, step: int) -> bool:
-        """Whether held-out examples were judged after `step` steps."""
+        """Returns whether an evaluation ran after `step` steps."""
         return any(measured_at == step for measured_at, _ in self.held_out)
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the same in every process."""
+        """Returns the part that checkpoints contain; it is the same in every process."""
         return {"num_steps": self.num_steps, "held_out": [list(each) for each in self.held_out]}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's."""
+        """Restores the part that a checkpoint contains."""
         self.num_steps = int(state["num_steps"])
         self.held_out = [(int(step), dict(measured)) for step, measured in state["held_out"]]
 
     def continue_from(self, lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Takes up, of the lines of `metrics.jsonl`, what belongs to the steps done.
+        """Restores losses and times of the finished steps from the lines of `metrics.jsonl`.
 
-        Lines of steps after the checkpoint are of a start that did not get to the next one: these
-        steps are done again.
+        Lines of steps after the checkpoint belong to a start that did not reach the next
+        checkpoint: these steps run again.
 
         Returns:
-            The lines that stay; each step has one at most.
+            The lines to keep; at most one per step.
         """
         measured = {step for step, _ in self.held_out}
         kept: dict[Any, Mapping[str, Any]] = {}

@@ -21,13 +21,14 @@ PyTree = Any
 def make_train_step(
     nats: Callable[[Any, PyTree], jax.Array], num_microbatches: int = 1, *, wrt: Any = nnx.Param
 ) -> Callable[..., jax.Array]:
-    """`step(model, optimizer, batch)`: one update; gives the loss of the global batch in nats.
+    """Returns `step(model, optimizer, batch)`: one update, with the loss of the global batch in
+    nats.
 
     Args:
-        nats: `nats(model, batch)`, the loss of each example of a replica's batch, `[batch]`.
-        num_microbatches: Parts that a replica's batch is computed in, one after the other.
-        wrt: Which of the model's Variables are trained, as an NNX filter; the optimizer is made
-            with the same one.
+        nats: Called as `nats(model, batch)`; returns the loss of each example of a replica's batch,
+            `[batch]`.
+        num_microbatches: Number of parts of a replica's batch, which run one after the other.
+        wrt: NNX filter of the Variables to train. Create the optimizer with the same filter.
     """
 
     def train_step(model: Any, optimizer: Any, batch: PyTree) -> jax.Array:
@@ -49,15 +50,16 @@ def make_train_step(
 def make_evaluation_step(
     measure: Callable[[Any, PyTree], PyTree],
 ) -> Callable[..., tuple[PyTree, jax.Array]]:
-    """`step(model, batch)`: sums over the real examples of the global batch, and their number.
+    """Returns `step(model, batch)`: sums over the real examples of a global batch, and their
+    number.
 
     Args:
-        measure: `measure(model, batch)`, a pytree of what is measured on each example,
-            `[batch, ...]`. A vector over classes is one row for each example:
+        measure: Called as `measure(model, batch)`; returns a pytree of values per example,
+            `[batch, ...]`. A vector over classes needs one row per example:
             `jax.nn.one_hot(labels, num_classes) * correct[:, None]`. It is traced a second time
-            with more examples, to prove that dim 0 counts them.
+            with more examples, to prove that dim 0 is the examples.
 
-    The step raises a ValueError that names a value whose dim 0 does not.
+    The step raises a ValueError if dim 0 of a value is not the examples; the error names the value.
     """
 
     def evaluation_step(model: Any, batch: PyTree) -> tuple[PyTree, jax.Array]:

@@ -289,7 +289,7 @@ def test_a_shard_takes_no_more_memory_than_it_may():
         lambda: shard.push(ids[: room + 1], np.ones((room + 1, 2))),
         lambda: shard.restore(state.state()),
     ):
-        with pytest.raises(MemoryError, match=f"{room + 1} rows .* has room for {room}. .* Use mo"):
+        with pytest.raises(MemoryError, match=f"{room + 1} rows .* has room for {room}: .* Use mo"):
             refused()
     jax.tree.map(np.testing.assert_array_equal, shard.state(), before)
     shard.pull(ids, create=False)

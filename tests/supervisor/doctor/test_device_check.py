@@ -366,15 +366,15 @@ def test_everything_has_an_end_though_everything_hangs(monkeypatch, capsys):
     assert time.monotonic() - start < 40
     out = capsys.readouterr().out
     assert out.count("no answer within") == 7
-    assert "7 failed, 0 with a warning." in out
+    assert "7 failed, 0 warnings." in out
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--emulate", "0"], "--emulate 0: it must be 1 at least"),
-        (["--processes", "0"], "--processes 0: it must be 1 at least"),
-        (["--timeout-s", "0.5"], "--timeout-s 0.5: it must be 1 at least"),
+        (["--emulate", "0"], "--emulate 0: it must be at least 1"),
+        (["--processes", "0"], "--processes 0: it must be at least 1"),
+        (["--timeout-s", "0.5"], "--timeout-s 0.5: it must be at least 1"),
         (["runs/x", "--json"], "The options are for checks of this machine"),
     ],
 )

@@ -243,8 +243,8 @@ class TableShard:
             num_rows = min(num_rows, self.options.max_rows)
         if num_rows > room:
             raise MemoryError(
-                f"A server cannot store {num_rows} rows of a table of dim {self.options.dim}: "
-                f"with max_bytes={self.options.max_bytes} it has room for {room}. Room doubles "
+                f"A server cannot store {num_rows} rows of a table of dim {self.options.dim}. "
+                f"With max_bytes={self.options.max_bytes} it has room for {room}: room doubles "
                 f"from capacity={self.options.capacity}, and {2 * room} rows would need "
                 f"{self.options.bytes_for(2 * room)} bytes. Use more servers, evict rows with "
                 f"max_rows, or use a larger max_bytes."

@@ -22,7 +22,7 @@ def look_at_proxies(cluster: Cluster, environ: Mapping[str, str] = os.environ) -
     excepted = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     others = [x for x in cluster.hosts if not _is_excepted(x, excepted)]
     if not others:
-        return [Answer(asked, f"{', '.join(names)}, but for no host of the cluster")]
+        return [Answer(asked, f"{', '.join(names)}: the hosts of the cluster are excluded")]
     remedy = f"Unset them for the run, or export no_proxy={','.join(others[:4])}."
     found = f"{', '.join(names)} may send traffic for {others[0]} to a proxy"
     return [Answer(asked, found, Verdict.WARNING, remedy)]
