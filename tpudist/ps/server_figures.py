@@ -17,19 +17,19 @@ from tpudist.xla.estimate.sizes import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class ServerFigures:
-    """One server at one moment.
+    """The figures of one server at one moment.
 
     Attributes:
-        server: Its number.
-        state: `answers`; `silent`, if it has not answered in time; `dead`; or `starts`, while
-            another one goes on where the log of a dead one ends.
-        age_s: Since when the figures below are what they are; None if it has never answered.
-        restarts: How many were in its place before.
-        variables: How many it holds, and parts of such.
-        rows: Of tables, how many.
-        bytes_held: Of values, and of tables with the state of their optimizers.
-        bytes_in: Of arrays that it was sent, with what those in its place before have said last.
-        bytes_out: Of arrays that it has given, alike.
+        server: Number of the server.
+        state: `answers`; `silent` if it did not answer in time; `dead`; or `starts` while another
+            server continues from the log of a dead one.
+        age_s: Age of the figures below, in seconds; None if the server has never answered.
+        restarts: Number of earlier servers with this number.
+        variables: Number of variables and parts of variables on the server.
+        rows: Number of table rows on the server.
+        bytes_held: Bytes of values, and of tables with the state of their optimizers.
+        bytes_in: Bytes of received arrays, including the last figures of earlier servers.
+        bytes_out: Bytes of sent arrays, including the last figures of earlier servers.
     """
 
     server: int

@@ -17,9 +17,9 @@ class Fault:
     Attributes:
         kind: `raise` a RuntimeError, `kill` (SIGKILL), `stop` (SIGSTOP), `slow` (`seconds` before
             this call and each one after it), or `leave` (`sys.exit(0)`).
-        process: Its number.
-        at_call: Before which call of `Strategy.run`, counted from 0 in each process.
-        seconds: Of `slow`.
+        process: Number of the process.
+        at_call: Call of `Strategy.run` before which it happens, counted from 0 in each process.
+        seconds: Delay of `slow`, in seconds.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Fault:
         """Checks the kind.
 
         Raises:
-            ValueError: There is no such kind, or a number is negative.
+            ValueError: If the kind is unknown, or a number is negative.
         """
         if self.kind not in KINDS or min(self.process, self.at_call, self.seconds) < 0:
             raise ValueError(

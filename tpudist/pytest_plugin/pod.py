@@ -37,8 +37,8 @@ class Ended:
     """A process that has ended.
 
     Attributes:
-        exit_code: As in `subprocess`: -9 of one that was killed. None if it was never started.
-        output: What it has printed, to stdout and stderr.
+        exit_code: Exit code as in `subprocess`: -9 after SIGKILL. None if it was never started.
+        output: Output to stdout and stderr.
     """
 
     exit_code: int | None
@@ -62,19 +62,19 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         hosts: IsolatedHosts | None = None,
         timeout_s: float = 300,
     ):
-        """Starts them.
+        """Starts the processes.
 
         Args:
-            program: A Python file.
-            *args: Its arguments.
-            num_processes: How many.
-            devices_per_process: Emulated ones of each; or of each process one number.
-            faults: What strikes inside.
-            programs: Other files for some processes.
-            absent: Those that never start.
-            env: More environment variables.
-            launch: Has `tpudist launch` start them, with these options, such as
-                `("--spares", "1")`: for programs that survive. Without it each is on its own.
+            program: Python file to run.
+            *args: Arguments of the program.
+            num_processes: Number of processes.
+            devices_per_process: Number of emulated devices per process; or one number per process.
+            faults: Faults to inject.
+            programs: Different files for some processes.
+            absent: Processes that never start.
+            env: Additional environment variables.
+            launch: Options of `tpudist launch`, such as `("--spares", "1")`, which then starts the
+                processes: for programs that survive. None starts each process separately.
             hosts: Two hosts, of which the processes use one and the other in turn.
             timeout_s: After which all are killed.
 
@@ -123,40 +123,40 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
     # What may happen.
 
     def kill(self, process: int) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         os.kill(self.pid(process), signal.SIGKILL)
 
     def stop(self, process: int) -> None:
-        """SIGSTOP: it does nothing more, and its connections stay."""
+        """Sends SIGSTOP: the process stops, but its connections stay open."""
         os.kill(self.pid(process), signal.SIGSTOP)
 
     def resume(self, process: int) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         os.kill(self.pid(process), signal.SIGCONT)
 
     def terminate(self, process: int) -> None:
-        """SIGTERM, as of a host that is taken away."""
+        """Sends SIGTERM, like a host that is preempted."""
         os.kill(self.pid(process), signal.SIGTERM)
 
     def interrupt(self, process: int) -> None:
-        """SIGINT, as by Ctrl-C."""
+        """Sends SIGINT, like Ctrl-C."""
         os.kill(self.pid(process), signal.SIGINT)
 
     def unplug(self) -> None:
-        """No packet goes from one host to the other any more."""
+        """Disconnects the two hosts: no packet passes between them."""
         self._require_hosts().unplug()
 
     def plug_in(self) -> None:
-        """They reach each other again."""
+        """Connects the two hosts again."""
         self._require_hosts().plug_in()
 
     # What is seen.
 
     def pid(self, process: int) -> int:
-        """The number that the system knows a process by.
+        """Returns the process id of a process.
 
         Raises:
-            PodError: It is not running.
+            PodError: If the process is not running.
         """
         if not self._is_launched:
             if process in self._processes and self._processes[process].poll() is None:
@@ -168,17 +168,17 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         raise PodError(self._describe(f"Process {process} is not running."))
 
     def output(self, process: int) -> str:
-        """What a process has printed so far; of `launch`, the lines with its number."""
+        """Returns the output of a process so far; with `launch`, the lines with its number."""
         if not self._is_launched:
             return self._read(process)
         lines = (line.partition("] ") for line in self._read(0).splitlines())
         return "\n".join(text for label, _, text in lines if label.strip("[ ") == str(process))
 
     def wait_for_line(self, process: int, text: str, timeout_s: float = 120) -> None:
-        """Returns when a process has printed a text.
+        """Waits until a process has printed a text.
 
         Raises:
-            PodError: It ends before, or takes longer.
+            PodError: If the process ends first, or takes longer than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while text not in self.output(process):
@@ -190,10 +190,12 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float = 300) -> list[Ended]:
-        """Waits until all have ended; in the order of their numbers, of `launch` that one alone.
+        """Waits until all processes have ended; returns their results in order.
+
+        With `launch`, the only result is that of `tpudist launch`.
 
         Raises:
-            PodError: Some still run then.
+            PodError: If some processes still run after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while running := [i for i, x in self._processes.items() if x.poll() is None]:
@@ -208,7 +210,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         return [self._end_of(i) for i in range(count)]
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        """Ends all that is left; shows what they printed if the test fails."""
+        """Ends all remaining processes; shows their output if the test fails."""
         if error is not None and not isinstance(error, PodError):
             error.add_note(self._describe("The pod, when this was raised:"))
         self._close()

@@ -41,34 +41,34 @@ def assert_collectives(
     ledger: str | os.PathLike[str] | None = None,
     name: str | None = None,
 ) -> Plan:
-    """Fails if `step` communicates what it may not, or otherwise than its ledger says.
+    """Fails if the communication of `step` exceeds a budget or differs from its ledger.
 
     Args:
-        step: A replica function, as of `Strategy.run`.
-        args: Its arguments, as of `Strategy.plan`: arrays, or their shapes.
-        kwargs: Its keyword arguments, likewise.
-        topology: A TPU slice such as "v5e-256" to compile for, which needs libtpu and no TPU; None
-            for the devices of the strategy, where all counts as ICI.
-        strategy: Whose step it is; the current one by default.
-        max_ici_bytes: What a device may send to others of its slice in a step.
-        max_dcn_bytes: What a device may send to other slices in a step.
-        allow: The kinds of collectives that may occur, such as {"all-reduce"}. Across slices, XLA
-            does an all-reduce in parts of other kinds, which then have to be allowed, too.
-            Transfers to the host's memory are none.
-        ledger: A JSON file, to be committed, of what steps communicate. What is missing from it is
-            written, except where the environment variable CI is set; what differs from it fails,
-            unless the environment variable TPUDIST_UPDATE_LEDGER is 1 (or pytest runs with `-p
-            tpudist.pytest_plugin --tpudist-update-ledger`): then it is written anew.
-        name: The step's name in the ledger; by default that of the function. Give one where a
-            function is planned with several meshes on one topology.
+        step: Replica function, the same as for `Strategy.run`.
+        args: Positional arguments, the same as for `Strategy.plan`: arrays, or their shapes.
+        kwargs: Keyword arguments, in the same form.
+        topology: TPU slice to compile for, such as "v5e-256". This needs libtpu, but no TPU. None
+            compiles for the devices of the strategy, and counts all communication as ICI.
+        strategy: Strategy of the step; by default the current one.
+        max_ici_bytes: Maximum bytes that a device may send to others of its slice in a step.
+        max_dcn_bytes: Maximum bytes that a device may send to other slices in a step.
+        allow: Allowed kinds of collectives, such as {"all-reduce"}. Across slices, XLA splits an
+            all-reduce into parts of other kinds, which you must allow too. Transfers to the host's
+            memory do not count.
+        ledger: JSON file with the communication of steps; commit it. A missing record is written,
+            unless the environment variable CI is set. A different record fails, unless the
+            environment variable TPUDIST_UPDATE_LEDGER is 1 (or pytest runs with `-p
+            tpudist.pytest_plugin --tpudist-update-ledger`): then it is replaced.
+        name: Name of the step in the ledger; by default the name of the function. Pass one if you
+            plan a function with several meshes on one topology.
 
     Returns:
-        The plan, to look at what else it says.
+        The plan, for further checks.
 
     Raises:
-        AssertionError: The step does what it may not, or does not fit; the message is a table of
-            the collectives, each with its source line.
-        ValueError: `allow` has a kind that is none, or `ledger` is another file.
+        AssertionError: If the step exceeds a budget, differs from the ledger, or does not fit. The
+            message is a table of the collectives, each with its source line.
+        ValueError: If `allow` has an unknown kind, or `ledger` is not a ledger.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
     allow = None if allow is None else _kinds(allow)

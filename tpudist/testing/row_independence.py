@@ -21,25 +21,26 @@ def assert_rowwise(
     rtol: float = 1e-5,
     atol: float = 1e-5,
 ) -> None:
-    """Fails if rows of a function are seen to depend on other rows, or on how many there are.
+    """Fails if a row of the result depends on other rows, or on the number of rows.
 
-    Some of the rows are replaced by copies of the first one, or by other rows. The results of those
-    that stay must not change by a bit, and must be those of these rows alone; so must the gradients
-    of a sum over them. It is a test with the rows that it is given, and no proof.
+    The test replaces some rows by copies of the first row, or by other rows. The results of the
+    unchanged rows must stay bitwise identical, and must match the results for only these rows. The
+    same applies to the gradients of a sum over them. This tests the given rows; it is not a proof.
 
     Args:
-        function: As of `tpudist.rowwise`.
-        args: Its arguments, with two rows at least, that differ.
-        in_dims: As of `tpudist.rowwise`.
-        out_dims: As of `tpudist.rowwise`.
-        gradient: Whether to try its gradient, too, by all arguments of floats.
-        rtol: By what part results may differ from those of a program for fewer rows, which may
-            add up in another order.
-        atol: And by how much.
+        function: Same as in `tpudist.rowwise`.
+        args: Arguments of the function, with at least two different rows.
+        in_dims: Same as in `tpudist.rowwise`.
+        out_dims: Same as in `tpudist.rowwise`.
+        gradient: Whether to also test the gradient, with respect to all float arguments.
+        rtol: Relative tolerance to results of a program for fewer rows, which may sum in another
+            order.
+        atol: Absolute tolerance to these results.
 
     Raises:
-        AssertionError: They do.
-        ValueError: There are fewer than two rows, or the dims are other ones than was said.
+        AssertionError: If a row depends on other rows, or on the number of rows.
+        ValueError: If there are fewer than two rows, or the dims do not match `in_dims` or
+            `out_dims`.
     """
     leaves, tree = jax.tree.flatten(args)
     leaves = [jnp.asarray(x) for x in leaves]

@@ -20,23 +20,23 @@ LEAST_DURATIONS = 5
 
 @dataclasses.dataclass(frozen=True)
 class WorkerFigures:
-    """One worker.
+    """The figures of one worker.
 
     Attributes:
-        worker: Its number.
-        state: `runs` a closure; `idle`, if it was given none; `starts`, while another one is made
-            in the place of a lost one; or `left`, if it was removed.
-        done: How many closures have given a result, as all counts since the coordinator was made.
-        failed: How many have raised.
-        retries: How many were begun in vain, and again.
-        restarts: How many workers were lost in its place.
-        per_s: How many were done in a second, of late; None in a first sample.
-        median_s: How long the last ones took; None before the first.
-        closure: The number of that which it runs, if it runs one.
-        function: What that calls, and where it is.
-        running_s: For how long it runs.
-        is_slow: Whether that, or what the worker takes in general, is more than `SLOW` times what
-            workers take.
+        worker: Number of the worker.
+        state: `runs` a closure; `idle` without a closure; `starts` while it replaces a lost worker;
+            or `left` after it was removed.
+        done: Number of closures that returned a result. All counts begin with the coordinator.
+        failed: Number of closures that raised an error.
+        retries: Number of closures that were started again.
+        restarts: Number of lost workers with this number.
+        per_s: Recent number of finished closures per second; None in a first sample.
+        median_s: Median seconds of the last closures; None before the first.
+        closure: Number of the current closure, if any.
+        function: Function of the current closure, with its place.
+        running_s: Seconds since the current closure started.
+        is_slow: Whether the current closure, or the worker in general, takes more than `SLOW` times
+            the usual time of workers.
     """
 
     worker: int
@@ -55,12 +55,12 @@ class WorkerFigures:
 
 @dataclasses.dataclass(frozen=True)
 class ServerProgress:
-    """One server.
+    """The figures of one server, with rates.
 
     Attributes:
-        figures: What it says.
-        bytes_in_per_s: Of arrays that it was sent in a second, of late; None in a first sample.
-        bytes_out_per_s: Of arrays that it has given, alike.
+        figures: Figures that the server reported.
+        bytes_in_per_s: Recent bytes of received arrays per second; None in a first sample.
+        bytes_out_per_s: Recent bytes of sent arrays per second; None in a first sample.
     """
 
     figures: ServerFigures
