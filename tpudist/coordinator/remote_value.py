@@ -24,11 +24,11 @@ class RemoteValue:
         changed: Condition | None = None,
         withdraw: Callable[[RemoteValue], bool] = lambda output: False,
     ):
-        """Without a value yet; made by `ClusterCoordinator.schedule`.
+        """Created by `ClusterCoordinator.schedule`, without a value.
 
         Args:
-            changed: Is told when there is one; by default a condition of its own.
-            withdraw: Has the function never run, if it has not begun; whether that was so.
+            changed: Condition to notify when the value arrives; by default a new one.
+            withdraw: Called to cancel the function if it has not started; returns whether it did.
         """
         self._changed = SystemConcurrency().condition() if changed is None else changed
         self._withdraw = withdraw
@@ -38,45 +38,45 @@ class RemoteValue:
         self._traceback: TracebackType | None = None
 
     def done(self) -> bool:
-        """Whether there is a result or an error, so that `fetch` and `get` do not wait.
+        """Returns whether a result or an error exists, so that `fetch` and `get` do not wait.
 
-        As `concurrent.futures.Future.done`; TensorFlow's has none.
+        Mirrors `concurrent.futures.Future.done`; TensorFlow's RemoteValue has no such method.
         """
         with self._changed:
             return self._is_there
 
     def cancel(self) -> bool:
-        """Has the function never run, if it waits for its first worker.
+        """Cancels the function if no worker has started it.
 
-        `fetch` and `get` raise CancelledError then; `schedule`, `join` and `done` of the
-        coordinator do not. The function keeps its number: a program that is started again does not
-        run it, either.
+        Then `fetch` and `get` raise CancelledError, but `schedule`, `join` and `done` of the
+        coordinator do not. The function keeps its number, so a restarted program does not run it
+        either.
 
         Returns:
-            Whether it was withdrawn, now or before. One that a worker has begun cannot be, also if
-            it waits for another worker since that one was lost: a server may have applied its
-            changes.
+            Whether the function is canceled, by this or an earlier call. A function that a worker
+            has started cannot be canceled, even if that worker was lost and the function waits for
+            another one: a server may have applied its changes.
 
-        As `concurrent.futures.Future.cancel`; TensorFlow's has none.
+        Mirrors `concurrent.futures.Future.cancel`; TensorFlow's RemoteValue has no such method.
         """
         with self._changed:
             return self._is_withdrawn or self._withdraw(self)
 
     def fetch(self) -> Any:
-        """The result, with NumPy arrays for arrays; waits for it.
+        """Waits for the result, and returns it with NumPy arrays.
 
         Raises:
-            CancelledError: It was cancelled, or another function has failed before this one ran.
-            Exception: What the function has raised, with the worker's traceback.
+            CancelledError: If the function was canceled, or another function failed before it ran.
+            Exception: If the function raised an error, with the worker's traceback.
         """
         return jax.tree.map(_as_numpy, self.get())
 
     def get(self) -> Any:
-        """The result; waits for it.
+        """Waits for the result, and returns it.
 
         Raises:
-            CancelledError: It was cancelled, or another function has failed before this one ran.
-            Exception: What the function has raised, with the worker's traceback.
+            CancelledError: If the function was canceled, or another function failed before it ran.
+            Exception: If the function raised an error, with the worker's traceback.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_there)
@@ -99,9 +99,9 @@ class RemoteValue:
 
 
 class PerWorkerValue:
-    """One value for each worker: an argument of `schedule` of which each worker sees its own.
+    """One value for each worker: an argument of `schedule`. Each worker sees its own value.
 
-    As `tf.distribute.coordinator.PerWorkerValue`.
+    Mirrors `tf.distribute.coordinator.PerWorkerValue`.
     """
 
     def __init__(self, values: Sequence[RemoteValue]):

@@ -29,11 +29,11 @@ _log = logging.getLogger("tpudist")
 
 
 class CoordinatorProgress:
-    """How far a run is, and who holds it up; made by `ClusterCoordinator.progress`.
+    """Progress display of a run, with slow workers; created by `ClusterCoordinator.progress`.
 
-    In `with` a thread takes a sample now and then, shows it, and adds it to files. It holds nothing
-    up and lets nothing fail: what cannot be asked, shown or written is a warning, once. It ends
-    with the block, or with its coordinator.
+    In a `with` block, a thread regularly takes a sample, shows it, and appends it to files. It does
+    not delay the run or let it fail: if it cannot take, show or write a sample, it warns once. It
+    ends with the block, or with its coordinator.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class CoordinatorProgress:
         self._failures: set[str] = set()
 
     def sample(self) -> ProgressSample:
-        """What is known now; waits half a second for servers at most.
+        """Returns a new sample; waits at most half a second for servers.
 
-        Rates are those since earlier samples, and 0 in the first one.
+        Rates cover the time since earlier samples, and are 0 in the first one.
         """
         return self._sampler.take(ASK_S)
 

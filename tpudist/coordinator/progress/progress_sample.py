@@ -70,28 +70,29 @@ class ServerProgress:
 
 @dataclasses.dataclass(frozen=True)
 class ProgressSample:
-    """A run at one moment.
+    """The figures of a run at one moment.
 
-    The closures that workers have done or that have failed there, and those that were cancelled,
-    are all that have finished in this run of the program. What is *of late* is since the sample ten
-    before this one.
+    In this run of the program, the finished closures are those that returned a result, failed, or
+    were canceled. *Recent* figures cover the time since the sample ten before this one.
 
     Attributes:
-        time: In seconds since 1970.
-        elapsed_s: Since somebody began to look.
-        finished: How many closures will not run any more, in all runs of this log.
-        done: How many have given a result, in this run of the program as what follows.
-        failed: How many have raised.
-        cancelled: How many were cancelled before they ran.
-        per_s: How many were done in a second, of late; None in a first sample.
-        in_flight: How many workers have, and have not finished.
-        waiting: How many wait for a worker.
-        retries: How many were begun again, by the cause.
-        errors: How many have raised, by the type of the error.
-        staleness: By how many functions changes were ahead of what they had read: how often.
-        staleness_of_late: The mean, of late; None if nothing was changed that was read.
-        workers: In the order of their numbers.
-        servers: Alike.
+        time: Time in seconds since 1970.
+        elapsed_s: Seconds since the progress display started.
+        finished: Number of closures that will not run again, in all runs of this log.
+        done: Number of closures that returned a result. This and the following attributes count
+            only this run of the program.
+        failed: Number of closures that raised an error.
+        cancelled: Number of closures that were canceled before they ran.
+        per_s: Recent number of finished closures per second; None in a first sample.
+        in_flight: Number of unfinished closures on workers.
+        waiting: Number of closures that wait for a worker.
+        retries: Number of closures that were started again, by cause.
+        errors: Number of closures that raised an error, by type of the error.
+        staleness: Histogram of update staleness: number of functions between read and update ->
+            number of updates.
+        staleness_of_late: Recent mean staleness; None without such updates.
+        workers: Figures of the workers, in the order of their numbers.
+        servers: Figures of the servers, in the order of their numbers.
     """
 
     time: float
@@ -111,14 +112,14 @@ class ProgressSample:
     servers: tuple[ServerProgress, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What a line of JSON holds."""
+        """Returns the sample as an object for a line of JSON."""
         facts = dataclasses.asdict(self)
         facts["staleness"] = {str(ahead): count for ahead, count in self.staleness.items()}
         facts["servers"] = [x.pop("figures") | x for x in facts["servers"]]
         return _round_all(facts)
 
     def scalars(self) -> dict[str, float]:
-        """What is drawn over time, by name; what is not known is left out."""
+        """Returns the known figures to draw over time, by name."""
         found: dict[str, float | None] = {
             "closures/done": self.done,
             "closures/per_s": self.per_s,
