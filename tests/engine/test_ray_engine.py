@@ -81,7 +81,9 @@ def test_who_has_no_ray_is_told_how_to_get_it(monkeypatch):
 
 def test_resources_say_where_actors_run_and_nothing_else():
     RayEngine(resources={"worker": {"num_cpus": 1, "resources": {"TPU": 4}}})
-    with pytest.raises(ValueError, match=r"of 'ps' name max_restarts, name. Only these .*num_cpus"):
+    with pytest.raises(
+        ValueError, match=r"of 'ps' have unknown names: max_restarts, name. Only these .*num_cpus"
+    ):
         RayEngine(resources={"ps": {"num_cpus": 1, "name": "x", "max_restarts": 3}})
 
 
@@ -416,7 +418,7 @@ def test_a_program_joins_with_the_token_only_and_leaves_ray_as_it_is(engine, str
     told = [x.communicate(timeout=100) for x in strangers]
     assert [x.returncode for x in strangers] == [1, 1]
     assert [out for out, _ in told] == ["", ""]
-    assert f"Ray at {address} it does not answer, or it has" in told[0][1]
+    assert f"Ray at {address}: it does not answer, or it has" in told[0][1]
     assert engine.result(engine.call(worker, "pid")) == pid
 
 
