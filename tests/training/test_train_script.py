@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_ends_the_run(train, text, tmp_path, capsys):
     [
         (["--replica-axes", "fsdp=3"], "8 devices, which is not a multiple"),
         (["--replica-axes", "fsdp"], "Write name=size"),
-        (["--replica-axes", "fdsp=2"], "fdsp=2: .* axis 'fdsp', over which .* Did you mean fsdp?"),
+        (["--replica-axes", "fdsp=2"], "fdsp=2: .* axis 'fdsp', .* Did you mean fsdp?"),
         (
             ["--replica-axes", "x=2"],
             "axes of the model's rules are data, expert, fsdp, sequence, stage, ",
