@@ -244,7 +244,7 @@ def test_a_resolver_that_is_none_is_refused(resolver):
 
 
 def test_communication_options_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="communication_options='ring' of type str. It must be a"):
+    with pytest.raises(ValueError, match=r"communication_options='ring'\): it must be a"):
         tpudist.MultiWorkerMirroredStrategy(communication_options="ring")
 
 

@@ -99,5 +99,5 @@ def test_certificates_for_processes_that_are_connected_already_are_refused(
 
 
 def test_certificates_of_another_type_are_refused():
-    with pytest.raises(ValueError, match=r"mutual_tls='cert.pem' of type str. It must be"):
+    with pytest.raises(ValueError, match=r"mutual_tls='cert.pem'\): mutual_tls must be"):
         tpudist.MultiWorkerMirroredStrategy(mutual_tls="cert.pem")

@@ -386,4 +386,4 @@ def test_wrong_use_is_refused(args, message, capsys):
 def test_an_emulation_that_is_no_number_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TPUDIST_EMULATE", "many")
     assert cli.main(["doctor"]) == 2
-    assert "TPUDIST_EMULATE asks for 'many' devices" in capsys.readouterr().err
+    assert "TPUDIST_EMULATE requests 'many' devices" in capsys.readouterr().err
