@@ -147,13 +147,61 @@ def test_pages_show_messages():
         ("LocalMeanWarning", "share of a loss"),
         ("LocalMeanWarning", "with all rows"),
         ("NameError", "in a collective"),
-        ("reason", "ended without a word"),
-        ("reason", "as a condition of Python"),
-        ("log", "given a partial batch"),
+        ("reason", "it was killed (by SIGKILL"),
+        ("reason", "`while`, `and`, `or`"),
+        ("log", "a partial batch"),
     ],
 )
 def test_a_text_that_is_put_together_is_in_the_index(name, text, messages):
-    assert [x for found in messages.values() for x in found if (x.name == name and text in x.text)]
+    assert [x for found in messages.values() for x in found if x.name == name and text in x.text]
+
+
+def test_the_first_messages_of_the_page_are_in_the_index(messages, classes):
+    page = (ROOT / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \|.*\]\(.*#.*\) \|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    known = [x.text for found in messages.values() for x in found] + [x.name for x in classes]
+    for part in [part for row in rows for part in re.findall("`(.*?)`", row)]:
+        assert any(part in x for x in known), part
+
+
+def test_a_text_is_followed_to_where_it_is_written(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file.py").write_text(
+        "from tpudist.run import other\n"
+        "from tpudist.run.other import advise\n"
+        "AGAIN = 'Start it again, please.'\n"
+        "class A(ValueError):\n"
+        "    def __init__(self, n):\n"
+        "        super().__init__(f'the class says {n}')\n"
+        "def f(n):\n"
+        "    what = f'{n} is a local name' if n else 'nothing is here'\n"
+        "    warnings.warn(what, stacklevel=2)\n"
+        "    _log.warning('%s has no %d rows', n, 3)\n"
+        "    check('a parameter is odd')\n"
+        "    error = ValueError(f'{n} ended with a bang. {AGAIN}')\n"
+        "    raise error\n"
+        "def check(why):\n"
+        "    raise TypeError(why)\n"
+        "def g(n):\n"
+        "    raise KeyError(advise(n))\n"
+        "    raise OSError(other.explain(n))\n"
+    )
+    (tmp_path / "run" / "other.py").write_text(
+        "def advise(n):\n    return f'pass {n} in a list'\n"
+        "def explain(n):\n    return n + ' is not the disk'\n"
+    )
+    found = INDEX.find_messages(tmp_path)[INDEX.find_group("run/file.py")]
+    assert {(x.name, x.text) for x in found} == {
+        ("A", "the class says ..."),
+        ("UserWarning", "... is a local name"),
+        ("UserWarning", "nothing is here"),
+        ("log", "... has no ... rows"),
+        ("TypeError", "a parameter is odd"),
+        ("ValueError", "... ended with a bang. ..."),
+        ("KeyError", "pass ... in a list"),
+        ("OSError", "... is not the disk"),
+    }
 
 
 def test_classes_and_messages_are_read_as_they_are_written(tmp_path):
