@@ -96,7 +96,8 @@ def find_classes(package: Path) -> list[ErrorClass]:
 def find_messages(package: Path) -> dict[tuple[str, str, str], list[Text]]:
     """Returns the errors, warnings and log lines of each group, in the order of files.
 
-    Each text is there once, with the class of the error if that is known.
+    Each text is there once, with the class of the error if that is known. A text that is a part of
+    another one of its file is left out.
     """
     names: dict[tuple[str, str], str] = {}
     for name, text, file in _read(package)[1]:
@@ -104,7 +105,9 @@ def find_messages(package: Path) -> dict[tuple[str, str, str], list[Text]]:
             names[file, text] = name
     found: dict[tuple[str, str, str], list[Text]] = {group: [] for group in GROUPS}
     for (file, text), name in names.items():
-        found[find_group(file)].append(Text(name, text, file))
+        part = text.removeprefix("... ").removesuffix(" ...")
+        if not any(part in other for where, other in names if where == file and other != text):
+            found[find_group(file)].append(Text(name, text, file))
     return found
 
 
