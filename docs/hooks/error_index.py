@@ -5,17 +5,17 @@ parses the sources and imports nothing, so the page always matches the sources o
 """
 
 import ast
-import builtins
+import functools
 import html
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from error_texts import LOG, REASON, Sources, Text
 
 PACKAGE = Path(__file__).parents[2] / "tpudist"
 _ASKED = re.compile(r"^<!-- errors: (classes|messages) -->$", re.MULTILINE)
 _REMEDY = "Remedy: "
-_REASON = "reason"
 
 # What the user did, the guide for it, and the files whose messages this causes, as prefixes of
 # their paths. The longest prefix that fits a file decides.
@@ -44,6 +44,7 @@ GROUPS = (
     ),
     ("Verify or test a step", "verification", "verification testing pytest_plugin"),
     ("Run another command", "reference/command_line", "cli port goodput"),
+    ("Use an old name", "reference/old_names", "compat __init__.py"),
 )
 
 
@@ -56,14 +57,6 @@ class ErrorClass(NamedTuple):
     """The first paragraph of its docstring."""
     remedy: str
     """The paragraph that begins with "Remedy: "; empty for an internal class."""
-
-
-class Message(NamedTuple):
-    """Text of an error or a warning, with `...` for each part that is computed."""
-
-    name: str
-    text: str
-    file: str
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -97,43 +90,25 @@ def show_messages(package: Path) -> str:
 
 def find_classes(package: Path) -> list[ErrorClass]:
     """Returns all classes of errors and warnings, by name."""
-    found = []
-    classes = [
-        node
-        for _, tree in _modules(package)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    ]
-    errors = {x for x, it in vars(builtins).items() if isinstance(it, type)}
-    errors = {x for x in errors if issubclass(getattr(builtins, x), BaseException)}
-    while new := {c.name for c in classes if {_last(b) for b in c.bases} & errors} - errors:
-        errors |= new
-    for node in classes:
-        if {_last(base) for base in node.bases} & errors:
-            paragraphs = (ast.get_docstring(node) or "").split("\n\n")
-            remedies = [x.removeprefix(_REMEDY) for x in paragraphs if x.startswith(_REMEDY)]
-            cause, remedy = (" ".join(x.split()) for x in (paragraphs[0], *remedies, "")[:2])
-            bases = tuple(_last(base) for base in node.bases)
-            found.append(ErrorClass(node.name, bases, cause, remedy))
-    return sorted(found)
+    return _read(package)[0]
 
 
-def find_messages(package: Path) -> dict[tuple[str, str, str], list[Message]]:
-    """Returns the errors and warnings of each group, each message once, in the order of files.
+def find_messages(package: Path) -> dict[tuple[str, str, str], list[Text]]:
+    """Returns the errors, warnings and log lines of each group, in the order of files.
 
-    The result has only messages that are written where they are raised; a few are composed
-    elsewhere.
+    Each text is there once, with the class of the error if that is known. A text that is a part of
+    another one of its file is left out.
     """
-    found: dict[tuple[str, str, str], dict[Message, None]] = {group: {} for group in GROUPS}
-    for file, tree in _modules(package):
-        lines = [
-            (getattr(x, "lineno", 0), message)
-            for x in ast.walk(tree)
-            for message in _message(x, file)
-        ]
-        for _, message in sorted(lines, key=lambda found: found[0]):
-            found[find_group(file)][message] = None
-    return {group: list(messages) for group, messages in found.items()}
+    names: dict[tuple[str, str], str] = {}
+    for name, text, file in _read(package)[1]:
+        if names.get((file, text), REASON) in (REASON, LOG):
+            names[file, text] = name
+    found: dict[tuple[str, str, str], list[Text]] = {group: [] for group in GROUPS}
+    for (file, text), name in names.items():
+        part = text.removeprefix("... ").removesuffix(" ...")
+        if not any(part in other for where, other in names if where == file and other != text):
+            found[find_group(file)].append(Text(name, text, file))
+    return found
 
 
 def find_group(file: str) -> tuple[str, str, str]:
@@ -153,41 +128,13 @@ def find_group(file: str) -> tuple[str, str, str]:
     return max(fits)[1]
 
 
-def _message(node: ast.AST, file: str) -> Iterator[Message]:
-    """Yields the message of a statement or call that raises, refuses or warns with a text."""
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-        call, name = node.exc, _last(node.exc.func)
-    elif isinstance(node, ast.Call) and _last(node.func) == "refuse":
-        call, name = node, _REASON
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
-        category = [x.value for x in node.keywords if x.arg == "category"] or node.args[1:2]
-        call, name = node, _last(category[0]) if category else "UserWarning"
-    else:
-        return
-    for text in map(_text, call.args):
-        if " " in text.strip(". "):
-            # A function that creates the error has no name that helps a reader.
-            yield Message(name if name[0].isupper() else _REASON, " ".join(text.split()), file)
-            return
-
-
-def _text(node: ast.expr) -> str:
-    """Returns a string as written, or an empty one for an expression that is not a string."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else ""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(x) if isinstance(x, ast.Constant) else "..." for x in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        sides = [_text(node.left), _text(node.right)]
-        return "".join(x or "..." for x in sides) if any(sides) else ""
-    return ""
-
-
-def _modules(package: Path) -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(package.rglob("*.py")):
-        yield path.relative_to(package).as_posix(), ast.parse(path.read_text())
-
-
-def _last(node: ast.expr) -> str:
-    """Returns `b` of `a.b`."""
-    return ast.unparse(node).rpartition(".")[2]
+@functools.cache
+def _read(package: Path) -> tuple[list[ErrorClass], list[Text]]:
+    classes, sources = [], Sources(package)
+    for node in filter(sources.is_error, sources.classes):
+        paragraphs = (ast.get_docstring(node) or "").split("\n\n")
+        remedies = [x.removeprefix(_REMEDY) for x in paragraphs if x.startswith(_REMEDY)]
+        cause, remedy = (" ".join(x.split()) for x in (paragraphs[0], *remedies, "")[:2])
+        bases = tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases)
+        classes.append(ErrorClass(node.name, bases, cause, remedy))
+    return sorted(classes), list(sources.texts())

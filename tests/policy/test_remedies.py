@@ -1,8 +1,8 @@
 """Tests follow the remedies in the index of errors: a wrong remedy is worse than none.
 
 Each row is a mistake, and the program that the message leads to. The message is looked up in the
-index, so a row that nothing raises any more fails. Messages that are put together elsewhere than
-where they are raised are not in the index, and said here.
+index, so a row that nothing raises any more fails. A row may name a part of its message instead,
+for a message that the index has only in parts.
 """
 
 import copy
