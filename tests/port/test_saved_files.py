@@ -102,7 +102,7 @@ def test_a_path_is_corrected_in_each_call(before, after):
         # Unknown, or not of Keras.
         "model.save(path)\nmodel.save_weights(args.path)\nmodel.save(f'out{suffix}')",
         "path = 'a' if x else 'b.keras'\nmodel.save(path)",
-        'image.save("x")\nmanager.save()',
+        'image.save("x")\nmodel_saver.save("x")',
     ],
 )
 def test_a_path_that_may_be_right_stays(statements):

@@ -39,6 +39,9 @@ _REMOVED = {"load_weights_on_restart", "options", "period", "save_traces", "sign
 # Arguments for other forms of files, about which nothing is said.
 _OTHER_FORMS = {"max_shard_size", "zipped"}
 
+# Libraries whose objects have other methods of the same name.
+_OTHERS = ("flax.", "jax.", "optax.", "sklearn.", "tensorflow.train.", "torch.", "tpudist.")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileAccess:
@@ -106,7 +109,7 @@ def find_accesses(program: Program) -> list[FileAccess]:
         return []
     finder = _Accesses(program)
     program.walk(finder)
-    return [one for one in finder.found if one.call.func not in finder.own]
+    return [one for one in finder.found if not finder.is_defined(one.call)]
 
 
 def _matches(pattern: PathEnd, end: PathEnd) -> bool:
@@ -121,17 +124,14 @@ class _Accesses(cst.CSTVisitor):
         self._methods: set[str] = set()  # that the program defines itself
         self.found: list[FileAccess] = []
 
-    @property
-    def own(self) -> set[cst.CSTNode]:
-        """The functions of calls that may be the program's own."""
-        return {
-            one.call.func
-            for one in self.found
-            if isinstance(one.call.func, cst.Attribute)
-            and one.call.func.attr.value in self._methods
-            and not self._program.callee(one.call)
-            and not is_model(self._program, one.call.func.value)
-        }
+    def is_defined(self, call: cst.Call) -> bool:
+        """Whether the program may define the method of a call itself."""
+        return (
+            isinstance(call.func, cst.Attribute)
+            and call.func.attr.value in self._methods
+            and not self._program.callee(call)
+            and not is_model(self._program, call.func.value)
+        )
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self._methods.add(node.name.value)
@@ -177,8 +177,7 @@ class _Accesses(cst.CSTVisitor):
             return None
         owner = call.func.value
         is_certain = found[0] == WEIGHTS or self._is_model(owner)
-        owner = owner.attr if isinstance(owner, cst.Attribute) else owner
-        if not is_certain and not (isinstance(owner, cst.Name) and "model" in owner.value.lower()):
+        if not is_certain and not self._may_be_model(owner):
             return None
         return *found, is_certain, _ACCEPTED[found[0], found[2]]
 
@@ -191,6 +190,16 @@ class _Accesses(cst.CSTVisitor):
         )
         is_stored = bool(made) and all(is_model(self._program, value) for value in made)
         return is_stored or is_model(self._program, owner)
+
+    def _may_be_model(self, owner: cst.BaseExpression) -> bool:
+        """Whether the name of an object ends in `model`, and another library did not create it."""
+        values = self._program.values(owner) if isinstance(owner, cst.Name) else None
+        name = owner.attr if isinstance(owner, cst.Attribute) else owner
+        return (
+            isinstance(name, cst.Name)
+            and name.value.lower().rstrip("_0123456789").endswith("model")
+            and not any(self._program.callee(x).startswith(_OTHERS) for x in values or ())
+        )
 
     def _argument(self, call: cst.Call, place: int, name: str) -> cst.BaseExpression | None:
         positional = [arg.value for arg in call.args if arg.keyword is None]
