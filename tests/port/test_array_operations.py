@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tpudist.port import port_program
+from tpudist.port.operations.helper_functions import HELPERS
 from tpudist.port.operations.irregular_operations import IRREGULAR, SAME_ARGUMENTS
 from tpudist.port.operations.operation_table import OPERATIONS, RANDOM
 
@@ -483,7 +484,9 @@ def same(found, wanted) -> None:
 def modules(expression: str) -> dict:
     import optax
 
-    found = {"jax": jax, "jnp": jnp, "np": np, "optax": optax}
+    found: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "optax": optax}
+    for function in HELPERS.values():
+        exec(function, found)
     if "keras." in expression:
         import keras
 
@@ -561,9 +564,29 @@ def test_names_of_the_program_are_not_bound_by_the_port(before):
 
 
 def test_a_loop_of_the_port_does_not_hide_an_argument():
-    ones = [jnp.ones(4), jnp.ones(5)]
-    found = port_line("tf.clip_by_global_norm(x, one)")
-    clipped, norm = eval(found, {"x": ones, "one": 1.5, "jnp": jnp})
+    found = port_line("tf.linalg.global_norm([y, x])")
+    assert found == "jnp.sqrt(sum(jnp.sum(jnp.square(x_2)) for x_2 in [y, x]))"
+    assert float(eval(found, {"x": jnp.ones(4), "y": jnp.ones(5), "jnp": jnp})) == 3
+
+
+def test_a_clip_by_the_global_norm_is_a_function_with_a_free_name():
+    source = (
+        "import tensorflow as tf\nstrategy = tf.distribute.get_strategy()\n"
+        "# Of the program.\ndef clip_by_global_norm(x): pass\n# The step.\ndef step(grads):\n"
+        "    grads, norm = tf.clip_by_global_norm(grads + grads, clip_norm=1.5)\n"
+        "    return tf.clip_by_global_norm(grads, 3.0)[0]\n"
+        "strategy.run(step, args=args)\n"
+    )
+    text = port_program(source).source
+    assert "grads, norm = clip_by_global_norm_2(grads + grads, 1.5)\n" in text
+    assert "    return clip_by_global_norm_2(grads, 3.0)[0]\n" in text
+    assert text.count("\n\n\ndef clip_by_global_norm_2(arrays, clip_norm):\n") == 1
+    assert "return [array * scale for array in arrays], norm\n\n\n# The step.\ndef step" in text
+    assert max(map(len, text.splitlines())) < 100
+    assert port_program(text).source == text
+    scope: dict[str, Any] = {"jnp": jnp}
+    exec(text[text.index("def clip_by_global_norm_2") : text.index("# The step.")], scope)
+    clipped, norm = scope["clip_by_global_norm_2"]([jnp.ones(4), jnp.ones(5)], 1.5)
     assert float(norm) == 3
     assert float(clipped[1][0]) == 0.5
 

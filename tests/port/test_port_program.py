@@ -23,6 +23,7 @@ from tpudist.port.guide_sections import (
     OLD_LEARNING_RATE,
     RANDOM_VALUE,
     RESULT,
+    SAVED_FILES,
 )
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -127,7 +128,7 @@ def test_leftovers_name_sections_that_are_there():
     lines = ported.source.splitlines()
     assert all(one.name.rpartition(".")[2] in lines[one.line - 1] for one in ported.leftovers)
     more = (CAPTURED, KERAS_MODULE, KERAS_TAPE, MODULE_VARIABLE, OLD_LEARNING_RATE, RESULT)
-    for section in {advice.section for advice in (*ADVICE.values(), *more)}:
+    for section in {SAVED_FILES, *(advice.section for advice in (*ADVICE.values(), *more))}:
         page, _, anchor = section.partition("#")
         text = (ROOT / page).read_text()
         headings = [

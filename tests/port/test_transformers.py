@@ -304,7 +304,7 @@ def test_names_of_keras(before, after):
             for x in (
                 ("m = tf.keras.Sequential()\nm.optimizer.lr = 1", "m.optimizer.learning_rate = 1"),
                 (
-                    "m = tf.keras.models.load_model('a')\nprint(m.optimizer.lr.numpy())",
+                    "m = tf.keras.models.load_model('a.h5')\nprint(m.optimizer.lr.numpy())",
                     "print(m.optimizer.learning_rate.numpy())",
                 ),
                 (

@@ -16,6 +16,7 @@ GPUS = "docs/gpus.md"
 KERAS_LOOPS = "docs/keras_fit.md#loops-of-your-own"
 SERVERS = "docs/parameter_servers.md#start"
 DIFFERENCES = "docs/differences.md"
+SAVED_FILES = "docs/port_command.md#paths-of-saved-models"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +172,25 @@ NO_KERAS = Advice(
     "use MirroredStrategy or schedule functions, because Keras does not train under this strategy",
     SERVERS,
 )
+# For calls that write or read a model or weights, with a path or argument that Keras 3 rejects.
+MODEL_PATH = Advice(
+    "end the path in .keras, here and where you load the model, because Keras 3 rejects this path",
+    SAVED_FILES,
+)
+WEIGHTS_PATH = Advice(
+    "end the path in .weights.h5, here and where you load the weights, because Keras 3 rejects "
+    "this path",
+    SAVED_FILES,
+)
+LOADED_PATH = Advice(
+    "load a .keras, .weights.h5 or .h5 file, because Keras 3 cannot read the file at this path",
+    SAVED_FILES,
+)
+SAVE_ARGUMENT = Advice("delete the arguments that Keras 3 does not have ({})", SAVED_FILES)
+LOAD_STATUS = Advice(
+    "delete the call on its result, because load_weights of Keras 3 returns None", SAVED_FILES
+)
+
 STAR = Advice("import the names that you use, and port the program again", ORDER)
 
 

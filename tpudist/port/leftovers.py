@@ -34,6 +34,7 @@ from tpudist.port.guide_sections import (
 )
 from tpudist.port.learning_rates import is_old_rate
 from tpudist.port.operations.signatures import is_signature
+from tpudist.port.saved_files import find_wrong_accesses
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
 MARK = "# tpudist port:"
@@ -92,6 +93,7 @@ class Leftovers(cst.CSTVisitor):
             for call in self._trains:
                 code = cst.Module([]).code_for_node(call.func)
                 self.found.append((call.func, "".join(code.split()), NO_KERAS))
+        self.found += find_wrong_accesses(program)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         """Checks a dotted name, or the learning rate of an object that may be a Keras optimizer."""

@@ -22,6 +22,7 @@ from tpudist.port.legacy_optimizers import LegacyOptimizers
 from tpudist.port.loss_functions import LossFunctions
 from tpudist.port.operations.array_operations import ArrayOperations
 from tpudist.port.operations.array_values import ArrayValues
+from tpudist.port.saved_files import SavedFiles
 from tpudist.port.state_variables import StateVariables
 from tpudist.port.strategy_names import StrategyNames
 
@@ -31,7 +32,7 @@ TRANSFORMERS = (
     (GraphFunctions, StateVariables),
     (ArrayValues,),
     (ArrayOperations, CpuEmulation),
-    (LossFunctions, LegacyOptimizers, LearningRates, StrategyNames),
+    (LossFunctions, LegacyOptimizers, LearningRates, SavedFiles, StrategyNames),
     (KerasNames,),
     (GradientTapes,),
 )

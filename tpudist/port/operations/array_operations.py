@@ -17,6 +17,7 @@ from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.analysis.value_flow import ValueFlow
 from tpudist.port.analysis.value_kinds import ValueKinds
+from tpudist.port.operations.helper_functions import HELPERS, with_helpers
 from tpudist.port.operations.irregular_operations import IRREGULAR, SAME_ARGUMENTS, Call
 from tpudist.port.operations.operation_table import (
     CLIPS_BY_NORM,
@@ -71,6 +72,11 @@ class ArrayOperations(Transformer):
         self._flow = ValueFlow(program, self._roles)
         self._targets: dict[cst.Call, _Target | None] = {}
         self._clips: set[cst.CSTNode] = set()  # statements
+        self._helpers: dict[str, str] = {}  # functions to add: name in the table -> new name
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        """Adds the functions that replacements call."""
+        return with_helpers(updated_node, self._helpers) if self._helpers else updated_node
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -351,6 +357,9 @@ class ArrayOperations(Transformer):
             names[name] = self.program.free_name(_TWICE, taken)
             taken.add(names[name])
         names |= {x: self.program.free_name(x, taken) for x in _loop_names(template) & taken}
+        for helper in HELPERS.keys() & _names_in(_parse(template)):
+            names[helper] = self._helpers[helper] = self.program.free_name(helper)
+            self.imports.add("jnp")
         filled = _parse(template).deep_clone().visit(_Fill(values, keywords, names, template))
         assert isinstance(filled, cst.BaseExpression)
         for module in ("jnp", "jax", "np", "keras", "optax"):

@@ -225,16 +225,8 @@ _add(
     "x axis= epsilon==1e-12",
     "_x * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(_x), _axis, keepdims=True), _epsilon))",
 )
-_NORM = "jnp.sqrt(sum(jnp.sum(jnp.square(one)) for one in _t_list))"
-_add("linalg.global_norm", "t_list", _NORM, "")
-_add(
-    "clip_by_global_norm",
-    "t_list clip_norm",
-    "([one * (_clip_norm / jnp.maximum(norm_of_all, _clip_norm)) "
-    f"for norm_of_all in [{_NORM}] for one in _t_list], "
-    f"{_NORM})",
-    "",
-)
+_add("linalg.global_norm", "t_list", "jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in _t_list))", "")
+_add("clip_by_global_norm", "t_list clip_norm", "clip_by_global_norm(_t_list, _clip_norm)", "")
 _add(  # whose derivative is finite at 0, as TensorFlow's is
     "clip_by_norm",
     "t clip_norm",

@@ -1,0 +1,213 @@
+"""Calls of a program that save or load Keras models and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import libcst as cst
+
+from tpudist.port.analysis.file_paths import PathEnd, read_end
+from tpudist.port.analysis.keras_objects import is_model
+from tpudist.port.analysis.program import Program
+
+MODEL, WEIGHTS = "model", "weights"
+# By name: the kind of file, the position of the path, and whether the call loads.
+_FUNCTIONS = {
+    "keras.models.save_model": (MODEL, 1, False),
+    "keras.models.load_model": (MODEL, 0, True),
+    "keras.saving.save_model": (MODEL, 1, False),
+    "keras.saving.load_model": (MODEL, 0, True),
+}
+_METHODS = {
+    "save": (MODEL, 0, False),
+    "save_weights": (WEIGHTS, 0, False),
+    "load_weights": (WEIGHTS, 0, True),
+}
+_CHECKPOINT = "keras.callbacks.ModelCheckpoint"
+_WEIGHTS_ONLY = 4  # position of `save_weights_only`
+# File extensions that Keras 3 accepts: by kind and whether it loads.
+_ACCEPTED = {
+    (MODEL, False): (".keras", ".h5", ".hdf5"),
+    (MODEL, True): (".keras", ".h5", ".hdf5"),
+    (WEIGHTS, False): (".weights.h5",),
+    (WEIGHTS, True): (".keras", ".h5", ".hdf5", ".weights.json"),
+}
+_ACCEPTED_BY_CHECKPOINT = (".keras", ".h5")
+# Arguments of Keras 2 that raise an exception in Keras 3.
+_REMOVED = {"load_weights_on_restart", "options", "period", "save_traces", "signatures"}
+# Arguments for other forms of files, about which nothing is said.
+_OTHER_FORMS = {"max_shard_size", "zipped"}
+
+# Libraries whose objects have other methods of the same name.
+_OTHERS = ("flax.", "jax.", "optax.", "sklearn.", "tensorflow.train.", "torch.", "tpudist.")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileAccess:
+    """A call that saves or loads a model or weights.
+
+    Attributes:
+        call: The call.
+        kind: `MODEL` or `WEIGHTS`.
+        is_load: Whether it loads.
+        is_certain: Whether the kind is certain, and Keras performs the call.
+        code: Code of the path.
+        end: End of the path; None if it is unknown.
+        is_wrong: Whether Keras 3 rejects the path.
+        removed: Arguments that Keras 3 rejects.
+    """
+
+    call: cst.Call
+    kind: str
+    is_load: bool
+    is_certain: bool
+    code: str
+    end: PathEnd | None
+    is_wrong: bool
+    removed: tuple[str, ...]
+
+    def has(self, argument: str) -> bool:
+        """Whether the call has a keyword argument."""
+        return any(arg.keyword and arg.keyword.value == argument for arg in self.call.args)
+
+    def is_same(self, other: FileAccess) -> bool:
+        """Whether two calls certainly access the same file."""
+        if self.end is None or other.end is None:
+            return False
+        if self.code == other.code or (self.end.node and self.end.node is other.end.node):
+            return True
+        if not self.end.is_name or not other.end.is_name or self._has_other_folder(other.end):
+            return False
+        is_equal = self.end.name == other.end.name
+        return is_equal or _matches(self.end, other.end) or _matches(other.end, self.end)
+
+    def may_be_same(self, other: FileAccess) -> bool:
+        """Whether two calls may access the same file, by the ends of their paths."""
+        if self.end is None or other.end is None or self.is_same(other):
+            return False
+        if self._has_other_folder(other.end):
+            return False
+        one, two = self.end.literals, other.end.literals
+        if self.end.is_name and other.end.is_name and 1 in (len(one), len(two)):
+            return False  # `is_same` has compared all of them
+        starts = one[0].startswith(two[0]) or two[0].startswith(one[0])
+        return starts and (one[-1].endswith(two[-1]) or two[-1].endswith(one[-1]))
+
+    def _has_other_folder(self, other: PathEnd) -> bool:
+        """Whether the folders of two paths certainly differ."""
+        assert self.end is not None
+        one, two = self.end.folder, other.folder
+        is_known = self.end.is_name and other.is_name and "{" not in one + two
+        return is_known and not (one.endswith(two) or two.endswith(one))
+
+
+def find_accesses(program: Program) -> list[FileAccess]:
+    """Returns the calls of a program that save or load models and weights, in order."""
+    uses_keras = program.imports("keras") or any(map(program.uses, ("keras.", "tensorflow.keras.")))
+    if not uses_keras:
+        return []
+    finder = _Accesses(program)
+    program.walk(finder)
+    return [one for one in finder.found if not finder.is_defined(one.call)]
+
+
+def _matches(pattern: PathEnd, end: PathEnd) -> bool:
+    """Whether a name is another name with numbers for inserted values."""
+    return re.fullmatch(r"[-\d.]+".join(map(re.escape, pattern.literals)), end.name) is not None
+
+
+class _Accesses(cst.CSTVisitor):
+    def __init__(self, program: Program):
+        super().__init__()
+        self._program = program
+        self._methods: set[str] = set()  # that the program defines itself
+        self.found: list[FileAccess] = []
+
+    def is_defined(self, call: cst.Call) -> bool:
+        """Whether the program may define the method of a call itself."""
+        return (
+            isinstance(call.func, cst.Attribute)
+            and call.func.attr.value in self._methods
+            and not self._program.callee(call)
+            and not is_model(self._program, call.func.value)
+        )
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._methods.add(node.name.value)
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if any(arg.star for arg in node.args) or (what := self._what(node)) is None:
+            return
+        kind, place, is_load, is_certain, accepted = what
+        value = self._argument(node, place, "filepath")
+        if value is None:
+            return
+        end = read_end(self._program, value)
+        if end is not None and end.text.startswith("hf://"):
+            return
+        if end is not None and not end.is_name and _may_have(end.text, accepted):
+            end = None
+        keywords = {arg.keyword.value for arg in node.args if arg.keyword}
+        if keywords & _OTHER_FORMS:
+            return
+        removed = keywords & _REMOVED
+        if kind == WEIGHTS and "save_format" in keywords:
+            removed |= {"save_format"}
+        is_wrong = end is not None and not end.text.endswith(accepted)
+        code = "".join(cst.Module([]).code_for_node(value).split())
+        self.found.append(
+            FileAccess(node, kind, is_load, is_certain, code, end, is_wrong, tuple(sorted(removed)))
+        )
+
+    def _what(self, call: cst.Call) -> tuple[str, int, bool, bool, tuple[str, ...]] | None:
+        """The kind, the place of the path, whether it loads and is certain, and extensions."""
+        name = self._program.callee(call).removeprefix("tensorflow.")
+        if name == _CHECKPOINT:
+            only = self._argument(call, _WEIGHTS_ONLY, "save_weights_only")
+            text = only.value if isinstance(only, cst.Name) else "" if only else "False"
+            if text == "True":
+                return WEIGHTS, 0, False, True, _ACCEPTED[WEIGHTS, False]
+            return MODEL, 0, False, text == "False", _ACCEPTED_BY_CHECKPOINT
+        if found := _FUNCTIONS.get(name):
+            return *found, True, _ACCEPTED[found[0], found[2]]
+        if name or not isinstance(call.func, cst.Attribute):
+            return None
+        if (found := _METHODS.get(call.func.attr.value)) is None:
+            return None
+        owner = call.func.value
+        is_certain = found[0] == WEIGHTS or self._is_model(owner)
+        if not is_certain and not self._may_be_model(owner):
+            return None
+        return *found, is_certain, _ACCEPTED[found[0], found[2]]
+
+    def _is_model(self, owner: cst.BaseExpression) -> bool:
+        """Whether an object, or an attribute of objects, is certainly a Keras model."""
+        made = (
+            self._program.attribute_values(owner.attr.value)
+            if isinstance(owner, cst.Attribute)
+            else []
+        )
+        is_stored = bool(made) and all(is_model(self._program, value) for value in made)
+        return is_stored or is_model(self._program, owner)
+
+    def _may_be_model(self, owner: cst.BaseExpression) -> bool:
+        """Whether the name of an object ends in `model`, and another library did not create it."""
+        values = self._program.values(owner) if isinstance(owner, cst.Name) else None
+        name = owner.attr if isinstance(owner, cst.Attribute) else owner
+        return (
+            isinstance(name, cst.Name)
+            and name.value.lower().rstrip("_0123456789").endswith("model")
+            and not any(self._program.callee(x).startswith(_OTHERS) for x in values or ())
+        )
+
+    def _argument(self, call: cst.Call, place: int, name: str) -> cst.BaseExpression | None:
+        positional = [arg.value for arg in call.args if arg.keyword is None]
+        if place < len(positional):
+            return positional[place]
+        return next((x.value for x in call.args if x.keyword and x.keyword.value == name), None)
+
+
+def _may_have(text: str, accepted: tuple[str, ...]) -> bool:
+    """Whether the unknown beginning of a path may complete a file extension."""
+    return not text.startswith(".") and any(suffix.endswith(text) for suffix in accepted)

@@ -1,0 +1,233 @@
+"""Paths of saved Keras models and weights: Keras 3 rejects file extensions that Keras 2 accepts.
+
+The port corrects a path if it can correct all calls that write or read the same file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import libcst as cst
+
+from tpudist.port.analysis.file_accesses import MODEL, WEIGHTS, FileAccess, find_accesses
+from tpudist.port.analysis.file_paths import PathEnd
+from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.transformers import Transformer
+from tpudist.port.guide_sections import (
+    LOAD_STATUS,
+    LOADED_PATH,
+    MODEL_PATH,
+    SAVE_ARGUMENT,
+    WEIGHTS_PATH,
+    Advice,
+)
+
+SUFFIXES = {MODEL: ".keras", WEIGHTS: ".weights.h5"}
+_REPLACES = {
+    MODEL: (".hdf5", ".hdf", ".ckpt", ".tf", ".pb"),
+    WEIGHTS: (".weights.hdf5", ".hdf5", ".hdf", ".h5", ".keras", ".ckpt", ".tf"),
+}
+# Functions whose result does not depend on the file extension.
+_ASKS = ("os.path.exists", "os.path.isfile", "os.remove", "tensorflow.io.gfile.exists")
+
+
+class SavedFiles(Transformer):
+    """Corrects the file extensions of models and weights."""
+
+    def __init__(self, program: Program):
+        """Finds the corrections."""
+        super().__init__(program)
+        accesses = program.once(find_accesses)
+        self._nodes: dict[cst.CSTNode, cst.CSTNode] = {}
+        self._without_format: set[cst.Call] = set()
+        for access, end in _corrections(program, accesses):
+            assert access.end is not None
+            assert access.end.node is not None
+            assert end.node is not None
+            self._nodes[access.end.node] = end.node
+            self._without_format.add(access.call)
+        # An argument that `save_weights` does not have in Keras 3, where the path decides.
+        self._without_format |= {
+            x.call for x in accesses if x.kind == WEIGHTS and x.is_certain and not x.is_load
+        }
+
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
+    ) -> cst.BaseExpression:
+        """Corrects a path."""
+        new = self._nodes.get(original_node)
+        return new.deep_clone() if isinstance(new, cst.SimpleString) else updated_node
+
+    def leave_FormattedString(
+        self, original_node: cst.FormattedString, updated_node: cst.FormattedString
+    ) -> cst.BaseExpression:
+        """Corrects an f-string that ends in a number."""
+        new = self._nodes.get(original_node)
+        if not isinstance(new, cst.FormattedString):
+            return updated_node
+        return updated_node.with_changes(parts=[*updated_node.parts, new.parts[-1]])
+
+    def leave_FormattedStringText(
+        self, original_node: cst.FormattedStringText, updated_node: cst.FormattedStringText
+    ) -> cst.FormattedStringText:
+        """Corrects the end of an f-string."""
+        new = self._nodes.get(original_node)
+        return new.deep_clone() if isinstance(new, cst.FormattedStringText) else updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        """Removes `save_format`."""
+        if original_node not in self._without_format:
+            return updated_node
+        args = [
+            arg
+            for arg in updated_node.args
+            if not (
+                arg.keyword is not None
+                and arg.keyword.value == "save_format"
+                and isinstance(arg.value, cst.SimpleString | cst.Name)
+            )
+        ]
+        if len(args) == len(updated_node.args):
+            return updated_node
+        if args:
+            args[-1] = args[-1].with_changes(comma=updated_node.args[-1].comma)
+        return updated_node.with_changes(args=args)
+
+
+def find_wrong_accesses(program: Program) -> list[tuple[cst.CSTNode, str, Advice]]:
+    """Returns the calls that Keras 3 rejects, each with its name and the advice."""
+    found: list[tuple[cst.CSTNode, str, Advice]] = []
+    for access in program.once(find_accesses):
+        function = access.call.func
+        name = "".join(cst.Module([]).code_for_node(function).split())
+        if access.is_wrong and access.is_load:
+            found.append((function, name, LOADED_PATH))
+        elif access.is_wrong:
+            found.append((function, name, MODEL_PATH if access.kind == MODEL else WEIGHTS_PATH))
+        elif access.removed:
+            what = SAVE_ARGUMENT.what.format(", ".join(access.removed))
+            found.append((function, name, dataclasses.replace(SAVE_ARGUMENT, what=what)))
+        elif (
+            access.is_load
+            and access.kind == WEIGHTS
+            and isinstance(program.parent(access.call), cst.Attribute)
+        ):
+            found.append((function, name, LOAD_STATUS))
+    return found
+
+
+def _corrections(
+    program: Program, accesses: list[FileAccess]
+) -> Iterator[tuple[FileAccess, PathEnd]]:
+    """The accesses to correct, each with the new end of its path."""
+    groups: list[tuple[list[FileAccess], dict[cst.Call, PathEnd]]] = []
+    done: set[cst.Call] = set()
+    for access in accesses:
+        if access.end is None or access.call in done:
+            continue
+        group = _same_file(access, accesses)
+        done |= {one.call for one in group}
+        if (ends := _correct_group(program, group, accesses)) is not None:
+            groups.append((group, ends))
+    others = [
+        one.end.name
+        for one in accesses
+        if one.end is not None and all(one not in group for group, _ in groups)
+    ]
+    for group, ends in groups:
+        taken = [end.name for other, more in groups if other is not group for end in more.values()]
+        if not {end.name for end in ends.values()} & {*others, *taken}:
+            for one in group:
+                yield one, ends[one.call]
+
+
+def _correct_group(
+    program: Program, group: list[FileAccess], accesses: list[FileAccess]
+) -> dict[cst.Call, PathEnd] | None:
+    """Returns the new ends of the paths of one file by their calls; None to leave them."""
+    kinds = {one.kind for one in group if not one.is_load}
+    if len(kinds) != 1 or not any(one.is_wrong and not one.is_load for one in group):
+        return None
+    [kind] = kinds
+    ends: dict[cst.Call, PathEnd] = {}
+    for one in group:
+        end = one.end and one.end.with_suffix(SUFFIXES[kind], _REPLACES[kind])
+        if not end or not one.end or not one.is_certain or not _may_rename(program, one, accesses):
+            return None
+        if one.is_load and ((kind == WEIGHTS and one.kind == MODEL) or one.has("by_name")):
+            return None
+        ends[one.call] = end
+    for other in accesses:
+        if other in group:
+            continue
+        if other.end is None:
+            is_reader = other.is_load and (kind == MODEL or other.kind == WEIGHTS)
+            if is_reader:
+                return None
+        elif any(one.may_be_same(other) for one in group):
+            return None
+    return None if _mentions(program, group, accesses) else ends
+
+
+def _same_file(access: FileAccess, accesses: list[FileAccess]) -> list[FileAccess]:
+    """All accesses to the file of one access."""
+    group = [access]
+    for one in group:  # which grows
+        group += [x for x in accesses if x not in group and one.is_same(x)]
+    return group
+
+
+def _may_rename(program: Program, access: FileAccess, accesses: list[FileAccess]) -> bool:
+    """Whether the variables of a path are used only as paths of such files."""
+    calls = {one.call for one in accesses}
+    assert access.end is not None
+    return all(
+        any(
+            outer in calls
+            or program.callee(outer) in _ASKS
+            or (isinstance(outer, cst.Call) and _is_print(outer))
+            or outer is program.parent(name)
+            for outer in program.around(read)
+        )
+        for name in access.end.variables
+        for read in program.references(name)
+    )
+
+
+def _is_print(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Name) and call.func.value == "print"
+
+
+def _mentions(program: Program, group: list[FileAccess], accesses: list[FileAccess]) -> bool:
+    """Whether the program has the path of a file elsewhere, too."""
+    paths = {one.end.text.rstrip("/") for one in group if one.end is not None}
+    finder = _Texts(program, {one.end.node for one in accesses if one.end is not None})
+    program.walk(finder)
+    return any(
+        text.rstrip("/") == path or text.startswith(f"{path}/")
+        for text in finder.found
+        for path in paths
+    )
+
+
+class _Texts(cst.CSTVisitor):
+    """The texts of a program, except some nodes, names and texts that are statements."""
+
+    def __init__(self, program: Program, known: set):
+        super().__init__()
+        self._program = program
+        self._known = known
+        self.found: set[str] = set()
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        outer = self._program.parent(node)
+        is_name = isinstance(outer, cst.Arg) and outer.keyword and outer.keyword.value == "name"
+        text = node.evaluated_value
+        if not is_name and not isinstance(outer, cst.Expr) and isinstance(text, str):
+            if node not in self._known:
+                self.found.add(text)
+
+    def visit_FormattedStringText(self, node: cst.FormattedStringText) -> None:
+        if node not in self._known:
+            self.found.add(node.value)
