@@ -22,7 +22,7 @@ PRINTED = {
     "04_port_a_tf_program": [
         "left to port manually: []",
         "rows: 2.0\nsum of squares: 40425.0",
-        "tf.GradientTape: make the loss a function",
+        "tf.GradientTape: write the loss as a function",
         "weight 3.00, loss 0.0000",
     ],
     "05_keras_fit": ["held-out accuracy 9", "on 8 devices", "match one device"],
