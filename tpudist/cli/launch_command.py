@@ -23,8 +23,9 @@ examples:
   tpudist launch -n 2 --devices-per-process 4 train.py --steps 10
   tpudist launch --hosts 10.0.0.1,10.0.0.2 train.py
 
-exit codes: 0 success, 2 wrong use, 75 start again (a process was lost), 143 stopped by SIGTERM;
-otherwise the code of the program
+exit codes: 0 success, 2 wrong use, 70 no restart is left, 130 Ctrl-C, 143 SIGTERM;
+otherwise the code of the first process that failed, or 128 + n if signal n killed it
+(137 is SIGKILL). Without --restarts, start again after 75, 137 or 143; with it, after 70 or 143.
 """
 
 
