@@ -1,4 +1,4 @@
-"""Warns of a strategy of one process in a cluster of several, where each would train alone."""
+"""Warns if each process of a cluster would train a separate model."""
 
 import warnings
 
@@ -12,8 +12,8 @@ _warned: list[str] = []
 def warn_of_separate_models(strategy: str) -> None:
     """Warns once per process if TF_CONFIG names several workers and nothing connects them.
 
-    Evaluators and clusters with parameter servers use a strategy of one process on purpose. So do
-    processes that are connected already.
+    Evaluators and clusters with parameter servers use a strategy of one process on purpose.
+    Processes that are already connected do so too, for example to compare with one device.
 
     Args:
         strategy: Name of the strategy, which uses only devices of this process.
