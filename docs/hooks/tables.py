@@ -1,4 +1,4 @@
-"""Tables that a narrow window can show: each cell knows what it is, and long names have breaks.
+"""Tables that a narrow window can show: each cell has a label, and only long names have breaks.
 
 docs/stylesheets/site.css then puts the cells of a row one below the other.
 """
@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_SHORT = 22
+"""Characters of code that stay on one line."""
 _CELL_CODE = re.compile(r"<code>([^<]*)</code>")
 
 
@@ -24,6 +26,9 @@ def _with_labels(table: str) -> str:
 
 
 def _with_breaks(table: str) -> str:
-    return _CELL_CODE.sub(
-        lambda code: f"<code>{re.sub(r'(?<=[._])(?=[A-Za-z])', '<wbr>', code[1])}</code>", table
-    )
+    def mark(code: re.Match[str]) -> str:
+        if len(code[1]) <= _SHORT:
+            return f'<code class="short">{code[1]}</code>'
+        return f"<code>{re.sub(r'(?<=[._])(?=[A-Za-z])', '<wbr>', code[1])}</code>"
+
+    return _CELL_CODE.sub(mark, table)

@@ -73,6 +73,34 @@ def test_version_prints_the_versions_of_a_bug_report(capsys):
     assert f", Python {platform.python_version()}, system " in printed
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", "--topolgy", "v5e-64"], "plan has no option --topolgy. Did you mean --topology?"),
+        (["plan", "--no-cahce"], "Did you mean --no-cache?"),
+        (["run", "--emulate", "x", "a.py"], "--emulate x: must be a whole number."),
+        (["doctor", "--minutes=x"], "--minutes x: must be a number."),
+        (["doctor", "nofolder"], "The folder nofolder does not exist in "),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line(args, message, capsys):
+    assert cli.main(args) == cli.WRONG_USE
+    found = capsys.readouterr().err
+    assert found.startswith(f"tpudist: {message}") or message in found
+    assert len(found.splitlines()) == 1
+
+
+def test_help_is_a_command_too(capsys):
+    for word in ("help", "--help"):
+        assert cli.main([word]) == 0
+    first, second = capsys.readouterr().out.split("usage: tpudist COMMAND")[1:]
+    assert first == second
+    with pytest.raises(SystemExit) as end:
+        cli.main(["help", "topologies"])
+    assert end.value.code == 0
+    assert "usage: tpudist topologies" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_doctor_report_is_markdown_without_the_home_directory(capsys, monkeypatch):

@@ -119,6 +119,8 @@ def test_a_part_of_a_line_is_left_out(tmp_path):
 def test_a_folder_without_notes_is_an_error_that_says_how_to_have_some(tmp_path):
     with pytest.raises(NoLedger, match="record_goodput"):
         read_run(tmp_path)
+    with pytest.raises(NoLedger, match="The folder .*missing does not exist"):
+        read_run(tmp_path / "missing")
 
 
 def test_nothing_is_noted_where_nobody_has_asked():

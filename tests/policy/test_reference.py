@@ -231,11 +231,14 @@ class Options:
 
 
 def test_cells_know_their_columns_and_long_names_have_breaks():
-    row = "<tr><td><code>a_b.c</code></td><td>x</td><td></td></tr>"
+    name = "a_long_package.AndItsClass"
+    row = f"<tr><td><code>{name}</code></td><td><code>--host-index</code></td><td></td></tr>"
     table = "<table><thead><tr><th>one</th><th>two</th><th>three</th></tr></thead>" + row
     shown = hook("tables").on_page_content(f"{table}</table>")
-    assert '<td data-label="one"><code>a_<wbr>b.<wbr>c</code></td>' in shown
-    assert '<td data-label="two">x</td><td data-label="three"></td>' in shown
+    parts = "a_<wbr>long_<wbr>package.<wbr>AndItsClass"
+    assert f'<td data-label="one"><code>{parts}</code></td>' in shown
+    assert '<td data-label="two"><code class="short">--host-index</code></td>' in shown
+    assert '<td data-label="three"></td>' in shown
 
 
 def test_nothing_of_the_build_is_kept():

@@ -106,9 +106,9 @@ print("well")
 def test_what_was_lost_or_killed_starts_again(run, code):
     found, lines = run(FLAKY, "-n", "2", "--restarts", "2", args=[code])
     assert found == 0
+    ended = "was killed (SIGKILL)" if code == "-9" else f"exited with code {code}"
     assert [x for x in lines if "tpudist" in x] == [
-        f"[tpudist] process 1 exited with code {code}: restarting all processes ({k} restart(s) "
-        f"left)."
+        f"[tpudist] process 1 {ended}: restarting all processes ({k} restart(s) left)."
         for k in (2, 1)
     ]
     assert lines[-2:] == ["[0] well", "[1] well"] or lines[-2:] == ["[1] well", "[0] well"]
@@ -117,11 +117,16 @@ def test_what_was_lost_or_killed_starts_again(run, code):
 def test_the_budget_has_an_end(run, tmp_path):
     code, lines = run(FLAKY, "-n", "2", "--restarts", "1", args=["75"])
     assert code == launch.EXIT_GAVE_UP
-    assert lines[-1] == "[tpudist] process 1 exited with code 75: giving up."
+    assert lines[-1] == "[tpudist] process 1 exited with code 75: giving up after 1 restart(s)."
     (tmp_path / "times").unlink()
     assert run(FLAKY, "-n", "2", args=["75"])[0] == 75
     (tmp_path / "times").unlink()
-    assert run(FLAKY, "-n", "2", args=["-9"])[0] == 128 + 9
+    code, lines = run(FLAKY, "-n", "2", args=["-9"])
+    assert code == 128 + 9
+    assert lines[-1] == (
+        "[tpudist] process 1 was killed (SIGKILL): giving up. --restarts N starts again from the "
+        "last checkpoint."
+    )
 
 
 # Starts a child of its own, and says the numbers of both.

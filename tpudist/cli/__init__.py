@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from tpudist.cli import option_check
 from tpudist.cli.console import say, write
 from tpudist.cli.errors import WrongUse
 
@@ -59,7 +60,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
             write(installed_versions.format_versions())
             return 0
-        if not args or args[0] in ("-h", "--help"):
+        if args[:1] == ["help"] and len(args) > 1:
+            args = [*args[1:], "--help"]
+        if not args or args[0] in ("-h", "--help", "help"):
             names = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
             write(_HELP.format(commands=names).rstrip())
             return 0 if args else WRONG_USE
@@ -99,18 +102,20 @@ def read(args: Sequence[str]) -> Any:
     Ends the process if the command line asks for help, or if an option is wrong.
 
     Raises:
-        WrongUse: If there is no such subcommand, or `run` or `launch` has no such option.
+        WrongUse: If there is no such subcommand or option, or if a value is not a number.
     """
     import tyro
 
     name, *rest = args
     command = find_command(name)
     own: list[str] = []
-    if name in ("run", "launch"):
+    takes_program = name in ("run", "launch")
+    if takes_program:
         from tpudist.cli import launch_command
 
         rest, own = launch_command.split(rest)
-        launch_command.check_names(rest, name, command.Options)
+    option_check.check_names(rest, name, command.Options, takes_program)
+    option_check.check_numbers(rest, command.Options)
     try:
         options = tyro.cli(
             command.Options,

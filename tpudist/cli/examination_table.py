@@ -28,8 +28,10 @@ def draw_answers(answers: Sequence[Answer]) -> list[Any]:
         verdict = Text(x.verdict.value, style=_STYLES[x.verdict])
         table.add_row(verdict, x.asked, Text(x.found))
     counts = {v: sum(x.verdict is v for x in answers) for v in Verdict}
-    closing = f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARNING]} warnings."
-    return [table, *_remedies(answers), Text(closing)]
+    warnings = (
+        "1 warning" if counts[Verdict.WARNING] == 1 else f"{counts[Verdict.WARNING]} warnings"
+    )
+    return [table, *_remedies(answers), Text(f"\n{counts[Verdict.FAIL]} failed, {warnings}.")]
 
 
 def format_details(answers: Sequence[Answer]) -> str:

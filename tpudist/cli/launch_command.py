@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 import shlex
 import shutil
@@ -23,8 +21,9 @@ examples:
   tpudist launch -n 2 --devices-per-process 4 train.py --steps 10
   tpudist launch --hosts 10.0.0.1,10.0.0.2 train.py
 
-exit codes: 0 success, 2 wrong use, 75 start again (a process was lost), 143 stopped by SIGTERM;
-otherwise the code of the program
+exit codes: 0 success, 2 wrong use, 70 no restart is left, 130 Ctrl-C, 143 SIGTERM;
+otherwise the code of the first process that failed, or 128 + n if signal n killed it
+(137 is SIGKILL). Without --restarts, start again after 75, 137 or 143; with it, after 70 or 143.
 """
 
 
@@ -71,30 +70,6 @@ def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
         takes_value = not has_value and args[i] not in ("-h", "--help", "--", "--dry-run")
         i += 2 if takes_value else 1
     return list(args[: i + 1]), list(args[i + 1 :])
-
-
-def check_names(first: Sequence[str], command: str, options: type) -> None:
-    """Refuses an option that the command does not have: it may look as if it took the program.
-
-    Args:
-        first: The command line up to the program.
-        command: The subcommand's name.
-        options: Its options.
-
-    Raises:
-        WrongUse: There is one.
-    """
-    known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options)]
-    known = [name for name in known if name not in ("--script", "--arguments")]
-    for word in first:
-        name = word.partition("=")[0].replace("_", "-")
-        if name.startswith("--") and name not in ("--", "--help", *known):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            raise WrongUse(
-                f"{command} has no option {name}.{meant} Options of the program follow its name. "
-                f"The options of {command} are {', '.join(known)}."
-            )
 
 
 def run(options: Options) -> int:

@@ -50,12 +50,14 @@ def read_run(folder: str | Path) -> list[dict[int, Start]]:
     by when it began.
 
     Raises:
-        NoLedger: There is none.
+        NoLedger: If the folder does not exist, or contains no notes.
     """
     where = Path(folder) / FOLDER
     files = sorted(where.glob("process-*-*.jsonl"))
     starts = sorted(filter(None, map(_read, files)), key=lambda x: x.began)
     if not starts:
+        if not Path(folder).exists():
+            raise NoLedger(f"The folder {folder} does not exist in {Path.cwd()}.")
         raise NoLedger(
             f"{where} has no records of processes. To write them, call "
             f"tpudist.record_goodput({str(folder)!r}) in the program, or set "

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from tpudist.cluster_resolver.separate_models import warn_of_separate_models
 from tpudist.lowering import placement
 from tpudist.state import nnx_binding
 from tpudist.state.storage import Storage
@@ -53,6 +54,7 @@ class CentralStorageStrategy(Strategy):
             ValueError: If a device does not exist, is named twice or belongs to another process, or
                 if the parameter device does not have this memory.
         """
+        warn_of_separate_models("CentralStorageStrategy")
         devices = as_devices(compute_devices, local=True)
         mesh = make_mesh(devices, axis_name=axis_name)
         if parameter_device is None:

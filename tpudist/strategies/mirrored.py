@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
+from tpudist.cluster_resolver.separate_models import warn_of_separate_models
 from tpudist.reductions.cross_device_ops import CrossDeviceOps
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla.devices import as_devices
@@ -44,6 +45,7 @@ class MirroredStrategy(Strategy):
             ValueError: If a device does not exist, is named twice or belongs to another process, or
                 if `cross_device_ops` has a wrong type or does not support these devices.
         """
+        warn_of_separate_models("MirroredStrategy")
         super().__init__(
             make_mesh(
                 as_devices(devices, local=True), axis_name=axis_name, deterministic=deterministic

@@ -2,6 +2,7 @@
 
 import jax
 
+from tpudist.cluster_resolver.separate_models import warn_of_separate_models
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import make_mesh
@@ -24,5 +25,6 @@ class OneDeviceStrategy(Strategy):
             axis_name: A second name of the replica axis, in addition to "replica", for functions
                 and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
         """
+        warn_of_separate_models("OneDeviceStrategy")
         devices = as_devices(None if device is None else [device])[:1]
         super().__init__(make_mesh(devices, axis_name=axis_name))

@@ -74,7 +74,7 @@ class Launch:
                 if not any(codes.values()):
                     return 0
                 first, code = next((i, x) for i, x in codes.items() if x)
-                told = f"process {first} exited with code {code}"
+                told = f"process {first} {_describe(code)}"
                 if attempt.has_survived:
                     self.write(None, f"{told}, after tpudist.experimental.survive.")
                     return code if code > 0 else 128 - code
@@ -85,10 +85,16 @@ class Launch:
                     )
                     return code if code > 0 else 1
                 if not left:
-                    self.write(None, f"{told}: giving up.")
+                    self.write(None, f"{told}: {self._last_words}")
                     return EXIT_GAVE_UP if self.restarts else code if code > 0 else 128 - code
                 self.write(None, f"{told}: restarting all processes ({left} restart(s) left).")
                 left -= 1
+
+    @property
+    def _last_words(self) -> str:
+        if self.restarts:
+            return f"giving up after {self.restarts} restart(s)."
+        return "giving up. --restarts N starts again from the last checkpoint."
 
 
 class _Attempt:

@@ -26,17 +26,19 @@ import json, os, sys, time
 def tell(**what): print({mark!r} + json.dumps(what), flush=True)
 skipped = json.loads(sys.argv[3])
 tell(devices={{"kind": "odd", "count": 1, "chip": None}})
-for name in ("first", "second", "third"):
-    if name not in skipped:
-        tell(begin=name)
-        if name == "second":
-            {fault}
-        tell(end=name, status="ok", seconds=0.0, figures={{"seconds": 1.0}})
+names = [x for x in ("first", "second", "third") if x not in skipped]
+tell(items=names)
+{start}
+for name in names:
+    tell(begin=name)
+    if name == "second":
+        {fault}
+    tell(end=name, status="ok", seconds=0.0, figures={{"seconds": 1.0}})
 """
 
 
-def run_with(monkeypatch, fault, budget_s=20.0):
-    program = PROGRAM.format(mark=section_program.MARK, fault=fault)
+def run_with(monkeypatch, fault, budget_s=20.0, start=""):
+    program = PROGRAM.format(mark=section_program.MARK, fault=fault, start=start)
     monkeypatch.setattr(section_program, "START", program)
     begun = []
     return section_run.run_section("compute", budget_s, {}, begun.append), begun
@@ -67,7 +69,24 @@ def test_a_hang_ends_with_the_time_of_the_section(monkeypatch):
     assert time.monotonic() - started < 60
     found = {x["name"]: x["status"] for x in result.items}
     assert found == {"first": "ok", "second": "failed: its process did not end in time"}
-    assert "is over" in result.problem
+    assert result.problem == "stopped after 2 of 3 items: no time left; use --minutes 20"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("start", "fault", "budget_s"),
+    [
+        # The second child has no time left, before it begins an item.
+        ("if skipped: print('Timeout (', flush=True); os._exit(1)", "os.abort()", 20.0),
+        # The first child leaves the last items out.
+        ("names = ['first', 'second']", "tell(end='third', status='left out: no time left',"
+         " seconds=0.0, figures={})", 200.0),
+    ],
+)  # fmt: skip
+def test_a_section_without_time_says_how_many_items_ran(monkeypatch, start, fault, budget_s):
+    result, _ = run_with(monkeypatch, fault, budget_s, start)
+    assert result.problem == "stopped after 2 of 3 items: no time left; use --minutes 20"
+    assert not result.is_ok
 
 
 @pytest.mark.multiprocess

@@ -53,6 +53,7 @@ def check_accelerator(
             _environment(num_emulated),
             lambda item: tell(f"  {item}"),
             python,
+            budget_s / 60,
         )
         results.append({**dataclasses.asdict(found), "ok": found.is_ok})
         report = build_report(results, versions, created)

@@ -72,7 +72,8 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += [", ".join(f"{name} {version}" for name, version in report["versions"].items())]
     for section in report["sections"]:
         done = sum(x["status"] == "ok" for x in section["items"])
-        lines += ["", f"{section['name']}: {done} of {len(section['items'])} ok"]
+        total = max(section.get("num_items", 0), len(section["items"]))
+        lines += ["", f"{section['name']}: {done} of {total} ok"]
         lines += [f"  {_format_item(x)}" for x in section["items"]]
         lines += [f"  {section['problem']}"] if section["problem"] else []
     lines += ["", *_format_plans(report["planner"])]

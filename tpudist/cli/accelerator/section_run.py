@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,12 +26,20 @@ class SectionResult:
             `seconds`, `figures`.
         devices: Description of the devices, empty if they did not start.
         problem: Why the section has no further items, or "".
+        num_items: Number of items of the section, or 0 if its process did not list them.
     """
 
     name: str
     items: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     devices: dict[str, Any] = dataclasses.field(default_factory=dict)
     problem: str = ""
+    num_items: int = 0
+
+    @property
+    def progress(self) -> str:
+        """Number of items that ran, and of all items if that is known."""
+        done = sum(not x["status"].startswith("left out") for x in self.items)
+        return f"{done} of {self.num_items} items" if self.num_items else f"{done} item(s)"
 
     @property
     def is_ok(self) -> bool:
@@ -44,6 +53,7 @@ def run_section(
     env: Mapping[str, str],
     tell: Callable[[str], None],
     python: str = sys.executable,
+    minutes: float = 10.0,
 ) -> SectionResult:
     """Runs a section within a budget. A crash or a hang costs the item in which it happens.
 
@@ -53,21 +63,27 @@ def run_section(
         env: Environment variables of the child, in addition to those of this process.
         tell: Called with the name of each item that begins.
         python: Interpreter of the child.
+        minutes: Time limit of the whole check, for the advice if no time is left.
     """
     result = SectionResult(name)
+    advice = f"no time left; use --minutes {max(20, math.ceil(2 * minutes))}"
     deadline = time.monotonic() + budget_s
     for _ in range(_MOST_STARTS):
         left_s = deadline - time.monotonic()
         if left_s < min(5.0, budget_s / 2):
-            result.problem = f"the time of the section ({budget_s:.0f} s) is over"
+            result.problem = f"stopped after {result.progress}: {advice}"
             return result
         skipped = [x["name"] for x in result.items]
         command = [python, "-c", section_program.START, name, f"{left_s:.1f}", json.dumps(skipped)]
         outcome = run_to_end(command, env, left_s + 2, _reader(tell))
         begun = _read(outcome, result)
         if begun is None:
-            if outcome.exit_code:
+            if outcome.exit_code and not result.items:
                 result.problem = f"failed before its first item: {_cause(outcome)}"
+            elif outcome.exit_code and not _is_out_of_time(outcome):
+                result.problem = f"stopped after {result.progress}: its process {_cause(outcome)}"
+            elif outcome.exit_code or any(x["status"].startswith("left") for x in result.items):
+                result.problem = f"stopped after {result.progress}: {advice}"
             return result
         status = f"failed: its process {_cause(outcome)}"
         figures = {"output": outcome.last_lines()}
@@ -87,7 +103,7 @@ def _reader(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 def _read(outcome: ChildOutcome, result: SectionResult) -> str | None:
     """Adds the items that ended to `result`, and returns the one in which the process ended."""
-    begun = None
+    begun, before = None, len(result.items)
     for line in outcome.lines:
         _, mark, said = line.partition(section_program.MARK)
         if not mark:
@@ -95,6 +111,8 @@ def _read(outcome: ChildOutcome, result: SectionResult) -> str | None:
         one = json.loads(said)
         result.devices = one.get("devices", result.devices)
         begun = one.get("begin", begun)
+        if "items" in one:
+            result.num_items = before + len(one["items"])
         if "end" in one:
             result.items.append({"name": one.pop("end"), **one})
             begun = None
@@ -102,8 +120,11 @@ def _read(outcome: ChildOutcome, result: SectionResult) -> str | None:
 
 
 def _cause(outcome: ChildOutcome) -> str:
-    text = outcome.last_lines()
-    if outcome.hung or "Timeout (" in text:
+    if _is_out_of_time(outcome):
         return "did not end in time"
     errors = [x for x in outcome.lines if "Error: " in x and not x.startswith(" ")]
     return f"ended with {outcome.exit_code}" + (f": {errors[-1]}" if errors else "")
+
+
+def _is_out_of_time(outcome: ChildOutcome) -> bool:
+    return outcome.hung or "Timeout (" in outcome.last_lines()
