@@ -128,7 +128,7 @@ def test_a_slice_that_does_not_exist_is_wrong_use(capsys, topology, message):
     ("options", "message"),
     [
         (["--replica-axes", "fsdp"], "'fsdp' is not an axis and its size"),
-        (["--replica-axes", "fsdp=2", "fsdp=2"], "gives the axis 'fsdp' twice"),
+        (["--replica-axes", "fsdp=2", "fsdp=2"], "has the axis 'fsdp' twice"),
         (["--remat", "none", "full"], "--remat none full: several values need --search"),
         (["--microbatches", "1", "2"], "--microbatches 1 2: several values need --search"),
         (["--microbatches", "0"], "--microbatches is 0. It must be above 0"),
