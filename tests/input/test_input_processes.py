@@ -369,7 +369,7 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
     assert here["data"] == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
     first, warned, table = here["by files"]
     assert first == list(range(19, 11, -1))
-    assert "shares out 1 files over 2 processes" in warned
+    assert "divides 1 files among 2 processes" in warned
     assert table.splitlines()[-1].split() == ["1", "4-7", "1", "4", "8", "0"]
     for (kind, text), told in zip(
         here["mistakes"],

@@ -273,7 +273,7 @@ def test_what_would_happen_again_or_for_each_example_is_refused():
     def each(x):
         return jax.vmap(lambda row: loop.model(row[None], training=True))(x)
 
-    for step, place in ((again, "inside of jax.checkpoint"), (each, "inside jax.vmap")):
+    for step, place in ((again, "inside jax.checkpoint"), (each, "inside jax.vmap")):
         with pytest.raises(RuntimeError, match="moving_mean' *.* assign") as error:
             strategy.run(step, args=batch)
         assert place in str(error.value)

@@ -716,7 +716,7 @@ def test_scatters_that_would_make_the_copies_differ_are_refused(mirrored):
     with pytest.raises(ValueError, match="'table' would differ between replicas"):
         mirrored.run(step)
     slices = mirrored.run(my_slices)
-    with pytest.raises(ValueError, match="scatter_add of variable 'table' was given slices that"):
+    with pytest.raises(ValueError, match="scatter_add of variable 'table' received slices that"):
         v.scatter_add(slices)
 
 
