@@ -85,6 +85,7 @@ def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::tpudist.LocalMeanWarning")  # it sums means, rightly here
 def test_a_mean_over_rows_or_one_is_exact_where_replicas_have_none(strategy):
     """The most common idiom of real losses, which is no polynomial of the number of rows."""
     w = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
