@@ -123,9 +123,7 @@ def test_an_optimizer_of_one_of_several_models_must_be_built(tmp_path):
 
 
 def test_other_objects_of_keras_are_refused(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"cannot save these objects:\n  loss: keras\..*MeanSquaredError"
-    ):
+    with pytest.raises(TypeError, match=r"these objects:\n  loss: keras\..*MeanSquaredError"):
         Checkpoint(loss=keras.losses.MeanSquaredError()).save(tmp_path / "x")
 
 

@@ -75,7 +75,7 @@ def test_a_jax_without_it_refuses_rather_than_connect_without(asked, certificate
         monkeypatch.setenv("JAX_MTLS_CERT_FILE", certificates["cert_file"])
     monkeypatch.setattr(emulation, "has_backend", lambda: False)
     with pytest.raises(
-        RuntimeError, match=r"Mutual TLS \((MutualTLS|JAX_MTLS_CERT_FILE)\) is not available"
+        RuntimeError, match=r"TLS \((MutualTLS|JAX_MTLS_CERT_FILE)\) is not available"
     ):
         connection.connect("127.0.0.1:1", 2, 0, given)
 
