@@ -2,8 +2,10 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
+import tpudist
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.xla.estimate.instruction_time import Rates
 from tpudist.xla.hardware.chips import CHIPS
@@ -65,3 +67,9 @@ def test_a_report_is_read_from_its_path_or_its_content(tmp_path):
     assert read_calibration(str(tmp_path / "report.json")).ici_ratio == 0.8
     with pytest.raises(FileNotFoundError):
         read_calibration(tmp_path / "none.json")
+
+
+def test_a_calibration_of_devices_without_times_is_refused(emulated_devices):
+    strategy = tpudist.MirroredStrategy(emulated_devices[:2])
+    with pytest.raises(ValueError, match="plans estimate times only for TPUs. Omit it, or pass"):
+        strategy.plan(lambda x: x + 1, (jnp.ones(2),), calibration=Calibration("v5e"))

@@ -74,8 +74,18 @@ def _check_numbers(options: Options) -> None:
         least = 0.1 if name == "minutes" else 1
         if value is not None and not value >= least:
             raise WrongUse(f"--{name.replace('_', '-')} {value}: it must be at least {least}.")
-    if options.accelerator and (options.report or options.processes != 1):
-        raise WrongUse("--accelerator has a report of its own: omit --report and --processes.")
+    usual = Options()
+    if options.accelerator:
+        ignored = ("report", "processes", "timeout_s")
+        remedy = "Omit it, or omit --accelerator"
+    else:
+        ignored = ("output", "minutes", *(["json"] if options.report else []))
+        remedy = "Omit it, or omit --report" if options.report else "Omit it, or add --accelerator"
+    for name in ignored:
+        if getattr(options, name) != getattr(usual, name):
+            flag = f"--{name.replace('_', '-')}"
+            other = "--accelerator" if options.accelerator else "this check"
+            raise WrongUse(f"{flag} has no effect on {other}. {remedy}.")
 
 
 def _num_emulated(options: Options) -> int | None:

@@ -48,7 +48,13 @@ def plan(
     mesh = twin.mesh
     chip = chips.chip_of_device(mesh.devices.flat[0])
     notes = list(call.notes)
-    if request.calibration is not None and chip is not None:
+    if request.calibration is not None:
+        if chip is None:
+            raise ValueError(
+                f"plan(calibration=...) for {_name_devices(mesh, chip)}: a calibration changes "
+                f"estimated times, and plans estimate times only for TPUs. Omit it, or pass "
+                f"topology=, such as 'v5e-8'."
+            )
         chip = request.calibration.apply(chip)
         notes.append("Times use the measured rates of the calibration, not the published rates.")
     started = time.monotonic()

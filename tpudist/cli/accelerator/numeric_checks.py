@@ -69,25 +69,21 @@ def _rows(strategy: Any, count: int = ROWS) -> Any:
 
 
 def _make_regression(strategy: Any) -> Any:
-    with strategy.scope():
-        model = nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(0))
-        optimizer = Optimizer(optax.sgd(0.05), model)
-
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        def loss_fn(model: Any) -> Any:
-            return compute_average_loss(((model(batch["x"]) - batch["y"]) ** 2).sum(-1))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    return step, (model, optimizer, _rows(strategy))
+    linear = functools.partial(nnx.Linear, WIDTH, 1)
+    return _make_training(strategy, linear, optax.sgd(0.05))
 
 
 def _make_network(strategy: Any) -> Any:
+    return _make_training(strategy, _Network, optax.adam(0.01))
+
+
+def _make_training(
+    strategy: Any, make_model: Callable[..., Any], transform: optax.GradientTransformation
+) -> Any:
+    """Returns a training step, and its arguments."""
     with strategy.scope():
-        model = _Network(nnx.Rngs(0))
-        optimizer = Optimizer(optax.adam(0.01), model)
+        model = make_model(rngs=nnx.Rngs(0))
+        optimizer = Optimizer(transform, model)
 
     def step(model: Any, optimizer: Any, batch: Any) -> Any:
         def loss_fn(model: Any) -> Any:
