@@ -34,7 +34,7 @@ CHROMIUM = (
     *("--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0"),
 )
 LIMIT_S = 60
-# The width of the page, and what is wider than the window without a box that scrolls it.
+# The width of the page, and the elements wider than the window without a box that scrolls it.
 MEASURE = """
 (() => {
   const wide = [];
@@ -83,7 +83,7 @@ class Browser:
 
 
 async def look_at(address: str, port: int, pages: list[str], out: Path | None) -> list[str]:
-    """Opens the pages in all sizes and schemes; returns what is too wide."""
+    """Opens the pages in all sizes and schemes; returns the pages that are too wide."""
     new = urllib.request.Request(f"http://127.0.0.1:{port}/json/new", method="PUT")
     with urllib.request.urlopen(new) as answer:
         target = json.load(answer)["webSocketDebuggerUrl"]
@@ -131,7 +131,7 @@ def wait_for_port(folder: Path, process: subprocess.Popen) -> int:
 
 
 def pages_of(site: Path) -> list[str]:
-    """All pages of a site; those that only lead to another one are left out."""
+    """All pages of a site; pages that only lead to another page are left out."""
     pages = sorted(site.rglob("index.html"))
     return [
         f"{folder}/".removeprefix("./")

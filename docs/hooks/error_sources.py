@@ -1,4 +1,4 @@
-"""What the names in a module stand for, and where it may show a text: for error_texts.py."""
+"""Values of the names in a module, and where it may show a text: for error_texts.py."""
 
 import ast
 from collections import defaultdict
@@ -19,7 +19,7 @@ Found = tuple[ast.expr, Place]
 
 
 class Module:
-    """What names stand for in a module, and the places in it that show a text."""
+    """Values of names in a module, and the places in it that show a text."""
 
     def __init__(self, file: str, tree: ast.Module):
         self.file = file

@@ -200,7 +200,7 @@ class Sources:
         return self._returned(call.func, place)
 
     def _returned(self, function: ast.expr, place: Place) -> list[Found]:
-        """Returns what a function returns: of this module, or of one that it imports."""
+        """Returns what a function returns: of this module, or of a module that it imports."""
         module, name = place.module, last_name(function)
         receiver = getattr(getattr(function, "value", None), "id", "")
         if isinstance(function, ast.Name) and name in module.imports:

@@ -20,7 +20,7 @@ PAGES = {
     "SECURITY.md": "security.md",
 }
 IN_REPOSITORY = {site: path for path, site in PAGES.items()}
-# Files that are no pages: a link to one leads to the page that shows its text.
+# Files that are not pages: a link to such a file leads to the page that shows its text.
 SHOWN_BY = {"README.md": "index.md", "examples/README.md": "examples.md"}
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _SNIPPET = re.compile(r'^([ ]*)--8<-- "([^":]+\.md):([\w-]+)"$', re.M)

@@ -2,7 +2,7 @@
 
 After `mkdocs build`, the hook looks up every link of every page among the pages, anchors and files
 of the site. A missing target or a request to another host ends the build with an error. MkDocs
-itself checks only links in Markdown, not those that hooks and plugins write.
+itself checks only links in Markdown, not links that hooks and plugins write.
 The site is then in `site/`, and the same as one file in `site.tar.gz`.
 """
 

@@ -1,4 +1,4 @@
-"""What a call costs on the host: hand-written `jax.jit`, tpudist and `nnx.jit`."""
+"""Cost of a call on the host: hand-written `jax.jit`, tpudist and `nnx.jit`."""
 
 from drawing import stored
 from drawing.canvas import Canvas

@@ -26,7 +26,7 @@ ENTRIES = (
 
 
 class Facts(NamedTuple):
-    """How many parts the kernel has when it is written and when it is restored."""
+    """Number of parts of the kernel when it is written and when it is restored."""
 
     written: int
     restored: int

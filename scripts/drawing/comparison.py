@@ -1,4 +1,4 @@
-"""How far five libraries are from one device after an epoch with a partial batch."""
+"""Distance of five libraries from one device after an epoch with a partial batch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Eight devices as two replicas of four: who has which rows and which part of a weight."""
+"""Eight devices as two replicas of four: the rows and the part of a weight that each device has."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Who does what with parameter servers: a coordinator, two workers and two servers."""
+"""Roles with parameter servers: a coordinator, two workers and two servers."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Where the values of a small model are: split, mirrored, or one per replica."""
+"""Placement of the values of a small model: split, mirrored, or one per replica."""
 
 from typing import NamedTuple
 

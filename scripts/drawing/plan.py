@@ -17,7 +17,7 @@ COLLECTIVES = 4
 
 
 class Facts(NamedTuple):
-    """What the picture shows, in the words of the plan."""
+    """Facts of the picture, in the words of the plan."""
 
     title: str
     told: list[str]

@@ -21,10 +21,10 @@ def write(name: str, source: str, figures: Any, **more: Any) -> None:
     """Stores figures that were measured on this machine just now.
 
     Args:
-        name: Of the picture.
+        name: Name of the picture.
         source: The command that measures them.
-        figures: What the picture shows.
-        more: What else a reader needs to know.
+        figures: Figures that the picture shows.
+        more: Further facts that a reader needs.
     """
     stored = {
         "source": source,
@@ -42,5 +42,5 @@ def write(name: str, source: str, figures: Any, **more: Any) -> None:
 
 
 def load_average() -> float:
-    """How many programs wanted a core in the last minute, of this machine."""
+    """Number of programs that wanted a core in the last minute, of this machine."""
     return round(os.getloadavg()[0], 1)

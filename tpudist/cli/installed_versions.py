@@ -1,4 +1,4 @@
-"""Versions of what is installed, for `tpudist --version` and for reports; nothing is imported."""
+"""Versions of the installed packages, for `tpudist --version` and for reports; nothing is imported."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def check_accelerator(
     """Checks and measures the devices of this host, and returns the report.
 
     Args:
-        path: File of the report as JSON; its text is written beside it.
+        path: File of the report as JSON; its text is written to the same name with .txt.
         budget_s: Seconds for all sections together.
         num_emulated: Number of emulated CPU devices, or None for the devices of this host.
         versions: Version of each package, for the report.

@@ -18,7 +18,7 @@ from tpudist.cli.accelerator.item import Figures, Item, seconds_per_call
 from tpudist.strategies.mirrored import MirroredStrategy
 
 LONG_S = 0.2
-"""How long a program runs, about: its loop is as long as that takes."""
+"""Seconds that a program should run; its loop is made that long."""
 MATMULS = (1024, 2048, 4096, 8192)
 COPIES = tuple(2**power for power in (22, 24, 26, 28))
 MESSAGES = tuple(2**power for power in (12, 16, 20, 24, 26))

@@ -108,7 +108,7 @@ def _measure_checkpoint(devices: Sequence[jax.Device], mebibytes: int) -> Figure
 
 
 def _measure_call(devices: Sequence[jax.Device]) -> Figures:
-    """`run` beside the same step by hand: `jit(shard_map)` over the same devices."""
+    """Times `run` and the same step by hand: `jit(shard_map)` over the same devices."""
     strategy = MirroredStrategy(devices)
     mesh = Mesh(np.array(devices), ("x",))
     everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())

@@ -18,14 +18,14 @@ _MOST_STARTS = 6
 
 @dataclasses.dataclass
 class SectionResult:
-    """What one section found.
+    """Result of one section.
 
     Attributes:
         name: Name of the section.
         items: One mapping for each item: `name`, `status` ("ok", "failed: ...", "left out: ..."),
             `seconds`, `figures`.
         devices: Description of the devices, empty if they did not start.
-        problem: Why the section has no further items, or "".
+        problem: Reason why the section has no further items, or "".
         num_items: Number of items of the section, or 0 if its process did not list them.
     """
 
