@@ -1,4 +1,4 @@
-"""Versions of the installed packages, for `tpudist --version` and for reports; nothing is imported."""
+"""Versions of the installed packages, for `tpudist --version` and reports; imports none of them."""
 
 from __future__ import annotations
 
