@@ -15,8 +15,9 @@ from places import PACKAGE
 
 # Low to high. An entry is a module or a folder; those of one line do not import each other.
 PACKAGES = (
-    # Words that everyone uses, and the bytes of others' messages.
-    ("options", "reduce_op", "errors", "step_boundaries", "library_objects", "protobuf_wire"),
+    # Names that every package uses, and the bytes of others' messages.
+    ("array_types", "options", "reduce_op", "errors", "step_boundaries"),
+    ("library_objects", "protobuf_wire"),
     ("goodput", "engine"),
     ("port",),  # reads programs as text, and knows nothing of what they do
     ("xla",),  # the only access to JAX's compiler and runtime

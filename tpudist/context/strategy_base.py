@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 from jax.sharding import PartitionSpec
 
+from tpudist.array_types import PyTree
+
 if TYPE_CHECKING:
     from tpudist.cluster_resolver.base import ClusterResolver
     from tpudist.context.protocols import CrossDeviceOpsLike, StorageLike, VariableLike
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from tpudist.reduce_op import ReduceOp
     from tpudist.xla.communication_options import CommunicationOptions
     from tpudist.xla.mesh import ReplicaMesh
-
-PyTree = Any
 
 
 class VariableHome(enum.Enum):

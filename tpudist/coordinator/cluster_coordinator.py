@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import jax
 
+from tpudist.array_types import PyTree
 from tpudist.coordinator.closure import Closure
 from tpudist.coordinator.closure_queue import ClosureQueue
 from tpudist.coordinator.dispatcher import Dispatcher
@@ -26,7 +27,6 @@ from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker
 from tpudist.engine.engine import ActorDied
 from tpudist.ps.server_figures import ServerSurvey
 
-PyTree = Any
 QUEUE_SIZE_PER_WORKER = 256
 """How many closures may wait, for each worker; the factor of TensorFlow's is 1024 larger."""
 

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
 from tpudist.xla import collectives
 from tpudist.xla.adjoint_pair import adjoint_call
-
-PyTree = Any
 
 
 def loss_of_all_rows(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:

@@ -17,13 +17,12 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.options import shorten
 from tpudist.programs.rows import parts_of_rows
 from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
 from tpudist.xla import compile_log
-
-PyTree = Any
 
 
 def value_and_grad_in_microbatches(

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.gradients import hyperparameters
 from tpudist.options import shorten, warn_if_given
 from tpudist.reduce_op import ReduceOp
@@ -16,8 +17,6 @@ from tpudist.run.captures import NewVariable
 from tpudist.state import nnx_contents, scatter_updates
 from tpudist.state.variable import Variable
 from tpudist.values.indexed_slices import is_slices
-
-PyTree = Any
 
 
 class Optimizer(nnx.Optimizer):

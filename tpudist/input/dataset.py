@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.feeds import auto_shard, explain
 from tpudist.input.feeds.auto_shard import Sharding
@@ -29,7 +30,6 @@ from tpudist.options import AutoShardPolicy, PartialBatch
 from tpudist.processes import generations
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 # Of the datasets that these processes share.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 generations.at_end(_numbers.clear)

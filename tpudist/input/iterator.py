@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from tpudist import context, step_boundaries
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.errors import OutOfRangeError
 from tpudist.goodput import goodput
@@ -12,8 +13,6 @@ from tpudist.input import iterator_state
 from tpudist.input.iterator_state import Position
 from tpudist.input.optional import Optional
 from tpudist.input.transfer import feed_ahead
-
-PyTree = Any
 
 
 class RestartableDataset(Protocol):

@@ -1,8 +1,7 @@
 """Optional: an element, or the news that there is none."""
 
-from typing import Any
+from tpudist.array_types import PyTree
 
-PyTree = Any
 _NOTHING = object()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.feeds import from_function, one_batch
@@ -11,8 +12,6 @@ from tpudist.input.input_context import InputContext
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.tf1_iterator import InitializableIterator
 from tpudist.options import InputOptions, PartialBatch, warn_if_given
-
-PyTree = Any
 
 
 class DataMethods(StrategyBase):

@@ -2,10 +2,9 @@
 
 from typing import Any
 
+from tpudist.array_types import PyTree
 from tpudist.input.dataset import DistributedDataset, DistributedIterator
 from tpudist.options import warn_of_deprecation
-
-PyTree = Any
 
 
 class InitializableIterator(DistributedIterator):

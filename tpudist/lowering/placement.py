@@ -17,12 +17,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from tpudist.array_types import PyTree
 from tpudist.processes import process_agreement
 from tpudist.programs import program_digest
 from tpudist.xla import integers, internals, random_keys, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 _NO_MESH = Mesh(np.empty((), object), ())
 _HOST = jax.memory.Space.Host
 

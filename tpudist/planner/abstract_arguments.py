@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.transfer.to_devices import part_spec
 from tpudist.lowering import placement
@@ -21,7 +22,6 @@ from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 

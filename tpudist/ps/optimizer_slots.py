@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import optax
 
+from tpudist.array_types import PyTree
 from tpudist.ps import independence
 from tpudist.ps.server_array import ArraysInCheckpoint
 from tpudist.ps.server_variable import ServerVariable
 from tpudist.ps.servers import Servers
 
-PyTree = Any
 Place = tuple[int, int]
 """A server, and which of the arrays of its state."""
 

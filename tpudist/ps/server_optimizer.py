@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tpudist.array_types import PyTree
 from tpudist.ps import independence
 from tpudist.ps.changes import Gradients
 
-PyTree = Any
 MIN_ROWS = 64
 """The least number of rows that a program is compiled for; then twice as many, and so on."""
 

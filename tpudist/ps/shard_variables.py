@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tpudist.array_types import PyTree
 from tpudist.ps.changes import Assignment, Gradients, RowChange
 from tpudist.ps.server_optimizer import ServerOptimizer
-
-PyTree = Any
 
 
 class ShardVariables:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.lowering import placement, replica_parts
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import destinations, eager_programs
@@ -25,8 +26,6 @@ from tpudist.xla import collectives, communication_options, traces
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.packing import Packing
-
-PyTree = Any
 
 
 def all_reduce(op: ReduceOp, value: PyTree, options: CommunicationOptions | None = None) -> PyTree:

@@ -4,14 +4,13 @@ from typing import Any
 
 import jax
 
+from tpudist.array_types import PyTree
 from tpudist.options import shorten
 from tpudist.values.component import Component
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import DistributedValues
 from tpudist.xla.devices import as_devices
 from tpudist.xla.traces import is_traced
-
-PyTree = Any
 
 
 def device_of(destinations: Any, what: str) -> jax.Device | None:

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from tpudist import context, step_boundaries
+from tpudist.array_types import PyTree
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import shorten, warn_if_given
@@ -25,8 +26,6 @@ from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_binding, nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica, open_parts
 from tpudist.xla import compile_log, tree_depth
-
-PyTree = Any
 
 
 def function(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_of_deprecation
@@ -23,8 +24,6 @@ from tpudist.xla import (
     tree_depth,
 )
 from tpudist.xla.communication_options import CommunicationOptions
-
-PyTree = Any
 
 
 class ReplicaContext:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.cluster_resolver import ClusterResolver, ClusterSpec
 from tpudist.cluster_resolver.server_def import find_other_host
 from tpudist.context.closure_place import current_place
@@ -27,8 +28,6 @@ from tpudist.state import nnx_contents
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla.devices import as_devices
 from tpudist.xla.mesh import make_mesh
-
-PyTree = Any
 
 
 class ParameterServerStrategy(Strategy):

@@ -4,10 +4,9 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tpudist.array_types import PyTree
 from tpudist.options import InputReplicationMode
 from tpudist.options import warn_of_deprecation as warn
-
-PyTree = Any
 
 
 class DeprecatedStrategyMethods:

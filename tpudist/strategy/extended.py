@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context import ContextKind
 from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
@@ -27,8 +28,6 @@ from tpudist.values.component import Component
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part
 from tpudist.xla import communication_options, integers, traces
 from tpudist.xla.communication_options import CommunicationOptions
-
-PyTree = Any
 
 
 class StrategyExtended(StepsOnIterator):

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.context.weak_identity import WeakIdentitySet
@@ -20,7 +21,6 @@ from tpudist.state import nnx_creation
 from tpudist.xla import random_keys, traces
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 # Arrays below this many elements are not worth a transfer of their own.
 MIN_ELSEWHERE = 1024
 

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.state.variable import Variable
 from tpudist.xla import integers
 from tpudist.xla.traces import is_traced
-
-PyTree = Any
 
 
 class MultiStepContext:

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 from tpudist import context, step_boundaries
+from tpudist.array_types import PyTree
 from tpudist.context import ContextKind
 from tpudist.goodput import goodput
 from tpudist.input.strategy_methods import DataMethods
@@ -42,8 +43,6 @@ from tpudist.verification.strategy_methods import VerifyMethods
 from tpudist.xla import integers, traces, tree_depth
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh
-
-PyTree = Any
 
 
 class Strategy(StateMethods, DataMethods, PlanMethods, VerifyMethods, DeprecatedStrategyMethods):

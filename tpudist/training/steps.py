@@ -11,11 +11,10 @@ import numpy as np
 from flax import nnx
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.gradients import losses
 from tpudist.gradients.microbatches import value_and_grad_in_microbatches
 from tpudist.strategy.strategy import Strategy
-
-PyTree = Any
 
 
 def make_train_step(

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.xla import collectives
 from tpudist.xla.packing import Packing
-
-PyTree = Any
 
 
 def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTree:

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpudist.array_types import PyTree
 from tpudist.reduce_op import ReduceOp
 from tpudist.values import gathered_rows
 from tpudist.xla import collectives
 from tpudist.xla.traces import is_traced
-
-PyTree = Any
 
 
 @jax.tree_util.register_pytree_node_class

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import placement, replica_parts
 from tpudist.xla import collectives
 from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
-PyTree = Any
 # By array: the key of the dict in which a replica function returned it, for messages.
 _keys = WeakIdentityDict()
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.lowering import placement
 from tpudist.processes import process_agreement
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, random_keys, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 _KEY = "random key of "  # how the kind of a typed key is told from a dtype
 
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from tpudist.array_types import PyTree
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.packing import Packing
 
-PyTree = Any
 _EXTREMES = {ReduceOp.MIN: jax.lax.pmin, ReduceOp.MAX: jax.lax.pmax}
 # The axis of replicas that run one by one, each with arrays whose values are known.
 _eager_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("eager", default=None)

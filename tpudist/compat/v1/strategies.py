@@ -5,6 +5,7 @@ Each is a strategy of its new name too, so that `isinstance` holds for either.
 
 from typing import Any
 
+from tpudist.array_types import PyTree
 from tpudist.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from tpudist.options import warn_if_given, warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
@@ -17,8 +18,6 @@ from tpudist.strategies import (
     tpu,
 )
 from tpudist.strategy import strategy
-
-PyTree = Any
 
 
 class Strategy(strategy.Strategy):

@@ -6,12 +6,12 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tpudist.array_types import PyTree
 from tpudist.coordinator.rpc import grpc_layer, rpc_messages
 from tpudist.coordinator.rpc.grpc_layer import Answer
 from tpudist.coordinator.rpc.rpc_server import check_layer
 from tpudist.errors import CancelledError, DeadlineExceededError, UnavailableError
 
-PyTree = Any
 _ERRORS: dict[int, type[Exception]] = {
     grpc_layer.CANCELLED: CancelledError,
     grpc_layer.INVALID_ARGUMENT: ValueError,

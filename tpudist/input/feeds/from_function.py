@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.feeds.per_replica_batches import Pipelines
 from tpudist.input.input_context import InputContext
@@ -19,7 +20,6 @@ from tpudist.options import (
 )
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 _PER_REPLICA = InputReplicationMode.PER_REPLICA
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.feeds import batch_agreement, split_batches
 from tpudist.input.transfer import host_batch, to_devices
 from tpudist.input.transfer.host_batch import HostBatch
@@ -13,7 +14,6 @@ from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 _WHAT = "The batch"
 
 

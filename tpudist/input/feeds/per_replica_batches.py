@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.feeds import agreed_steps
 from tpudist.input.feeds.batch import Batch, Step, count_rows, describe_shapes
 from tpudist.input.feeds.full_sizes import FullSizes
@@ -30,8 +31,6 @@ from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.transfer import host_batch, to_devices
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
-
-PyTree = Any
 
 
 class Pipelines:

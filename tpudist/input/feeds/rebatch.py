@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.feeds.batch import describe_shapes
 from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.iterator_state import read_count
@@ -17,8 +18,6 @@ from tpudist.input.sources.indexed_dataset import (
     IndexedDataset,
 )
 from tpudist.options import PartialBatch
-
-PyTree = Any
 
 
 class Rebatched:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input import process_rounds
 from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.iterator_state import Position
@@ -22,8 +23,6 @@ from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
-
-PyTree = Any
 
 
 class SplitBatches:

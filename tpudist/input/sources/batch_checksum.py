@@ -2,13 +2,12 @@
 
 import math
 import zlib
-from typing import Any
 
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.transfer import host_batch
 
-PyTree = Any
 # A larger array is sampled, in blocks that are spread evenly over it: rows often begin alike. So
 # the checksum takes at most about a millisecond per array.
 _MAX_BYTES = 1 << 22

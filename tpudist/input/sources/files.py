@@ -9,12 +9,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.file_formats import file_names, file_order
 from tpudist.input.file_formats.file import RecordFile
 from tpudist.input.file_formats.open_files import OpenFiles
 from tpudist.input.sources.records import RandomTransform, RecordDataset
-
-PyTree = Any
 
 
 class FileDataset(RecordDataset):

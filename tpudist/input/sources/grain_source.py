@@ -7,10 +7,9 @@ from typing import Any
 import grain
 from absl import flags
 
+from tpudist.array_types import PyTree
 from tpudist.input.sources import iterable
 from tpudist.input.sources.indexed_dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
-
-PyTree = Any
 
 # A `MapDataset` is read ahead by this many threads, and as many batches wait. Grain's own default
 # is 500 elements, which are meant to be examples; here each is a global batch.

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.sources import iterable, shuffle_seeds
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.records import RandomTransform, RecordDataset
-
-PyTree = Any
 
 
 def examples(

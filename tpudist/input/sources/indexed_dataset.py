@@ -13,11 +13,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input import iterator_state, rows_of_replicas
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.read_batch import ReadBatch
-
-PyTree = Any
 
 INFINITE_CARDINALITY = -1  # as tf.data's
 UNKNOWN_CARDINALITY = -2

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input import iterator_state
 from tpudist.input.sources import batch_checksum, shuffle_seeds
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY
@@ -25,7 +26,6 @@ from tpudist.input.sources.no_batches import NO_BATCHES, NoBatches
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 
-PyTree = Any
 Source = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 
 OTHER_BATCHES = (

@@ -5,12 +5,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.xla import tree_depth
-
-PyTree = Any
 
 
 class NumpyDataset(IndexedDataset):

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch, reused_memory
 
-PyTree = Any
 RandomTransform = Callable[[PyTree, np.random.Generator], PyTree]
 
 _MAX_THREADS = 8

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.iterator_state import read_count
 from tpudist.input.sources import iterable
 from tpudist.options import AutoShardPolicy
-
-PyTree = Any
 
 
 class TfDataSource(iterable.IterableSource):

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.iterator_state import read_count
 from tpudist.input.sources import iterable
-
-PyTree = Any
 
 
 class TorchSource(iterable.IterableSource):

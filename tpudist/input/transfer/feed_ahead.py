@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from tpudist.array_types import PyTree
 from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.transfer import to_devices
@@ -13,7 +14,6 @@ from tpudist.input.transfer.prefetch import Prefetcher
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
 
-PyTree = Any
 _stops: "weakref.WeakSet[threading.Event]" = weakref.WeakSet()
 
 

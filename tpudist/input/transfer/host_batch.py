@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.transfer import reused_memory
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, random_keys, traces, tree_depth
 from tpudist.xla.settings import Setting
-
-PyTree = Any
 
 
 class HostBatch(NamedTuple):

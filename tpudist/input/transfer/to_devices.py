@@ -1,18 +1,17 @@
 """Copies the parts of a batch to the devices: one part for each replica of this process."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpudist.array_types import PyTree
 from tpudist.input.transfer import host_batch, reused_memory
 from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.mesh import ReplicaMesh
-
-PyTree = Any
 
 
 class Parts(NamedTuple):

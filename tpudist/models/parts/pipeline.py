@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from tpudist.array_types import PyTree
 from tpudist.programs.rows.row_kernels import rowwise
 
-PyTree = Any
 AXIS = "stage"
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PyTree = Any
+from tpudist.array_types import PyTree
+
 _lock = threading.RLock()
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.ps.tables import huge_pages
-
-PyTree = Any
 
 CHUNK_ROWS = 8192  # gradients and rows of a chunk stay in the cache; larger ones were slower
 _LEAST_ROWS = 64

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpudist.array_types import PyTree
 from tpudist.programs import jaxprs
 
-PyTree = Any
 _DRAW = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 
 
