@@ -5,8 +5,7 @@ Bytes are written here as in the examples of protobuf.dev/programming-guides/enc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tpudist.protobuf_wire import (
     FIXED32,

@@ -4,8 +4,7 @@ from tpudist.cluster_resolver.device_assignment import DeviceAssignment, DeviceO
 from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_system
 from tpudist.cluster_resolver.tpu_topology import Topology
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
-from tpudist.coordinator import experimental_coordinator as coordinator
-from tpudist.coordinator import rpc
+from tpudist.coordinator import experimental_coordinator as coordinator, rpc
 from tpudist.options import ValueContext
 from tpudist.preemption import (
     PreemptionCheckpointHandler,

@@ -20,8 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import tpudist
 from benchmarks.figures import Figure, at_most_more, at_most_times

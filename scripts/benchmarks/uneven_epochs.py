@@ -51,8 +51,7 @@ def train_with_jax(x, y, batch, epochs):
     import jax
     import jax.numpy as jnp
     import optax
-    from jax.sharding import AxisType, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
     mesh = jax.make_mesh((NUM_REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())

@@ -21,8 +21,8 @@ from tpudist.cluster_resolver import (
     TFConfigClusterResolver,
     TPUClusterResolver,
     UnionResolver,
+    slurm as slurm_module,
 )
-from tpudist.cluster_resolver import slurm as slurm_module
 from tpudist.processes import connection
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "ps": ["d:4"]}

@@ -7,8 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tpudist
 from tpudist.gradients.microbatches import split_rows

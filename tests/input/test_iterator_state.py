@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tpudist
 from tpudist import NumpyDataset, PerReplica

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tpudist.input import rows_of_replicas
 from tpudist.input.rows_of_replicas import Assignment

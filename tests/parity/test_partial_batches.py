@@ -12,8 +12,7 @@ import tpudist
 from tpudist.options import AutoShardPolicy
 
 from . import plain, record
-from .tails import no_rows_tpudist, runs
-from .tails import record as tails
+from .tails import no_rows_tpudist, record as tails, runs
 
 # Sums in another order, and some steps: a row too many or too few shows in the second digit.
 TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 2e-6}

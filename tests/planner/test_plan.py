@@ -16,8 +16,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.experimental import pallas
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import tpudist
 from tpudist.planner import (

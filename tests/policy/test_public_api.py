@@ -84,34 +84,26 @@ def test_an_attribute_that_every_object_gets_is_offered():
     assert _attributes_of_objects(Owner) == {"annotated", "assigned"}
 
 
-def _imported_for_types() -> dict[str, str]:
-    """What `tpudist/__init__.py` imports for who reads types: each name, and from where."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (block,) = (x for x in tree.body if isinstance(x, ast.If) and "not " not in ast.unparse(x.test))
+def _homes() -> dict[str, str]:
+    """The module of each public name that the stub lists; "" for a package."""
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
     return {
-        alias.name: node.module
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
+        alias.name: node.module or ""
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
 
 
-def test_type_checkers_and_programs_find_the_same_public_names():
-    seen = _imported_for_types()
-    modules = {name for name, home in seen.items() if home == "tpudist"}
-    assert {name: home for name, home in seen.items() if name not in modules} == tpudist._HOMES
-    assert sorted(seen) == sorted(tpudist.__all__) == sorted(modules | tpudist._HOMES.keys())
-
-
-@pytest.mark.parametrize("name", tpudist.__all__)
-def test_a_public_name_is_what_its_room_has(name):
-    home = tpudist._HOMES.get(name)
-    module = importlib.import_module(home or f"tpudist.{name}")
+@pytest.mark.parametrize(("name", "home"), _homes().items())
+def test_a_public_name_comes_from_the_module_that_the_stub_names(name, home):
+    assert name in tpudist.__all__
+    module = importlib.import_module(f"tpudist.{home or name}")
     assert getattr(tpudist, name) is (getattr(module, name) if home else module)
-    assert vars(tpudist)[name] is getattr(tpudist, name), "it is looked for once"
+    assert vars(tpudist)[name] is getattr(tpudist, name), "it is looked up once"
 
 
-def test_a_name_that_is_not_there_is_an_error_that_says_which_one_is():
+def test_a_missing_name_raises_an_error_with_the_name():
     with pytest.raises(AttributeError, match="'tpudist' has no attribute 'MirorredStrategy'") as e:
         tpudist.MirorredStrategy  # noqa: B018
     assert e.value.obj is tpudist
@@ -120,7 +112,7 @@ def test_a_name_that_is_not_there_is_an_error_that_says_which_one_is():
         exec("from tpudist import Strategie")
 
 
-def test_rooms_are_there_without_an_import():
+def test_packages_need_no_import_of_their_own():
     assert tpudist.input is importlib.import_module("tpudist.input")
 
 
@@ -254,10 +246,10 @@ def others(modules: list[str]) -> set[str]:
     return first - sys.stdlib_module_names - {"tpudist", "__main__"}
 
 
-def test_importing_tpudist_loads_no_other_library():
-    """So it costs nothing beside JAX, Flax and Optax, which the program imports anyway."""
-    alone = modules_after("import sys")
-    assert others(modules_after("import tpudist")) - others(alone) == set()
+def test_importing_tpudist_loads_no_other_library_but_the_lazy_loader():
+    """So it costs next to nothing in addition to the program's imports of JAX, Flax and Optax."""
+    nothing = modules_after("import sys")
+    assert others(modules_after("import tpudist")) - others(nothing) == {"lazy_loader"}
 
 
 @pytest.mark.slow
@@ -266,7 +258,7 @@ def test_all_public_names_together_load_jax_flax_and_optax_alone(modules_after_u
 
     Flax loads rich itself, for notebooks, so that tpudist does not is to be seen in its own files.
     """
-    base = modules_after("import jax, optax; from flax import nnx")
+    base = modules_after("import jax, lazy_loader, optax; from flax import nnx")
     assert others(modules_after_use) - others(base) == set()
     assert {"grain", "orbax", "tyro"} & others(modules_after_use) == set()
     used = [x for x in modules_after_use if x.startswith("tpudist.")]

@@ -1,7 +1,6 @@
 """The order in which processes begin things, and where two orders differ first."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tpudist.processes import run_order
 

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpudist

@@ -11,8 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import tpudist
 from tpudist.lowering import compile

@@ -1,7 +1,6 @@
 """A ledger is a set of numbers that forgets what it need not know."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tpudist.ps.closure_ledger import ClosureLedger
 

@@ -3,8 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tpudist.ps.record_file import RecordError, RecordFile, encode, read_records
 

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 import tpudist
-from tpudist import VariableAggregation as Aggregation
-from tpudist import VariableSynchronization as Synchronization
+from tpudist import VariableAggregation as Aggregation, VariableSynchronization as Synchronization
 from tpudist.experimental import (
     CollectiveCommunication,
     CollectiveHints,

@@ -12,8 +12,10 @@ import pytest
 
 import tpudist
 from tpudist.programs import jaxprs, replica_equality
-from tpudist.reduce_op import VariableAggregation as Aggregation
-from tpudist.reduce_op import VariableSynchronization as Synchronization
+from tpudist.reduce_op import (
+    VariableAggregation as Aggregation,
+    VariableSynchronization as Synchronization,
+)
 
 MEAN, SUM, FIRST = Aggregation.MEAN, Aggregation.SUM, Aggregation.ONLY_FIRST_REPLICA
 ON_READ = Synchronization.ON_READ

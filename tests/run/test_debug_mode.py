@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tpudist
 from tpudist import PerReplica, ReduceOp, VariableAggregation, VariableSynchronization

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 from flax.training import dynamic_scale
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec

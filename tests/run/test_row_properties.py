@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 import row_examples
 import tpudist

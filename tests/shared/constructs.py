@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 
 from tpudist.models.parts.logical import axes, constrain
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import callbacks as kc
-from keras import layers
+from keras import callbacks as kc, layers
 
 import tpudist
 

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from jax import lax
 
 

@@ -9,8 +9,7 @@ from flax import nnx
 
 import tpudist
 from compiles import NewCompiles
-from tpudist import VariableAggregation as Aggregation
-from tpudist import VariableSynchronization as Synchronization
+from tpudist import VariableAggregation as Aggregation, VariableSynchronization as Synchronization
 from tpudist.experimental import CentralStorageStrategy
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpudist.array_types import PyTree
-from tpudist.options import InputReplicationMode
-from tpudist.options import warn_of_deprecation as warn
+from tpudist.options import InputReplicationMode, warn_of_deprecation as warn
 
 
 class DeprecatedStrategyMethods:

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+    splash_attention_mask as masks,
+)
 
 _LANES = 128  # the kernel's tiles are multiples of it
 # What MaxText starts from (`sa_block_q` in its base.yml). The scores of such a tile take 1 MiB;

@@ -7,8 +7,7 @@ import struct
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import tpudist
 from processes import run_processes

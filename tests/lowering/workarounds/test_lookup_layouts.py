@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tpudist.lowering import compile
 from tpudist.lowering.workarounds import lookup_layouts

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 
 import plans

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tpudist.ps.tables.id_hash import as_ids, shard_of
 from tpudist.ps.tables.id_map import IdMap

@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tpudist.ps.tables.id_hash import shard_of
 from tpudist.ps.tables.row_touches import Eviction

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import tpudist
 from tpudist.models import MLP, Transformer, TransformerConfig, next_token_nats

@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from tpudist.xla import topology
 from tpudist.xla.compiler import compiler_process

@@ -62,8 +62,7 @@ def _cell() -> Iterator[Progress]:
 @contextlib.contextmanager
 def _spinner() -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -9,8 +9,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from tpudist.xla.estimate.sizes import format_bytes as format_bytes
-from tpudist.xla.estimate.sizes import format_three_digits
+from tpudist.xla.estimate.sizes import format_bytes as format_bytes, format_three_digits
 
 _OURS = Path(__file__).resolve().parents[2]
 _PYTHONS = Path(sysconfig.get_path("stdlib")).resolve()
