@@ -44,7 +44,7 @@ PACKAGES = (
 FOLDERS = {
     "port": ("analysis", "operations"),
     "xla": ("hlo", "hardware", "compiler", "estimate"),
-    "programs": ("rows",),
+    "programs": ("degrees", "rows"),
     "lowering": ("workarounds",),
     "engine": ("ray",),
     "supervisor": ("doctor",),

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.options import shorten
-from tpudist.programs.rows import parts_of_rows
+from tpudist.programs.rows import microbatch_rows
 from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
 from tpudist.xla import compile_log
@@ -138,7 +138,7 @@ def rows_of_microbatches(stacked: PyTree) -> PyTree:
     def join(x: jax.Array) -> jax.Array:
         whole = None if frame is None or frame.is_eager else frame.whole_of_parts(*x.shape[:2])
         if whole is not None:
-            return parts_of_rows.join(x, whole)
+            return microbatch_rows.join(x, whole)
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
     return jax.tree.map(join, stacked)
@@ -156,7 +156,7 @@ def _scan_parts(step: Any, start: Any, batch: PyTree, num_parts: int) -> Any:
 
     def take_and_step(carry: Any, part: jax.Array) -> Any:
         return step(
-            carry, jax.tree.map(lambda x: parts_of_rows.take(x, part, num_parts, each), batch)
+            carry, jax.tree.map(lambda x: microbatch_rows.take(x, part, num_parts, each), batch)
         )
 
     return jax.lax.scan(take_and_step, start, jnp.arange(num_parts))

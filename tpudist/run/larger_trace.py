@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from tpudist.lowering import compile
-from tpudist.programs.rows import degree
+from tpudist.programs.degrees import degree
 from tpudist.run.captures import MakesVariables, NewVariable
 from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_body import ReplicaBody

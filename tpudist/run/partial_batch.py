@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from tpudist.lowering import compile
 from tpudist.programs import axis_names, replica_agreement, replica_equality
-from tpudist.programs.rows import degree, sums_of_numbers
+from tpudist.programs.degrees import degree
+from tpudist.programs.rows import psum_numbers
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_program import LEAST, RowProgram
 from tpudist.programs.rows.row_sizes import (
@@ -355,7 +356,7 @@ class PartialBatch:
         for i, (kind, value) in enumerate(found.result):
             if i in self._numbers and kind == "itself" and not _are_equal(value, first[i][1]):
                 return ""
-        return sums_of_numbers.find_line(self._program.labelled, program)
+        return psum_numbers.find_line(self._program.labelled, program)
 
     def _resize(self, point: Point) -> list[jax.ShapeDtypeStruct]:
         shapes = list(self._shapes)

@@ -14,8 +14,9 @@ import numpy as np
 from tpudist.lowering import compile
 from tpudist.options import LocalMeanWarning, UndistributedBatchWarning
 from tpudist.programs import replica_agreement, replica_equality
-from tpudist.programs.rows import degree_walk, labels as labels_of_rows
-from tpudist.programs.rows.degree_faults import Fault
+from tpudist.programs.degrees import degree_walk
+from tpudist.programs.degrees.degree_faults import Fault
+from tpudist.programs.rows import labels as labels_of_rows
 from tpudist.run.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.xla import compile_log

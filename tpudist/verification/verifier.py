@@ -10,7 +10,7 @@ from typing import Any
 from tpudist.lowering import placement
 from tpudist.options import LocalMeanWarning, RunOptions
 from tpudist.programs import jaxprs, random_streams
-from tpudist.programs.rows.degree_faults import Fault
+from tpudist.programs.degrees.degree_faults import Fault
 from tpudist.reduce_op import ReduceOp
 from tpudist.run.rehearsal import Rehearsal
 from tpudist.verification import averages, comparison

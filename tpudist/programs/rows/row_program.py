@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpudist.programs.rows import numbers_of_few, row_kernels, small_counts
+from tpudist.programs.rows import row_kernels, small_count_scalars, small_counts
 from tpudist.programs.rows.confirmation import find_deviation
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.evaluator import Evaluator, Need
@@ -69,7 +69,9 @@ class RowProgram:
                 point = _replace(self.full, dict.fromkeys(own, count))
                 program = self._find_trace(point)
                 if program is not None:
-                    self.labelled = numbers_of_few.take_over(self.labelled, program, point, own)
+                    self.labelled = small_count_scalars.take_over(
+                        self.labelled, program, point, own
+                    )
                 del self._traces[point]
 
     @property

@@ -20,7 +20,9 @@ from typing import Any
 from jax.extend import core
 
 from tpudist.programs import jaxprs
-from tpudist.programs.rows.compared_steps import (
+from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, predict
+from tpudist.programs.rows.row_sizes import Point, size_at
+from tpudist.programs.rows.trace_steps import (
     JAX_FOLDER,
     NOWHERE,
     Predicted,
@@ -34,8 +36,6 @@ from tpudist.programs.rows.compared_steps import (
     shapes_compared,
     site_of,
 )
-from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, predict
-from tpudist.programs.rows.row_sizes import Point, size_at
 from tpudist.programs.rows.value_origins import ValueOrigins, find_other_value
 from tpudist.programs.user_lines import users_line_of
 from tpudist.xla.hlo import source_lines

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tpudist.programs.rows.compared_steps import (
+from tpudist.programs.rows.labels import Corner, Varies
+from tpudist.programs.rows.row_sizes import Piecewise, RowNumber, RowSize
+from tpudist.programs.rows.trace_steps import (
     NOWHERE,
     Predicted,
     Site,
@@ -28,8 +30,6 @@ from tpudist.programs.rows.compared_steps import (
     shapes_compared,
     site_of,
 )
-from tpudist.programs.rows.labels import Corner, Varies
-from tpudist.programs.rows.row_sizes import Piecewise, RowNumber, RowSize
 
 Origins = frozenset[Any] | None
 """The inputs, constants and sites that a value comes from; None if that is not known."""

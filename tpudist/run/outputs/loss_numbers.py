@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from tpudist.lowering import compile
 from tpudist.options import LocalMeanWarning
-from tpudist.programs.rows import degree
-from tpudist.programs.rows.degree import Value
+from tpudist.programs.degrees import degree
+from tpudist.programs.degrees.degree import Value
 from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.remarks import Remark
 from tpudist.run.replica_call import ReplicaCall

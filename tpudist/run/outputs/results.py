@@ -24,7 +24,7 @@ from tpudist.xla import collectives
 from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
-    from tpudist.programs.rows.degree_faults import Fault
+    from tpudist.programs.degrees.degree_faults import Fault
     from tpudist.run.remarks import Remark
 
 

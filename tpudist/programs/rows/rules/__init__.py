@@ -8,8 +8,8 @@ from tpudist.programs.rows.rules import (
     indexing_rules,
     kernel_rules,
     matrix_rules,
+    microbatch_rules,
     nesting_rules,
-    part_rules,
     reduction_rules,
     replica_rules,
     shaping_rules,
@@ -24,7 +24,7 @@ _ALL: dict[str, Rule] = {
     **matrix_rules.RULES,
     **nesting_rules.RULES,
     **collective_rules.RULES,
-    **part_rules.RULES,
+    **microbatch_rules.RULES,
     **kernel_rules.RULES,
     **replica_rules.RULES,
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tpudist.programs.rows import parts_of_rows
+from tpudist.programs.rows import microbatch_rows
 from tpudist.programs.rows.evaluator import Operation, Rule
 from tpudist.programs.rows.row_sizes import RowSize, is_rows
 
@@ -36,4 +36,4 @@ def _join(operation: Operation) -> Sequence[Any]:
     return [joined[: aval.shape[0]]]
 
 
-RULES: dict[str, Rule] = {parts_of_rows.TAKE: _take, parts_of_rows.JOIN: _join}
+RULES: dict[str, Rule] = {microbatch_rows.TAKE: _take, microbatch_rows.JOIN: _join}

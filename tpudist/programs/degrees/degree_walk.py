@@ -21,9 +21,8 @@ from typing import Any
 from jax.extend import core
 
 from tpudist.programs import jaxprs, replica_equality
-from tpudist.programs.flat_program import is_collective
-from tpudist.programs.rows import degree
-from tpudist.programs.rows.degree import (
+from tpudist.programs.degrees import degree
+from tpudist.programs.degrees.degree import (
     NONE,
     OF_REPLICAS,
     UNKNOWN,
@@ -33,7 +32,8 @@ from tpudist.programs.rows.degree import (
     combine,
     combine_either,
 )
-from tpudist.programs.rows.degree_faults import Fault
+from tpudist.programs.degrees.degree_faults import Fault
+from tpudist.programs.flat_program import is_collective
 from tpudist.programs.user_lines import first_line_of
 
 _KEEP = frozenset(

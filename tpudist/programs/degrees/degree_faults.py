@@ -5,7 +5,7 @@ import itertools
 import math
 from fractions import Fraction
 
-from tpudist.programs.rows.degree import Factor
+from tpudist.programs.degrees.degree import Factor
 
 
 @dataclasses.dataclass(frozen=True)
