@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes what would be released, and looks at it as those will who install it: CONTRIBUTING.md, "A
+# Makes what would be released, and looks at it as those will who install it: docs/development.md, "A
 # release". Nothing is uploaded. For people; needs a network:
 #
 #     scripts/release.sh
@@ -73,5 +73,5 @@ EOF
 )
 
 if ! grep -q '^\[project.urls\]' pyproject.toml; then
-  echo "== NOT READY TO UPLOAD: the project has no public address yet (CONTRIBUTING.md, \"A release\", 4)"
+  echo "== NOT READY TO UPLOAD: the project has no public address yet (docs/development.md, \"A release\", 4)"
 fi

@@ -1,7 +1,7 @@
 """What tpudist needs of JAX and Flax beyond their public interfaces: each is asked for by name.
 
 Where a test here fails, a new version has closed a door or lost a setting. The place to change is
-the one that the test names; see "A new version of JAX" in CONTRIBUTING.md.
+the one that the test names; see "A new version of JAX" in docs/development.md.
 """
 
 import ast

@@ -24,6 +24,7 @@ PAGES = (
     "CHANGELOG.md",
     "docs/*.md",
     "examples/*.md",
+    "tpudist/**/README.md",
 )
 SOURCES = ("tpudist", "tests", "scripts", "examples", "docs")
 _FILE = re.compile(r"[\w./{}<>-]*\w\.(?:py|md|sh|ipynb)\b")

@@ -94,8 +94,8 @@ def test_the_archive_has_the_site_and_is_the_same_each_time(make_site, tmp_path)
     assert archive.read_bytes() == first
 
 
-def test_the_build_of_ci_is_looked_at_and_leaves_what_contributing_says():
+def test_ci_checks_the_site_and_leaves_the_archive_that_the_docs_name():
     assert "  - docs/hooks/site_check.py\n" in (ROOT / "mkdocs.yml").read_text()
     assert "mkdocs build --strict\n" in (ROOT / ".ci" / "run").read_text()
-    assert f"`{SITE.ARCHIVE}`" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert f"`{SITE.ARCHIVE}`" in (ROOT / "docs" / "development.md").read_text()
     assert f"/{SITE.ARCHIVE}\n" in (ROOT / ".gitignore").read_text()
