@@ -6,11 +6,12 @@ from typing import NamedTuple
 from drawing import stored
 from drawing.canvas import Canvas, width_of
 from drawing.palettes import Palette
+from tpudist.display.text_tables import format_source
 from tpudist.planner import Plan
 from tpudist.planner.show.parts import Bars
 from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.speed_text import merge
-from tpudist.planner.show.words import format_line, format_seconds
+from tpudist.planner.show.words import format_seconds
 
 HUES = ("blue", "teal", "amber", "purple", "red")
 COLLECTIVES = 4
@@ -32,7 +33,7 @@ def facts() -> Facts:
     told = [value for name, value in said.facts if name in ("memory", "step time", "speed")]
     uses = merge(plan.collectives)[:COLLECTIVES]
     rows = [
-        (f"{x.kind} over {' '.join(x.axes)}", x.seconds, x.exposed_s, format_line(x.source))
+        (f"{x.kind} over {' '.join(x.axes)}", x.seconds, x.exposed_s, format_source(x.source))
         for x in uses
     ]
     return Facts(said.title, told, [x for x in said.sections if isinstance(x, Bars)], rows)

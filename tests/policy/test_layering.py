@@ -16,7 +16,7 @@ from places import PACKAGE
 # Low to high. An entry is a module or a folder; those of one line do not import each other.
 PACKAGES = (
     # Names that every package uses, and the bytes of others' messages.
-    ("array_types", "options", "reduce_op", "errors", "step_boundaries"),
+    ("array_types", "options", "reduce_op", "errors", "step_boundaries", "display"),
     ("library_objects", "protobuf_wire"),
     ("goodput", "engine"),
     ("port",),  # reads programs as text, and knows nothing of what they do

@@ -46,9 +46,9 @@ def test_tpudist_has_few_packages_few_imports_and_no_cycles():
     found = layers.figures(ROOT)
     assert found["cycles of packages"] == []
     assert found["cycles of modules"] == []
-    assert found["packages (entries at the top)"] <= 41
+    assert found["packages (entries at the top)"] <= 42
     assert found["layers"] <= 17
     # Most packages import the names of `array_types`, messages shorten text with `options`, and
     # checkpoints open objects of libraries.
-    assert found["imports between packages"] <= 243  # of the 820 pairs of 41 packages
+    assert found["imports between packages"] <= 249  # of the 861 pairs of 42 packages
     assert int(found["files in the largest folder"].split()[0]) <= 25

@@ -21,7 +21,10 @@ def strategy():
 
 def rows_of(page):
     return [
-        [html.unescape(re.sub("<.*?>", "", cell)) for cell in re.findall("<td>(.*?)</td>", row)]
+        [
+            html.unescape(re.sub("<.*?>", "", cell))
+            for cell in re.findall("<td[^>]*>(.*?)</td>", row)
+        ]
         for row in re.findall("<tr>(.*?)</tr>", page)
     ][1:]
 

@@ -9,21 +9,14 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich import console
-from rich.table import Table
 
 
 def show(*found: Any) -> None:
     """Prints what `rich` can show to standard output, for as long as somebody reads it."""
     with _ignore_broken_pipe(sys.stdout):
-        page = _Console(highlight=False)
+        page = _Console(highlight=False, markup=False, emoji=False)
         for one in found:
             page.print(one)
-
-
-def make_table(**more: Any) -> Table:
-    """A table without lines, as all commands have them; `more` is rich's."""
-    look = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False, "header_style": "dim"}
-    return Table(**{**look, **more})
 
 
 def write(text: str) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.table import Table
-from rich.text import Text
-
-from tpudist.cli.console import make_table
+from tpudist.display.text_tables import Column, TextTable
 from tpudist.goodput.diagnosis import LOST, REPLAYED, WAITED, Diagnosis
 from tpudist.goodput.goodput import Phase
 
@@ -26,22 +23,18 @@ _SHOWN = 8
 _COLUMNS = 8
 
 
-def draw_diagnosis(diagnosis: Diagnosis) -> list[Table | Text]:
-    """Returns the table of phases and the list of causes, for `console.show`."""
+def describe_diagnosis(diagnosis: Diagnosis) -> list[TextTable | str]:
+    """Returns the table of phases and the list of causes."""
     return [_table(diagnosis), *_causes(diagnosis)]
 
 
-def _table(diagnosis: Diagnosis) -> Table:
-    title = f"{diagnosis.wall_s:.1f} s, {_share(diagnosis):.0%} of it new steps"
-    table = make_table(title=title, title_justify="left", title_style="bold")
-    table.add_column("", no_wrap=True)
+def _table(diagnosis: Diagnosis) -> TextTable:
     processes = list(diagnosis.seconds)
-    if len(processes) <= _COLUMNS:
-        for process in processes:
-            table.add_column(f"process {process}", justify="right", no_wrap=True)
-    else:
-        for name in ("median", "most", "of process"):
-            table.add_column(name, justify="right", no_wrap=True)
+    names = [f"process {process}" for process in processes]
+    if len(processes) > _COLUMNS:
+        names = ["median", "most", "of process"]
+    columns = [Column(is_short=True), *(Column(name, is_number=True) for name in names)]
+    rows = []
     for name in ROWS:
         found = {i: spent.get(name, 0.0) for i, spent in diagnosis.seconds.items()}
         if not any(found.values()):
@@ -51,8 +44,9 @@ def _table(diagnosis: Diagnosis) -> Table:
             order = sorted(processes, key=lambda i: found[i])
             middle, most = order[len(order) // 2], order[-1]
             cells = [cells[processes.index(middle)], cells[processes.index(most)], str(most)]
-        table.add_row(name, *cells)
-    return table
+        rows.append([name, *cells])
+    title = f"{diagnosis.wall_s:.1f} s, {_share(diagnosis):.0%} of it new steps"
+    return TextTable(columns, rows, title)
 
 
 def _cell(seconds: float, spent: Mapping[str, float]) -> str:
@@ -68,11 +62,11 @@ def _share(diagnosis: Diagnosis) -> float:
     )
 
 
-def _causes(diagnosis: Diagnosis) -> list[Text]:
+def _causes(diagnosis: Diagnosis) -> list[str]:
     if not diagnosis.causes:
-        return [Text("\nNothing delayed the run.")]
+        return ["\nNothing delayed the run."]
     causes = diagnosis.causes[:_SHOWN]
     return [
-        Text("\nCauses of delay, longest first:"),
-        *(Text(f"{i + 1}. {c.seconds:.1f} s: {c.text}") for i, c in enumerate(causes)),
+        "\nCauses of delay, longest first:",
+        *(f"{i + 1}. {c.seconds:.1f} s: {c.text}" for i, c in enumerate(causes)),
     ]

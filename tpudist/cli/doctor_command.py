@@ -56,7 +56,7 @@ def run(options: Options) -> int:
         return _check_accelerator(options) if options.accelerator else _examine(options)
     if options != Options(run=options.run):
         raise WrongUse("The options are for checks of this machine. Omit them, or omit the folder.")
-    from tpudist.cli.diagnosis_table import draw_diagnosis
+    from tpudist.cli.diagnosis_table import describe_diagnosis
     from tpudist.goodput.diagnosis import diagnose
     from tpudist.goodput.run_history import NoLedger, read_run
 
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
         diagnosis = diagnose(read_run(options.run))
     except NoLedger as error:
         raise WrongUse(str(error)) from error
-    show(*draw_diagnosis(diagnosis))
+    show(*describe_diagnosis(diagnosis))
     return 0
 
 
@@ -127,7 +127,7 @@ def _examine(options: Options) -> int:
     elif options.json:
         write(examination_table.to_json(answers))
     else:
-        show(*examination_table.draw_answers(answers))
+        show(*examination_table.describe_answers(answers))
         details = examination_table.format_details(answers)
         if details:
             write(details)

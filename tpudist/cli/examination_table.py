@@ -6,32 +6,24 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from tpudist.cli.console import make_table
+from tpudist.display.text_tables import Cell, Column, TextTable
 from tpudist.supervisor.doctor.checks import Answer, Verdict
 from tpudist.supervisor.doctor.examination import is_well
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAIL: "bold red"}
 
 
-def draw_answers(answers: Sequence[Answer]) -> list[Any]:
-    """A row for each answer, then what is to be done."""
-    table = make_table()
-    for name in ("", "check"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("result", overflow="fold")
-    for x in answers:
-        verdict = Text(x.verdict.value, style=_STYLES[x.verdict])
-        table.add_row(verdict, x.asked, Text(x.found))
+def describe_answers(answers: Sequence[Answer]) -> list[TextTable | str]:
+    """Returns a table with a row per answer, the remedies, and the number of failures."""
+    columns = (Column(is_short=True), Column("check", is_short=True), "result")
+    rows = [(Cell(x.verdict.value, _STYLES[x.verdict]), x.asked, x.found) for x in answers]
+    table = TextTable(columns, rows)
     counts = {v: sum(x.verdict is v for x in answers) for v in Verdict}
     warnings = (
         "1 warning" if counts[Verdict.WARNING] == 1 else f"{counts[Verdict.WARNING]} warnings"
     )
-    return [table, *_remedies(answers), Text(f"\n{counts[Verdict.FAIL]} failed, {warnings}.")]
+    return [table, *_remedies(answers), f"\n{counts[Verdict.FAIL]} failed, {warnings}."]
 
 
 def format_details(answers: Sequence[Answer]) -> str:
@@ -53,13 +45,9 @@ def format_report(answers: Sequence[Answer], versions: str) -> str:
     return text.replace(str(Path.home()), "~")
 
 
-def _remedies(answers: Sequence[Answer]) -> list[Table | Text]:
-    bad = [x for x in answers if x.remedy]
+def _remedies(answers: Sequence[Answer]) -> list[TextTable | str]:
+    bad = sorted((x for x in answers if x.remedy), key=lambda x: x.verdict is not Verdict.FAIL)
     if not bad:
         return []
-    table = make_table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for x in sorted(bad, key=lambda x: x.verdict is not Verdict.FAIL):
-        table.add_row(x.asked, Text(x.remedy))
-    return [Text("\nWhat to do:"), table]
+    rows = [(x.asked, x.remedy) for x in bad]
+    return ["\nWhat to do:", TextTable((Column(is_short=True), ""), rows, has_header=False)]

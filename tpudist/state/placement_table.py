@@ -9,15 +9,16 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tpudist.display.text_tables import Column, TextTable
 from tpudist.state import nnx_contents
 from tpudist.state.variable_base import VariableBase
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import notebook_table, random_keys
+from tpudist.xla import random_keys
 from tpudist.xla.estimate.sizes import format_bytes
 
 # Of a screen: the largest of them are shown, the others are summed up in one.
 MAX_ROWS = 40
-_HEAD = ("leaf", "dtype and shape", "split", "bytes per device")
+_COLUMNS = ("leaf", "dtype and shape", "split", Column("bytes per device", is_number=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +58,14 @@ class PlacementTable:
         return sum(x.bytes_per_device for x in self.arrays)
 
     def __str__(self) -> str:
-        return notebook_table.write_text(*self._table())
+        return str(self._table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return notebook_table.write_html(*self._table())
+        return self._table()._repr_html_()
 
-    def _table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    def _table(self) -> TextTable:
         largest = sorted(self.arrays, key=lambda x: -x.bytes_per_device)[:MAX_ROWS]
         shown = [x for x in self.arrays if any(x is y for y in largest)]
         rows = [
@@ -85,7 +86,7 @@ class PlacementTable:
             f"{len(self.arrays)} arrays, {format_bytes(self.bytes_per_device)} on each of "
             f"{num_devices} device(s)"
         )
-        return title, _HEAD, rows, notes
+        return TextTable(_COLUMNS, rows, title, notes)
 
 
 def describe_placement(tree: Any) -> PlacementTable:

@@ -1,7 +1,7 @@
 """A strategy as a notebook shows it: its replicas, on which devices, and how they are split."""
 
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.xla import notebook_table
+from tpudist.display.text_tables import TextTable
 
 # Of one screen.
 _MAX_REPLICAS = 16
@@ -24,4 +24,4 @@ def write_html(strategy: StrategyBase) -> str:
     if mesh.num_replicas > len(rows):
         notes.insert(0, f"and {mesh.num_replicas - len(rows)} replicas more")
     head = ("replica", "devices", "process")
-    return notebook_table.write_html(repr(strategy), head, rows, notes)
+    return TextTable(head, rows, repr(strategy), notes)._repr_html_()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from typing import IO, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
+
+from tpudist.display.text_tables import Column, TextTable
 
 
 @runtime_checkable
@@ -49,6 +51,10 @@ def make_display(num_steps: int, *, quiet: bool = False, file: IO[str] | None = 
     return _Bar(console, num_steps) if console.is_terminal else _Lines(out, num_steps)
 
 
+def _table(title: str, rows: list[tuple[str, str]]) -> TextTable:
+    return TextTable((Column(is_short=True, style="cyan"), ""), rows, title, has_header=False)
+
+
 def clock(seconds: float) -> str:
     """`83` as `1:23`, `3700` as `1:01:40`."""
     minutes, seconds = divmod(round(seconds), 60)
@@ -87,12 +93,7 @@ class _Bar:
         self._progress.update(self._task, completed=step, metrics=metrics, speed=speed, left=left)
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in rows:
-            table.add_row(name, value)
-        self._console.print(table, markup=False)
+        self._console.print(_table(title, rows))
 
     def text(self, title: str, prompt: str, text: str) -> None:
         self._console.rule(title, align="left")
@@ -134,10 +135,7 @@ class _Lines:
         self.say("  ".join(part for part in parts if part))
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        self.say(title)
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            self.say(f"  {name:<{width}}  {value}")
+        self.say(f"{title}\n{textwrap.indent(str(_table('', rows)), '  ')}")
 
     def text(self, title: str, prompt: str, text: str) -> None:
         self.say(f"--- {title} ---\n{prompt}{text}\n---")

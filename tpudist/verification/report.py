@@ -1,7 +1,8 @@
 """The report of `Strategy.verify`: whether a step equals that of one device, and if not, why."""
 
 import dataclasses
-import html
+
+from tpudist.display.text_tables import Column, TextTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,37 +105,28 @@ class VerificationReport:
         return [(*key, found) for key, found in groups.items()]
 
     def _repr_html_(self) -> str:
-        head = "".join(
-            f"<th>{name}</th>"
-            for name in (
-                "array",
-                "comparison",
-                "factor",
-                "max. error",
-                "tolerance",
-                "cause",
-                "line",
-            )
+        columns = (
+            "array",
+            "comparison",
+            *(Column(name, is_number=True) for name in ("factor", "max. error", "tolerance")),
+            "cause",
+            "line",
         )
-        rows = "".join(
-            "<tr>"
-            + "".join(
-                f"<td>{html.escape(str(x))}</td>"
-                for x in (
-                    found.leaf,
-                    found.comparison,
-                    "" if found.factor is None else f"{found.factor:.3g}",
-                    f"{found.max_error:.3g}",
-                    f"{found.tolerance:.3g}",
-                    found.cause,
-                    found.where,
-                )
+        rows = [
+            (
+                x.leaf,
+                x.comparison,
+                "" if x.factor is None else f"{x.factor:.3g}",
+                f"{x.max_error:.3g}",
+                f"{x.tolerance:.3g}",
+                x.cause,
+                x.where,
             )
-            + "</tr>"
-            for found in self.differences
-        )
-        table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
-        return f"<pre>{html.escape(str(self).splitlines()[0])}</pre>{table}"
+            for x in self.differences
+        ]
+        return TextTable(
+            columns, rows, str(self).splitlines()[0], has_header=bool(rows)
+        )._repr_html_()
 
 
 class VerificationError(AssertionError):

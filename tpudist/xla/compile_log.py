@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from tpudist.display.text_tables import Column, TextTable
 from tpudist.goodput import goodput
-from tpudist.xla import notebook_table
 
 _log = logging.getLogger("tpudist.compile")
 
@@ -90,7 +90,8 @@ class CompileLog(list[CompileRecord]):
         more = len(self) - len(rows)
         notes = [f"and {more} before these"] if more else []
         title = f"{len(self)} compiles, {seconds:.1f} s"
-        return notebook_table.write_html(title, ("function", "seconds", "cause"), rows, notes)
+        columns = ("function", Column("seconds", is_number=True), "cause")
+        return TextTable(columns, rows, title, notes)._repr_html_()
 
 
 _SHOWN = 40

@@ -511,16 +511,3 @@ def test_operations_in_words(op_name, told):
 )
 def test_shapes_in_short(shape, told):
     assert words.format_shape(shape) == told
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (None, ""),
-        ("/a/b/models/transformer.py:142", "models/transformer.py:142"),
-        ("/a/b/models/../train.py:9", "b/train.py:9"),
-        ("train.py:9", "train.py:9"),
-    ],
-)
-def test_source_lines_in_short(source, told):
-    assert words.format_line(source) == told

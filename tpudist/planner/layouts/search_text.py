@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tpudist.display.text_tables import Column, TextTable, format_source
 from tpudist.planner.layouts.search_outcomes import Outcome, SearchOutcomes
 from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
-from tpudist.planner.show.parts import Column, Lines, Report, Rows
+from tpudist.planner.show.parts import Lines, Report
 from tpudist.planner.show.words import (
     format_bytes,
     format_count,
-    format_line,
     format_op,
     format_seconds,
     format_share,
@@ -25,7 +25,7 @@ def describe_search(result: SearchOutcomes) -> Report:
     """A search in words."""
     fitting, too_large = result.of(FITS), result.of(TOO_LARGE)
     num = len(result.outcomes)
-    sections: list[Rows | Lines] = []
+    sections: list[TextTable | Lines] = []
     if fitting:
         sections.append(_table_of_fitting(fitting))
     if too_large:
@@ -68,7 +68,7 @@ def _facts(result: SearchOutcomes) -> Iterable[tuple[str, str]]:
     yield "tried", f"{plural(tried, 'candidate')}{of} in {format_seconds(result.seconds)}"
 
 
-def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> Rows:
+def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> TextTable:
     columns = (
         Column("layout", is_short=True),
         Column("remat", is_short=True),
@@ -84,10 +84,8 @@ def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> Rows:
     title = "Fits, the fastest first" if outcomes[0].step_s else "Fits, the smallest first"
     rows = tuple(_row(one) for one in outcomes)
     used = [i for i in range(len(columns)) if any(row[i] not in ("", "-") for row in rows)]
-    return Rows(
-        title,
-        tuple(columns[i] for i in used),
-        tuple(tuple(row[i] for i in used) for row in rows),
+    return TextTable(
+        tuple(columns[i] for i in used), tuple(tuple(row[i] for i in used) for row in rows), title
     )
 
 
@@ -145,7 +143,7 @@ def _describe_too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
                     (
                         format_bytes(buffer.num_bytes),
                         format_op(buffer.op_name) or buffer.name,
-                        f"({format_line(buffer.source)})" if buffer.source else "",
+                        f"({format_source(buffer.source)})" if buffer.source else "",
                     ),
                 )
             )

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpudist.display.text_tables import format_source
 from tpudist.planner.show.parts import GREEN, NETWORK_COLORS, RED, TEAL, Bars
 from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.speed_text import merge
-from tpudist.planner.show.words import format_bytes, format_line, format_seconds
+from tpudist.planner.show.words import format_bytes, format_seconds
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _draw_collectives(axes: Any, uses: Sequence[CollectiveUse], timed: bool) -> 
         if timed:
             axes.barh(row, use.exposed_s, color=color, height=0.7)
         told_amount = format_seconds(amount) if timed else format_bytes(amount)
-        line = f"   {format_line(use.source)}" if use.source else ""
+        line = f"   {format_source(use.source)}" if use.source else ""
         axes.annotate(
             told_amount + line,
             (amount, row),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from html import escape
 from typing import TYPE_CHECKING
 
-from tpudist.planner.show.parts import Bars, Part, Report, Rows
+from tpudist.display.text_tables import STYLE, TextTable
+from tpudist.planner.show.parts import Bars, Part, Report
 from tpudist.planner.show.plan_text import describe_plan
-from tpudist.planner.show.words import format_line
 
 if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
 
-# The page gives text its colour; everything else is a mid-tone or half transparent. `all: revert`
-# and the long selectors keep what notebooks say of every table out of ours.
+# In addition to the style of tables; the colors are mid-tones or half transparent, too.
 _STYLE = """
-.tpudist-plan { max-width: 60rem; font-size: 0.9rem; line-height: 1.45; }
+.tpudist-plan.tpudist-table { max-width: 60rem; }
 .tpudist-plan .verdict { padding: 0.6rem 0.9rem; border-left: 0.3rem solid; border-radius: 0.3rem; }
 .tpudist-plan .fits { border-color: #2fa56a; background: rgba(47, 165, 106, 0.12); }
 .tpudist-plan .refused { border-color: #e2574c; background: rgba(226, 87, 76, 0.12); }
@@ -28,15 +28,6 @@ _STYLE = """
   border-radius: 0.15em; }
 .tpudist-plan .dim { opacity: 0.65; }
 .tpudist-plan ul { margin: 0.3rem 0 0; padding-left: 1.2rem; }
-.tpudist-plan .wide { overflow-x: auto; }
-.tpudist-plan table { all: revert; border-collapse: collapse; color: inherit; font-size: inherit; }
-.tpudist-plan table tr { all: revert; background: none !important; }
-.tpudist-plan table td, .tpudist-plan table th { all: revert; padding: 0.12rem 1.1rem 0.12rem 0;
-  text-align: left; vertical-align: top; color: inherit; }
-.tpudist-plan table th { font-weight: 400; opacity: 0.65; }
-.tpudist-plan table .number { text-align: right; white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-.tpudist-plan table .line, .tpudist-plan table .what { white-space: nowrap; }
 .tpudist-plan table.facts td:first-child { opacity: 0.65; }
 .tpudist-plan table.facts tr:nth-child(-n+3) td:last-child { font-weight: 600; }
 """
@@ -61,7 +52,7 @@ def lay_out(said: Report) -> str:
         f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in said.facts
     )
     parts = [
-        f'<div class="tpudist-plan"><style>{_STYLE}</style>',
+        f'<div class="tpudist-plan tpudist-table"><style>{STYLE}{_STYLE}</style>',
         f'<div class="verdict {"fits" if said.fits else "refused"}">',
         f'<div class="title">{escape(said.title)}</div>',
         f'<table class="facts"><tbody>{facts}</tbody></table></div>',
@@ -70,8 +61,8 @@ def lay_out(said: Report) -> str:
         parts.append(f'<div class="head">{escape(section.title)}</div>')
         if isinstance(section, Bars):
             parts.append(_bars(section))
-        elif isinstance(section, Rows):
-            parts.append(_rows(section))
+        elif isinstance(section, TextTable):
+            parts.append(dataclasses.replace(section, title="").format_html())
         else:
             parts.append(_lines(section.lines))
     return "\n".join([*parts, "</div>"])
@@ -110,32 +101,6 @@ def _legend(part: Part, attributes: str = "") -> str:
         f'{escape(part.name)}</td><td class="number">{escape(part.text)}</td>'
         f'<td class="number">{escape(part.share)}</td></tr>'
     )
-
-
-def _rows(rows: Rows) -> str:
-    kinds = [
-        "number" if c.is_number else "line" if c.is_line else "what" if c.is_short else ""
-        for c in rows.columns
-    ]
-    head = "".join(
-        f'<th class="{kind}">{escape(column.name)}</th>'
-        for kind, column in zip(kinds, rows.columns, strict=True)
-    )
-    body = "".join(
-        "<tr>" + "".join(map(_cell, kinds, row)) + "</tr>"  # as many cells as columns
-        for row in rows.rows
-    )
-    more = f'<div class="dim">{escape(rows.more)}</div>' if rows.more else ""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide">{table}</div>{more}'
-
-
-def _cell(kind: str, text: str) -> str:
-    if kind == "line" and text:
-        return (
-            f'<td class="line" title="{escape(text)}"><code>{escape(format_line(text))}</code></td>'
-        )
-    return f'<td class="{kind}">{escape(text)}</td>'
 
 
 def _lines(lines: tuple[str, ...]) -> str:

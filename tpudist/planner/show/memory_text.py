@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tpudist.display.text_tables import Column, TextTable
 from tpudist.planner.show.advice import suggest_changes
 from tpudist.planner.show.parts import (
     BLUE,
@@ -18,10 +19,8 @@ from tpudist.planner.show.parts import (
     TEAL,
     YELLOW,
     Bars,
-    Column,
     Lines,
     Part,
-    Rows,
 )
 from tpudist.planner.show.words import (
     device_noun,
@@ -46,7 +45,7 @@ _MEMORY_COLORS = {
 }
 
 
-def memory(plan: PlanFigures) -> Iterable[Bars | Rows | Lines]:
+def memory(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
     """What is held on a device by category, and the largest of it; or why it does not fit."""
     chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal:
@@ -87,7 +86,7 @@ def memory(plan: PlanFigures) -> Iterable[Bars | Rows | Lines]:
         yield from _largest("Largest temporaries", report.largest, report.peak_bytes)
 
 
-def _explain_refusal(plan: PlanFigures, refusal: Refusal) -> Iterable[Bars | Rows | Lines]:
+def _explain_refusal(plan: PlanFigures, refusal: Refusal) -> Iterable[Bars | TextTable | Lines]:
     chip = device_noun(plan.num_chips, plan.num_devices)
     lines = ()
     if refusal.argument_bytes:
@@ -114,7 +113,7 @@ def _part(name: str, num_bytes: int, capacity: int | None, color: str) -> Part:
     return Part(name, num_bytes, format_bytes(num_bytes), share, color)
 
 
-def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable[Rows]:
+def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable[TextTable]:
     # What is a thousandth of all is not worth a line.
     worth = [b for b in buffers[:NUM_ROWS] if b.num_bytes * 1000 > of_bytes]
     if not worth:
@@ -124,7 +123,7 @@ def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable
         Column("of it padding", is_number=True, only_wide=True),
         Column("shape"),
         Column("made by"),
-        Column("line", is_line=True),
+        Column("line", is_source=True),
     )
     rows = tuple(
         (
@@ -138,8 +137,8 @@ def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable
     )
     rest = buffers[len(worth) :]
     sizes = format_bytes(sum(buffer.num_bytes for buffer in rest))
-    more = f"And {len(rest)} more: {sizes}." if rest else ""
-    yield Rows(title, columns, rows, more)
+    notes = (f"And {len(rest)} more: {sizes}.",) if rest else ()
+    yield TextTable(columns, rows, title, notes)
 
 
 def list_replicated(plan: PlanFigures) -> Iterable[Lines]:

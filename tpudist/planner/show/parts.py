@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from tpudist.display.text_tables import TextTable
+
 NUM_ROWS = 8
 """Rows of a table before the rest is summed up."""
 
@@ -53,35 +55,6 @@ class Bars:
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        name: Its heading.
-        is_number: Whether it holds numbers.
-        is_short: Whether its cells are never broken.
-        only_wide: Whether it is left out in narrow places.
-        is_line: Whether it holds whole "file:line", to be shortened as there is room.
-    """
-
-    name: str
-    is_number: bool = False
-    is_short: bool = False
-    only_wide: bool = False
-    is_line: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """A table; `more` says what was left out."""
-
-    title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[str, ...], ...]
-    more: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Lines:
     """Sentences under a heading."""
 
@@ -103,4 +76,4 @@ class Report:
     title: str
     fits: bool
     facts: tuple[tuple[str, str], ...]
-    sections: tuple[Bars | Rows | Lines, ...]
+    sections: tuple[Bars | TextTable | Lines, ...]

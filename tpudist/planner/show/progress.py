@@ -3,8 +3,8 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from tpudist.display.notebook_cell import NotebookCell, in_notebook
 from tpudist.planner.show.words import format_seconds
 
 # Called with what is being done, and for how many seconds.
@@ -20,7 +20,7 @@ def show_progress(progress: Progress | None) -> Iterator[Progress]:
     if progress is not None:
         yield progress
         return
-    if _in_notebook():
+    if in_notebook():
         line = _cell()
     else:
         line = _spinner() if sys.stderr.isatty() else contextlib.nullcontext(_ignore)
@@ -32,31 +32,18 @@ def _ignore(doing: str, seconds: float) -> None:
     """Tells nobody."""
 
 
-def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: IPython was imported then, and its shell has a kernel."""
-    ipython = sys.modules.get("IPython")
-    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
-
-
 @contextlib.contextmanager
 def _cell() -> Iterator[Progress]:
-    """A line below the cell, by the notebook's own means; rich would need ipywidgets."""
-    from IPython.display import display  # type: ignore[import-not-found]
-
-    def page(text: str) -> dict[str, Any]:
-        return {"text/plain": text}
-
-    handle = display(page("planning"), raw=True, display_id=True)
-    assert handle is not None
+    cell = NotebookCell("planning")
 
     def report(doing: str, seconds: float) -> None:
         since = f", {format_seconds(seconds)}" if seconds >= 1 else ""
-        handle.update(page(f"planning: {doing}{since}"), raw=True)
+        cell.update(f"planning: {doing}{since}")
 
     try:
         yield report
     finally:
-        handle.update(page(""), raw=True)
+        cell.update("")
 
 
 @contextlib.contextmanager

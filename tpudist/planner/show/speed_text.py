@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tpudist.display.text_tables import Column, TextTable
 from tpudist.planner.show.parts import (
     BLUE,
     GREY,
@@ -13,9 +14,7 @@ from tpudist.planner.show.parts import (
     NUM_ROWS,
     PURPLE,
     Bars,
-    Column,
     Part,
-    Rows,
 )
 from tpudist.planner.show.words import (
     device_noun,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
 
 
-def time(plan: PlanFigures) -> Iterable[Bars | Rows]:
+def time(plan: PlanFigures) -> Iterable[Bars | TextTable]:
     """Where a step's time goes, and what takes longest; nothing where there is no estimate."""
     spent = plan.time
     if spent is None:
@@ -62,13 +61,13 @@ def time(plan: PlanFigures) -> Iterable[Bars | Rows]:
             Column("share", is_number=True),
             Column("kind"),
             Column("operation"),
-            Column("line", is_line=True),
+            Column("line", is_source=True),
         )
         rows = tuple(
             (format_seconds(seconds), format_share(seconds / (spent.step_s or 1.0)), *what)
             for what, seconds in _merge_ops(spent)[:NUM_ROWS]
         )
-        yield Rows("What takes longest", columns, rows)
+        yield TextTable(columns, rows, "What takes longest")
 
 
 def _merge_ops(spent: TimeEstimate) -> list[tuple[tuple[str, str, str], float]]:
@@ -106,7 +105,7 @@ def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
         yield f"Lower bounds: {'; '.join(bounds)}."
 
 
-def collectives(plan: PlanFigures) -> Iterable[Rows]:
+def collectives(plan: PlanFigures) -> Iterable[TextTable]:
     """What a step sends, what is waited for longest first; nothing if it sends nothing."""
     if not plan.collectives:
         return
@@ -120,7 +119,7 @@ def collectives(plan: PlanFigures) -> Iterable[Rows]:
         Column("takes", is_number=True, only_wide=True),
         Column("waited", is_number=True),
         Column("async", only_wide=True),
-        Column("line", is_line=True),
+        Column("line", is_source=True),
     )
     merged = merge(plan.collectives)
     rows = tuple(
@@ -138,15 +137,16 @@ def collectives(plan: PlanFigures) -> Iterable[Rows]:
         for use in merged[:NUM_ROWS]
     )
     rest = merged[NUM_ROWS:]
-    more = ""
+    notes = ()
     if rest:
         sent = format_bytes(sum(use.sent_bytes for use in rest))
         waited = format_seconds(sum(use.exposed_s for use in rest))
-        more = f"And {len(rest)} more: {sent} sent, {waited} waited."
+        notes = (f"And {len(rest)} more: {sent} sent, {waited} waited.",)
     sums = [f"{format_bytes(plan.ici_bytes)} over ICI"] if plan.ici_bytes else []
     sums += [f"{format_bytes(plan.dcn_bytes)} over DCN"] if plan.dcn_bytes else []
     chip, sent = device_noun(plan.num_chips, plan.num_devices), " and ".join(sums) or "nothing"
-    yield Rows(f"Communication: a {chip} sends {sent} per step", columns, rows, more)
+    title = f"Communication: a {chip} sends {sent} per step"
+    yield TextTable(columns, rows, title, notes)
 
 
 def merge(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tpudist.planner.show.parts import Bars, Lines, Part, Report, Rows
+from tpudist.display.text_tables import TextTable
+from tpudist.planner.show.parts import Bars, Lines, Part, Report
 from tpudist.planner.show.plan_text import describe_plan
-from tpudist.planner.show.words import format_line
 
 if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
-
-WIDE = 100
-"""Columns of a terminal that has room for everything."""
 
 
 def table(
@@ -51,7 +49,6 @@ class _Layout:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        width = options.max_width
         color = "green" if self._report.fits else "red"
         yield Panel(
             _facts(self._report.facts),
@@ -63,7 +60,7 @@ class _Layout:
         )
         for section in self._report.sections:
             yield Text(f"\n{section.title}", style="bold")
-            yield Padding(_section(section, width), (0, 0, 0, 2))
+            yield Padding(_section(section), (0, 0, 0, 2))
 
 
 def _facts(facts: tuple[tuple[str, str], ...]) -> Table:
@@ -75,11 +72,11 @@ def _facts(facts: tuple[tuple[str, str], ...]) -> Table:
     return grid
 
 
-def _section(section: Bars | Rows | Lines, width: int) -> RenderableType:
+def _section(section: Bars | TextTable | Lines) -> RenderableType:
     if isinstance(section, Bars):
         return _bars(section)
-    if isinstance(section, Rows):
-        return _rows(section, width)
+    if isinstance(section, TextTable):
+        return dataclasses.replace(section, title="")
     return _lines(section.lines)
 
 
@@ -115,28 +112,6 @@ class _Piece:
             yield Text(" " * first + "#" * max(1, last - first), no_wrap=True)
         else:
             yield Bar(self._whole, self._begin, end, color=self._part.color)
-
-
-def _rows(rows: Rows, width: int) -> RenderableType:
-    kept = [i for i, c in enumerate(rows.columns) if width >= WIDE or not c.only_wide]
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for i in kept:
-        column = rows.columns[i]
-        shown.add_column(
-            column.name,
-            justify="right" if column.is_number else "left",
-            no_wrap=column.is_number or column.is_short,
-            overflow="fold",
-        )
-    for row in rows.rows:
-        cells = []
-        for i in kept:
-            is_line = rows.columns[i].is_line
-            cells.append(
-                Text(format_line(row[i], 2 if width >= WIDE else 1) if is_line else row[i])
-            )
-        shown.add_row(*cells)
-    return Group(shown, Text(rows.more, style="dim")) if rows.more else shown
 
 
 def _lines(lines: tuple[str, ...]) -> RenderableType:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import sysconfig
 import traceback
@@ -54,14 +53,6 @@ def format_flops(flops: float) -> str:
 def format_axes(sizes: dict[str, int]) -> str:
     """`{"replica": 16, "fsdp": 16}` as "replica 16 x fsdp 16"."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "none"
-
-
-def format_line(source: str | None, num_parts: int = 2) -> str:
-    """A source line "/long/path/models/transformer.py:142" as "models/transformer.py:142"."""
-    if not source:
-        return ""
-    path, _, line = source.rpartition(":")
-    return f"{Path(*Path(os.path.normpath(path)).parts[-num_parts:])}:{line}"
 
 
 def format_shape(shape: str) -> str:

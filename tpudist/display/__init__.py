@@ -1,0 +1,1 @@
+"""What terminals and notebooks show: tables, and a line that changes in place."""
