@@ -3,7 +3,7 @@
 Shaped as IMPALA and PPO are (Espeholt et al., arXiv 1802.01561; Schulman et al., arXiv 1707.06347).
 Actors are the workers of a `ParameterServerStrategy`: each plays whole episodes with the weights
 that the servers hold when it begins, and its trajectory carries their version. The learner takes
-what has come, never waits while there is something to learn from, and learns from no trajectory
+the trajectories that have arrived, never waits while there is one, and drops a trajectory
 whose weights are more than MAX_AGE versions old. It publishes new weights every few steps.
 
 Trajectories are numbered, and each has effect once, also if its actor or a server dies:
@@ -33,7 +33,7 @@ DISCOUNT, CLIP, LENGTH = 0.98, 0.2, 200
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to play, and how to learn."""
+    """Options of actors and of the learner."""
 
     num_actors: int = 3
     num_environments: int = 16  # side by side in a trajectory
@@ -48,7 +48,7 @@ class Options:
 
 
 def move(physics: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What comes of pushing the cart to a side, and whether the pole has fallen."""
+    """Returns the state after pushing the cart to a side, and whether the pole has fallen."""
     x, speed, angle, spin = jnp.moveaxis(physics, -1, 0)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     common = (jnp.where(action == 1, 10.0, -10.0) + 0.05 * spin**2 * sin) / 1.1
@@ -74,7 +74,7 @@ def act(params, physics):
 
 
 class Agent:
-    """What actors and the learner compute, of weights in one vector."""
+    """The computations of actors and the learner, from weights in one vector."""
 
     def __init__(self, num_environments: int):
         self._num_environments = num_environments
@@ -139,7 +139,7 @@ class WatchedEngine(ThreadEngine):
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """What an actor has played."""
+    """A trajectory of an actor."""
 
     number: int
     version: int  # of the weights that it has played with
@@ -153,12 +153,12 @@ class Trajectory:
 
 @dataclasses.dataclass
 class Outcome:
-    """What has become of a run."""
+    """Outcome of a run."""
 
     scores: list[float]  # of the trajectories, as they came
     ages: dict[int, int]  # of trajectories when they were learned from, in versions: how often
     num_steps: int
-    num_waits: int  # steps at which there was nothing to learn from
+    num_waits: int  # steps at which the learner waited for a trajectory
     num_too_old: int  # trajectories that were dropped
     num_unread: int  # that came when all was over
     num_kills: int
@@ -168,7 +168,7 @@ class Outcome:
 
 
 def run(options: Options, log: str) -> Outcome:
-    """Plays and learns; `log` is a folder from which servers that died go on."""
+    """Plays and learns; `log` is a folder from which restarted servers resume."""
     agent, chance = Agent(options.num_environments), np.random.default_rng(options.seed or 0)
     engine = WatchedEngine(options.seed)
     clock = engine.concurrency
@@ -177,17 +177,17 @@ def run(options: Options, log: str) -> Outcome:
     )
     coordinator = ClusterCoordinator(strategy)
     with strategy.scope():
-        # The version is in the same Variable: who reads one reads the other as it was then.
+        # The version is in the same Variable, so both are always read together.
         weights = tpudist.Variable(np.append(agent.start, 0.0).astype(np.float32))
         was_played = tpudist.Variable(np.zeros(1 << 15, np.int32))
         num_published = tpudist.Variable(0)
 
     def pass_time(seconds: float) -> None:
-        if options.seed is not None:  # else what is done takes time itself
+        if options.seed is not None:  # otherwise the work itself takes time
             clock.sleep(seconds)
 
     def play(number: int) -> Trajectory:
-        """What an actor does, with the newest weights."""
+        """Plays with the newest weights."""
         packed = weights.read_value()
         seen = jax.device_get(agent.play(packed[:-1], number))
         pass_time(np.random.default_rng(number).uniform(0.2, 0.6))
@@ -250,7 +250,7 @@ def run(options: Options, log: str) -> Outcome:
 
 
 def main(options: Options = Options()) -> Outcome:
-    """Prints what has become of a run."""
+    """Prints the outcome of a run."""
     begun_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as log:
         o = run(options, log)

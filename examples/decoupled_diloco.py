@@ -6,8 +6,8 @@ and a short window of grace has passed, these are merged by an outer step of Nes
 share of learners in it. Nobody waits for a slow or a dead learner.
 
 A learner is a worker of a `ParameterServerStrategy` with a synchronous strategy of its own; rounds
-and merges are closures, so that none is lost and none has effect twice when a learner dies in the
-midst of one. Time is that of a seeded engine, where a step takes one second:
+and merges are closures, so none is lost and none takes effect twice when a learner dies during
+one. A seeded engine simulates the time; a step takes one second:
 
     python examples/decoupled_diloco.py
 """
@@ -35,7 +35,7 @@ from tpudist.training.corpus import load_corpus, spread_windows
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How all scenarios train."""
+    """Options of all scenarios."""
 
     num_learners: int = 4
     devices_per_learner: int = 1
@@ -56,7 +56,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What happens to the learners."""
+    """Events of the learners."""
 
     name: str
     quorum: int
@@ -66,14 +66,14 @@ class Scenario:
 
     @property
     def goodput_in_step(self) -> float:
-        """Of synchronous training: all wait for the slowest, and for any that is down."""
+        """Share of synchronous training: all wait for the slowest, and for each dead learner."""
         between_s = self.steps_between_deaths / len(self.step_s)
         up = 1 - self.down_s / between_s if between_s else 1.0
         return max(up, 0.0) * min(self.step_s) / max(self.step_s)
 
 
 class Task:
-    """A small transformer that learns the standard library's bytes, as that of README.md does."""
+    """A small transformer that learns the standard library's bytes, like the model in README.md."""
 
     def __init__(self, options: Options):
         self.options, self.corpus = options, load_corpus()
@@ -89,7 +89,7 @@ class Task:
         return next_token_nats(nnx.merge(self._graph, self._unravel(flat)), windows).mean()
 
     def windows(self, round_: int) -> np.ndarray:
-        """What a round reads: `[step, batch, length + 1]`, the same whoever runs it."""
+        """Batches of a round, `[step, batch, length + 1]`, the same on every learner."""
         o = self.options
         chance, last = np.random.default_rng((o.seed, round_)), len(self.corpus.train) - o.length
         starts = chance.integers(0, last, (o.steps_per_round, o.batch_size))
@@ -111,7 +111,7 @@ class Task:
         return jax.lax.scan(step, (flat, moments), (windows, learning_rates))[0]
 
     def learning_rates(self, peak: float, first_step: int) -> np.ndarray:
-        """Of the steps of a round: a short warm-up, then a cosine."""
+        """Learning rates of a round: a short warm-up, then a cosine."""
         steps = first_step + np.arange(self.options.steps_per_round)
         done = np.clip(steps / self.options.num_steps, 0, 1)
         rates = np.minimum(1, done / 0.05) * (0.05 + 0.475 * (1 + np.cos(np.pi * done)))
@@ -119,7 +119,7 @@ class Task:
 
 
 class MeasuredEngine(ThreadEngine):
-    """Threads of a seed, with who is alive, and the bytes to and from the servers."""
+    """A seeded engine that records which learners live, and the bytes to and from servers."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -142,7 +142,7 @@ class MeasuredEngine(ThreadEngine):
 
 
 class Outcome(NamedTuple):
-    """What has become of a scenario."""
+    """Outcome of a scenario."""
 
     loss: float
     goodput: float  # share of what the learners could do in that time that is in the parameters
@@ -165,7 +165,7 @@ def train_decoupled(task: Task, scenario: Scenario) -> Outcome:
         num_workers=o.num_learners, num_servers=2, engine=engine, worker_strategy=inner.__getitem__
     )
     coordinator = ClusterCoordinator(strategy)
-    # Fragments, one on each server; what was sent and is not merged, and last of how many rounds.
+    # Fragments, one on each server; updates that are sent and not merged, and their number.
     cuts = [len(task.start) // 2]
     with strategy.scope():
         params = [tpudist.Variable(x) for x in np.split(task.start, cuts)]
@@ -176,7 +176,7 @@ def train_decoupled(task: Task, scenario: Scenario) -> Outcome:
         outer = tpudist.Optimizer(nesterov)
 
     def make_learner():
-        """What a worker keeps from round to round, and loses when it dies: its Adam's moments."""
+        """State of a worker between rounds, lost when it dies: the moments of its Adam."""
         index = experimental_get_current_worker_index()
         if engine.alive["worker", index].incarnation:
             clock.sleep(scenario.down_s)
@@ -199,7 +199,7 @@ def train_decoupled(task: Task, scenario: Scenario) -> Outcome:
         was_applied.scatter_add(tpudist.IndexedSlices(np.ones(1, np.int32), np.array([round_])))
 
     def merge():
-        """The outer step: the mean of those that have sent, scaled by their share of all."""
+        """The outer step: the mean of the received updates, scaled by their share of all."""
         sent = [x.numpy() for x in waiting]
         means = [x[:-1].astype(np.float32) / o.num_learners for x in sent]
         outer.apply_gradients(zip(means, params, strict=True))
@@ -237,7 +237,7 @@ def train_decoupled(task: Task, scenario: Scenario) -> Outcome:
 
 
 def train_in_step(task: Task, num_learners: int) -> float:
-    """The loss of synchronous data parallel training, with as many tokens; or of one alone."""
+    """Loss of synchronous data parallel training with as many tokens, or of one learner."""
     o = task.options
     strategy = tpudist.MirroredStrategy([f"cpu:{i}" for i in range(num_learners)])
     state = jax.device_get((task.start, task.adam.init(task.start)))
@@ -263,7 +263,7 @@ def make_scenarios(num_learners: int) -> list[Scenario]:
 
 
 def main(o: Options = Options(), scenarios: list[Scenario] | None = None) -> list[Outcome]:
-    """Prints how the scenarios end; gives what has become of them."""
+    """Prints the outcomes of the scenarios, and returns them."""
     begun_s, task = time.perf_counter(), Task(o)
     in_step, alone = train_in_step(task, o.num_learners), train_in_step(task, 1)
     # In each step each learner sends all gradients to a server, and gets all parameters back.
@@ -296,5 +296,5 @@ if __name__ == "__main__":
     given = tyro.cli(Options)
     options = QUICK if given.quick else given
     tpudist.emulate(options.num_learners * options.devices_per_learner)
-    enable_compilation_cache()  # one that takes the place of a dead learner compiles nothing
+    enable_compilation_cache()  # a replacement of a dead learner compiles nothing
     main(options)

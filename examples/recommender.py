@@ -42,13 +42,13 @@ TESTS = range(1 << 40, (1 << 40) + 80)  # the batches that nobody trains on
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to train, and on what."""
+    """Options of the training run."""
 
     engine: str = "threads"  # or ray
     workers: int = 2
     servers: int = 12
     budget_mb: float = 20.0  # of the table that a server may hold
-    capacity: int = 1 << 16  # rows that a server has room for at first; growing compiles anew
+    capacity: int = 1 << 16  # rows that a server has room for at first; growing compiles again
     dim: int = 64
     steps: int = 1000
     batch_size: int = 512
@@ -59,7 +59,7 @@ class Options:
 
 
 def mix(numbers: np.ndarray) -> np.ndarray:
-    """Splitmix64: other numbers of 64 bits, each from one alone."""
+    """Splitmix64: maps each 64-bit number to a pseudo-random one."""
     x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -91,7 +91,7 @@ class Clicks:
 
 
 def auc(logits: np.ndarray, clicked: np.ndarray) -> float:
-    """How often what was clicked has the larger logit of two; equal ones count half."""
+    """Probability that a clicked item has the larger logit of two; ties count half."""
     _, which, counts = np.unique(logits, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[which]
     num, is_clicked = len(clicked), clicked > 0
@@ -101,7 +101,7 @@ def auc(logits: np.ndarray, clicked: np.ndarray) -> float:
 
 
 class Model:
-    """What is computed of rows, of dense features, and of weights in one vector."""
+    """The model: a function of rows, dense features, and weights in one vector."""
 
     def __init__(self, dim: int):
         num_pairs = len(VOCABULARIES) * (len(VOCABULARIES) + 1) // 2
@@ -111,7 +111,7 @@ class Model:
         self.start, self._unravel = ravel_pytree(layers)
 
     def logits(self, weights: jax.Array, rows: jax.Array, dense: jax.Array) -> jax.Array:
-        """Of rows `[n, feature, dim]` and dense features `[n, NUM_DENSE]`."""
+        """Returns the logits of rows `[n, feature, dim]` and dense features `[n, NUM_DENSE]`."""
         layers = [lambda x, w=w, b=b: x @ w + b for w, b in self._unravel(weights)]
         low = layers[1](jax.nn.relu(layers[0](dense)))
         vectors = jnp.concatenate([low[:, None], rows], 1)
@@ -141,7 +141,7 @@ def make_engine(name: str, alive: dict):
 
 
 def read_cpu_s(seen: dict[int, float]) -> float:
-    """CPU seconds of this process and of those it has started; `seen` is for those that die."""
+    """CPU seconds of this process and its children; `seen` keeps those of dead children."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -155,7 +155,7 @@ def read_cpu_s(seen: dict[int, float]) -> float:
 
 
 class Outcome(NamedTuple):
-    """What has become of a run with servers."""
+    """Outcome of a run with servers."""
 
     logits: np.ndarray  # of the tests
     losses: np.ndarray  # of the steps
@@ -291,7 +291,7 @@ def main(o: Options = Options()) -> Outcome:
     assert (found.was_counted == 1).all(), "each step has effect once on each server"
     assert refusal, "one server cannot hold the table"
     assert times >= 10, "the table is ten times what a server may hold"
-    is_exact = o.in_order and not o.kills  # what is begun again may have read other values
+    is_exact = o.in_order and not o.kills  # a closure that starts again may read other values
     assert abs(here - alone) <= (IN_ORDER_TOLERANCE if is_exact else o.tolerance)
     return found
 

@@ -1,7 +1,7 @@
 """Measures tpudist against hand-written JAX: python scripts/bench.py --help
 
-Every figure has its baseline in the same run, on the same machine. Targets are those of the
-project; a figure that misses its target says so, and the exit code stays 0: timings are no test.
+Every figure has its baseline in the same run, on the same machine. A figure that misses the
+project's target is marked, and the exit code stays 0, because a timing is not a test.
 """
 
 from __future__ import annotations
@@ -78,52 +78,52 @@ class Config:
     """Measures tpudist against hand-written JAX, on 8 emulated devices."""
 
     suites: tuple[Suite, ...] = ("calls", "programs", "emulation")
-    """What to measure: Python time per call; the compiled programs; those of partial batches; the
-    programs that the TPU compiler makes for v5e:4x4 and v6e:2x4, and those of partial batches for
-    v5e:2x4 (needs libtpu, takes minutes);
-    loops that never wait; checkpoints; the distributed iterator; the planner's estimates against
-    published training runs (an hour) and its own time from 8 to 4096 chips; the steps of the
-    programs of examples/; what `deterministic=8` costs; steps in two processes, by hand, watched,
-    and with a state that is kept for survivors; rows of an embedding table by id; steps of
-    parameter servers, against TensorFlow's and a loop by hand on Ray; what importing costs;
-    pretrained weights that are read, against Orbax, and the memory that takes; the training loop
-    around a step; a partial batch and a step by tpudist, JAX, Keras, Accelerate and Fabric;
-    steps of Keras' `fit` in a scope, against keras.distribution.DataParallel, and of loops of one's
-    own over Keras models, against the same by hand."""
+    """Suites to measure: Python time per call; the compiled programs; the programs of partial
+    batches; the programs that the TPU compiler creates for v5e:4x4 and v6e:2x4, and those of
+    partial batches for v5e:2x4 (needs libtpu, takes minutes); loops that never wait; checkpoints;
+    the distributed iterator; the planner's estimates against published training runs (an hour) and
+    its own time from 8 to 4096 chips; the steps of the programs in examples/; the cost of
+    `deterministic=8`; steps in two processes, by hand, watched, and with a state that is kept for
+    survivors; rows of an embedding table by id; steps of parameter servers, against TensorFlow's
+    and a hand-written loop on Ray; the cost of importing; the time and memory to read pretrained
+    weights, against Orbax; the training loop around a step; a partial batch and a step by tpudist,
+    JAX, Keras, Accelerate and Fabric; steps of Keras' `fit` in a scope, against
+    keras.distribution.DataParallel, and custom loops over Keras models, against hand-written
+    ones."""
     published: tuple[str, ...] = ()
-    """Which published runs to plan, by name; all of them by default."""
+    """Names of the published runs to plan (default: all)."""
     calls: int = 600
-    """How often each variant of a call is timed."""
+    """Number of timings of each variant of a call."""
     small_steps: int = 20_000
     """Length of the emulation suite's loop of small steps."""
     transformer_steps: int = 300
-    """Length of its loop of transformer steps."""
+    """Length of the emulation suite's loop of transformer steps."""
     devices: tuple[int, ...] = (8, 16)
-    """Its numbers of devices."""
+    """Numbers of devices of the emulation suite."""
     example_steps: int = 100
-    """How often each step of the examples, determinism and processes suites is timed."""
+    """Number of timings of each step in the suites examples, determinism and processes."""
     import_repeats: int = 15
-    """How many processes the imports suite starts of each program."""
+    """Number of processes that the imports suite starts for each program."""
     train_steps: int = 1000
     """Length of the loops of the train suite."""
     table_rows: int = 4_000_000
-    """How many rows of 256 bytes the table of the tables suite has, twice."""
+    """Number of rows of 256 bytes in each of the two tables of the tables suite."""
     checkpoint_megabytes: int = 500
     """Size of the state that the checkpoint suite saves and restores."""
     weights_layers: int = 2
-    """How many layers of Llama-3.1-8B's size the weights suite reads and times."""
+    """Number of layers of Llama-3.1-8B's size that the weights suite reads and times."""
     tensorflow_python: Path | None = None
-    """A Python that has TensorFlow, for the suites input (by default this one, if it has) and
-    servers (which leaves TensorFlow out without)."""
+    """A Python that has TensorFlow, for the suites input (default: this one, if it has TensorFlow)
+    and servers (default: no comparison with TensorFlow)."""
     torch_python: Path | None = None
-    """A Python that has PyTorch, Accelerate and Lightning Fabric, for the suite comparison, which
-    leaves these two out without."""
+    """A Python that has PyTorch, Accelerate and Lightning Fabric, for the suite comparison
+    (default: no comparison with the last two)."""
     out: Path | None = None
-    """Write all of it to this file, as JSON."""
+    """File to which all figures are written as JSON."""
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs the suites that were asked for."""
+    """Runs the chosen suites."""
     config = tyro.cli(Config, args=args)
     tpudist.emulate(NUM_DEVICES)
     console = Console()
@@ -185,11 +185,11 @@ MEASURE: dict[Suite, Callable[[Config], Iterable[Figure]]] = {
     "comparison": lambda config: comparison.figures(config.torch_python),
     "keras": lambda config: [*keras_loop.figures(), *keras_steps.figures()],
 }
-"""How each suite is measured."""
+"""Function that measures each suite."""
 
 
 def report(figures: Iterable[Figure]) -> dict:
-    """The figures, and what they were measured with."""
+    """Returns the figures, and the versions and the machine that they were measured with."""
     packages = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu")
     installed = [name for name in packages if importlib.util.find_spec(name)]
     return {

@@ -77,8 +77,8 @@ def make_job(config: FinetuneConfig, source: Path) -> Job:
     """Reads the text, and makes tokens of it.
 
     Raises:
-        ValueError: There is no text, or not enough; or the model is none that can be loaded.
-        FileNotFoundError: A file of the model is not there.
+        ValueError: If there is too little text, or the model cannot be loaded.
+        FileNotFoundError: If a file of the model is missing.
     """
     vocabulary = read_config(source).vocabulary
     tokenizer = load_tokenizer(source)
@@ -148,7 +148,7 @@ def measure_before(
     judge: Callable[[], Mapping[str, float]],
     write_sample: Callable[[], str],
 ) -> dict[str, Any]:
-    """What the model did before it was trained: measured once, and kept for a run that goes on."""
+    """Metrics before training: measured once, and kept for a run that resumes."""
     if goes_on and (out / BEFORE).exists():
         return json.loads((out / BEFORE).read_text())
     found = {"held_out": dict(judge()), "sample": write_sample()}
@@ -160,7 +160,7 @@ def measure_before(
 def write_sample(
     config: FinetuneConfig, job: Job, strategy: tpudist.Strategy, model: Transformer
 ) -> str:
-    """What the model makes of the prompt; empty if nobody asked."""
+    """Continuation of the prompt; empty without a prompt."""
     if not job.prompt:
         return ""
     drawn = generate.generate_tokens(
@@ -176,7 +176,7 @@ def write_sample(
 
 
 def logits_of(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """Those of what follows each token; a function of its own, which is compiled once."""
+    """Logits of the token after each token; a separate function, so that it compiles once."""
     return model(tokens)
 
 
@@ -193,7 +193,7 @@ def run(
     begun: folder.RunStart,
     display: Display,
 ) -> int:
-    """Trains, then shows and writes what came of it; returns the exit code."""
+    """Trains, then prints and writes the results; returns the exit code."""
     begun_s = time.perf_counter()
     display.phase("loading")
     model, optimizer, saved = make_state(config, job, strategy)
@@ -281,7 +281,7 @@ def digest_of_model(source: Path) -> str:
 
 
 def find_model(config: FinetuneConfig, strategy: tpudist.Strategy, display: Display) -> Path:
-    """The folder of the model; that of the tiny one, which is made if it is not there."""
+    """Folder of the model; by default the folder of the tiny model, created if missing."""
     if config.model is not None:
         return config.model
     tiny = config.out.parent / TINY

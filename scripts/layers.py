@@ -68,7 +68,7 @@ def imported_names(
     With each comes whether it is imported when the module is. With `types`, imports under
     `if TYPE_CHECKING` count too.
     """
-    # The package's own names are imported when they are asked for, and say for types what they are.
+    # The package imports its own names on first use.
     for node, at_top in _walk(tree, types or name == "__init__"):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -163,7 +163,7 @@ def layers_of(packages: Mapping[str, set[str]]) -> dict[str, int]:
 
 
 def share_of_any(modules: Mapping[str, ast.Module]) -> float:
-    """The share of parameters whose annotation is `Any`, of those that have one, in percent."""
+    """Percentage of annotated parameters whose annotation is `Any`."""
     annotations = [
         ast.unparse(node.annotation)
         for tree in modules.values()
@@ -174,7 +174,7 @@ def share_of_any(modules: Mapping[str, ast.Module]) -> float:
 
 
 def share_of_comments(package: Path) -> float:
-    """The share of lines that hold a comment, of those that are not empty, in percent."""
+    """Percentage of non-empty lines that contain a comment."""
     comments = lines = 0
     for file in package.rglob("*.py"):
         text = file.read_text()
@@ -185,7 +185,7 @@ def share_of_comments(package: Path) -> float:
 
 
 def names_in_dir(folder: Path) -> int | None:
-    """How many names `dir` shows of the imported package that do not begin with an underscore."""
+    """Number of public names in `dir` of the imported package."""
     program = "import tpudist; print(sum(not name.startswith('_') for name in dir(tpudist)))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False

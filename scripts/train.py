@@ -61,9 +61,9 @@ class Job:
     batches: Iterable[Any]
     held_out: Iterable[Any]
     measure: Callable[[Any, Any], Any]
-    """`(model, batch)` to what is measured on each held-out example."""
+    """Maps `(model, batch)` to the metrics of each held-out example."""
     tell: Callable[[Any], dict[str, float]]
-    """Means of what was measured, named; first the loss in `unit`."""
+    """Means of the metrics by name; the loss in `unit` first."""
     unit: Unit
     baselines: dict[str, float]
     """Held-out losses, in `unit`, of guesses that a model must beat."""
@@ -179,7 +179,7 @@ def run(
     begun: folder.RunStart,
     display: Display,
 ) -> int:
-    """Trains, then shows and writes what came of it; returns the exit code."""
+    """Trains, then prints and writes the results; returns the exit code."""
     begun_s = time.perf_counter()
     out = config.out if jax.process_index() == 0 else None
     model, optimizer = make_state(config, job, strategy)
@@ -235,7 +235,7 @@ def run(
 
 
 def write_text(config: Config, job: Job, strategy: tpudist.Strategy, model: Any) -> str:
-    """What the model makes of the prompt."""
+    """Continuation of the prompt."""
     text = generate.generate(
         strategy,
         lambda model, tokens: model(tokens),

@@ -1,6 +1,6 @@
 """A diffusion model with Equinox.
 
-Written anew after the example `score_based_diffusion` of Equinox: a network learns the score of
+Reimplements the example `score_based_diffusion` of Equinox: a network learns the score of
 noisy images, at times that are spread over the batch; of handwritten digits here.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

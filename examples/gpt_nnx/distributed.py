@@ -1,6 +1,6 @@
 """A small GPT with Flax NNX.
 
-Written anew after nanoGPT (Karpathy): causal attention, tied embeddings, AdamW that decays
+Reimplements nanoGPT (Karpathy): causal attention, tied embeddings, AdamW that decays
 matrices only, clipped gradients; of the source text of Python's own standard library, in bytes.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

@@ -1,6 +1,6 @@
 """A language model with dropout, with Flax Linen.
 
-Written anew after the example `lm1b` of Flax: a decoder of lines that are filled up with zeros,
+Reimplements the example `lm1b` of Flax: a decoder of lines that are filled up with zeros,
 which have no weight in the loss; of the lines of Python's standard library here, in bytes.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

@@ -1,6 +1,6 @@
 """Handwritten digits with Haiku.
 
-Written anew after the example `mnist` of Haiku: an MLP, Adam, a penalty on the weights, and a
+Reimplements the example `mnist` of Haiku: an MLP, Adam, a penalty on the weights, and a
 moving average of the parameters that is evaluated.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

@@ -1,6 +1,6 @@
-"""Handwritten digits with nothing but JAX.
+"""Handwritten digits with only JAX.
 
-Written anew after the examples `mnist_classifier_fromscratch` and its parallel sister
+Reimplements the examples `mnist_classifier_fromscratch` and its parallel sister
 `spmd_mnist_classifier_fromscratch` of JAX: a list of weights, epochs whose last batch is smaller.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

@@ -1,6 +1,6 @@
 """Handwritten digits with Flax Linen.
 
-Written anew after the example `mnist` of Flax: two convolutions, momentum, a TrainState.
+Reimplements the example `mnist` of Flax: two convolutions, momentum, a TrainState.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.
 """

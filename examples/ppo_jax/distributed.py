@@ -1,7 +1,7 @@
-"""Proximal policy optimisation of a pole on a cart, with JAX and Optax alone.
+"""Proximal policy optimization of a pole on a cart, with only JAX and Optax.
 
-Written anew after PureJaxRL (Lu): environments in JAX beside each other, each with a random key
-of its own; a rollout, generalised advantages, and several epochs of the clipped objective.
+Reimplements PureJaxRL (Lu): parallel environments in JAX, each with a random key
+of its own; a rollout, generalized advantages, and several epochs of the clipped objective.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.
 """
@@ -22,7 +22,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3, eps=1e-
 
 
 class Environment(NamedTuple):
-    """What one cart, or with a leading dim many, has to remember."""
+    """State of one cart, or of many with a leading dim."""
 
     physics: jax.Array  # [4]: position, velocity, angle, angular velocity
     num_steps: jax.Array

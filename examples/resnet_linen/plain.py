@@ -1,6 +1,6 @@
 """A residual network with batch normalisation, with Flax Linen.
 
-Written anew after the example `imagenet` of Flax: a TrainState that holds the batch statistics,
+Reimplements the example `imagenet` of Flax: a TrainState that holds the batch statistics,
 a warm-up and a cosine of the learning rate, a penalty on the weights; of handwritten digits here.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

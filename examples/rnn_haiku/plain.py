@@ -1,6 +1,6 @@
 """A recurrent language model with Haiku.
 
-Written anew after the example `rnn` of Haiku: LSTMs with skip connections, unrolled over time;
+Reimplements the example `rnn` of Haiku: LSTMs with skip connections, unrolled over time;
 of the source text of Python's own standard library, in bytes. Batches come first, then time.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

@@ -1,7 +1,7 @@
-"""Which way a spiral turns, with Equinox.
+"""Classifies the direction of spirals, with Equinox.
 
-Written anew after the example `train_rnn` of Equinox: a recurrent network reads the points of a
-spiral one after another, and says whether it turns left or right.
+Reimplements the example `train_rnn` of Equinox: a recurrent network reads the points of a
+spiral one after another, and predicts whether it turns left or right.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.
 """

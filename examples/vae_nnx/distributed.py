@@ -1,6 +1,6 @@
 """A variational autoencoder with Flax NNX.
 
-Written anew after the example `vae` of Flax (there with Linen): an encoder, a decoder, and noise
+Reimplements the example `vae` of Flax (there with Linen): an encoder, a decoder, and noise
 between them; of handwritten digits here.
 
 `plain.py` trains on one device, `distributed.py` the same on all of them.

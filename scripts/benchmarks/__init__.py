@@ -1,1 +1,1 @@
-"""What scripts/bench.py measures: each figure against the same thing written by hand."""
+"""The suites of scripts/bench.py: each figure against the same program written by hand."""

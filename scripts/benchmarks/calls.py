@@ -1,8 +1,8 @@
 """Python time per call: `strategy.run` against a hand-written `jax.jit(jax.shard_map(step))`.
 
-What is timed is the CPU time of the main thread, in which a training loop lives; the devices' own
-work is in other threads and the same for both. Variants take turns, a few calls each, so that what
-else the machine does befalls all of them; a figure is the median over all calls.
+The suite measures the CPU time of the main thread, which runs the training loop; the devices work
+in other threads, and their work is the same for both. Variants take turns, a few calls each, so
+that other load on the machine affects all of them. A figure is the median over all calls.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(variants: dict[str, Call], num_calls: int) -> dict[str, list[float]]
     times: dict[str, list[float]] = {name: [] for name in variants}
     order = list(variants)
     gc.collect()
-    gc.disable()  # as timeit does: a collection is no cost of the call that it happens in
+    gc.disable()  # as timeit does: a collection is not a cost of the call during which it runs
     try:
         for _ in range(-(-num_calls // CALLS_IN_TURN)):
             for name in order:
@@ -103,7 +103,7 @@ def cases(strategy: tpudist.Strategy) -> list[Case]:
 
 
 def ten_arguments(strategy: tpudist.Strategy) -> Case:
-    """A function of 8 shared arrays and 2 of which each replica has its own part."""
+    """Times a function of 8 shared arrays and 2 per-replica arrays."""
     shared = [_whole(strategy, i) for i in range(8)]
     own = [jax.device_put(jnp.ones((8, 8)), _stacked(strategy)) for _ in range(2)]
 

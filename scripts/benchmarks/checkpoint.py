@@ -1,4 +1,4 @@
-"""Checkpoints: how long a save blocks, and what a save and a restore take, against Orbax alone.
+"""Checkpoints: how long a save blocks, and what a save and a restore take, against only Orbax.
 
 Orbax alone is `orbax.checkpoint.CheckpointManager` with its defaults: no checksums, so a flipped
 bit in its files is restored as it is. Both write to the same disk, in turns; figures are medians.
@@ -38,7 +38,7 @@ class Times:
 
 
 def figures(megabytes: int, repeats: int) -> Iterator[Figure]:
-    """The figures of a state split over all devices, and of one that each device holds whole."""
+    """The figures of a state split over all devices, and of a mirrored state."""
     mesh = tpudist.MirroredStrategy().mesh
     for subject, spec in (
         (f"{megabytes} MB, split over {mesh.size} devices", P("replica")),
@@ -50,7 +50,7 @@ def figures(megabytes: int, repeats: int) -> Iterator[Figure]:
             for found, measure in ((ours, _ours), (orbax, _orbax)):
                 with tempfile.TemporaryDirectory() as folder:
                     times = measure(Path(folder), state)
-                if repeat:  # the first compiles, and imports what is used
+                if repeat:  # the first compiles and imports
                     found.append(times)
         yield from _compared(subject, ours, orbax)
 

@@ -1,4 +1,4 @@
-"""The same training by several libraries, on 8 replicas: docs/comparison.md has what came of it.
+"""The same training by several libraries, on 8 replicas: docs/comparison.md shows the results.
 
 Each library trains in processes of its own (`uneven_epochs.py`): what a last batch of 36 rows does
 to the weights, in how many lines, and for those of JAX how long a step takes with its input.
@@ -35,7 +35,7 @@ REPEATS = 3
 
 
 def figures(torch_python: Path | None) -> Iterator[Figure]:
-    """What each library makes of the partial batch, its lines, and the time of a step.
+    """Compares the results on a partial batch, the lines of code and the time of a step.
 
     Args:
         torch_python: A Python that has PyTorch, Accelerate and Lightning Fabric; without it those
@@ -85,7 +85,7 @@ def _has(python: Path, package: str) -> bool:
 
 
 def ask(python: Path, library: str, *options: str) -> dict[str, Any]:
-    """What a process prints first: of several the others print the same."""
+    """Returns the first line that a process prints; if there are several, all print the same."""
     replicas = str(uneven_epochs.NUM_REPLICAS)
     start = ["-m", "torch.distributed.run", "--nproc-per-node", replicas]
     command = [python, *(start if library == "accelerate" else []), PROGRAM, library, *options]

@@ -1,4 +1,4 @@
-"""What `deterministic=8` costs: training steps on 8, 4, 2 and 1 emulated devices.
+"""The cost of `deterministic=8`: training steps on 8, 4, 2 and 1 emulated devices.
 
 The baseline is the ordinary strategy on the same devices, which computes the same rows with one
 replica per device. Both take turns, and the figure is the median of the steps.

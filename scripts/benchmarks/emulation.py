@@ -39,7 +39,7 @@ MAX_SLOWDOWN = 2.0  # of the last tenth against the first; the machine is not ou
 
 @dataclass(frozen=True)
 class Loop:
-    """How long the steps of a loop took, in milliseconds per step."""
+    """Returns the milliseconds per step of a loop."""
 
     num_steps: int
     first_tenth_ms: float
@@ -97,7 +97,7 @@ def run(
 
 
 def small(strategy: Any, num_steps: int) -> Loop:
-    """Sums over replicas, each from the last one's result: almost nothing but dispatch."""
+    """Sums over replicas, each of the previous result: almost only dispatch."""
 
     def step(x):
         return tpudist.get_replica_context().all_reduce("mean", x) + 1

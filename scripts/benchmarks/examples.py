@@ -118,7 +118,7 @@ def resnet_linen(strategy: tpudist.Strategy) -> Case:
 
 
 def lm1b_linen(strategy: tpudist.Strategy) -> Case:
-    """Linen's TrainState with dropout, of which each replica has its own."""
+    """Linen's TrainState with dropout, drawn separately on each replica."""
     example = load("lm1b_linen", "distributed")
     state = strategy.create(lambda: example.make_state(jax.random.key(0), WIDTH, 0.1))
     key = jax.random.key(1)
@@ -161,7 +161,7 @@ def mnist_haiku(strategy: tpudist.Strategy) -> Case:
 
 
 def diffusion_equinox(strategy: tpudist.Strategy) -> Case:
-    """Equinox' module as a pytree whose functions are no arrays; by hand they are left out."""
+    """An Equinox module: a pytree with functions, which the hand-written step filters out."""
     example = load("diffusion_equinox", "distributed")
     key = jax.random.key(1)
 
@@ -202,7 +202,7 @@ def mnist_jax(strategy: tpudist.Strategy) -> Case:
 
 
 def ppo_jax(strategy: tpudist.Strategy) -> Case:
-    """State of which each replica has its own part: the environments."""
+    """Per-replica state: the environments."""
     example = load("ppo_jax", "distributed")
     params = example.make_params(jax.random.PRNGKey(0), 64)
     environments = jax.vmap(example.start)(jax.random.split(jax.random.PRNGKey(1), 160))
@@ -235,7 +235,7 @@ def gpt_nnx(strategy: tpudist.Strategy) -> Case:
 
 
 def vae_nnx(strategy: tpudist.Strategy) -> Case:
-    """An NNX model, and noise of which each replica has its own."""
+    """An NNX model, and noise drawn separately on each replica."""
     example = load("vae_nnx", "distributed")
     key = jax.random.key(1)
 
@@ -353,7 +353,7 @@ class Loop:
 
 
 def map_by_hand(strategy, step, in_specs, out_specs, **options) -> Callable[..., Any]:
-    """What one writes without tpudist."""
+    """The step as written without tpudist."""
     mapped = jax.shard_map(
         step, mesh=strategy.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

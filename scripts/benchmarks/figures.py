@@ -1,4 +1,4 @@
-"""One figure of a benchmark: what tpudist takes, what the baseline takes, and the target."""
+"""One figure of a benchmark: tpudist's value, the baseline's value, and the target."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ class Figure:
     """A quantity of one subject, measured twice in the same run."""
 
     suite: str
-    """Which suite measured it."""
+    """Suite that measured it."""
     subject: str
-    """What was measured, such as "300 arrays, donated"."""
+    """Subject of the measurement, such as "300 arrays, donated"."""
     quantity: str
-    """Which quantity of it, with its unit."""
+    """Name of the quantity, with its unit."""
     ours: float
-    """What tpudist takes."""
+    """Value of tpudist."""
     baseline: float | None
-    """What the hand-written program takes, or what `quantity` says; None if there is none."""
+    """Value of the hand-written program, or of the comparison that `quantity` names; None without
+    a baseline."""
     target: str = ""
-    """What is asked for, in words; empty if the figure only gives the scale."""
+    """Target as text; empty if the figure only shows the scale."""
     met: bool | None = None
     """Whether the target is met; None without a target."""
     by_difference: bool = False
-    """Whether people want the difference to the baseline rather than the ratio."""
+    """Whether the table shows the difference to the baseline rather than the ratio."""
     details: dict[str, Any] = field(default_factory=dict)
-    """For the JSON only."""
+    """Further values, only in the JSON."""
 
     @property
     def ratio(self) -> float | None:
@@ -47,40 +48,40 @@ class Figure:
 
     @property
     def against_baseline(self) -> str:
-        """The ratio or the difference, in words."""
+        """Ratio or difference as text."""
         if self.baseline is None:
             return ""
         by_difference = f"{self.ours - self.baseline:+.1f}"
         return by_difference if self.by_difference else f"{self.ratio:.3f} x"
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, with the ratio."""
+        """Returns all fields, and the ratio."""
         return dataclasses.asdict(self) | {"ratio": self.ratio}
 
 
 def at_most_more(figure: Figure, extra: float) -> Figure:
-    """With the target that tpudist takes at most `extra` more."""
+    """Sets the target: tpudist takes at most `extra` more than the baseline."""
     met = figure.ours - figure.baseline <= extra
     return dataclasses.replace(figure, target=f"<= +{extra:g}", met=met, by_difference=True)
 
 
 def at_most_times(figure: Figure, ratio: float) -> Figure:
-    """With the target that tpudist takes at most `ratio` times the baseline."""
+    """Sets the target: tpudist takes at most `ratio` times the baseline."""
     return dataclasses.replace(figure, target=f"<= {ratio:.2f} x", met=figure.ratio <= ratio)
 
 
 def at_least_times(figure: Figure, ratio: float) -> Figure:
-    """With the target that tpudist's figure is at least `ratio` times the baseline."""
+    """Sets the target: tpudist's value is at least `ratio` times the baseline."""
     return dataclasses.replace(figure, target=f">= {ratio:.2f} x", met=figure.ratio >= ratio)
 
 
 def at_most(figure: Figure, limit: float) -> Figure:
-    """With the target that tpudist's figure is at most `limit`, whatever the baseline's is."""
+    """Sets the target: tpudist's value is at most `limit`, independent of the baseline."""
     return dataclasses.replace(figure, target=f"<= {limit:g}", met=figure.ours <= limit)
 
 
 def equal_within(figure: Figure, tolerance: float) -> Figure:
-    """With the target that the ratio is 1, give or take `tolerance`."""
+    """Sets the target: the ratio is between 1 - `tolerance` and 1 + `tolerance`."""
     met = abs(figure.ratio - 1) <= tolerance
     return dataclasses.replace(figure, target=f"1 +- {tolerance:g}", met=met)
 

@@ -1,4 +1,4 @@
-"""What `import tpudist` costs beside JAX, Flax and Optax, and what its first strategy does.
+"""The cost of `import tpudist` in addition to JAX, Flax and Optax, and of all public names.
 
 Fresh processes, one of each in turn, all of them once before: so files are in memory and compiled.
 """
@@ -21,9 +21,9 @@ _JAX = "import jax, flax, optax"
 _NNX = f"{_JAX}; from flax import nnx"
 # Each with what it is measured against.
 PROGRAMS = {
-    "import tpudist, beside those three": (f"{_JAX}, tpudist", _JAX),
-    "import tpudist, alone": ("import tpudist", _JAX),
-    "all public names, beside those three and nnx": (
+    "import tpudist, after those three": (f"{_JAX}, tpudist", _JAX),
+    "import tpudist on its own": ("import tpudist", _JAX),
+    "all public names, after those three and nnx": (
         f"{_NNX}; import tpudist; [getattr(tpudist, x) for x in tpudist.__all__]",
         _NNX,
     ),
@@ -45,12 +45,12 @@ def figures(repeats: int) -> Iterator[Figure]:
                 statistics.median(x[column] for x in found[y]) for y in (ours, baseline)
             )
             figure = Figure("Imports", subject, quantity, of_ours, of_baseline)
-            is_promised = subject != "all public names, beside those three and nnx"
+            is_promised = subject != "all public names, after those three and nnx"
             yield at_most_times(figure, AT_MOST) if is_promised else figure
 
 
 def _seconds(program: str) -> tuple[float, float]:
-    """On the clock, and of the CPU."""
+    """Returns the elapsed seconds and the seconds of CPU of a program."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

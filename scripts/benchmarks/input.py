@@ -1,6 +1,6 @@
 """Examples per second through the distributed iterator, and what steps wait for.
 
-The loops do nothing but take elements, so that the input is all there is to wait for. By hand is
+The loops only take elements, so they wait only for the input. By hand is
 what a JAX user writes: slices of the arrays, or rows of them in a shuffled order, put on the
 devices with the sharding that tpudist's elements have. All loops read the same arrays in the same
 process and take turns; TensorFlow's have had theirs before, in a process of their own. A figure is
@@ -97,7 +97,7 @@ def take_turns(loops: dict[str, Loop], num_turns: int) -> dict[str, list[float]]
 
 
 def on_tensorflow(python: Path | None) -> dict[str, float]:
-    """Batches per second of each case there; empty, and said so, if this Python has it not."""
+    """Returns batches per second of each case; prints a line if there is no TensorFlow."""
     if python is None and importlib.util.find_spec("tensorflow") is None:
         print("No TensorFlow here: its loops are left out. See --tensorflow-python.")
         return {}
@@ -138,7 +138,7 @@ def one_batch(strategy: tpudist.Strategy) -> Iterator[Figure]:
 
 
 def share_of_waiting(strategy: tpudist.Strategy) -> Figure:
-    """How much of the time of training steps `next` waits; by hand each makes its batch first."""
+    """Share of the training time that `next` waits; the hand-written loop creates each batch."""
     config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=128)
     task = pairs.transformer(config, length=128)
     n = strategy.num_replicas_in_sync

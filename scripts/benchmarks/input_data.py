@@ -1,4 +1,4 @@
-"""What the input benchmark reads, and how its loops take it.
+"""Data of the input benchmark, and the loop that consumes them.
 
 NumPy only: the Python that has TensorFlow need not have JAX.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 NUM_DEVICES = 8
-# A loop holds its last elements, as steps that are under way do, and goes on when the oldest is
-# there: none is further ahead of its copies than another.
+# A loop keeps its last elements, like steps in flight, and waits for the oldest: so no loop runs
+# further ahead of its copies than another.
 NUM_HELD = 2
 # How many batches each pipeline makes ahead, as tpudist does. More would all be made before the
 # clock starts.
@@ -28,13 +28,13 @@ class Case:
 
     name: str
     shape: tuple[int, ...]
-    """Of one example."""
+    """Shape of one example."""
     dtype: str
     batch_size: int
     num_batches: int
-    """Of a pass."""
+    """Number of batches in one pass."""
     num_slow_batches: int
-    """How many of them are enough for a pipeline that goes from example to example."""
+    """Number of batches that suffice for a pipeline that processes single examples."""
 
     def examples(self) -> np.ndarray:
         """The examples, the same in each process."""
@@ -55,7 +55,7 @@ CASES = (
 
 
 def batches_per_s(elements: Iterable[Any], wait: Callable[[Any], Any]) -> float:
-    """How fast a loop that does nothing goes through `elements`, once it has taken the first."""
+    """Returns the elements per second of an empty loop, from the second element on."""
     held: collections.deque[Any] = collections.deque()
     num_elements, start = -1, 0.0
     for element in elements:

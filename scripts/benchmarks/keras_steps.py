@@ -1,4 +1,4 @@
-"""A step of one's own over a Keras model in `strategy.run`, against the same by hand.
+"""A custom step over a Keras model in `strategy.run`, against the same by hand.
 
 By hand is a function under `jax.jit` over Keras' stateless methods, of replicated state, which is
 donated, and a batch that is split over the devices. Both train the same model on the same rows in
@@ -78,7 +78,7 @@ class _Steps(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Places what there is where it is computed with."""
+        """Places all variables on the devices that compute with them."""
 
     @abc.abstractmethod
     def step(self) -> Any:
@@ -95,7 +95,7 @@ class _Steps(abc.ABC):
 
 
 class _InReplicas(_Steps):
-    """As docs/keras_fit.md shows it."""
+    """The step of docs/keras_fit.md."""
 
     def prepare(self) -> None:
         """Distributes the rows."""

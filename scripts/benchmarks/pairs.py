@@ -1,6 +1,6 @@
 """The same training step twice: for `strategy.run`, and by hand as a JAX user would write it.
 
-Both are lowered from abstract arrays, so that they can be compiled for devices that are not there.
+Both are lowered from abstract arrays, so that they can be compiled for absent devices.
 The hand-written one has its own loss, gradients, reduction and Optax update; model, optimizer and
 the layout of their state are the same.
 """
@@ -35,7 +35,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained."""
+    """Model, loss and shapes of a training task."""
 
     make_model: Callable[[], nnx.Module]
     loss: Callable[[Any, jax.Array], jax.Array]
@@ -160,7 +160,7 @@ def _bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
 
 @dataclass(frozen=True)
 class Program:
-    """What a compiled program runs and holds.
+    """Operations and memory of a compiled program.
 
     Attributes:
         collectives: (kind, bytes) of each, sorted.

@@ -1,7 +1,7 @@
-"""How long two processes take to connect, for `processes.py`: by hand, or by a strategy.
+"""The time that two processes take to connect, for `processes.py`: by hand, or by a strategy.
 
-Started by `tpudist launch`; each process prints its seconds, as JSON. The one that comes last waits
-for nobody, so the least of them is what connecting takes.
+Started by `tpudist launch`; each process prints its seconds, as JSON. The last
+process does not wait for the other, so the smallest number is the time to connect.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ EVERY = 10
 
 
 def loss(model, x):
-    """Of each row."""
+    """Returns the loss of each row."""
     return jnp.square(model(x) - x).mean(axis=-1)
 
 

@@ -1,4 +1,4 @@
-"""The CPU time of all processes that a program has started, also of those that left it."""
+"""The CPU time of all processes that a program has started, including orphaned ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(mark: str) -> float:
-    """Seconds of all processes whose variable `MARK` is `mark`, and of those that they outlived."""
+    """CPU seconds of all processes whose variable `MARK` is `mark`, and of their dead children."""
     return sum(_cpu_s_of(process) for process in _marked(mark))
 
 

@@ -1,4 +1,4 @@
-"""What it costs that processes are watched, and that a run survives: steps in two processes.
+"""The cost of watching processes and of surviving their loss: steps in two processes.
 
 The baseline is the same step written by hand, in the same processes and in turn with ours.
 """
@@ -45,7 +45,7 @@ def figures(num_rounds: int, timeout_s: float = 600) -> list[Figure]:
 
 
 def _start(timeout_s: float) -> Figure:
-    """How long it takes to connect: the median of some starts of the process that comes last."""
+    """Median of several starts: seconds until the last process is connected."""
     times: dict[str, list[float]] = {"by hand": [], "strategy": []}
     for _ in range(NUM_STARTS):
         for way, found in times.items():
@@ -66,7 +66,7 @@ def _start(timeout_s: float) -> Figure:
 
 
 def _launch(program: str, argument: str, timeout_s: float) -> list[dict[str, Any]]:
-    """What the processes of a program have printed as JSON."""
+    """Returns the JSON that each process of a program prints."""
     folder = Path(__file__).parents[1]
     options = ("-n", COUNT, "--devices-per-process", DEVICES)
     file = Path(__file__).with_name(program)

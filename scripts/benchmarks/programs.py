@@ -1,4 +1,4 @@
-"""The compiled programs: what `strategy.run` compiles against what is written by hand."""
+"""The compiled programs of `strategy.run`, against hand-written ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure
 
 
 def figures_on_slice(topology: str) -> Iterator[Figure]:
-    """The figures of the reference transformer, compiled for a TPU slice that is not there."""
+    """The figures of the reference transformer, compiled for an absent TPU slice."""
     task, devices = pairs.transformer(), topologies.devices(topology)
     for geometry in pairs.GEOMETRIES | pairs.MORE_GEOMETRIES:
         pair = pairs.lower_both(task, geometry, devices)

@@ -1,7 +1,7 @@
-"""What the planner says of training runs whose speed others have published.
+"""The planner's estimates for training runs whose speed others have published.
 
 The model of each row is the reference transformer in the sizes that were published, its step that
-of scripts/train.py with AdamW; slice, layout, batch and length are those of the publication.
+of scripts/train.py with AdamW; slice, layout, batch and length are as published.
 Nothing of the pricing is fitted to a row: its rules stand in
 `tpudist.xla.estimate.instruction_time` and `tpudist.xla.hardware.links`, its chip facts in
 `tpudist.xla.hardware.chips`.
@@ -189,7 +189,7 @@ RUNS: dict[str, Run] = {
 
 
 def plan(run: Run, **options: Any) -> Plan:
-    """What the planner says of a run."""
+    """The planner's estimate for a run."""
     strategy = tpudist.TPUStrategy(
         replica_axes=run.replica_axes,
         logical_axis_rules=run.rules,

@@ -1,4 +1,4 @@
-"""How the time and the size of a plan grow with the slice: one small step from 8 to 4096 chips."""
+"""Growth of the time and size of a plan with the slice: one small step, 8 to 4096 chips."""
 
 from __future__ import annotations
 

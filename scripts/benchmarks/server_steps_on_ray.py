@@ -1,4 +1,4 @@
-"""The same steps by hand on Ray, with what is public of it; a program for `servers.py`.
+"""The same steps by hand on Ray, with its public API; a program for `servers.py`.
 
 A step is one call of a worker, which makes one call of the server: gradients there, and what the
 next step needs back. No step survives the loss of a process, and no effect is counted once.
@@ -22,7 +22,7 @@ class Server:
     """Holds the values."""
 
     def __init__(self, name: str):
-        """With the initial ones."""
+        """Creates the server with initial values."""
         task = make_task(name)
         self._values = {key: value.copy() for key, value in task.parameters.items()}
         self._table = task.table
@@ -43,7 +43,7 @@ class Worker:
     """Computes gradients."""
 
     def __init__(self, name: str, server: Any):
-        """With values of `server`."""
+        """Creates a worker that reads from `server`."""
         self._task, self._server = make_task(name), server
         self._mlp = jax.jit(jax.value_and_grad(mlp_loss))
         self._embedding = jax.jit(jax.value_and_grad(self._loss_of_rows, argnums=(0, 1)))

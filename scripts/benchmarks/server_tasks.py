@@ -1,4 +1,4 @@
-"""The two tasks of the servers benchmark, the same numbers for every system: needs NumPy alone."""
+"""The two tasks of the servers benchmark, the same numbers for every system. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NUM_WORKERS = 2
 
 @dataclass(frozen=True)
 class ServerTask:
-    """What is trained.
+    """Data and initial values of a training task.
 
     Attributes:
-        parameters: Initial values of what is small, by name.
-        table: Initial rows of an embedding table of which a step uses some; None without.
+        parameters: Initial values of the small parameters, by name.
+        table: Initial rows of an embedding table, from which each step reads some; None without.
         x: Inputs `[batch, ...]`; numbers of rows where there is a table.
         y: Labels.
     """

@@ -1,8 +1,8 @@
 """Steps per second and CPU time of parameter servers: ours, TensorFlow's, and by hand on Ray.
 
 Two workers and one server train the same task in each system, on this machine. Systems take turns,
-a number of steps each time, and a figure is the median over the turns. The CPU time is that of all
-processes of a system, Ray's own among them: on a machine that others use it is the steadier one.
+a number of steps each time, and a figure is the median over the turns. The CPU time includes all
+processes of a system, also Ray's own: on a machine that others use it is the steadier one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SUBJECTS = {
 }
 BY_HAND, TENSORFLOW = "Ray by hand", "TensorFlow"
 RAY_CPU_MS = 15.9
-"""Of a loop by hand on Ray, measured before there was an engine."""
+"""Figures of a hand-written loop on Ray, measured before the engine existed."""
 START_S = 300.0
 # Of XLA's own threads, which would take turns on the few cores that there are.
 _FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
 
 
 class System:
-    """A program that runs steps when it is told so, and all processes that it has started."""
+    """A program that runs steps on request, and all processes that it has started."""
 
     def __init__(self, name: str, command: Sequence[str]):
         """Starts it."""

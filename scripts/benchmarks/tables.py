@@ -94,7 +94,7 @@ def _of_duplicates(num_rows: int, random: np.random.Generator) -> Iterator[Figur
         starts = np.flatnonzero(np.diff(rows[order], prepend=-1))
         np.add.reduceat(gradients[order], starts)
 
-    subject = f"{NUM_ZIPF:,} gradients, of which {len(np.unique(rows)):,} rows differ"
+    subject = f"{NUM_ZIPF:,} gradients for {len(np.unique(rows)):,} different rows"
     merged = _rate(subject, "M rows/s summed", NUM_ZIPF, merge, merge_by_hand)
     yield at_least_times(merged, 4.0)
 

@@ -1,7 +1,7 @@
 """Partial batches: the program that all of them share, against that of full ones.
 
 Padding is masked in it, and the plain loss that its function computes has no mask. What it costs is
-paid by an epoch's last batch alone; so is tracing for other numbers of rows, which it is made of.
+paid only by the last batch of an epoch, like the traces for other numbers of rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cases() -> dict[str, Case]:
 
 
 def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure]:
-    """What the masked program of each case computes and moves, and the time to make both."""
+    """Work and traffic of the masked program of each case, and the time to build both programs."""
     for model, case in cases().items():
         name = f"{model}, {where}"
         strategy = tpudist.TPUStrategy(devices=devices)
@@ -102,7 +102,7 @@ class Block(nnx.Module):
         self.around = conv(channels, out, (1, 1), strides=stride) if stride > 1 else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of maps `[batch, height, width, channels]`."""
+        """Returns the logits of images `[batch, height, width, channels]`."""
         y = nnx.relu(self.norms[0](self.first(x)))
         y = self.norms[1](self.second(y))
         return nnx.relu(y + (x if self.around is None else self.around(x)))
@@ -112,7 +112,7 @@ class ResNet(nnx.Module):
     """A residual network with the shapes of ResNet-18."""
 
     def __init__(self, rngs: nnx.Rngs):
-        """With parameters drawn by `rngs`."""
+        """Creates the layers, with parameters drawn by `rngs`."""
         self.stem = nnx.Conv(3, 64, (7, 7), strides=2, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(64, rngs=rngs)
         sizes = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]

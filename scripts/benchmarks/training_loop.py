@@ -1,4 +1,4 @@
-"""What `tpudist.training.train` takes around a step, against the loop that one writes by hand.
+"""The overhead of `tpudist.training.train` around a step, against a hand-written loop.
 
 The loop by hand takes batches from the same dataset, runs the same step, and reads the loss of the
 step before the last one, as a careful program does. Compared is the CPU time of the loop's thread:
@@ -30,7 +30,7 @@ TURNS = 5
 
 
 def figures(num_steps: int) -> list[Figure]:
-    """The figures of loops of so many steps."""
+    """The figures of loops of `num_steps` steps."""
     strategy = tpudist.MirroredStrategy()
     model = strategy.create(lambda: nnx.Linear(16, 1, rngs=nnx.Rngs(0)))
     optimizer = strategy.create(lambda: tpudist.Optimizer(optax.sgd(0.01), model))

@@ -2,8 +2,8 @@
 
     python uneven_epochs.py LIBRARY [--steps]
 
-prints JSON: the weights after one epoch of 100 examples in batches of 64, the last of which has 36,
-or why the library refuses; or with `--steps` the seconds of CPU that a step of a larger one takes,
+prints JSON: the weights after one epoch of 100 examples in batches of 64 (the last has 36),
+or the error of the library; or with `--steps` the seconds of CPU that a step of a larger one takes,
 whose batches are even. Each function is what a user of the library writes, and its lines are
 counted.
 """
@@ -155,7 +155,7 @@ def make_data(examples, features):
 
 
 def weights_of_one_device():
-    """What the epoch gives without any library, in float64."""
+    """Returns the weights after the epoch without any library, in float64."""
     x, y = (array.astype(np.float64) for array in make_data(EXAMPLES, FEATURES))
     weights, bias = np.zeros((FEATURES, 1)), np.zeros(1)
     for i in range(0, EXAMPLES, BATCH):
@@ -166,7 +166,7 @@ def weights_of_one_device():
 
 
 def _seconds_per_step(train):
-    """Of the CPU, by the difference of two runs, so that what is done once is not counted."""
+    """Returns CPU seconds per step: the difference of two runs, without the one-time work."""
     x, y = make_data(STEPS["examples"], STEPS["features"])
     taken = []
     for epochs in (1, 1 + STEPS["epochs"]):
@@ -177,7 +177,7 @@ def _seconds_per_step(train):
 
 
 def main(library, *options):
-    """Trains, and says what came of it."""
+    """Trains, and prints the weights or the error."""
     train = LIBRARIES[library]
     if library in ("tpudist", "jax", "keras"):
         os.environ |= {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"}

@@ -1,14 +1,14 @@
 """Pretrained weights: how long they take to be read, against Orbax, and what a host holds then.
 
-Both read the same arrays, of Llama-3.1-8B's shape but for the number of layers, to 8 emulated
+Both read the same arrays, of Llama-3.1-8B's shape except for the number of layers, to 8 emulated
 devices that split them (`fsdp=8`), from files that the system has in memory; in turns, and the
 figures are medians. Orbax has them as the devices do; a checkpoint of other libraries has each
 matrix transposed.
 
-Memory is that of a process that reads all layers, from a file of zeros that takes no room on the
-disk: the most that was resident (`VmHWM`, pages of the file that are mapped among it), less what
-was before and less the arrays, which are the emulated devices' own. Where the machine has too
-little memory for all layers, there are as many as it has.
+A process measures memory: it reads all layers from a sparse file of zeros. The figure is its peak
+resident memory (`VmHWM`, including mapped pages of the file) minus the memory before and minus the
+arrays, which belong to the emulated devices. If the machine has too little memory for all layers,
+the process reads as many as fit.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _in_turns(*runs: Callable[[], Any]) -> list[list[float]]:
 
 
 def _memory(folder: Path) -> Iterator[Figure]:
-    """What reading all layers takes, in a process of its own."""
+    """Measures reading all layers, in a separate process."""
     layer = _num_bytes(1) - _num_bytes(0)
     fits = int((_available_bytes() - 3e9 - _num_bytes(0)) // layer)
     config = dataclasses.replace(CONFIG, num_layers=max(1, min(CONFIG.num_layers, fits)))
@@ -115,11 +115,11 @@ def _memory(folder: Path) -> Iterator[Figure]:
     found = json.loads(done.stdout.splitlines()[-1])
     subject = f"{found['held'] / 1e9:.1f} GB, {config.num_layers} layers, over 8 devices"
     rise = Figure(
-        SUITE, subject, "GB that the host holds beside the arrays", found["rise"] / 1e9, None
+        SUITE, subject, "GB of the host in addition to the arrays", found["rise"] / 1e9, None
     )
     yield at_most(dataclasses.replace(rise, details=found), MOST_GB)
     alone = found["anonymous_rise"] / 1e9
-    yield Figure(SUITE, subject, "GB of that which is no page of a file", alone, None)
+    yield Figure(SUITE, subject, "GB of that without pages of files", alone, None)
     yield Figure(SUITE, subject, "s to read, from a file of zeros", found["seconds"], None)
 
 

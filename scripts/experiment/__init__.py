@@ -1,1 +1,1 @@
-"""What a run of scripts/train.py is made of, beside the library: options, data, folder, report."""
+"""The parts of scripts/train.py that are not in the library: options, data, folder, report."""

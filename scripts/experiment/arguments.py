@@ -27,10 +27,10 @@ def check_split(
     rules: Sequence[tuple[str, Any]],
     mesh_shape: Mapping[str, int],
 ) -> None:
-    """Refuses a dim that the mesh axes it is to be split over do not divide.
+    """Rejects a dim whose size the mesh axes that split it do not divide.
 
     Args:
-        dims: What each option sizes: the logical name of a dim, and its size.
+        dims: For each option, the logical name of the dim that it sizes, and the size.
         rules: Pairs of a logical name and a mesh axis, or several, or None.
         mesh_shape: Sizes of the mesh axes.
     """
@@ -90,7 +90,7 @@ def check_folder(path: Path) -> Path:
 def has_accelerator() -> bool:
     """Returns whether this machine seems to have an accelerator, without starting JAX.
 
-    A backend that has started cannot be asked for emulated devices any more. Looks at
+    A backend that has started cannot emulate devices any more. Looks at
     `JAX_PLATFORMS`, then at the device files of TPUs, NVIDIA and AMD GPUs.
     """
     wanted = os.environ.get("JAX_PLATFORMS", "")

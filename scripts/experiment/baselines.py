@@ -1,4 +1,4 @@
-"""What a model must beat: guesses that look at no byte, or at one, judged on the same text.
+"""Baselines that a model must beat: guesses from no byte, or from one, on the same text.
 
 Both are counted on the training text with one added to every count, so that no byte is impossible.
 """

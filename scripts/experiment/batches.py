@@ -24,7 +24,7 @@ def _generator(seed: int, step: int) -> np.random.Generator:
 
 
 class _Steps(Iterator[Batch]):
-    """The batches of steps 0 to `num_steps` - 1; may go on at any of them."""
+    """The batches of steps 0 to `num_steps` - 1; may resume at any of them."""
 
     def __init__(self, batch_of: Callable[[int], Batch], num_steps: int):
         self._batch_of, self._num_steps = batch_of, num_steps
@@ -54,9 +54,9 @@ class RandomWindows:
     batch_size: int
     """Windows per global batch."""
     seed: int
-    """Which windows; another seed gives other ones."""
+    """Seed that selects the windows."""
     num_steps: int
-    """How many batches there are."""
+    """Number of batches."""
 
     def __post_init__(self):
         """Refuses a text without a window."""
@@ -91,9 +91,9 @@ class ShuffledEpochs:
     batch_size: int
     """Rows per global batch."""
     seed: int
-    """Which orders."""
+    """Seed of the orders."""
     num_steps: int
-    """How many batches there are."""
+    """Number of batches."""
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -118,7 +118,7 @@ class ShuffledEpochs:
 
 @dataclass(frozen=True)
 class InOrder:
-    """Batches of `arrays` in order, once; the last has what is left."""
+    """Batches of `arrays` in order, once; the last may be smaller."""
 
     arrays: Mapping[str, np.ndarray]
     """Arrays of the same number of rows."""

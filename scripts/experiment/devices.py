@@ -32,7 +32,7 @@ def emulate(asked: int | None) -> str | None:
 
 
 def make_strategy(kind: str, axes: dict[str, int]) -> tpudist.Strategy:
-    """Returns the strategy `kind`, or with "auto" one that fits the devices.
+    """Returns the strategy `kind`; "auto" selects a strategy that fits the devices.
 
     Args:
         kind: Value of the option `--strategy`.

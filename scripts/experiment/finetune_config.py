@@ -1,4 +1,4 @@
-"""Options of scripts/finetune.py, and those that may change when a run resumes."""
+"""Options of scripts/finetune.py, and which of them may change when a run resumes."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ Resume = Literal["auto", "never", "must"]
 CHECKPOINTS = "checkpoints"
 FILES = ("run.json", CHECKPOINTS, "metrics.jsonl", "summary.json", "curves.png", "tensorboard")
 FILES += ("before.json", "model")
-"""What a run writes; nothing else in its folder is touched."""
+"""Names of the files that a run writes; other files in its folder are never changed."""
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """How a run begins in its folder."""
+    """Start of a run in its folder: new or resumed."""
 
     goes_on: bool
     """Whether there are checkpoints to resume from."""
@@ -126,7 +126,7 @@ def digest_of_files(files: Iterable[Path]) -> str:
 
 
 def agree(decide: Callable[[], RunStart]) -> RunStart:
-    """What process 0 decides, in every process: they may not see its files at the same moment.
+    """Returns the decision of process 0 in every process: others may see its files later.
 
     Raises:
         ValueError: If it raises one in process 0; in every process.
@@ -144,7 +144,7 @@ def agree(decide: Callable[[], RunStart]) -> RunStart:
 
 
 def agree_on(ask: Callable[[], bool]) -> bool:
-    """What process 0 answers, in every process."""
+    """Returns the answer of process 0 in every process."""
     answer = str(ask()) if jax.process_index() == 0 else ""
     return coordination.Channel("training/question").exchange(answer)[0] == "True"
 
@@ -180,7 +180,7 @@ def _to_json(facts: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What `run.json` says; nothing if it is not there or makes no sense."""
+    """Returns the contents of `run.json`; empty if it is missing or invalid."""
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
         return known if isinstance(known["facts"], dict) and int(known["steps"]) else {}
@@ -189,7 +189,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, facts: Mapping[str, Any], num_steps: int) -> None:
-    # Whole or not at all, whenever the program is killed: written beside it, then renamed.
+    # Atomic even if the program is killed: written to another file, then renamed.
     new = file.with_suffix(".new")
     with new.open("w", encoding="utf-8") as out:
         json.dump(_to_json(facts, num_steps), out, indent=2)

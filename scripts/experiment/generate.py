@@ -23,7 +23,7 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> bytes:
-    """Draws `num_bytes` bytes that go on from `prompt`; see `generate_tokens`."""
+    """Draws `num_bytes` bytes that continue `prompt`; see `generate_tokens`."""
     if not prompt:
         raise ValueError(
             "generate(prompt=b''): the prompt must have at least one byte, such as b'\\n'."
@@ -52,19 +52,19 @@ def generate_tokens(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> list[int]:
-    """Draws `num_tokens` tokens that go on from `prompt`, the same on every replica.
+    """Draws `num_tokens` tokens that continue `prompt`, the same on every replica.
 
     Args:
-        strategy: What runs the model, wherever its variables live.
+        strategy: Strategy that runs the model.
         logits: `logits(model, tokens)` of the next token after each of `tokens` `[1, window]`, as
             `[1, window, vocabulary]`.
         model: Passed to `logits`.
         prompt: At least one token; the last `window` count.
-        num_tokens: How many to draw.
-        window: How many tokens the model sees. Its whole window is computed for each token: there
-            is no cache, and none is needed for a few hundred.
-        temperature: 1 draws by the model's probabilities; smaller prefers what is likely.
-        seed: Which draw.
+        num_tokens: Number of tokens to draw.
+        window: Number of tokens that the model sees. The whole window is computed for each token:
+            a few hundred tokens need no cache.
+        temperature: 1 draws by the model's probabilities; smaller values prefer likely tokens.
+        seed: Seed of the draw.
     """
     if temperature <= 0:
         raise ValueError(f"generate(temperature={temperature}): temperature must be positive.")

@@ -19,7 +19,7 @@ def warmup_cosine(learning_rate: float, num_steps: int) -> optax.Schedule:
 
 
 def adamw_with_clipping(options: OptimizerOptions, num_steps: int) -> optax.GradientTransformation:
-    """AdamW for a run of so many steps; `options` may be any that name what these name."""
+    """AdamW for a run of `num_steps` steps; `options` is any object with the fields used here."""
     schedule = warmup_cosine(options.learning_rate, num_steps)
     return optax.chain(
         optax.clip_by_global_norm(options.clip_norm),

@@ -29,10 +29,10 @@ from tpudist.training.steps import make_train_step
 END = "<|endoftext|>"
 VOCABULARY = 1024
 TEXT_BYTES = 3_000_000
-"""Of the text, what the tokenizer and the model are trained on."""
+"""Bytes of the text that train the tokenizer and the model."""
 LENGTH, BATCH_SIZE = 128, 16
 NUM_STEPS = 120
-"""How long the model is trained, unless something else is asked for."""
+"""Default number of training steps."""
 
 CONFIG = TransformerConfig(
     vocabulary=VOCABULARY,
@@ -51,9 +51,9 @@ def make_tiny_model(
 
     Args:
         strategy: Trains the model.
-        folder: Where it is written, whole or not at all.
+        folder: Folder that is created atomically.
         display: Shows the progress.
-        num_steps: How long the model is trained.
+        num_steps: Number of training steps.
 
     Raises:
         ModuleNotFoundError: tokenizers is not installed.

@@ -1,4 +1,4 @@
-"""Text of one's own as tokens: files or folders, what is trained on and what is held out."""
+"""Your text as tokens: files or folders, split into training and held-out text."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class TokenText:
     held_out: np.ndarray
     """`[tokens]` int32: those held out, or the end of the only one."""
     source: str
-    """Where the text comes from, for people."""
+    """Description of the source of the text."""
 
 
 def read_documents(paths: Sequence[Path]) -> dict[str, str]:
     """The text of files, and of all files in folders, by name.
 
-    Of a folder, what is hidden or no text in UTF-8 is left out.
+    In a folder, hidden files and files that are not UTF-8 text are skipped.
 
     Raises:
-        ValueError: A path is not there, a file named by itself is no text, or nothing is left.
+        ValueError: If a path does not exist, a named file is not text, or no text remains.
     """
     found: dict[str, str] = {}
     for path in paths:
@@ -59,7 +59,7 @@ def read_documents(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def python_topics() -> dict[str, str]:
-    """What Python's `help()` says of its language, by topic: English that every machine has."""
+    """Texts of Python's `help()` on the language, by topic: English that every machine has."""
     from pydoc_data.topics import topics
 
     return dict(topics)
@@ -71,11 +71,11 @@ def tokenize(
     """Documents as tokens; some are held out, by their names, or of few ones the end of each.
 
     Args:
-        documents: By name.
-        tokenizer: Of the package `tokenizers`; what it adds to a document stays.
-        vocabulary: How many tokens the model knows.
+        documents: Texts by name.
+        tokenizer: A `tokenizers.Tokenizer`; tokens that it adds to a document stay.
+        vocabulary: Number of tokens that the model knows.
         end: The token that ends a document, if the model has one.
-        source: Where they come from, for people.
+        source: Description of their source.
 
     Raises:
         ValueError: The tokenizer has tokens that the model does not know.
@@ -107,7 +107,7 @@ def tokenize(
 
 
 def choose_held_out(lengths: Mapping[str, int]) -> set[str]:
-    """Of several documents those to hold out: by hashes of their names, until they are enough.
+    """Selects the documents to hold out: by hashes of their names, until they suffice.
 
     None where no whole documents are about as many tokens as are wanted, as of few documents.
     """
@@ -124,7 +124,7 @@ def choose_held_out(lengths: Mapping[str, int]) -> set[str]:
 
 
 def _read(file: Path) -> str | None:
-    """The text of a file; None if it is none."""
+    """Returns the text of a file; None if it is not text."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""In what a run tells its losses and its throughput."""
+"""Units in which a run reports its losses and its throughput."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tpudist.training.metrics_writers import MetricsWriter
 
 @dataclass(frozen=True)
 class Unit:
-    """In what a loss is told, and what throughput counts."""
+    """Unit of a loss, and the items that throughput counts."""
 
     name: str
     """Unit of the losses that people read, as "bits/byte"."""
     per_nat: float
-    """How many of it one nat is."""
+    """Units per nat."""
     items: str
-    """What throughput counts, as "tokens"."""
+    """Items that throughput counts, such as "tokens"."""
     items_per_step: int
-    """How many items a global batch has."""
+    """Items in a global batch."""
 
     def format(self, split: str, metrics: Mapping[str, float]) -> str:
         """Metrics in a line: of a step its loss, in nats, of an evaluation all, in this unit."""
@@ -32,14 +32,14 @@ class Unit:
 
 
 class UnitWriter:
-    """Has writers take losses in nats and in a unit."""
+    """A writer that records losses in nats and in a unit."""
 
     def __init__(self, writer: MetricsWriter, unit: Unit):
         """Hands on to `writer`."""
         self._writer, self._unit = writer, unit
 
     def begin(self, history: History) -> None:
-        """As the writer."""
+        """Calls the same method of the writer."""
         self._writer.begin(history)
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
@@ -51,9 +51,9 @@ class UnitWriter:
         self._writer.write(step, split, values)
 
     def sync(self) -> None:
-        """As the writer."""
+        """Calls the same method of the writer."""
         self._writer.sync()
 
     def close(self) -> None:
-        """As the writer."""
+        """Calls the same method of the writer."""
         self._writer.close()
